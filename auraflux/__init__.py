@@ -1,0 +1,58 @@
+"""Very large mixture-of-experts language models on modest machines.
+
+What a program may use, and nothing else, is in `__all__`:
+
+__version__    the version of this package
+AurafluxError  anything this package refuses to do; the three below are kinds of it
+BackendError   a backend was asked for that this machine or installation does not have
+FormatError    a weight format that does not exist or cannot hold the given data
+InputError     a tensor or option does not fit what the operation needs
+QTensor        a quantized weight
+exact          inside `with exact():` kernels multiply float32 activations, not int8 ones
+quantize       a dense weight as codes
+use_backend    inside `with use_backend("reference"):` ops run on that backend
+
+Names that need torch are imported when they are first used, so that `import auraflux` and the command line start at once.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from auraflux.errors import AurafluxError, BackendError, FormatError, InputError
+
+if TYPE_CHECKING:
+    from auraflux.ops._dispatch import exact, use_backend
+    from auraflux.quant import QTensor, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AurafluxError",
+    "BackendError",
+    "FormatError",
+    "InputError",
+    "QTensor",
+    "__version__",
+    "exact",
+    "quantize",
+    "use_backend",
+]
+
+_HOMES = {
+    "QTensor": "auraflux.quant",
+    "exact": "auraflux.ops._dispatch",
+    "quantize": "auraflux.quant",
+    "use_backend": "auraflux.ops._dispatch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'auraflux' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,131 @@
+"""Inputs for the parity test and the benchmark.
+
+Each family's `cases.py` holds a list `CASES`. A case names an op, makes its arguments and says how far a kernel may be from
+the reference. `compare` runs both and looks at the results and at every argument after the call, so that state updated in
+place is held to the same tolerance.
+"""
+
+import copy
+import importlib
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._dispatch import Declined, Op, exact, families
+
+Args = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments for one call of an op.
+
+    make   gives the arguments by name, in the order of the signature; the random generator is seeded before
+    tol    relative RMS a kernel may be away from the reference
+    exact  run under the exact contract; False allows int8 activations on CPU
+    bench  part of `auraflux bench ops`
+    nbytes, flops  the bytes that must move and the operations that must be done; by default all tensors once, and none
+    """
+
+    op: Op
+    name: str
+    make: Callable[[], Args]
+    tol: float = 1e-5
+    exact: bool = True
+    bench: bool = False
+    nbytes: Callable[[Args], int] | None = None
+    flops: Callable[[Args], int] | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.op.name}-{self.name}"
+
+    def args(self) -> Args:
+        torch.manual_seed(zlib.crc32(self.id.encode()))
+        return self.make()
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What `compare` found: the worst relative RMS and where, or why the kernel declined."""
+
+    error: float
+    where: str
+    declined: str | None = None
+
+
+def all_cases() -> list[Case]:
+    found: list[Case] = []
+    for family in families():
+        if (Path(__file__).parent / family / "cases.py").exists():
+            found += importlib.import_module(f"auraflux.ops.{family}.cases").CASES
+    return found
+
+
+def compare(case: Case, backend: str, move: Callable[[Args], Args] = lambda args: args) -> Parity:
+    """Run the reference and a backend's kernel on equal arguments. `move` takes a copy of them to the kernel's device."""
+    kernel = case.op.kernel(backend)
+    if kernel is None:
+        return Parity(0.0, "", f"no {backend} kernel")
+    args = case.args()
+    mine = move(copy.deepcopy(args))
+    if case.op.check is not None:
+        case.op.check(**args)
+    expected = case.op.reference(**args)
+    with ExitStack() as stack:
+        stack.enter_context(exact(case.exact))
+        try:
+            found = kernel(**mine)
+        except Declined as reason:
+            return Parity(0.0, "", str(reason))
+    worst, where = 0.0, "the result"
+    for path, want, have in _pairs({"the result": expected, **args}, {"the result": found, **mine}, ""):
+        error = relative_rms(have, want, path)
+        if not error <= worst:
+            worst, where = error, path
+    return Parity(worst, where)
+
+
+def relative_rms(found: Tensor, expected: Tensor, what: str = "result") -> float:
+    """Root mean square of the difference over that of the expectation. Integers and non-finite places must agree exactly."""
+    found = found.to(expected.device)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise AssertionError(f"{what}: {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}")
+    if not expected.dtype.is_floating_point:
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    found, expected = found.double(), expected.double()
+    finite = torch.isfinite(expected)
+    same = torch.where(torch.isnan(expected), torch.isnan(found), finite | (found == expected))
+    if not (same.all() and torch.isfinite(found[finite]).all()):
+        return float("inf")
+    difference, size = (found[finite] - expected[finite]).norm(), expected[finite].norm()
+    return float(difference / size) if size > 0 else float(difference)
+
+
+def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside arguments or results, with the path to it."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from ((f"{key}{path}", t) for path, t in tensors(item))
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            yield from ((f"[{number}]{path}", t) for path, t in tensors(item))
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from ((f".{field.name}{path}", t) for path, t in tensors(getattr(value, field.name)))
+
+
+def _pairs(expected: Args, found: Args, prefix: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    wanted, had = list(tensors(expected)), dict(tensors(found))
+    if [path for path, _ in wanted] != list(had):
+        raise AssertionError(f"the kernel returns {list(had)}, the reference {[path for path, _ in wanted]}")
+    for path, tensor in wanted:
+        yield path, tensor, had[path]

@@ -1,0 +1,193 @@
+"""How a call to an op finds its kernel.
+
+`@op` turns a torch function into an `Op`: the function is the op's meaning, and a function of the same name in the sibling
+module `cpu.py` or `cuda.py` is its kernel for that device. Kernels are looked up on first use. One that cannot serve a call
+raises `Declined` before it writes anything; the reference then runs and the reason is kept, logged once and shown by
+`auraflux ops`.
+"""
+
+import importlib
+import inspect
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from auraflux.errors import BackendError, InputError
+
+log = logging.getLogger("auraflux")
+
+BACKENDS = ("reference", "cpu", "cuda")
+COMPILERS = {"numba", "llvmlite", "triton"}
+
+_forced: ContextVar[str | None] = ContextVar("backend", default=None)
+_exact: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+class Declined(Exception):
+    """A kernel will not serve this call; the message says why."""
+
+
+class Op:
+    """One operation: its reference, its kernels, and what they declined."""
+
+    def __init__(self, reference: Callable[..., Any], origins: tuple[str, ...], check: Callable[..., None] | None):
+        self.reference = reference
+        self.check = check
+        self.origins = origins
+        self.name = reference.__name__
+        self.family = reference.__module__.split(".")[-2]
+        self.declined: dict[str, set[str]] = {}
+        self._kernels: dict[str, Callable[..., Any] | None] = {"reference": None}
+        self._first = next(iter(inspect.signature(reference).parameters))
+        self.__doc__ = reference.__doc__
+        self.__name__ = self.name
+        self.__wrapped__ = reference
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        backend = _forced.get()
+        if backend is None:
+            backend = (args[0] if args else kwargs[self._first]).device.type
+        try:
+            kernel = self._kernels[backend]
+        except KeyError:
+            kernel = self.kernel(backend)
+        if kernel is not None:
+            try:
+                return kernel(*args, **kwargs)
+            except Declined as reason:
+                self._note(backend, str(reason))
+        return self.reference(*args, **kwargs)
+
+    def kernel(self, backend: str) -> Callable[..., Any] | None:
+        """Find the kernel for a backend, or None when there is none."""
+        if backend not in self._kernels:
+            self._kernels[backend] = self._find(backend) if backend in BACKENDS else None
+        return self._kernels[backend]
+
+    def backends(self) -> list[str]:
+        return ["reference"] + [name for name in BACKENDS[1:] if self.kernel(name) is not None]
+
+    def _find(self, backend: str) -> Callable[..., Any] | None:
+        module = f"{self.reference.__module__.rpartition('.')[0]}.{backend}"
+        try:
+            return getattr(importlib.import_module(module), self.name, None)
+        except ModuleNotFoundError as err:
+            if err.name == module:
+                return None
+            if err.name is not None and err.name.split(".")[0] in COMPILERS:
+                self._note(backend, f"{err.name} is not installed")
+                return None
+            raise
+
+    def _note(self, backend: str, reason: str) -> None:
+        reasons = self.declined.setdefault(backend, set())
+        if reason not in reasons:
+            reasons.add(reason)
+            log.warning("%s: the %s kernel declined (%s); the reference runs instead", self.name, backend, reason)
+
+    def __repr__(self) -> str:
+        return f"<op {self.family}.{self.name}>"
+
+
+OPS: dict[str, Op] = {}
+
+
+def op(*, origins: tuple[str, ...] = (), check: Callable[..., None] | None = None) -> Callable[[Callable[..., Any]], Op]:
+    """Make a torch function the definition of an op.
+
+    origins  the kernels of moeflux, metaltile and mlx-native that it stands for
+    check    called with the same arguments first; raises InputError, so that no kernel ever sees a shape that does not fit
+    """
+
+    def wrap(reference: Callable[..., Any]) -> Op:
+        made = Op(reference, origins, check)
+        if made.name in OPS:
+            raise ValueError(f"two ops are named {made.name!r}: {OPS[made.name]!r} and {made!r}")
+        OPS[made.name] = made
+        return made
+
+    return wrap
+
+
+def all_ops() -> list[Op]:
+    """Every op of every family, in the order of their names within families."""
+    for family in families():
+        importlib.import_module(f"auraflux.ops.{family}.reference")
+    return sorted(OPS.values(), key=lambda o: (o.family, o.name))
+
+
+def families() -> list[str]:
+    package = importlib.import_module("auraflux.ops")
+    return [found.name for found in pkgutil.iter_modules(package.__path__) if found.ispkg and not found.name.startswith("_")]
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run the ops inside the block on the named backend, whatever the device of their arguments."""
+    if name not in BACKENDS:
+        raise BackendError(f"there is no backend {name!r}. Those there are: {', '.join(BACKENDS)}.")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextmanager
+def exact(on: bool = True) -> Iterator[None]:
+    """Inside the block kernels multiply float32 activations; outside, CPU kernels round them to int8 per group first."""
+    token = _exact.set(on)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+def is_exact() -> bool:
+    return _exact.get()
+
+
+def check_dense(**tensors: Any) -> None:
+    """Refuse tensors that are not contiguous or not on the first one's device; None is passed over."""
+    device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            raise InputError(f"'{name}' is on {tensor.device}, the first argument on {device}. Move one of them.")
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise InputError(f"'{name}' {shape} is not contiguous (strides {strides}). Call .contiguous() on it first.")
+
+
+def check_shape(name: str, tensor: Any, *shape: int | None) -> None:
+    """Refuse a tensor whose shape is not the given one; None in a place allows any size there."""
+    found = tensor.shape
+    fits = len(found) == len(shape)
+    if fits:
+        for want, have in zip(shape, found, strict=True):
+            if want is not None and want != have:
+                fits = False
+    if not fits:
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise InputError(f"'{name}' has shape {list(found)}; [{wanted}] is needed.")
+
+
+def check_dtype(name: str, tensor: Any, *dtypes: Any) -> None:
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise InputError(f"'{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}; {wanted} is needed.")
+
+
+if _override := os.environ.get("AURAFLUX_BACKEND"):
+    if _override not in BACKENDS:
+        raise BackendError(f"AURAFLUX_BACKEND is {_override!r}. It may be one of: {', '.join(BACKENDS)}.")
+    _forced.set(_override)

@@ -1,0 +1,311 @@
+"""Compiling Python to machine code with Numba, the way every `cpu.py` here does it.
+
+Kernels take addresses (`tensor.data_ptr()`) and sizes, because an array argument costs microseconds to unbox and an address a
+fraction of one. Inside, `floats(address, n)` and its siblings make an array over the memory. Nothing checks bounds in there:
+shapes, dtypes and contiguity are checked before a kernel runs.
+
+`@jit` compiles a function, `@Kernel` one that all threads run together. Compiled code is cached on disk, in a folder named
+after a digest of this package's op sources: Numba itself looks only at the file of the function it compiles, and would run
+stale code after a change in a module that function was built from.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic
+from torch import Tensor
+
+KEPT_CACHES = 4
+LINE = 64  # bytes of a cache line
+
+
+def _sources_digest() -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {platform.machine()} {os.environ.get('AURAFLUX_ISA', '')}".encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        stat = path.stat()
+        digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> str:
+    base = os.environ.get("AURAFLUX_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "auraflux"
+    )
+    folder = Path(base) / "numba" / _sources_digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        # numba falls back to a folder of its own, or compiles anew each time
+        return ""
+    for old in sorted(folder.parent.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)[KEPT_CACHES:]:
+        shutil.rmtree(old, ignore_errors=True)
+    os.utime(folder)
+    return str(folder)
+
+
+CACHE_FOLDER = _cache_folder()
+
+
+def _choose_threads() -> None:
+    # numba's own order prefers tbb; omp wakes its threads in 3 microseconds, workqueue in 35 (two Neoverse-N1 cores)
+    if "NUMBA_THREADING_LAYER" not in os.environ:
+        config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+
+_choose_threads()
+
+
+# contraction and reassociation let loops vectorise; NaN and infinity keep their meaning
+FAST = {"contract", "reassoc", "nsz"}
+
+
+@contextmanager
+def _our_cache() -> Iterator[None]:
+    before, config.CACHE_DIR = config.CACHE_DIR, CACHE_FOLDER or config.CACHE_DIR
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that other compiled code or Python calls."""
+    with _our_cache():
+        return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)(function)
+
+
+@intrinsic
+def _call(typingctx, function, args, job, jobs):
+    """Call the machine code at an address."""
+
+    def codegen(context, builder, signature, values):
+        word = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [word, word, word])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+with _our_cache():
+
+    @numba.njit(nogil=True, cache=True)
+    def _launch_here(function, args, jobs):
+        for job in range(jobs):
+            _call(function, args, job, jobs)
+
+    @numba.njit(nogil=True, cache=True, parallel=True)
+    def _launch_threads(function, args, jobs):
+        for job in numba.prange(jobs):
+            _call(function, args, job, jobs)
+
+
+class Kernel:
+    """Compiled code that runs as a number of jobs, on all threads or on the calling one.
+
+    Numba takes ten seconds to compile a `prange` loop around a large body, and one without it. So bodies are compiled plain,
+    as `body(args, job, jobs)`, and one small parallel loop launches them all.
+    """
+
+    def __init__(self, body: Callable[..., None]):
+        self.__doc__ = body.__doc__
+        self.__name__ = body.__name__
+        self._body = body
+        self._address: int | None = None
+
+    @property
+    def address(self) -> int:
+        if self._address is None:
+            with _our_cache():
+                compiled = numba.cfunc("void(int64, int64, int64)", cache=True, error_model="numpy", fastmath=FAST)(self._body)
+            self._compiled, self._address = compiled, compiled.address
+        return self._address
+
+    def __call__(self, jobs: int, *args: int | float) -> None:
+        """Run `jobs` jobs with integer or float arguments; one job stays on this thread."""
+        packed = array("q", [_bits(value) if type(value) is float else value for value in args])
+        launch = _launch_here if jobs == 1 else _launch_threads
+        launch(self._address or self.address, packed.buffer_info()[0], jobs)
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("q", struct.pack("d", value))[0]
+
+
+def threads() -> int:
+    """How many jobs keep every thread busy."""
+    return numba.get_num_threads()
+
+
+@intrinsic(prefer_literal=True)
+def arguments(typingctx, args, count):
+    """Open a kernel's arguments: a tuple of `count` integers."""
+
+    def codegen(context, builder, signature, values):
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        found = [builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(64), i)])) for i in range(count.literal_value)]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.UniTuple(types.int64, count.literal_value)(args, count), codegen
+
+
+@intrinsic
+def real(typingctx, bits):
+    """A float argument, as float32."""
+
+    def codegen(context, builder, signature, values):
+        return builder.fptrunc(builder.bitcast(values[0], ir.DoubleType()), ir.FloatType())
+
+    return types.float32(types.int64), codegen
+
+
+@numba.njit(inline="always")
+def share(count, job, jobs):
+    """The part of range(count) that falls to this job."""
+    return range(job * count // jobs, (job + 1) * count // jobs)
+
+
+@intrinsic
+def _pointer(typingctx, address, like):
+    """Turn an integer address into a pointer to elements of `like`'s type."""
+    kind = types.CPointer(like.dtype)
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(kind))
+
+    return kind(address, like), codegen
+
+
+@numba.njit(inline="always")
+def floats(address, n):
+    return numba.carray(_pointer(address, np.float32), (n,))
+
+
+@numba.njit(inline="always")
+def int32s(address, n):
+    return numba.carray(_pointer(address, np.int32), (n,))
+
+
+@numba.njit(inline="always")
+def int64s(address, n):
+    return numba.carray(_pointer(address, np.int64), (n,))
+
+
+@numba.njit(inline="always")
+def halves(address, n):
+    """16-bit patterns: bf16 or f16."""
+    return numba.carray(_pointer(address, np.uint16), (n,))
+
+
+@numba.njit(inline="always")
+def octets(address, n):
+    return numba.carray(_pointer(address, np.uint8), (n,))
+
+
+@intrinsic
+def float_of_bits(typingctx, bits):
+    """Reinterpret 32 bits as a float32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)) if args[0].type.width > 32 else args[0], ir.FloatType())
+
+    return types.float32(bits), codegen
+
+
+@intrinsic
+def bits_of_float(typingctx, value):
+    """Reinterpret a float32 as 32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def rint(typingctx, x):
+    """Round a float32 to the nearest integer, halves to even."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32"), args)
+
+    return types.float32(types.float32), codegen
+
+
+LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+TOP, BOTTOM = np.float32(88.37626), np.float32(-87.33654)
+ONE = np.float32(1)
+P0, P1, P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+
+
+# flags are spelt out: without any, Numba takes those of the first caller, which would merge the range reduction's two steps
+@numba.njit(error_model="numpy", fastmath={"contract"})
+def exp(x):
+    """e**x in float32 to 2 ulp; 0 below -87.3, infinity above 88.3."""
+    clipped = min(max(x, BOTTOM), TOP)
+    n = rint(clipped * LOG2E)
+    r = (clipped - n * LN2_HIGH) - n * LN2_LOW
+    y = ((((P0 * r + P1) * r + P2) * r + P3) * r + P4) * r + P5
+    y = y * r * r + r + ONE
+    y = y * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    y = np.float32(0) if x < BOTTOM else y
+    y = np.float32(np.inf) if x > TOP else y
+    return y if x == x else x
+
+
+@numba.njit(error_model="numpy", fastmath={"contract"})
+def sigmoid(x):
+    return ONE / (ONE + exp(-x))
+
+
+@numba.njit(error_model="numpy", fastmath={"contract"})
+def silu(x):
+    return x / (ONE + exp(-x))
+
+
+_thread = threading.local()
+
+
+def workspace(nbytes: int) -> int:
+    """Address of this thread's scratch memory, at least `nbytes` of it, aligned to cache lines; valid until the next call.
+
+    Kernels take it as an argument: an array made inside jitted code is freed after its last use by name, which an address
+    does not count as.
+    """
+    buffer = getattr(_thread, "buffer", None)
+    if buffer is None or buffer.numel() < nbytes + LINE:
+        buffer = _thread.buffer = torch.empty(nbytes + nbytes // 4 + LINE, dtype=torch.uint8)
+    address = buffer.data_ptr()
+    return address + -address % LINE
+
+
+def jit_parallel(function):
+    with _our_cache():
+        return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST, parallel=True)(function)
+
+
+def as_float(x: Tensor) -> Tensor:
+    """float32 as it is, anything narrower widened: kernels here compute on float32."""
+    return x if x.dtype is torch.float32 else x.float()
+
+
+def like(out: Tensor, x: Tensor) -> Tensor:
+    """Give a float32 result the dtype of `x`."""
+    return out if out.dtype is x.dtype else out.to(x.dtype)

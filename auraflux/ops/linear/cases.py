@@ -1,0 +1,136 @@
+"""Inputs for products with weights: every width, group and scale type, one token to many, both row orders, dense weights."""
+
+import torch
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops._simd import ISA
+from auraflux.ops.linear.reference import embed, gate_up_swiglu, linear
+from auraflux.quant import QTensor, quantize
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FAST = 1e-2  # relative RMS of rounding activations to int8 per group is 0.6%
+LANES = ISA.lanes
+
+
+def weight(
+    rows: int, width: int, bits: int, group: int = 64, scales: torch.dtype = BF16, lanes: int = LANES, kind: str = "affine"
+) -> QTensor:
+    return quantize((torch.randn(rows, width) / width**0.5).to(scales), bits, group, kind).interleave(lanes)
+
+
+def product(tokens: int, rows: int, width: int, bits: int, dtype: torch.dtype = F32, bias: bool = False, **options) -> Args:
+    args: Args = {"x": torch.randn(tokens, width).to(dtype), "weight": weight(rows, width, bits, **options)}
+    return {**args, "bias": torch.randn(rows)} if bias else args
+
+
+def dense(tokens: int, rows: int, width: int, dtype: torch.dtype) -> Args:
+    return {"x": torch.randn(tokens, width), "weight": (torch.randn(rows, width) / width**0.5).to(dtype)}
+
+
+def pair(tokens: int, rows: int, width: int, bits: int, up_bits: int | None = None, **options) -> Args:
+    up = weight(rows, width, up_bits or bits, **options)
+    return {"x": torch.randn(tokens, width), "gate": weight(rows, width, bits, **options), "up": up}
+
+
+def dense_pair(tokens: int, rows: int, width: int) -> Args:
+    return {"x": torch.randn(tokens, width), "gate": torch.randn(rows, width), "up": torch.randn(rows, width)}
+
+
+def broken(args: Args) -> Args:
+    args["weight"].scales.view(-1)[5] = torch.nan
+    return args
+
+
+def broken_input(args: Args) -> Args:
+    args["x"][1, 7] = torch.nan
+    return args
+
+
+def zeros(args: Args) -> Args:
+    args["x"][1:] = 0
+    return args
+
+
+def lookup(tokens: int, rows: int, width: int, bits: int, **options) -> Args:
+    return {"ids": torch.randint(0, rows, (tokens,)), "table": weight(rows, width, bits, **options)}
+
+
+def large(rows: int, width: int, bits: int, group: int = 64) -> QTensor:
+    """Random codes, scales and biases: quantizing a matrix of this size takes seconds."""
+    packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
+    scales = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(BF16)
+    return QTensor(packed, scales, -scales * 2 ** (bits - 1), bits, group, (rows, width)).interleave(LANES)
+
+
+def large_product(tokens: int, bits: int) -> Args:
+    return {"x": torch.randn(tokens, 4096), "weight": large(11008, 4096, bits)}
+
+
+def flops(args: Args) -> int:
+    x = args["x"]
+    wide = args.get("weight", args.get("gate")).shape
+    return 2 * x.numel() * wide[0] * (2 if "up" in args else 1)
+
+
+def touched(args: Args) -> int:
+    """Bytes of the rows an embedding reads and writes."""
+    ids, table = args["ids"], args["table"]
+    return len(ids) * (table.nbytes // table.shape[0] + 4 * table.shape[1])
+
+
+def linear_case(name: str, make, **options) -> Case:
+    return Case(linear, name, make, flops=flops, **options)
+
+
+def contracts(name: str, make, **options) -> list[Case]:
+    return [linear_case(name, make, **options), linear_case(f"{name}-fast", make, exact=False, tol=FAST, **options)]
+
+
+FORMATS = ((2, 128, F32), (3, 64, BF16), (4, 64, BF16), (4, 32, F16), (5, 32, BF16), (6, 64, F16), (8, 64, BF16))
+
+CASES = [
+    linear_case("4bit-1", lambda: large_product(1, 4), exact=False, tol=FAST, bench=True),
+    linear_case("8bit-1", lambda: large_product(1, 8), exact=False, tol=FAST, bench=True),
+    linear_case("2bit-1", lambda: large_product(1, 2), exact=False, tol=FAST, bench=True),
+    linear_case("4bit-64", lambda: large_product(64, 4), exact=False, tol=FAST, bench=True),
+    linear_case("4bit-1-exact", lambda: large_product(1, 4), bench=True),
+    linear_case("4bit-64-exact", lambda: large_product(64, 4), bench=True),
+    linear_case("bf16-1", lambda: dense(1, 4096, 4096, BF16), bench=True),
+    *[
+        case
+        for bits, group, scales in FORMATS
+        for tokens in (1, 29)
+        for case in contracts(
+            f"{bits}bit-g{group}-{tokens}",
+            lambda t=tokens, b=bits, g=group, s=scales: product(t, 100, 256, b, group=g, scales=s),
+        )
+    ],
+    *contracts("mxfp4-1", lambda: product(1, 64, 320, 4, group=32, kind="mxfp4")),
+    *contracts("mxfp4-21", lambda: product(21, 64, 320, 4, group=32, kind="mxfp4")),
+    *contracts("row-order-1", lambda: product(1, 333, 192, 4, lanes=1)),
+    *contracts("row-order-13", lambda: product(13, 333, 192, 4, lanes=1)),
+    *contracts("mxfp4-row-order", lambda: product(3, 50, 96, 4, group=32, kind="mxfp4", lanes=1)),
+    linear_case("one-row", lambda: product(5, 1, 64, 4)),
+    linear_case("no-tokens", lambda: product(0, 64, 64, 4)),
+    linear_case("bias", lambda: product(3, 63, 128, 4, bias=True)),
+    linear_case("bf16", lambda: product(2, 128, 128, 4, dtype=BF16), tol=4e-3),
+    linear_case("nan-scale", lambda: broken(product(3, 64, 128, 4))),
+    linear_case("nan-scale-fast", lambda: broken(product(3, 64, 128, 4)), exact=False, tol=FAST),
+    linear_case("nan-input-fast", lambda: broken_input(product(3, 64, 128, 4)), exact=False, tol=FAST),
+    linear_case("zeros-fast", lambda: zeros(product(3, 64, 128, 4)), exact=False, tol=FAST),
+    linear_case("dense-bf16", lambda: dense(3, 100, 333, BF16)),
+    linear_case("dense-bf16-many", lambda: dense(50, 100, 333, BF16)),
+    linear_case("dense-f16", lambda: dense(2, 63, 100, F16)),
+    linear_case("dense-f32", lambda: dense(7, 63, 100, F32)),
+    Case(gate_up_swiglu, "one-token", lambda: pair(1, 1536, 576, 4), exact=False, tol=2e-2, flops=flops, bench=True),
+    Case(gate_up_swiglu, "many-tokens", lambda: pair(21, 128, 192, 4), flops=flops),
+    Case(gate_up_swiglu, "mixed-bits", lambda: pair(3, 63, 128, 4, up_bits=8), flops=flops),
+    Case(gate_up_swiglu, "row-order", lambda: pair(2, 100, 128, 4, lanes=1), flops=flops),
+    Case(gate_up_swiglu, "dense", lambda: dense_pair(3, 100, 63)),
+    Case(embed, "one-token", lambda: lookup(1, 1000, 2048, 4), nbytes=touched, bench=True),
+    Case(embed, "many-tokens", lambda: lookup(100, 333, 128, 6), nbytes=touched),
+    Case(embed, "spilling-codes", lambda: lookup(7, 64, 96, 3, group=32), nbytes=touched),
+    Case(embed, "row-order", lambda: lookup(5, 63, 128, 8, lanes=1, scales=F32), nbytes=touched),
+    Case(embed, "mxfp4", lambda: lookup(5, 63, 128, 4, group=32, kind="mxfp4"), nbytes=touched),
+    Case(embed, "dense", lambda: {"ids": torch.tensor([3, 0, 3]), "table": torch.randn(4, 63)}),
+]

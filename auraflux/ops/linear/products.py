@@ -1,0 +1,167 @@
+"""Compiled drivers around the inner loops: a list of products, shared out over the threads.
+
+A product is one weight against some tokens. All products of a list have weights of one shape and format and take their tokens
+from one stack, whose activations are made ready first. `linear` is a list of one, gate and up are a list of two, the experts
+of a mixture a longer one. Each thread takes the same share of every product's rows, so uneven lists stay balanced.
+"""
+
+from array import array
+from functools import lru_cache
+
+import numba
+import torch
+
+from auraflux.ops._jit import LINE, Kernel, arguments, halves, int32s, int64s, jit, octets, share, threads, workspace
+from auraflux.ops._simd import ISA
+from auraflux.ops.linear.rows import BLOCK, Form, prepare_token, rows_times_tokens, unpack_rows
+from auraflux.quant import QTensor
+
+WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
+FEW = 4  # tokens in one pass straight from the codes
+PREPARE_PARALLEL_FROM = 1 << 16  # activations; rounding fewer takes less time than waking the threads
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.uint8: "e8m0"}
+
+# a product is six numbers: addresses of codes, scales and biases, address of its token indices, how many, where results go
+FIELDS = 6
+CODES, SCALES, BIASES, INDEX, COUNT, OUT = range(FIELDS)
+
+
+def run_products(x: int, tokens: int, weight: QTensor, products: int, count: int, out_stride: int, fast: bool) -> None:
+    """Work through a list of products, all with weights like `weight`.
+
+    x           address of float32 [tokens, K]
+    products    address of int64 [count, FIELDS]
+    out_stride  bytes from one token's results to the next
+    """
+    rows, width = weight.shape[-2:]
+    form = Form(fast, weight.bits, weight.group, KINDS[weight.scales.dtype])
+    jobs = threads()
+    space = workspace(tokens * token_nbytes(form, width) + jobs * scratch_nbytes(form, width))
+    build_prepare(form)(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space)
+    build(form)(jobs, tokens, width, products, count, rows, weight.lanes == 1, out_stride, space)
+
+
+def token_nbytes(form: Form, width: int) -> int:
+    """A token's prepared activations, their scales and sums, and a line: rows a power of two long would share cache sets."""
+    return width * (1 if form.fast else 4) + 8 * (width // form.group) + 2 * LINE
+
+
+def scratch_nbytes(form: Form, width: int) -> int:
+    """A thread's block of rows: unpacked, and turned side by side."""
+    groups = width // form.group
+    return BLOCK * (width * (1 if form.fast else 4) + width * form.bits // 8 + 2 * groups * form.scale_nbytes) + LINE
+
+
+def addresses(weight: QTensor) -> tuple[int, int, int]:
+    return weight.packed.data_ptr(), weight.scales.data_ptr(), 0 if weight.biases is None else weight.biases.data_ptr()
+
+
+def padded(rows: int) -> int:
+    """Rows of a result, rounded up to whole blocks."""
+    return -(-rows // BLOCK) * BLOCK
+
+
+@jit
+def _turn(source, target, first, rows, count):
+    """Put BLOCK rows of `count` elements side by side; rows past the end repeat the last one."""
+    for lane in range(BLOCK):
+        start = count * min(first + lane, rows - 1)
+        for i in range(count):
+            target[i * BLOCK + lane] = source[start + i]
+
+
+@jit
+def _turn_scales(source, target, first, rows, count, nbytes):
+    if nbytes == 1:
+        _turn(octets(source, rows * count), octets(target, BLOCK * count), first, rows, count)
+    elif nbytes == 2:
+        _turn(halves(source, rows * count), halves(target, BLOCK * count), first, rows, count)
+    else:
+        _turn(int32s(source, rows * count), int32s(target, BLOCK * count), first, rows, count)
+
+
+@numba.njit(inline="always")
+def _block(form, weight, ready, acts, index, left, groups, out, out_stride):
+    """One block of rows against all its tokens: the widest tiles first, over unpacked rows.
+
+    weight  addresses of codes, scales and biases; acts  addresses and stride of the prepared activations
+    """
+    if left >= WIDEST:
+        unpack_rows((form, weight, groups, ready))
+        unpacked = (ready, weight[1], weight[2])
+        while left >= WIDEST:
+            rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out, out_stride))
+            index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
+    while left >= FEW:
+        rows_times_tokens((form, FEW, 0, weight, acts, index, groups, out, out_stride))
+        index, out, left = index + 8 * FEW, out + FEW * out_stride, left - FEW
+    while left > 0:
+        rows_times_tokens((form, 1, 0, weight, acts, index, groups, out, out_stride))
+        index, out, left = index + 8, out + out_stride, left - 1
+
+
+@lru_cache
+def build_prepare(spec: Form) -> Kernel:
+    """Compile the step that readies tokens' activations."""
+    form, group, act_nbytes = spec.text, spec.group, 1 if spec.fast else 4
+
+    @Kernel
+    def prepare(args, job, jobs):
+        x, tokens, width, space = arguments(args, 4)
+        groups, stride = width // group, width * act_nbytes + LINE
+        scales = space + tokens * stride
+        sums = scales + 4 * tokens * groups
+        for t in share(tokens, job, jobs):
+            prepare_token((form, x + 4 * t * width, groups, space + t * stride, scales + 4 * t * groups, sums + 4 * t * groups))
+
+    return prepare
+
+
+@lru_cache
+def build(spec: Form) -> Kernel:
+    """Compile the driver for one weight format."""
+    form, group, has_biases = spec.text, spec.group, int(spec.kind != "e8m0")
+    act_nbytes, scale_nbytes, bits = 1 if spec.fast else 4, spec.scale_nbytes, spec.bits
+
+    @Kernel
+    def multiply(args, job, jobs):
+        tokens, width, products, count, rows, by_rows, out_stride, space = arguments(args, 8)
+        groups, words = width // group, width * bits // 32
+        stride = width * act_nbytes + LINE
+        act_scales = space + tokens * stride
+        act_sums = act_scales + 4 * tokens * groups
+        acts = (space, stride, act_scales, act_sums)
+        table = int64s(products, count * FIELDS)
+        codes_nbytes, scales_nbytes, ready_nbytes = 4 * BLOCK * words, BLOCK * groups * scale_nbytes, BLOCK * width * act_nbytes
+        scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
+        ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * scratch_size
+        for p in range(0, count * FIELDS, FIELDS):
+            for block in share((rows + BLOCK - 1) // BLOCK, job, jobs):
+                codes = table[p + CODES] + block * codes_nbytes
+                scales = table[p + SCALES] + block * scales_nbytes
+                biases = table[p + BIASES] + block * scales_nbytes
+                if by_rows:
+                    codes = ready + ready_nbytes
+                    scales = codes + codes_nbytes
+                    biases = scales + scales_nbytes
+                    first = block * BLOCK
+                    _turn(int32s(table[p + CODES], rows * words), int32s(codes, words * BLOCK), first, rows, words)
+                    _turn_scales(table[p + SCALES], scales, first, rows, groups, scale_nbytes)
+                    if has_biases:
+                        _turn_scales(table[p + BIASES], biases, first, rows, groups, scale_nbytes)
+                index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT] + 4 * block * BLOCK
+                _block(form, (codes, scales, biases), ready, acts, index, left, groups, out, out_stride)
+
+    return multiply
+
+
+_counting = array("q", range(64))
+
+
+def token_indices(tokens: int) -> int:
+    """Address of the numbers 0, 1, 2 … up to at least `tokens`."""
+    global _counting
+    if len(_counting) < tokens:
+        _counting = array("q", range(2 * tokens))
+    return _counting.buffer_info()[0]

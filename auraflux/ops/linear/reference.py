@@ -1,0 +1,109 @@
+"""Products with weight matrices, quantized or dense."""
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.quant import QTensor
+
+Weight = QTensor | Tensor
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dense(weight: Weight) -> Tensor:
+    """The weight in float32, whatever holds it."""
+    return weight.dequantize(torch.float32) if isinstance(weight, QTensor) else weight.float()
+
+
+def check_weight(name: str, x: Tensor, weight: Weight) -> None:
+    if len(weight.shape) != 2:
+        raise InputError(f"'{name}' has shape {list(weight.shape)}; a matrix [N, K] is needed.")
+    if x.shape[-1] != weight.shape[1]:
+        raise InputError(f"'x' has width {x.shape[-1]}, '{name}' takes {weight.shape[1]} inputs; they must be equal.")
+
+
+def _check_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
+    check_dense(x=x, weight=weight, bias=bias)
+    check_dtype("x", x, *FLOAT_DTYPES)
+    check_weight("weight", x, weight)
+    if bias is not None:
+        check_shape("bias", bias, weight.shape[0])
+
+
+@op(
+    origins=(
+        "dequant_matvec_4bit",
+        "dequant_matvec_4bit_fast",
+        "dequant_matvec_4bit_v3",
+        "dequant_matvec_4bit_v4",
+        "dequant_matvec_4bit_v5",
+        "dequant_matvec_8bit_v3",
+        "dequant_matvec_2bit",
+        "dequant_matvec_4bit_v3_n_tokens",
+        "dequant_matvec_4bit_fast_n_tokens",
+        "dequant_matvec_8bit_v3_n_tokens",
+        "bf16_matvec",
+        "bf16_matmul_n_tokens",
+    ),
+    check=_check_linear,
+)
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a weight matrix.
+
+    x       [..., K]
+    weight  [N, K]    QTensor, or a dense tensor
+    bias    [N]       or None
+    returns [..., N]  in x's dtype
+    """
+    y = x.float() @ dense(weight).T
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+def _check_gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> None:
+    check_dense(x=x, gate=gate, up=up)
+    check_dtype("x", x, *FLOAT_DTYPES)
+    check_weight("gate", x, gate)
+    if tuple(up.shape) != tuple(gate.shape):
+        raise InputError(f"'gate' has shape {list(gate.shape)}, 'up' {list(up.shape)}; they must be equal.")
+
+
+@op(origins=("fused_gate_up_swiglu",), check=_check_gate_up_swiglu)
+def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
+    """Multiply rows by two matrices at once and gate one product with the other: silu(x gateᵀ) * (x upᵀ).
+
+    x         [..., K]
+    gate, up  [N, K]
+    returns   [..., N]  in x's dtype
+    """
+    wide = x.float()
+    return (torch.nn.functional.silu(wide @ dense(gate).T) * (wide @ dense(up).T)).to(x.dtype)
+
+
+def _check_embed(ids: Tensor, table: Weight) -> None:
+    check_dense(ids=ids, table=table)
+    check_dtype("ids", ids, torch.int32, torch.int64)
+    if len(table.shape) != 2:
+        raise InputError(f"'table' has shape {list(table.shape)}; a matrix [V, D] is needed.")
+    if ids.numel():
+        low, high = ids.aminmax()
+        if low < 0 or high >= table.shape[0]:
+            raise InputError(f"ids reach from {int(low)} to {int(high)}; the table has {table.shape[0]} rows.")
+
+
+@op(origins=("embed_gather_4bit",), check=_check_embed)
+def embed(ids: Tensor, table: Weight) -> Tensor:
+    """Take rows of an embedding table, as float32.
+
+    ids     [T]     int32 or int64
+    table   [V, D]
+    returns [T, D]  float32 for a quantized table, else in its dtype
+    """
+    if not isinstance(table, QTensor):
+        return table[ids.long()]
+    rows = table.rows()
+    chosen = [None if t is None else t[ids.long()] for t in (rows.packed, rows.scales, rows.biases)]
+    taken = QTensor(chosen[0], chosen[1], chosen[2], table.bits, table.group, (len(ids), table.shape[1]))
+    return taken.dequantize(torch.float32)

@@ -1,0 +1,117 @@
+"""Norms on CPU: a row at a time, one pass for the sum of squares and one to apply it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from auraflux.ops._jit import Kernel, arguments, as_float, floats, jit, like, real, share, silu, threads
+
+PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+
+
+@jit
+def _factor(x, scale, inside):
+    """1 / sqrt(scale * sum of squares + inside)."""
+    total = np.float32(0)
+    for value in x:
+        total += value * value
+    return np.float32(1 / np.sqrt(total * scale + inside))
+
+
+@jit
+def _row(x_at, weight_at, eps, out_at, width):
+    x, weight, out = floats(x_at, width), floats(weight_at, width), floats(out_at, width)
+    factor = _factor(x, 1 / width, eps)
+    for i in range(width):
+        out[i] = x[i] * factor * weight[i]
+
+
+@Kernel
+def _rows(args, job, jobs):
+    x, weight, out, rows, width, eps = arguments(args, 6)
+    for row in share(rows, job, jobs):
+        at = 4 * row * width
+        _row(x + at, weight, real(eps), out + at, width)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide, scale = as_float(x), as_float(weight)
+    out = torch.empty_like(wide)
+    n, width = x.numel(), x.shape[-1]
+    jobs = threads() if n >= PARALLEL_FROM else 1
+    _rows(jobs, wide.data_ptr(), scale.data_ptr(), out.data_ptr(), _count(n, width), width, float(eps))
+    return like(out, x)
+
+
+@Kernel
+def _add_rows(args, job, jobs):
+    x_at, residual_at, weight, out, total_at, rows, width, eps = arguments(args, 8)
+    for row in share(rows, job, jobs):
+        at = 4 * row * width
+        x, residual, total = floats(x_at + at, width), floats(residual_at + at, width), floats(total_at + at, width)
+        for i in range(width):
+            total[i] = x[i] + residual[i]
+        _row(total_at + at, weight, real(eps), out + at, width)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if x.dtype is not torch.float32:
+        # the sum is rounded to the narrow type before it is normalised, as the next layer will read it
+        total = (x.float() + residual.float()).to(x.dtype)
+        return rms_norm(total, weight, eps), total
+    other, scale = as_float(residual), as_float(weight)
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    n, width = x.numel(), x.shape[-1]
+    jobs = threads() if n >= PARALLEL_FROM else 1
+    addresses = x.data_ptr(), other.data_ptr(), scale.data_ptr(), out.data_ptr(), total.data_ptr()
+    _add_rows(jobs, *addresses, _count(n, width), width, float(eps))
+    return out, total
+
+
+@Kernel
+def _gated_rows(args, job, jobs):
+    x_at, z_at, weight_at, out_at, rows, width, eps = arguments(args, 7)
+    weight = floats(weight_at, width)
+    for row in share(rows, job, jobs):
+        at = 4 * row * width
+        x, z, out = floats(x_at + at, width), floats(z_at + at, width), floats(out_at + at, width)
+        factor = _factor(x, 1 / width, real(eps))
+        for i in range(width):
+            out[i] = x[i] * factor * weight[i] * silu(z[i])
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide, gate, scale = as_float(x), as_float(z), as_float(weight)
+    out = torch.empty_like(wide)
+    n, width = x.numel(), x.shape[-1]
+    jobs = threads() if n >= PARALLEL_FROM else 1
+    addresses = wide.data_ptr(), gate.data_ptr(), scale.data_ptr(), out.data_ptr()
+    _gated_rows(jobs, *addresses, _count(n, width), width, float(eps))
+    return like(out, x)
+
+
+@jit
+def _unit_rows(x_at, out_at, width, inside, length, part):
+    for row in part:
+        x, out = floats(x_at + 4 * row * width, width), floats(out_at + 4 * row * width, width)
+        factor = _factor(x, np.float32(1), inside) * length
+        for i in range(width):
+            out[i] = x[i] * factor
+
+
+@Kernel
+def _both_units(args, job, jobs):
+    q, q_out, q_rows, k, k_out, k_rows, width, inside, q_length = arguments(args, 9)
+    _unit_rows(q, q_out, width, real(inside), real(q_length), share(q_rows, job, jobs))
+    _unit_rows(k, k_out, width, real(inside), np.float32(1), share(k_rows, job, jobs))
+
+
+def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tensor, Tensor]:
+    queries, keys = as_float(q), as_float(k)
+    q_out, k_out = torch.empty_like(queries), torch.empty_like(keys)
+    n, width = q.numel(), q.shape[-1]
+    jobs = threads() if n >= PARALLEL_FROM else 1
+    read_q = queries.data_ptr(), q_out.data_ptr(), _count(n, width)
+    read_k = keys.data_ptr(), k_out.data_ptr(), _count(k.numel(), width)
+    _both_units(jobs, *read_q, *read_k, width, float(eps * width if mean else eps), width**-0.5)
+    return like(q_out, q), like(k_out, k)

@@ -1,0 +1,95 @@
+"""Root-mean-square norms. Sums of squares are float32 whatever the dtype of the input; results come back in it."""
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_shape, op
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    check_dense(x=x, weight=weight)
+    check_shape("weight", weight, x.shape[-1])
+
+
+@op(
+    origins=(
+        "rms_norm_sum_sq",
+        "rms_norm_apply",
+        "rms_norm_apply_bf16",
+        "rms_norm_bf16_fused_n_tokens",
+        "rms_norm_per_head_n_tokens",
+    ),
+    check=_check_rms_norm,
+)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to unit root mean square, then by `weight`.
+
+    x       [..., D]  rows: a whole hidden vector, or one head
+    weight  [D]
+    returns [..., D]  in x's dtype
+    """
+    wide = x.float()
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (unit * weight.float()).to(x.dtype)
+
+
+def _check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    check_dense(x=x, residual=residual, weight=weight)
+    check_shape("residual", residual, *x.shape)
+    check_shape("weight", weight, x.shape[-1])
+
+
+@op(origins=("residual_add", "residual_add_n_tokens"), check=_check_add_rms_norm)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add a layer's output to the residual stream and normalise the sum for the next layer.
+
+    x, residual [..., D]
+    weight      [D]
+    returns     (the norm of the sum, the sum), both [..., D] in x's dtype
+    """
+    total = (x.float() + residual.float()).to(x.dtype)
+    return rms_norm.reference(total, weight, eps), total
+
+
+def _check_gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> None:
+    check_dense(x=x, z=z, weight=weight)
+    check_shape("z", z, *x.shape)
+    check_shape("weight", weight, x.shape[-1])
+
+
+@op(origins=("gated_rms_norm",), check=_check_gated_rms_norm)
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise each head of a delta layer's output and gate it with silu(z).
+
+    x, z    [..., D]
+    weight  [D]
+    returns [..., D]  in x's dtype
+    """
+    wide, gate = x.float(), z.float()
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (unit * weight.float() * torch.nn.functional.silu(gate)).to(x.dtype)
+
+
+def _check_qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> None:
+    check_dense(q=q, k=k)
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(f"q has heads of width {q.shape[-1]}, k of {k.shape[-1]}; they must be equal.")
+
+
+@op(origins=("rms_norm_qk",), check=_check_qk_norm)
+def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tensor, Tensor]:
+    """Normalise the queries and keys of a delta layer per head: k to length 1, q to length 1/sqrt(K).
+
+    q, k    [..., K]
+    mean    whether eps is added to the mean of squares (the rms form) or to their sum (Hugging Face's checkpoints)
+    returns (q, k) in their dtypes
+    """
+    width = q.shape[-1]
+    inside = eps * width if mean else eps
+
+    def unit(x: Tensor) -> Tensor:
+        wide = x.float()
+        return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + inside)
+
+    return (unit(q) * width**-0.5).to(q.dtype), unit(k).to(k.dtype)

@@ -1,0 +1,205 @@
+"""Inputs for the compressed cache: every pair of bits, widths with and without a Walsh-Hadamard transform, ragged batches,
+windows whose old pages are gone, sinks, and vectors of zeros, of outliers and of extreme length."""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops.turboquant.codebook import BITS
+from auraflux.ops.turboquant.pages import CodePages, row_words
+from auraflux.ops.turboquant.reference import (
+    append_codes,
+    decode,
+    encode,
+    rotate,
+    turboquant_attention,
+    turboquant_partials,
+    turboquant_values,
+)
+
+BF16 = torch.bfloat16
+WIDTHS = (64, 80, 96, 128, 256, 512)
+SEED = 7
+
+
+def vectors(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+def encoded(*shape: int, bits: int = 4, dtype: torch.dtype = torch.float32) -> Args:
+    return {"x": vectors(*shape, dtype=dtype), "bits": bits, "seed": SEED}
+
+
+def awkward(width: int) -> Args:
+    """Zeros, one channel alone, a large outlier, a very short and a very long vector, and none of that."""
+    args = encoded(6, width, bits=3)
+    x = args["x"]
+    x[0] = 0.0
+    x[1] = torch.eye(width)[3]
+    x[2, 5] = 100.0
+    x[3] *= 1e-30
+    x[4] *= 1e30
+    return args
+
+
+def coded(*shape: int, bits: int, width: int, **options: int) -> Args:
+    codes = torch.randint(-(1 << 31), 1 << 31, (*shape, row_words(bits, width))).int()
+    return {"codes": codes, "norms": torch.rand(shape) + 0.5, "bits": bits, "width": width, **options}
+
+
+def values(query_heads: int, heads: int, tokens: int, bits: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
+    weights = torch.softmax(2 * torch.randn(query_heads, tokens), -1).to(dtype)
+    return {"weights": weights, **coded(heads, tokens, bits=bits, width=width)}
+
+
+def code_pages(
+    lengths: list[int], heads: int, width: int, bits: tuple[int, int] = (4, 4), page: int = 16, gone: list[int] | None = None
+) -> CodePages:
+    """Fill a pool with random codes; pages lie in random order. Entries past a length, or among the first `gone`, are wild."""
+    counts = [-(-length // page) for length in lengths]
+    pool = sum(counts) + 1
+    free = torch.randperm(pool).int().tolist()
+    table = torch.full((len(lengths), max(counts) + 1), -12345, dtype=torch.int32)
+    for b, count in enumerate(counts):
+        skipped = 0 if gone is None else gone[b]
+        table[b, skipped:count] = torch.tensor([free.pop() for _ in range(skipped, count)], dtype=torch.int32)
+    keys, vals = (coded(pool, heads, page, bits=b, width=width) for b in bits)
+    return CodePages(
+        keys["codes"],
+        keys["norms"],
+        vals["codes"],
+        vals["norms"],
+        table,
+        torch.tensor(lengths, dtype=torch.int32),
+        *bits,
+        width,
+        SEED,
+    )
+
+
+def edges(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+def append(
+    lengths: list[int], counts: list[int], heads: int, width: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> Args:
+    k, v = vectors(sum(counts), heads, width, dtype=dtype), vectors(sum(counts), heads, width, dtype=dtype)
+    return {"k": k, "v": v, "pages": code_pages(lengths, heads, width, **options), "starts": edges(counts)}
+
+
+def attend(
+    lengths: list[int],
+    counts: list[int],
+    heads: tuple[int, int],
+    width: int,
+    bits: tuple[int, int] = (4, 4),
+    page: int = 16,
+    gone: list[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    block: int | None = None,
+    window: int | None = None,
+    sinks: bool = False,
+    softcap: float | None = None,
+) -> Args:
+    """Make queries of the last `counts` tokens of sequences of the given lengths; heads are (query heads, coded heads)."""
+    args = {
+        "q": vectors(sum(counts), heads[0], width, dtype=dtype, scale=2.0),
+        "pages": code_pages(lengths, heads[1], width, bits, page, gone),
+        "starts": edges(counts),
+        "scale": width**-0.5,
+    }
+    options = {
+        "block": block,
+        "window": window,
+        "sinks": torch.randn(heads[0]) if sinks else None,
+        "softcap": softcap,
+    }
+    return args | {name: value for name, value in options.items() if value is not None}
+
+
+def append_nbytes(args: Args) -> int:
+    """Keys and values once, and the rows they become."""
+    pages: CodePages = args["pages"]
+    row = 4 * (pages.key_codes.shape[-1] + pages.value_codes.shape[-1] + 2)
+    return 2 * args["k"].nbytes + args["k"].shape[0] * pages.heads * row
+
+
+def attend_nbytes(args: Args) -> int:
+    """Codes and norms of every position of every sequence once, queries and results."""
+    pages: CodePages = args["pages"]
+    row = 4 * (pages.key_codes.shape[-1] + pages.value_codes.shape[-1] + 2)
+    return int(pages.lengths.sum()) * pages.heads * row + 2 * args["q"].nbytes
+
+
+def attend_flops(args: Args) -> int:
+    """Scores and values of the visible pairs: causal, without a window."""
+    counts = args["starts"].diff().tolist()
+    pairs = sum(n * length - n * (n - 1) // 2 for n, length in zip(counts, args["pages"].lengths.tolist(), strict=True))
+    return 4 * pairs * args["q"].shape[1] * args["q"].shape[2]
+
+
+BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_nbytes, "flops": attend_flops}
+PAIRS = list(product(BITS, BITS))
+
+CASES = [
+    Case(rotate, "one-token", lambda: {"x": vectors(1, 32, 128), "seed": SEED}, bench=True),
+    Case(rotate, "many-tokens", lambda: {"x": vectors(256, 8, 128), "seed": SEED}, bench=True),
+    Case(rotate, "inverse", lambda: {"x": vectors(3, 5, 256), "seed": SEED, "inverse": True}),
+    Case(rotate, "matrix", lambda: {"x": vectors(7, 80), "seed": SEED}),
+    Case(rotate, "matrix-inverse", lambda: {"x": vectors(7, 100), "seed": SEED, "inverse": True}),
+    Case(rotate, "bf16", lambda: {"x": vectors(3, 64, dtype=BF16), "seed": SEED}, tol=4e-3),
+    *(Case(encode, f"w{d}-b{b}", partial(encoded, 5, 3, d, bits=b)) for d in WIDTHS for b in BITS),
+    *(Case(encode, f"awkward-w{d}", partial(awkward, d)) for d in (63, 64)),
+    Case(encode, "bf16", lambda: encoded(9, 128, dtype=BF16)),
+    Case(encode, "none", lambda: encoded(0, 64)),
+    Case(encode, "one-token", lambda: encoded(1, 8, 128, bits=8), bench=True),
+    Case(encode, "many-tokens", lambda: encoded(256, 8, 128), bench=True),
+    *(Case(decode, f"w{d}-b{b}", partial(coded, 4, 3, bits=b, width=d, seed=SEED)) for d in (63, 96, 256) for b in BITS),
+    Case(decode, "many-tokens", lambda: coded(8, 512, bits=4, width=128, seed=SEED), bench=True),
+    *(Case(append_codes, f"k{k}v{v}", partial(append, [21, 40], [5, 1], 2, 64, bits=(k, v))) for k, v in PAIRS[::3]),
+    *(Case(append_codes, f"w{d}", partial(append, [3, 33], [3, 2], 3, d, bits=(6, 3))) for d in WIDTHS[1:]),
+    Case(append_codes, "no-tokens", lambda: append([0, 17, 9], [0, 2, 0], 2, 128)),
+    Case(append_codes, "window", lambda: append([100, 40], [1, 1], 2, 64, gone=[6, 2])),
+    Case(append_codes, "bf16", lambda: append([7], [7], 2, 128, dtype=BF16)),
+    Case(
+        append_codes, "one-token", lambda: append([1000], [1], 8, 128, bits=(8, 4), page=64), bench=True, nbytes=append_nbytes
+    ),
+    Case(
+        append_codes,
+        "many-tokens",
+        lambda: append([256], [256], 8, 128, bits=(8, 4), page=64),
+        bench=True,
+        nbytes=append_nbytes,
+    ),
+    *(Case(turboquant_values, f"b{b}", partial(values, 6, 2, 333, b, 96)) for b in BITS),
+    *(Case(turboquant_values, f"w{d}", partial(values, 8, 2, 63, 3, d)) for d in WIDTHS),
+    Case(turboquant_values, "sparse", lambda: {**values(8, 4, 100, 4, 64), "threshold": 0.01}),
+    Case(turboquant_values, "bf16", lambda: values(4, 4, 100, 4, 64, dtype=BF16), tol=4e-3),
+    Case(turboquant_values, "long", lambda: values(32, 8, 4096, 4, 128), bench=True),
+    Case(turboquant_partials, "decode", lambda: attend([63, 100], [1, 1], (8, 2), 64, block=32)),
+    Case(turboquant_partials, "prefill", lambda: attend([40], [17], (4, 2), 80, bits=(6, 3), block=16, softcap=20.0)),
+    Case(turboquant_partials, "window-sinks", lambda: attend([90, 5], [3, 5], (4, 1), 64, block=24, window=20, sinks=True)),
+    Case(turboquant_partials, "no-tokens", lambda: attend([0, 20], [0, 1], (2, 2), 64, block=16, sinks=True)),
+    Case(turboquant_partials, "nothing-visible", lambda: attend([20], [2], (2, 2), 64, block=16, window=0)),
+    Case(turboquant_partials, "long", lambda: attend([4096], [1], (32, 8), 128, page=64, block=512), **BENCH),
+    *(Case(turboquant_attention, f"k{k}v{v}", partial(attend, [37], [1], (4, 2), 64, bits=(k, v))) for k, v in PAIRS),
+    *(Case(turboquant_attention, f"w{d}", partial(attend, [50, 17], [1, 4], (6, 2), d, bits=(3, 6))) for d in WIDTHS),
+    Case(turboquant_attention, "prefill", lambda: attend([33, 100, 63], [33, 7, 1], (8, 2), 128, bits=(8, 4))),
+    Case(turboquant_attention, "window", lambda: attend([100, 40, 10], [1, 3, 10], (4, 2), 64, window=24, gone=[4, 0, 0])),
+    Case(turboquant_attention, "window-sinks", lambda: attend([70, 3], [2, 1], (4, 2), 64, window=33, sinks=True)),
+    Case(turboquant_attention, "sinks", lambda: attend([18, 100], [1, 1], (16, 2), 64, bits=(4, 2), sinks=True)),
+    Case(turboquant_attention, "softcap", lambda: attend([65], [5], (4, 4), 256, softcap=3.0)),
+    Case(turboquant_attention, "no-tokens", lambda: attend([0, 9, 5], [0, 1, 0], (4, 2), 64)),
+    Case(turboquant_attention, "nothing-visible", lambda: attend([9, 5], [2, 1], (4, 2), 64, window=0)),
+    Case(turboquant_attention, "one-position", lambda: attend([1], [1], (8, 8), 128)),
+    Case(turboquant_attention, "bf16", lambda: attend([50], [3], (8, 2), 128, dtype=BF16, sinks=True), tol=4e-3),
+    Case(turboquant_attention, "long-k4v4", lambda: attend([4096], [1], (32, 8), 128, page=64), **BENCH),
+    Case(turboquant_attention, "long-k8v4", lambda: attend([4096], [1], (32, 8), 128, bits=(8, 4), page=64), **BENCH),
+    Case(turboquant_attention, "batch", lambda: attend([500, 1000, 250, 333], [1] * 4, (16, 2), 256, bits=(8, 4)), **BENCH),
+    Case(turboquant_attention, "many-tokens", lambda: attend([512], [128], (16, 4), 128, bits=(8, 4), page=64), **BENCH),
+]

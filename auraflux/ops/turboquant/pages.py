@@ -1,0 +1,146 @@
+"""How codes lie in memory: rows of packed words, and pages of rows in a pool shared by many sequences.
+
+Coordinate d of a row takes bits [d * b, (d + 1) * b) of its little-endian stream of 32-bit words, so at 3 and 6 bits a code may
+begin in one word and end in the next.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
+from auraflux.ops.attention.pages import rows_of, spans
+from auraflux.ops.turboquant.codebook import check_bits
+from auraflux.ops.turboquant.rotation import check_rotation
+
+
+def row_words(bits: int, width: int) -> int:
+    """Count the 32-bit words of one row."""
+    return -(-width * bits // 32)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes [..., D] of any integer dtype into int32 words [..., row_words]."""
+    first, shift = _places(bits, codes.shape[-1], codes.device)
+    shifted = codes.long() << shift
+    words = torch.zeros(*codes.shape[:-1], row_words(bits, codes.shape[-1]) + 1, dtype=torch.int64, device=codes.device)
+    words.index_add_(-1, first, shifted & 0xFFFFFFFF)
+    words.index_add_(-1, first + 1, shifted >> 32)
+    return words[..., :-1].to(torch.int32)
+
+
+def unpack(words: Tensor, bits: int, width: int) -> Tensor:
+    """Unpack int32 words [..., row_words] into codes, int64 [..., D]."""
+    first, shift = _places(bits, width, words.device)
+    low = words.long() & 0xFFFFFFFF
+    following = torch.nn.functional.pad(low[..., 1:], (0, 1))
+    return ((low | following << 32)[..., first] >> shift) & ((1 << bits) - 1)
+
+
+def _places(bits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    # the word each code begins in, and the bit of that word
+    bit = torch.arange(width, device=device) * bits
+    return bit // 32, bit % 32
+
+
+@dataclass(frozen=True, eq=False)
+class CodePages:
+    """The compressed keys and values of one layer, for a batch of sequences.
+
+    key_codes, value_codes  [P, Hkv, page, words]  int32, rows of packed codes
+    key_norms, value_norms  [P, Hkv, page]         float32
+    table                   [B, M]                 int32, as for uncompressed pages
+    lengths                 [B]                    int32
+    key_bits, value_bits    from 2, 3, 4, 6, 8
+    width                   D, of a head
+    seed                    of the rotation
+    """
+
+    key_codes: Tensor
+    key_norms: Tensor
+    value_codes: Tensor
+    value_norms: Tensor
+    table: Tensor
+    lengths: Tensor
+    key_bits: int
+    value_bits: int
+    width: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_bits("key_bits", self.key_bits)
+        check_bits("value_bits", self.value_bits)
+        check_rotation(self.width, self.seed)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        check_dense(**tensors)
+        for name, tensor in tensors.items():
+            check_dtype(name, tensor, torch.float32 if name.endswith("norms") else torch.int32)
+        check_shape("key_codes", self.key_codes, None, None, None, row_words(self.key_bits, self.width))
+        rows = self.key_codes.shape[:3]
+        check_shape("value_codes", self.value_codes, *rows, row_words(self.value_bits, self.width))
+        check_shape("key_norms", self.key_norms, *rows)
+        check_shape("value_norms", self.value_norms, *rows)
+        check_shape("table", self.table, None, None)
+        check_shape("lengths", self.lengths, self.table.shape[0])
+        if rows[1] < 1 or rows[2] < 1:
+            raise InputError(
+                f"'key_codes' has shape {list(self.key_codes.shape)}; at least one head and one row per page is needed."
+            )
+
+    @classmethod
+    def empty(
+        cls,
+        pool: int,
+        heads: int,
+        page: int,
+        width: int,
+        table: Tensor,
+        lengths: Tensor,
+        key_bits: int = 8,
+        value_bits: int = 4,
+        seed: int = 0,
+    ) -> "CodePages":
+        """Make a pool of zeroed pages on the table's device."""
+
+        def zeros(*tail: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(pool, heads, page, *tail, dtype=dtype, device=table.device)
+
+        return cls(
+            zeros(row_words(key_bits, width), dtype=torch.int32),
+            zeros(dtype=torch.float32),
+            zeros(row_words(value_bits, width), dtype=torch.int32),
+            zeros(dtype=torch.float32),
+            table,
+            lengths,
+            key_bits,
+            value_bits,
+            width,
+            seed,
+        )
+
+    @property
+    def heads(self) -> int:
+        return self.key_codes.shape[1]
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each holds."""
+        return self.key_codes.shape[0], self.key_codes.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a row of the table has room for."""
+        return self.table.shape[1] * self.key_codes.shape[2]
+
+    def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
+        """Split a step by sequences, as for uncompressed pages."""
+        pages: Any = self
+        return spans(pages, starts, tokens, reach)
+
+    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Page and slot of each position in [first, last) of a sequence."""
+        pages: Any = self
+        return rows_of(pages, sequence, first, last)

@@ -1,0 +1,296 @@
+"""Vectors stored as a norm and one code per rotated coordinate, and attention that runs on the codes.
+
+A rotation keeps inner products, so scores are taken between the rotated query and the levels the codes stand for, values are
+summed in the rotated space, and only the result is rotated back. The mathematics is in README.md.
+"""
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.attention.reference import merge_partials
+from auraflux.ops.turboquant.codebook import check_bits, codebook, nearest
+from auraflux.ops.turboquant.pages import CodePages, pack, row_words, unpack
+from auraflux.ops.turboquant.rotation import check_rotation, hadamard, rotation
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_rotate(x: Tensor, seed: int, inverse: bool = False) -> None:
+    check_dense(x=x)
+    check_dtype("x", x, *FLOATS)
+    if x.ndim == 0:
+        raise InputError("'x' has no axes; [..., D] is needed.")
+    check_rotation(x.shape[-1], seed)
+
+
+@op(origins=("fwht_shared",), check=_check_rotate)
+def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
+    """Turn vectors by the seed's rotation, or turn them back.
+
+    x       [..., D]  D from 8 to 1024
+    returns [..., D]  in x's dtype
+    """
+    turn = rotation(x.shape[-1], seed, x.device)
+    if turn.signs is not None:
+        turned = hadamard(x.float()) * turn.signs if inverse else hadamard(x.float() * turn.signs)
+    else:
+        assert turn.matrix is not None
+        matrix = turn.matrix if inverse else turn.matrix.T
+        # sums in float64, rounded once: no order of summation changes the codes of the result
+        turned = (x.double() @ matrix.double()).float()
+    return turned.to(x.dtype)
+
+
+def _check_encode(x: Tensor, bits: int, seed: int) -> None:
+    _check_rotate(x, seed)
+    check_bits("bits", bits)
+
+
+@op(check=_check_encode)
+def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Round the rotated direction of each vector to codebook levels and keep the norm that restores its length.
+
+    x       [..., D]
+    returns (codes int32 [..., ceil(D * bits / 32)], norms float32 [...]); a vector of zeros has norm 0
+    """
+    # float64 holds the squares of every float32, and its sums do not depend on their order once rounded
+    wide = x.double()
+    length = wide.square().sum(-1, keepdim=True).sqrt()
+    unit = torch.where(length == 0, 0.0, wide / length).float()
+    codes = nearest(rotate.reference(unit, seed), bits)
+    rounded = codebook(bits, x.shape[-1], x.device)[codes].double().square().sum(-1).sqrt()
+    return pack(codes, bits), (length.squeeze(-1) / rounded).float()
+
+
+def _check_decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> None:
+    check_dense(codes=codes, norms=norms)
+    check_bits("bits", bits)
+    check_rotation(width, seed)
+    check_dtype("codes", codes, torch.int32)
+    check_dtype("norms", norms, torch.float32)
+    check_shape("codes", codes, *norms.shape, row_words(bits, width))
+
+
+@op(check=_check_decode)
+def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+    """Give the vectors that codes and norms stand for.
+
+    codes   [..., words]  int32
+    norms   [...]         float32
+    returns [..., D]      float32
+    """
+    levels = codebook(bits, width, codes.device)[unpack(codes, bits, width)]
+    return rotate.reference(levels, seed, inverse=True) * norms.unsqueeze(-1)
+
+
+def _check_append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
+    check_dense(k=k, v=v, starts=starts, pages=pages.table)
+    for name, tensor in (("k", k), ("v", v)):
+        check_dtype(name, tensor, *FLOATS)
+        check_shape(name, tensor, k.shape[0], pages.heads, pages.width)
+    _check_starts(pages, starts)
+
+
+@op(check=_check_append_codes)
+def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
+    """Encode the keys and values of new tokens and store them at the end of their sequences.
+
+    k, v    [T, Hkv, D]
+    pages   updated in place, each row as a whole; its lengths count the new tokens already
+    starts  [B + 1]      int32
+    """
+    batch = pages.spans(starts, k.shape[0], reach=0)
+    key_codes, key_norms = encode.reference(k, pages.key_bits, pages.seed)
+    value_codes, value_norms = encode.reference(v, pages.value_bits, pages.seed)
+    for b, start, new, first, length in batch:
+        page, slot = pages.rows_of(b, first, length)
+        mine = slice(start, start + new)
+        pages.key_codes[page, :, slot], pages.key_norms[page, :, slot] = key_codes[mine], key_norms[mine]
+        pages.value_codes[page, :, slot], pages.value_norms[page, :, slot] = value_codes[mine], value_norms[mine]
+
+
+def _check_turboquant_values(
+    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0
+) -> None:
+    check_dense(weights=weights, codes=codes, norms=norms)
+    check_bits("bits", bits)
+    check_rotation(width, 0)
+    check_dtype("weights", weights, *FLOATS)
+    check_dtype("codes", codes, torch.int32)
+    check_dtype("norms", norms, torch.float32)
+    check_shape("norms", norms, None, None)
+    check_shape("codes", codes, *norms.shape, row_words(bits, width))
+    check_shape("weights", weights, None, norms.shape[1])
+    _check_groups("weights", weights.shape[0], norms.shape[0])
+
+
+@op(
+    origins=("aura_value_int2", "aura_value_int3", "aura_value_int4", "aura_value_int6", "aura_value_int8"),
+    check=_check_turboquant_values,
+)
+def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:
+    """Sum the coded values of all tokens by their weights, passing over weights below `threshold`.
+
+    weights [Hq, T]          Hq a multiple of Hkv
+    codes   [Hkv, T, words]  int32
+    norms   [Hkv, T]         float32
+    returns [Hq, D]          in the rotated space, in weights' dtype
+    """
+    levels = codebook(bits, width, codes.device)[unpack(codes, bits, width)]
+    wide = weights.float().unflatten(0, (norms.shape[0], -1))  # Hkv, Hq / Hkv, T
+    weighed = torch.where(wide >= threshold, wide * norms.unsqueeze(1), 0.0)
+    return (weighed @ levels).flatten(0, 1).to(weights.dtype)
+
+
+def _check_turboquant_partials(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    block: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    _check_turboquant_attention(q, pages, starts, scale, window, sinks, softcap)
+    if block < 1:
+        raise InputError(f"'block' is {block}; at least one token is needed.")
+
+
+@op(check=_check_turboquant_partials)
+def turboquant_partials(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    block: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend to each block of positions on its own: merged and rotated back, the blocks are the attention over all.
+
+    q, starts, scale, window, sinks, softcap  as for `turboquant_attention`
+    block    positions in a block; block n holds those from n * block on
+    returns  (o [T * Hq, N, D], m [T * Hq, N], l [T * Hq, N]), float32, as `merge_partials` takes them; o is still rotated
+
+    N covers all positions the table has room for; a block that saw nothing has o = 0, m = -inf, l = 0. With sinks there is one
+    block more, the last: o = 0, m = sink, l = 1. When positions are split between calls, one of them gets the sinks.
+    """
+    tokens, heads, width = q.shape
+    blocks = max(1, -(-pages.capacity // block)) + (sinks is not None)
+    out = torch.zeros(tokens, heads, blocks, width, device=q.device)
+    highest = torch.full((tokens, heads, blocks), -torch.inf, device=q.device)
+    total = torch.zeros(tokens, heads, blocks, device=q.device)
+    turned = rotate.reference(q.float(), pages.seed)
+    reach = None if window is None else max(window - 1, 0)
+    for b, start, new, oldest, length in pages.spans(starts, tokens, reach):
+        mine = slice(start, start + new)
+        for n in range(oldest // block, -(-length // block)):
+            first, last = max(n * block, oldest), min((n + 1) * block, length)
+            page, slot = pages.rows_of(b, first, last)
+            scores = _scores(turned[mine], pages, page, slot) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(_hidden(new, length, first, last, window, q.device), -torch.inf)
+            top = scores.amax(-1, keepdim=True)
+            weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
+            out[mine, :, n] = _values(weights, pages, page, slot)
+            highest[mine, :, n], total[mine, :, n] = top.squeeze(-1), weights.sum(-1)
+    if sinks is not None:
+        highest[..., -1], total[..., -1] = sinks, 1.0
+    return out.flatten(0, 1), highest.flatten(0, 1), total.flatten(0, 1)
+
+
+def _scores(q: Tensor, pages: CodePages, page: Tensor, slot: Tensor) -> Tensor:
+    """Inner products of rotated queries with coded keys: [n, Hq, D], [t], [t] -> [n, Hq, t]."""
+    codes = unpack(pages.key_codes[page, :, slot], pages.key_bits, pages.width)
+    levels = codebook(pages.key_bits, pages.width, q.device)[codes]  # t, Hkv, D
+    products = torch.einsum("nhgd,thd->nhgt", q.unflatten(1, (pages.heads, -1)), levels)
+    return (products * pages.key_norms[page, :, slot].T.unsqueeze(1)).flatten(1, 2)
+
+
+def _values(weights: Tensor, pages: CodePages, page: Tensor, slot: Tensor) -> Tensor:
+    """Sums of coded values by weights: [n, Hq, t], [t], [t] -> [n, Hq, D], rotated."""
+    codes = unpack(pages.value_codes[page, :, slot], pages.value_bits, pages.width)
+    levels = codebook(pages.value_bits, pages.width, weights.device)[codes]
+    grouped = weights.unflatten(1, (pages.heads, -1))
+    # 0 times NaN is NaN: a value that a query does not see must not reach it
+    weighed = torch.where(grouped == 0, 0.0, grouped * pages.value_norms[page, :, slot].T.unsqueeze(1))
+    return torch.einsum("nhgt,thd->nhgd", weighed, levels).flatten(1, 2)
+
+
+def _hidden(new: int, length: int, first: int, last: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the positions [first, last) each of the last `new` tokens of a sequence does not see: [new, 1, last - first]."""
+    position = torch.arange(length - new, length, device=device).view(-1, 1, 1)
+    key = torch.arange(first, last, device=device)
+    return key > position if window is None else (key > position) | (key + window <= position)
+
+
+def _check_turboquant_attention(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    check_dense(q=q, starts=starts, sinks=sinks, pages=pages.table)
+    check_dtype("q", q, *FLOATS)
+    check_shape("q", q, None, None, pages.width)
+    _check_groups("q", q.shape[1], pages.heads)
+    _check_starts(pages, starts)
+    if sinks is not None:
+        check_dtype("sinks", sinks, torch.float32)
+        check_shape("sinks", sinks, q.shape[1])
+    if window is not None and window < 0:
+        raise InputError(f"'window' is {window}; it may be 0, a number of positions, or None for all.")
+    if softcap is not None and not softcap > 0:
+        raise InputError(f"'softcap' is {softcap}; a positive number is needed, or None for no cap.")
+
+
+@op(
+    origins=(
+        "aura_flash_sdpa_kb4_vb2_d64",
+        "aura_flash_sdpa_kb4_vb4_d64",
+        "aura_flash_sdpa_kb4_vb2_d128",
+        "aura_flash_sdpa_kb4_vb4_d128",
+        "flash_attn_vec_tq_dk256",
+        "flash_attn_vec_tq_dk512",
+    ),
+    check=_check_turboquant_attention,
+)
+def turboquant_attention(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend from each query to the coded keys at its position and before it.
+
+    q        [T, Hq, D]  not rotated; Hq a multiple of Hkv
+    starts   [B + 1]     int32
+    window   a query at p sees only positions above p - window
+    sinks    [Hq]        float32; the logit, not scaled, of one more key whose value is 0
+    softcap  squash scores to softcap * tanh(score / softcap)
+    returns  [T, Hq, D]  in q's dtype; zeros where nothing is visible
+    """
+    partials = turboquant_partials.reference(q, pages, starts, scale, max(1, pages.capacity), window, sinks, softcap)
+    out = merge_partials.reference(*partials).view(q.shape)
+    return rotate.reference(out, pages.seed, inverse=True).to(q.dtype)
+
+
+def _check_starts(pages: CodePages, starts: Tensor) -> None:
+    check_dtype("starts", starts, torch.int32)
+    check_shape("starts", starts, pages.table.shape[0] + 1)
+
+
+def _check_groups(name: str, query_heads: int, heads: int) -> None:
+    if min(query_heads, heads) < 1 or query_heads % heads:
+        raise InputError(f"'{name}' has {query_heads} heads; a multiple of the {heads} coded ones is needed.")

@@ -1,0 +1,158 @@
+"""`QTensor`: a weight matrix held as codes.
+
+`packed`, `scales` and `biases` are the arrays of MLX's format, with the rows of the matrix in their natural order (`lanes` 1)
+or with `lanes` rows side by side: then element i of each of those rows lies in adjacent memory, so that one vector load of the
+CPU kernels meets as many rows as the vector has 32-bit lanes. The bytes are the same, transposed within blocks of rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.quant import affine, mxfp4
+from auraflux.quant.packing import unpack
+
+
+@dataclass(frozen=True, eq=False)
+class QTensor:
+    """A quantized weight [N, K], or a stack of them [E, N, K].
+
+    packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to whole blocks
+    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents
+    biases   like scales; None for MXFP4
+    shape    of the matrix or stack it stands for
+    """
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+    bits: int
+    group: int
+    shape: tuple[int, ...]
+    lanes: int = 1
+
+    def __post_init__(self) -> None:
+        check_format(self.bits, self.group, self.kind)
+        *stack, rows, width = self.shape
+        if len(stack) > 1 or width % self.group:
+            raise FormatError(
+                f"a weight of shape {list(self.shape)} cannot be held in groups of {self.group} along its last axis."
+            )
+        if self.packed.dtype != torch.int32:
+            raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")
+        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8,)
+        for name in ("scales", "biases"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dtype not in dtypes:
+                raise FormatError(f"{name} have dtype {tensor.dtype}; {self.kind} holds {' or '.join(map(str, dtypes))}.")
+        for name, count in (
+            ("packed", width * self.bits // 32),
+            ("scales", width // self.group),
+            ("biases", width // self.group),
+        ):
+            tensor = getattr(self, name)
+            wanted = (*stack, -(-rows // self.lanes), count, self.lanes) if self.lanes > 1 else (*stack, rows, count)
+            if tensor is not None and tuple(tensor.shape) != wanted:
+                shape = list(tensor.shape)
+                raise FormatError(
+                    f"{name} have shape {shape}; {list(wanted)} is needed for a {self.bits}-bit {list(self.shape)}."
+                )
+            if tensor is not None and tensor.device != self.packed.device:
+                raise FormatError(f"{name} are on {tensor.device}, the codes on {self.packed.device}.")
+
+    @property
+    def kind(self) -> str:
+        return "affine" if self.biases is not None else "mxfp4"
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.packed, self.scales, self.biases) if t is not None)
+
+    def is_contiguous(self) -> bool:
+        return all(t.is_contiguous() for t in (self.packed, self.scales, self.biases) if t is not None)
+
+    def to(self, device: torch.device | str) -> "QTensor":
+        return self._map(lambda t: t.to(device))
+
+    def __getitem__(self, index: int) -> "QTensor":
+        """One matrix of a stack."""
+        if len(self.shape) != 3:
+            raise FormatError(f"only a stack of matrices can be indexed; this weight has shape {list(self.shape)}.")
+        return self._map(lambda t: t[index], shape=self.shape[1:])
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The matrix or stack in plain numbers; by default in the scales' dtype (bf16 for MXFP4), as mlx gives it."""
+        rows = self.rows()
+        codes = unpack(rows.packed, self.bits)
+        if rows.biases is None:
+            return mxfp4.decode(codes, rows.scales, dtype or torch.bfloat16)
+        return affine.decode(codes, rows.scales, rows.biases, dtype or rows.scales.dtype)
+
+    def interleave(self, lanes: int) -> "QTensor":
+        """The same weight with `lanes` rows side by side; rows that fill the last block are zero."""
+        if lanes == self.lanes:
+            return self
+        if self.lanes != 1:
+            return self.rows().interleave(lanes)
+        missing = -self.shape[-2] % lanes
+
+        def turn(t: Tensor) -> Tensor:
+            if missing:
+                t = torch.cat([t, t.new_zeros(*t.shape[:-2], missing, t.shape[-1])], -2)
+            return t.unflatten(-2, (-1, lanes)).transpose(-1, -2).contiguous()
+
+        return self._map(turn, lanes=lanes)
+
+    def rows(self) -> "QTensor":
+        """The same weight with its rows one after the other, as MLX stores it."""
+        if self.lanes == 1:
+            return self
+        count = self.shape[-2]
+        return self._map(lambda t: t.transpose(-1, -2).flatten(-3, -2)[..., :count, :].contiguous(), lanes=1)
+
+    def _map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "QTensor":
+        arrays = {name: getattr(self, name) for name in ("packed", "scales", "biases")}
+        return replace(self, **{name: None if t is None else change(t) for name, t in arrays.items()}, **fields)
+
+    def __repr__(self) -> str:
+        order = f", {self.lanes} rows side by side" if self.lanes > 1 else ""
+        return f"QTensor({list(self.shape)}, {self.kind} {self.bits} bits, groups of {self.group}{order}, {self.device})"
+
+
+def check_format(bits: int, group: int, kind: str = "affine") -> None:
+    """Refuse a width or group size that the format does not have."""
+    if kind == "mxfp4":
+        if (bits, group) != (mxfp4.BITS, mxfp4.GROUP):
+            raise FormatError(
+                f"MXFP4 has {mxfp4.BITS} bits and groups of {mxfp4.GROUP}; {bits} bits and groups of {group} were asked for."
+            )
+    elif kind != "affine":
+        raise FormatError(f"there is no weight format {kind!r}. Those there are: affine, mxfp4.")
+    elif bits not in affine.BITS or group not in affine.GROUPS:
+        raise FormatError(f"{bits} bits in groups of {group} is not a format. Bits: {affine.BITS}; groups: {affine.GROUPS}.")
+
+
+def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str = "affine") -> QTensor:
+    """Round a dense weight to codes, exactly as mlx.core.quantize does.
+
+    weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases keep its dtype
+    """
+    group = group or (mxfp4.GROUP if kind == "mxfp4" else 64)
+    check_format(bits, group, kind)
+    if weight.dtype not in affine.SCALE_DTYPES:
+        raise FormatError(f"a weight of dtype {weight.dtype} cannot be quantized; float32, bfloat16 or float16 is needed.")
+    if weight.dim() not in (2, 3):
+        raise FormatError(f"a weight of shape {list(weight.shape)} cannot be quantized; [N, K] or [E, N, K] is needed.")
+    if weight.shape[-1] % group:
+        raise FormatError(f"groups of {group} do not divide the input width {weight.shape[-1]}.")
+    if kind == "mxfp4":
+        return QTensor(*mxfp4.encode(weight), None, bits, group, tuple(weight.shape))
+    return QTensor(*affine.encode(weight, bits, group), bits, group, tuple(weight.shape))
