@@ -23,7 +23,12 @@ log = logging.getLogger("auraflux")
 BACKENDS = ("reference", "cpu", "cuda")
 COMPILERS = {"numba", "llvmlite", "triton"}
 
-_forced: ContextVar[str | None] = ContextVar("backend", default=None)
+# from the environment, or None; a default reaches every thread
+_wanted = os.environ.get("AURAFLUX_BACKEND") or None
+if _wanted not in (None, *BACKENDS):
+    raise BackendError(f"AURAFLUX_BACKEND is {_wanted!r}. It may be one of: {', '.join(BACKENDS)}.")
+
+_forced: ContextVar[str | None] = ContextVar("backend", default=_wanted)
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
 
@@ -51,8 +56,11 @@ class Op:
         if self.check is not None:
             self.check(*args, **kwargs)
         backend = _forced.get()
+        first = args[0] if args else kwargs[self._first]
         if backend is None:
-            backend = (args[0] if args else kwargs[self._first]).device.type
+            backend = "cpu" if first.is_cpu else first.device.type
+        elif backend == "cpu" and not first.is_cpu:
+            raise InputError(f"{self.name}: the cpu backend is forced, but '{self._first}' is on {first.device}.")
         try:
             kernel = self._kernels[backend]
         except KeyError:
@@ -171,14 +179,16 @@ def check_dense(**tensors: Any) -> None:
 def check_shape(name: str, tensor: Any, *shape: int | None) -> None:
     """Refuse a tensor whose shape is not the given one; None in a place allows any size there."""
     found = tensor.shape
-    fits = len(found) == len(shape)
-    if fits:
+    if found == shape:
+        return
+    if len(found) == len(shape):
         for want, have in zip(shape, found, strict=True):
             if want is not None and want != have:
-                fits = False
-    if not fits:
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise InputError(f"'{name}' has shape {list(found)}; [{wanted}] is needed.")
+                break
+        else:
+            return
+    wanted = ", ".join("any" if n is None else str(n) for n in shape)
+    raise InputError(f"'{name}' has shape {list(found)}; [{wanted}] is needed.")
 
 
 def check_dtype(name: str, tensor: Any, *dtypes: Any) -> None:
@@ -186,8 +196,3 @@ def check_dtype(name: str, tensor: Any, *dtypes: Any) -> None:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise InputError(f"'{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}; {wanted} is needed.")
 
-
-if _override := os.environ.get("AURAFLUX_BACKEND"):
-    if _override not in BACKENDS:
-        raise BackendError(f"AURAFLUX_BACKEND is {_override!r}. It may be one of: {', '.join(BACKENDS)}.")
-    _forced.set(_override)

@@ -26,11 +26,15 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
+from numba.core import config as _config
 from numba.extending import intrinsic
 from torch import Tensor
 
 KEPT_CACHES = 4
+
+# its names are made when it is imported, out of sight of type checkers
+config: Any = _config
 LINE = 64  # bytes of a cache line
 
 
@@ -127,18 +131,25 @@ class Kernel:
         self.__name__ = body.__name__
         self._body = body
         self._address: int | None = None
+        self._pack: Callable[..., bytes] | None = None
 
     @property
-    def address(self) -> int:
+    def address(self) -> int | None:
         if self._address is None:
             with _our_cache():
-                compiled = numba.cfunc("void(int64, int64, int64)", cache=True, error_model="numpy", fastmath=FAST)(self._body)
-            self._compiled, self._address = compiled, compiled.address
+                compiled: Any = numba.cfunc("void(int64, int64, int64)", cache=True, error_model="numpy", fastmath=FAST)(
+                    self._body
+                )
+            # kept, because the machine code lives as long as this object
+            self._compiled = compiled
+            self._address = compiled.address
         return self._address
 
     def __call__(self, jobs: int, *args: int | float) -> None:
         """Run `jobs` jobs with integer or float arguments; one job stays on this thread."""
-        packed = array("q", [_bits(value) if type(value) is float else value for value in args])
+        if self._pack is None:
+            self._pack = struct.Struct("".join("d" if type(value) is float else "q" for value in args)).pack
+        packed = array("q", self._pack(*args))
         launch = _launch_here if jobs == 1 else _launch_threads
         launch(self._address or self.address, packed.buffer_info()[0], jobs)
 

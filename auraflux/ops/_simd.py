@@ -15,10 +15,11 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from auraflux.errors import BackendError
+from auraflux.ops._jit import config
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -161,7 +162,8 @@ class Avx512(Isa):
 
 
 class Avx2(Isa):
-    name, features, lanes, tokens = "avx2", ("avx2", "fma", "f16c"), 8, 4
+    name, lanes, tokens, signed_codes = "avx2", 8, 4, True
+    features: tuple[str, ...] = ("avx2", "fma", "f16c")
 
     def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         halves = vector(I16, 16)
@@ -172,8 +174,6 @@ class Avx2(Isa):
             codes = call(b, "llvm.abs.v32i8", self.bytes, codes, ir.Constant(ir.IntType(1), 0))
         pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", halves, codes, acts)
         return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", self.ints, pairs, splat(halves, 1)))
-
-    signed_codes = True
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx2.pshuf.b", self.bytes, ir.Constant(self.bytes, table * 2), codes)

@@ -7,6 +7,7 @@ CPU kernels meets as many rows as the vector has 32-bit lanes. The bytes are the
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class QTensor:
     def kind(self) -> str:
         return "affine" if self.biases is not None else "mxfp4"
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.packed.device
 
@@ -77,7 +78,16 @@ class QTensor:
         return sum(t.nbytes for t in (self.packed, self.scales, self.biases) if t is not None)
 
     def is_contiguous(self) -> bool:
+        return self._contiguous
+
+    @cached_property
+    def _contiguous(self) -> bool:
         return all(t.is_contiguous() for t in (self.packed, self.scales, self.biases) if t is not None)
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where codes, scales and biases lie in memory; 0 for biases that are not there."""
+        return self.packed.data_ptr(), self.scales.data_ptr(), 0 if self.biases is None else self.biases.data_ptr()
 
     def to(self, device: torch.device | str) -> "QTensor":
         return self._map(lambda t: t.to(device))
@@ -87,6 +97,13 @@ class QTensor:
         if len(self.shape) != 3:
             raise FormatError(f"only a stack of matrices can be indexed; this weight has shape {list(self.shape)}.")
         return self._map(lambda t: t[index], shape=self.shape[1:])
+
+    def take(self, rows: Tensor) -> "QTensor":
+        """Some rows of the matrix, in their natural order."""
+        if self.lanes == 1:
+            return self._map(lambda t: t[rows], shape=(len(rows), self.shape[1]))
+        block, lane = rows // self.lanes, rows % self.lanes
+        return self._map(lambda t: t[block, :, lane].contiguous(), shape=(len(rows), self.shape[1]), lanes=1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix or stack in plain numbers; by default in the scales' dtype (bf16 for MXFP4), as mlx gives it."""
@@ -119,8 +136,8 @@ class QTensor:
         return self._map(lambda t: t.transpose(-1, -2).flatten(-3, -2)[..., :count, :].contiguous(), lanes=1)
 
     def _map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "QTensor":
-        arrays = {name: getattr(self, name) for name in ("packed", "scales", "biases")}
-        return replace(self, **{name: None if t is None else change(t) for name, t in arrays.items()}, **fields)
+        biases = None if self.biases is None else change(self.biases)
+        return replace(self, packed=change(self.packed), scales=change(self.scales), biases=biases, **fields)
 
     def __repr__(self) -> str:
         order = f", {self.lanes} rows side by side" if self.lanes > 1 else ""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._dispatch import Declined, is_exact
+from auraflux.ops._dispatch import Declined
 from auraflux.ops._jit import Kernel, arguments, as_float, float_of_bits, floats, halves, int32s, jit, like, share, threads
 from auraflux.ops.activation.cpu import swiglu
-from auraflux.ops.linear.products import BLOCK, addresses, padded, run_products, token_indices
+from auraflux.ops.linear.products import BLOCK, driver_for, padded, token_indices
 from auraflux.ops.linear.reference import Weight
 from auraflux.quant import QTensor, mxfp4
 
@@ -22,22 +22,36 @@ PARALLEL_FROM = 1 << 16  # weights; below this, waking the threads costs more th
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    flat = as_float(x).view(-1, x.shape[-1])
-    out = multiply(flat, weight)[0] if isinstance(weight, QTensor) else multiply_dense(flat, weight)
+    flat = rows_of(x)
+    out = multiply(flat, weight) if isinstance(weight, QTensor) else multiply_dense(flat, weight)
     if bias is not None:
         out += bias
-    return like(out.view(*x.shape[:-1], weight.shape[0]), x)
+    return shaped(out, x)
 
 
 def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
-    flat = as_float(x).view(-1, x.shape[-1])
+    flat = rows_of(x)
     if isinstance(gate, QTensor) and isinstance(up, QTensor):
-        both = multiply(flat, gate, up) if same_format(gate, up) else [multiply(flat, gate)[0], multiply(flat, up)[0]]
+        if same_format(gate, up):
+            gated, other = multiply(flat, gate, up).view(2, len(flat), gate.shape[0])
+        else:
+            gated, other = multiply(flat, gate), multiply(flat, up)
     elif isinstance(gate, Tensor) and isinstance(up, Tensor):
-        both = [multiply_dense(flat, gate), multiply_dense(flat, up)]
+        gated, other = multiply_dense(flat, gate), multiply_dense(flat, up)
     else:
         raise Declined("one of gate and up is quantized, the other dense")
-    return like(swiglu(both[0], both[1]).view(*x.shape[:-1], gate.shape[0]), x)
+    return shaped(swiglu(gated, other), x)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x as float32 [T, K]."""
+    wide = as_float(x)
+    return wide if wide.dim() == 2 else wide.view(-1, wide.shape[-1])
+
+
+def shaped(out: Tensor, x: Tensor) -> Tensor:
+    """Results [T, N] with the leading axes and the dtype of x."""
+    return like(out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1]), x)
 
 
 def same_format(a: QTensor, b: QTensor) -> bool:
@@ -48,20 +62,21 @@ def multiply(x: Tensor, *weights: QTensor) -> Tensor:
     """Multiply one stack of tokens by weights of one shape and format.
 
     x       [T, K]  float32
-    returns [len(weights), T, N]
+    returns [len(weights) * T, N], one weight's results after the other's
     """
     first = weights[0]
     if first.lanes not in (1, BLOCK):
         raise Declined(f"rows lie {first.lanes} side by side; these kernels take 1 or {BLOCK}")
     tokens, rows = x.shape[0], first.shape[0]
     wide = padded(rows)
-    out = torch.empty(len(weights), tokens, wide)
-    index = token_indices(tokens)
+    out = torch.empty(len(weights) * tokens, wide)
+    index, to = token_indices(tokens), out.data_ptr()
     products = array("q")
-    for number, weight in enumerate(weights):
-        products.extend((*addresses(weight), index, tokens, out.data_ptr() + 4 * number * tokens * wide))
-    run_products(x.data_ptr(), tokens, first, products.buffer_info()[0], len(weights), 4 * wide, not is_exact())
-    return out if wide == rows else out[..., :rows].contiguous()
+    for weight in weights:
+        products.extend((*weight.addresses, index, tokens, to))
+        to += 4 * tokens * wide
+    driver_for(first)(x.data_ptr(), tokens, first, products.buffer_info()[0], len(weights), 4 * wide)
+    return out if wide == rows else out[:, :rows].contiguous()
 
 
 @Kernel
@@ -112,23 +127,16 @@ def _decode_rows(args, job, jobs):
 
 
 def embed(ids: Tensor, table: Weight) -> Tensor:
-    where = ids.long()
     if not isinstance(table, QTensor):
-        return table[where]
-    if table.lanes == 1:
-        taken = [None if t is None else t[where] for t in (table.packed, table.scales, table.biases)]
-    else:
-        block, lane = where // table.lanes, where % table.lanes
-        taken = [None if t is None else t[block, :, lane] for t in (table.packed, table.scales, table.biases)]
-    words = taken[0].contiguous()
-    if taken[2] is None:
-        levels, scales = mxfp4.levels(), mxfp4.scale_values(taken[1])
+        return table[ids.long()]
+    rows = table.take(ids.long())
+    if rows.biases is None:
+        levels, scales = mxfp4.levels(), mxfp4.scale_values(rows.scales)
         biases = torch.zeros_like(scales)
     else:
-        levels, scales, biases = torch.arange(2.0**table.bits), taken[1].float(), taken[2].float()
-    scales, biases = scales.contiguous(), biases.contiguous()
-    out = torch.empty(len(ids), table.shape[1])
+        levels, scales, biases = torch.arange(2.0**table.bits), rows.scales.float(), rows.biases.float()
+    out = torch.empty(rows.shape)
     jobs = threads() if out.numel() >= PARALLEL_FROM else 1
-    arrays = (words.data_ptr(), scales.data_ptr(), biases.data_ptr(), levels.data_ptr())
+    arrays = (rows.packed.data_ptr(), scales.data_ptr(), biases.data_ptr(), levels.data_ptr())
     _decode_rows(jobs, *arrays, table.bits, table.group, table.shape[1], len(ids), out.data_ptr())
     return out

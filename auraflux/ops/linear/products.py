@@ -11,6 +11,7 @@ from functools import lru_cache
 import numba
 import torch
 
+from auraflux.ops._dispatch import is_exact
 from auraflux.ops._jit import LINE, Kernel, arguments, halves, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops._simd import ISA
 from auraflux.ops.linear.rows import BLOCK, Form, prepare_token, rows_times_tokens, unpack_rows
@@ -27,34 +28,45 @@ FIELDS = 6
 CODES, SCALES, BIASES, INDEX, COUNT, OUT = range(FIELDS)
 
 
-def run_products(x: int, tokens: int, weight: QTensor, products: int, count: int, out_stride: int, fast: bool) -> None:
-    """Work through a list of products, all with weights like `weight`.
+class Driver:
+    """The compiled steps for one weight format."""
 
-    x           address of float32 [tokens, K]
-    products    address of int64 [count, FIELDS]
-    out_stride  bytes from one token's results to the next
-    """
-    rows, width = weight.shape[-2:]
-    form = Form(fast, weight.bits, weight.group, KINDS[weight.scales.dtype])
-    jobs = threads()
-    space = workspace(tokens * token_nbytes(form, width) + jobs * scratch_nbytes(form, width))
-    build_prepare(form)(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space)
-    build(form)(jobs, tokens, width, products, count, rows, weight.lanes == 1, out_stride, space)
+    def __init__(self, form: Form):
+        self.form = form
+        self.prepare, self.multiply = build_prepare(form), build_multiply(form)
+        self.act_nbytes = 1 if form.fast else 4
+
+    def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int, out_stride: int) -> None:
+        """Work through a list of products, all with weights like `weight`.
+
+        x           address of float32 [tokens, K]
+        products    address of int64 [count, FIELDS]
+        out_stride  bytes from one token's results to the next
+        """
+        rows, width = weight.shape[-2:]
+        jobs = threads()
+        space = workspace(tokens * self.token_nbytes(width) + jobs * self.scratch_nbytes(width))
+        self.prepare(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space)
+        self.multiply(jobs, tokens, width, products, count, rows, weight.lanes == 1, out_stride, space)
+
+    def token_nbytes(self, width: int) -> int:
+        """A token's prepared activations, their scales and sums, and a line: rows a power of two long share cache sets."""
+        return width * self.act_nbytes + 8 * (width // self.form.group) + 2 * LINE
+
+    def scratch_nbytes(self, width: int) -> int:
+        """A thread's block of rows: unpacked, and turned side by side."""
+        scales = 2 * (width // self.form.group) * self.form.scale_nbytes
+        return BLOCK * (width * self.act_nbytes + width * self.form.bits // 8 + scales) + LINE
 
 
-def token_nbytes(form: Form, width: int) -> int:
-    """A token's prepared activations, their scales and sums, and a line: rows a power of two long would share cache sets."""
-    return width * (1 if form.fast else 4) + 8 * (width // form.group) + 2 * LINE
+@lru_cache
+def driver(fast: bool, bits: int, group: int, scale_dtype: torch.dtype) -> Driver:
+    return Driver(Form(fast, bits, group, KINDS[scale_dtype]))
 
 
-def scratch_nbytes(form: Form, width: int) -> int:
-    """A thread's block of rows: unpacked, and turned side by side."""
-    groups = width // form.group
-    return BLOCK * (width * (1 if form.fast else 4) + width * form.bits // 8 + 2 * groups * form.scale_nbytes) + LINE
-
-
-def addresses(weight: QTensor) -> tuple[int, int, int]:
-    return weight.packed.data_ptr(), weight.scales.data_ptr(), 0 if weight.biases is None else weight.biases.data_ptr()
+def driver_for(weight: QTensor) -> Driver:
+    """The steps for a weight, under the contract in force."""
+    return driver(not is_exact(), weight.bits, weight.group, weight.scales.dtype)
 
 
 def padded(rows: int) -> int:
@@ -101,7 +113,6 @@ def _block(form, weight, ready, acts, index, left, groups, out, out_stride):
         index, out, left = index + 8, out + out_stride, left - 1
 
 
-@lru_cache
 def build_prepare(spec: Form) -> Kernel:
     """Compile the step that readies tokens' activations."""
     form, group, act_nbytes = spec.text, spec.group, 1 if spec.fast else 4
@@ -118,8 +129,7 @@ def build_prepare(spec: Form) -> Kernel:
     return prepare
 
 
-@lru_cache
-def build(spec: Form) -> Kernel:
+def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
     form, group, has_biases = spec.text, spec.group, int(spec.kind != "e8m0")
     act_nbytes, scale_nbytes, bits = 1 if spec.fast else 4, spec.scale_nbytes, spec.bits

@@ -103,7 +103,4 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
     """
     if not isinstance(table, QTensor):
         return table[ids.long()]
-    rows = table.rows()
-    chosen = [None if t is None else t[ids.long()] for t in (rows.packed, rows.scales, rows.biases)]
-    taken = QTensor(chosen[0], chosen[1], chosen[2], table.bits, table.group, (len(ids), table.shape[1]))
-    return taken.dequantize(torch.float32)
+    return table.take(ids.long()).dequantize(torch.float32)

@@ -40,6 +40,7 @@ CASES = [
     Case(gated_rms_norm, "odd-width", lambda: pairs("z", 3, 5, 63)),
     Case(gated_rms_norm, "bf16", lambda: pairs("z", 3, 4, 64, dtype=BF16), tol=4e-3),
     Case(qk_norm, "one-token", lambda: heads(1, 16, 128, key_heads=16), bench=True),
+    Case(qk_norm, "many-tokens", lambda: heads(65, 16, 128, key_heads=8)),
     Case(qk_norm, "mean", lambda: heads(3, 4, 64, key_heads=2, mean=True)),
     Case(qk_norm, "odd-width", lambda: heads(7, 3, 63, key_heads=3)),
     Case(qk_norm, "bf16", lambda: heads(2, 4, 128, key_heads=4, dtype=BF16), tol=4e-3),

@@ -13,8 +13,9 @@ PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more t
 def _factor(x, scale, inside):
     """1 / sqrt(scale * sum of squares + inside)."""
     total = np.float32(0)
-    for value in x:
-        total += value * value
+    # by index: a loop over the array's values does not vectorise
+    for i in range(len(x)):
+        total += x[i] * x[i]
     return np.float32(1 / np.sqrt(total * scale + inside))
 
 
@@ -39,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(wide)
     n, width = x.numel(), x.shape[-1]
     jobs = threads() if n >= PARALLEL_FROM else 1
-    _rows(jobs, wide.data_ptr(), scale.data_ptr(), out.data_ptr(), _count(n, width), width, float(eps))
+    _rows(jobs, wide.data_ptr(), scale.data_ptr(), out.data_ptr(), n // width, width, float(eps))
     return like(out, x)
 
 
@@ -64,7 +65,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     n, width = x.numel(), x.shape[-1]
     jobs = threads() if n >= PARALLEL_FROM else 1
     addresses = x.data_ptr(), other.data_ptr(), scale.data_ptr(), out.data_ptr(), total.data_ptr()
-    _add_rows(jobs, *addresses, _count(n, width), width, float(eps))
+    _add_rows(jobs, *addresses, n // width, width, float(eps))
     return out, total
 
 
@@ -86,7 +87,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     n, width = x.numel(), x.shape[-1]
     jobs = threads() if n >= PARALLEL_FROM else 1
     addresses = wide.data_ptr(), gate.data_ptr(), scale.data_ptr(), out.data_ptr()
-    _gated_rows(jobs, *addresses, _count(n, width), width, float(eps))
+    _gated_rows(jobs, *addresses, n // width, width, float(eps))
     return like(out, x)
 
 
@@ -111,7 +112,7 @@ def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tenso
     q_out, k_out = torch.empty_like(queries), torch.empty_like(keys)
     n, width = q.numel(), q.shape[-1]
     jobs = threads() if n >= PARALLEL_FROM else 1
-    read_q = queries.data_ptr(), q_out.data_ptr(), _count(n, width)
-    read_k = keys.data_ptr(), k_out.data_ptr(), _count(k.numel(), width)
+    read_q = queries.data_ptr(), q_out.data_ptr(), n // width
+    read_k = keys.data_ptr(), k_out.data_ptr(), k.numel() // width
     _both_units(jobs, *read_q, *read_k, width, float(eps * width if mean else eps), width**-0.5)
     return like(q_out, q), like(k_out, k)

@@ -4,12 +4,23 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_shape, op
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_rows(name: str, x: Tensor) -> int:
+    """Refuse what has no rows of floats; returns their width."""
+    check_dtype(name, x, *FLOATS)
+    shape = x.shape
+    if not shape or not shape[-1]:
+        raise InputError(f"'{name}' has shape {list(shape)}; rows of at least one element are needed.")
+    return shape[-1]
 
 
 def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     check_dense(x=x, weight=weight)
-    check_shape("weight", weight, x.shape[-1])
+    check_shape("weight", weight, _check_rows("x", x))
 
 
 @op(
@@ -37,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     check_dense(x=x, residual=residual, weight=weight)
     check_shape("residual", residual, *x.shape)
-    check_shape("weight", weight, x.shape[-1])
+    check_shape("weight", weight, _check_rows("x", x))
 
 
 @op(origins=("residual_add", "residual_add_n_tokens"), check=_check_add_rms_norm)
@@ -55,7 +66,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _check_gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> None:
     check_dense(x=x, z=z, weight=weight)
     check_shape("z", z, *x.shape)
-    check_shape("weight", weight, x.shape[-1])
+    check_shape("weight", weight, _check_rows("x", x))
 
 
 @op(origins=("gated_rms_norm",), check=_check_gated_rms_norm)
@@ -73,8 +84,9 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _check_qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> None:
     check_dense(q=q, k=k)
-    if q.shape[-1] != k.shape[-1]:
-        raise InputError(f"q has heads of width {q.shape[-1]}, k of {k.shape[-1]}; they must be equal.")
+    q_width, k_width = _check_rows("q", q), _check_rows("k", k)
+    if q_width != k_width:
+        raise InputError(f"q has heads of width {q_width}, k of {k_width}; they must be equal.")
 
 
 @op(origins=("rms_norm_qk",), check=_check_qk_norm)

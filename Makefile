@@ -1,0 +1,47 @@
+# The developer's interface. A fresh clone needs python3 (3.11 or newer, with venv), make and gcc; the rest is installed here.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest --quiet
+
+.PHONY: install test test-all check fix bench docs clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("auraflux needs Python 3.11 or newer: make PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+# everything that runs without a GPU in a few minutes
+test: $(INSTALLED)
+	$(PYTEST) -m "not slow and not gpu"
+
+# also the slow tests, and those for a GPU where there is one
+test-all: $(INSTALLED)
+	$(PYTEST)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy auraflux
+
+fix: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	@mkdir -p bench/results
+	$(BIN)/auraflux bench ops --save bench/results
+
+docs: $(INSTALLED)
+	$(BIN)/python -m auraflux.cli.manual docs/cli.md
+
+# what building and testing leave behind; the environment stays
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find auraflux tests -name __pycache__ -type d -prune -exec rm -rf {} +

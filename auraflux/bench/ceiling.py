@@ -1,0 +1,77 @@
+"""How fast this machine reads memory: the ceiling every kernel that streams weights is measured against.
+
+Each thread adds up its own stretch of one large buffer. The loop is written as vector IR with more accumulators than an
+addition takes cycles, so that nothing but the reads can bind.
+"""
+
+import time
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from auraflux.bench.machine import free_nbytes, last_cache_nbytes
+from auraflux.ops._jit import jit_parallel
+
+ACCUMULATORS = 16
+VECTOR_NBYTES = 64
+STEP_NBYTES = ACCUMULATORS * VECTOR_NBYTES
+PASSES = 5
+
+
+@intrinsic
+def _add_up(typingctx, address, steps):
+    """Add all 64-bit words of `steps` blocks of STEP_NBYTES bytes."""
+
+    def codegen(context, b, signature, args):
+        kind = ir.VectorType(ir.IntType(64), VECTOR_NBYTES // 8)
+        base = b.inttoptr(args[0], kind.as_pointer())
+        sums = [cgutils.alloca_once_value(b, ir.Constant(kind, [0] * kind.count)) for _ in range(ACCUMULATORS)]
+        with cgutils.for_range(b, args[1]) as loop:
+            first = b.mul(loop.index, ir.Constant(loop.index.type, ACCUMULATORS))
+            for number, place in enumerate(sums):
+                word = b.gep(base, [b.add(first, ir.Constant(first.type, number))])
+                b.store(b.add(b.load(place), b.load(word, align=8)), place)
+        total = b.load(sums[0])
+        for place in sums[1:]:
+            total = b.add(total, b.load(place))
+        result = ir.Constant(ir.IntType(64), 0)
+        for lane in range(kind.count):
+            result = b.add(result, b.extract_element(total, ir.Constant(ir.IntType(32), lane)))
+        return result
+
+    return types.int64(address, steps), codegen
+
+
+@jit_parallel
+def _read(address, steps, parts):
+    total = np.int64(0)
+    for part in prange(parts):
+        first, last = steps * part // parts, steps * (part + 1) // parts
+        total += _add_up(address + first * STEP_NBYTES, last - first)
+    return total
+
+
+def read_ceiling(nbytes: int | None = None) -> dict[str, float]:
+    """Measure bytes per second of reads, by all threads and by one."""
+    if nbytes is None:
+        nbytes = min(max(1 << 30, 4 * last_cache_nbytes()), free_nbytes() // 2)
+    buffer = torch.ones(nbytes // 8, dtype=torch.int64)
+    steps = buffer.numel() * 8 // STEP_NBYTES
+    return {"all_threads": _best(buffer, steps, numba.get_num_threads()), "one_thread": _best(buffer, steps, 1)}
+
+
+def _best(buffer: torch.Tensor, steps: int, parts: int) -> float:
+    expected = steps * STEP_NBYTES // 8
+    best = float("inf")
+    for _ in range(PASSES + 1):
+        start = time.perf_counter()
+        total = _read(buffer.data_ptr(), steps, parts)
+        best = min(best, time.perf_counter() - start)
+        if total != expected:
+            raise AssertionError(f"the read kernel added up to {total}, not {expected}")
+    return steps * STEP_NBYTES / best

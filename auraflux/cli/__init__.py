@@ -1,0 +1,39 @@
+"""The command line, one file per command.
+
+Commands import torch, numba and rich inside their functions: `auraflux --help` must not wait for them.
+"""
+
+from typing import Any
+
+import click
+
+import auraflux
+from auraflux.cli.bench import bench
+from auraflux.cli.doctor import doctor
+from auraflux.cli.failure import Failure
+from auraflux.cli.ops import ops
+from auraflux.errors import AurafluxError
+
+INTERRUPTED = 130
+
+
+class Program(click.Group):
+    """A group whose commands may raise this package's errors and be interrupted without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AurafluxError as err:
+            raise Failure(str(err)) from err
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(auraflux.__version__, message="auraflux %(version)s")
+def main() -> None:
+    """Very large mixture-of-experts language models on modest machines."""
+
+
+for command in (ops, doctor, bench):
+    main.add_command(command)

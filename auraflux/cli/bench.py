@@ -1,0 +1,151 @@
+"""`auraflux bench`: how fast the operations are here, beside other libraries and the machine's own limit."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from auraflux.cli.failure import Failure
+
+if TYPE_CHECKING:
+    from auraflux.bench.ops import Result
+    from auraflux.ops._cases import Case
+
+BUSY_FROM = 0.5  # processes per core; from there on, others take part of the time that is measured
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed."""
+
+
+@bench.command("ops")
+@click.option("--op", "names", multiple=True, metavar="NAME", help="Only this op; may be given several times.")
+@click.option("--case", metavar="NAME", help="Only the case of this name.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Time other libraries on the same work.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="Time given to each contender."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--save", type=click.Path(path_type=Path), help="Also write the JSON to a file, or into a folder.")
+def bench_ops(
+    names: tuple[str, ...], case: str | None, device: str, peers: bool, seconds: float, as_json: bool, save: Path | None
+) -> None:
+    """Time the kernels.
+
+    Each kernel is held to its reference first; a wrong one is shown as WRONG, not timed, and the exit code is 1. Operands of a
+    megabyte and more are rotated through copies larger than the cache. GB/s counts what a call must move, and its share is of
+    the fastest read of memory measured in the same run. A peer's ratio is its time over ours: below 1 it is faster.
+    """
+    from auraflux.bench.document import document, place
+    from auraflux.bench.document import save as write
+    from auraflux.bench.machine import load, this_machine
+    from auraflux.bench.ops import bench_cases
+    from auraflux.bench.parity import check_device
+
+    check_device(device)
+    target = place(save, this_machine()) if save is not None else None
+    load_before = load()
+    results, ceiling, threads = _run(bench_cases(names, case), device, peers, seconds)
+    found = document(shlex.join(["auraflux", *sys.argv[1:]]), device, threads, load_before, ceiling, results)
+    if target is not None:
+        write(found, target)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _show(found)
+    if wrong := [f"{r.op} {r.case}" for r in results if r.state == "wrong"]:
+        raise Failure(f"kernels that differ from their reference: {', '.join(wrong)}.")
+
+
+def _run(cases: "list[Case]", device: str, peers: bool, seconds: float) -> tuple["list[Result]", dict[str, float], int]:
+    """Measure the ceiling, then the cases, with progress on stderr."""
+    import numba
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from auraflux.bench.ceiling import read_ceiling
+    from auraflux.bench.ops import run
+
+    stderr = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("read ceiling", total=len(cases))
+        first = read_ceiling()
+        results = []
+        for result in run(
+            cases, device, peers, first["all_threads"], seconds, lambda text: progress.update(task, description=text)
+        ):
+            results.append(result)
+            progress.advance(task)
+        progress.update(task, description="read ceiling again")
+        # the machine may have been busier before than during the run
+        ceiling = {name: max(rate, first[name]) for name, rate in read_ceiling().items()}
+    return results, ceiling, numba.get_num_threads()
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from auraflux.cli.screen import stdout
+
+    machine, ceiling = found["machine"], found["read_ceiling_gb_per_s"]
+    console = stdout()
+    console.print(f"{machine['cpu']} ({machine['architecture']}), {found['threads']} threads; device {found['device']}")
+    console.print(f"read ceiling {ceiling['all_threads']:.1f} GB/s, one thread {ceiling['one_thread']:.1f} GB/s")
+    if found["load_before"] > BUSY_FROM * machine["cores"]:
+        console.print(f"[bold red]busy[/bold red] the load was {found['load_before']} before this run: all times are too long")
+    table = Table("op", "case", "contract")
+    for title in ("µs", "bytes", "GB/s", "of ceiling", "GFLOP/s"):
+        table.add_column(title, justify="right")
+    table.add_column("peers: µs, ratio")
+    for row in found["results"]:
+        table.add_row(row["op"], row["case"], row["contract"], *_figures(row), "\n".join(_peer(peer) for peer in row["peers"]))
+    console.print(table)
+    for line in _losses(found["results"]):
+        console.print(line)
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    """The five measured columns; for a case that was not timed, why not."""
+    from rich.markup import escape
+
+    if row["state"] == "wrong":
+        return [f"[bold red]WRONG[/bold red] {escape(row['note'])}", "", "", "", ""]
+    if row["state"] != "timed":
+        return [f"[dim]{escape(row['note'])}[/dim]", "", "", "", ""]
+    gflops = f"{row['gflop_per_s']:.1f}" if row["gflop_per_s"] is not None else ""
+    return [f"{row['time_us']:.1f}", _size(row["nbytes"]), f"{row['gb_per_s']:.2f}", f"{row['ceiling_share']:.0%}", gflops]
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def _peer(peer: dict[str, Any]) -> str:
+    from rich.markup import escape
+
+    if peer["ratio"] is None:
+        return f"[dim]{peer['name']}: {escape(peer['note'])}[/dim]"
+    colour = "green" if peer["ratio"] >= 1 else "bold red"
+    return f"{peer['name']} {peer['time_us']:.1f} [{colour}]{peer['ratio']:.2f}x[/{colour}]"
+
+
+def _losses(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each case that some peer does faster."""
+    lines = []
+    for row in rows:
+        faster = [peer for peer in row["peers"] if peer["ratio"] is not None and peer["ratio"] < 1]
+        if faster:
+            best = min(faster, key=lambda peer: peer["ratio"])
+            lines.append(
+                f"[bold red]slower[/bold red] {row['op']} {row['case']}: {best['name']} takes {best['ratio']:.2f} of our time"
+            )
+    return lines

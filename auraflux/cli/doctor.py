@@ -1,0 +1,171 @@
+"""`auraflux doctor`: what this machine and this installation offer, and what to install for the rest."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from auraflux.cli.failure import Failure
+
+NEEDED = (
+    "torch",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "huggingface_hub",
+    "gguf",
+    "click",
+    "rich",
+)
+OPTIONAL = {
+    "triton": "kernels on NVIDIA GPUs",
+    "mlx": "a peer in `auraflux bench`",
+    "onnx": "a peer in `auraflux bench`",
+    "onnxruntime": "a peer in `auraflux bench`",
+    "transformers": "a peer in `auraflux bench`",
+}
+PIP_NAMES = {"mlx": "'mlx[cpu]'"}
+# those the kernels have instructions for, or that tell which machine it is
+FEATURES = {
+    "x86_64": ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-int8"),
+    "aarch64": ("neon", "dotprod", "fullfp16", "bf16", "i8mm", "sve", "sve2"),
+}
+MARKS = {"ok": "[green]✓[/green]", "missing": "[red]✗[/red]", "optional": "[yellow]-[/yellow]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: state is "ok", "missing" (something is wrong or slow) or "optional" (not there, not needed)."""
+
+    name: str
+    state: str
+    value: str
+    advice: str | None = None
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Show the machine, the packages, and which kernels will run.
+
+    The exit code is 1 when something this package needs is not installed.
+    """
+    sections: dict[str, Callable[[], Iterator[Finding]]] = {
+        "machine": _machine,
+        "packages": _packages,
+        "kernels": _kernels,
+        "gpu": _gpu,
+        "optional": _optional,
+    }
+    found = {title: list(look()) for title, look in sections.items()}
+    if as_json:
+        click.echo(json.dumps({title: [asdict(one) for one in findings] for title, findings in found.items()}, indent=2))
+    else:
+        _show(found)
+    if absent := [one.name for one in found["packages"] if one.state == "missing"]:
+        raise Failure(f"packages this one needs are not installed: {', '.join(absent)}. Run pip install {' '.join(absent)}.")
+
+
+def _machine() -> Iterator[Finding]:
+    from auraflux.bench.machine import free_nbytes, this_machine
+
+    machine = this_machine()
+    yield Finding("cpu", "ok", machine.cpu)
+    yield Finding("architecture", "ok", machine.architecture)
+    yield Finding("system", "ok", machine.system)
+    yield Finding("cores", "ok", str(machine.cores))
+    yield Finding("memory", "ok", f"{machine.memory_nbytes / 2**30:.1f} GiB, {free_nbytes() / 2**30:.1f} free")
+    yield Finding("last-level cache", "ok", f"{machine.last_cache_nbytes / 2**20:.0f} MiB")
+
+
+def _packages() -> Iterator[Finding]:
+    import auraflux
+    from auraflux.bench.machine import versions
+
+    yield Finding("auraflux", "ok", auraflux.__version__)
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    for name, version in versions(*NEEDED).items():
+        yield _package(name, version, "missing", f"pip install {name}")
+
+
+def _package(name: str, version: str | None, without: str, advice: str) -> Finding:
+    return Finding(name, "ok", version) if version is not None else Finding(name, without, "not installed", advice)
+
+
+def _kernels() -> Iterator[Finding]:
+    """What Numba compiles for, and how it runs its threads."""
+    try:
+        import numba
+
+        from auraflux.ops._jit import CACHE_FOLDER
+        from auraflux.ops._simd import ISA, cpu_features
+    except ModuleNotFoundError as err:
+        yield Finding("numba kernels", "missing", f"{err.name} is not installed; the torch reference runs instead")
+        return
+    there = cpu_features()
+    known = [name for names in FEATURES.values() for name in names if name in there]
+    yield Finding("cpu features", "ok", " ".join(known) or "none that matter here")
+    advice = "no dot-product instructions were found: quantized weights are slow here" if ISA.name == "portable" else None
+    yield Finding("instructions", "missing" if advice else "ok", f"{ISA.name}, {ISA.lanes} lanes", advice)
+    yield _threads(numba.get_num_threads(), numba.threading_layer())
+    yield _cache(CACHE_FOLDER)
+
+
+def _threads(count: int, layer: str) -> Finding:
+    if layer == "omp":
+        return Finding("threads", "ok", f"{count}, omp")
+    advice = "waking threads takes ten times as long as with omp; install libgomp (apt install libgomp1)"
+    return Finding("threads", "missing", f"{count}, {layer}", advice)
+
+
+def _cache(folder: str) -> Finding:
+    if folder and os.access(folder, os.W_OK):
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        return Finding("compiled kernels", "ok", f"{folder}, {size / 2**20:.1f} MiB")
+    advice = "kernels are compiled anew in every process; set AURAFLUX_CACHE to a folder that can be written"
+    return Finding("compiled kernels", "missing", "no folder that can be written", advice)
+
+
+def _gpu() -> Iterator[Finding]:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return
+    if not torch.cuda.is_available():
+        yield Finding("gpu", "optional", "torch finds no NVIDIA GPU")
+        return
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        value = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
+        yield Finding(f"gpu {number}", "ok", value)
+
+
+def _optional() -> Iterator[Finding]:
+    from auraflux.bench.machine import versions
+
+    for name, version in versions(*OPTIONAL).items():
+        yield _package(name, version, "optional", f"for {OPTIONAL[name]}: pip install {PIP_NAMES.get(name, name)}")
+
+
+def _show(found: dict[str, list[Finding]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from auraflux.cli.screen import stdout
+
+    console = stdout()
+    for title, findings in found.items():
+        console.print(f"[bold]{title}[/bold]")
+        table = Table.grid(padding=(0, 2))
+        for one in findings:
+            advice = f" [dim]({escape(one.advice)})[/dim]" if one.advice is not None else ""
+            table.add_row(MARKS[one.state], one.name, escape(one.value) + advice)
+        console.print(table)

@@ -1,0 +1,54 @@
+"""Inputs for the activations: decode and prefill sizes, odd widths, narrow types, values far out."""
+
+import torch
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops.activation.reference import clamped_swiglu, geglu, sigmoid_gate, split_q_gate, swiglu
+
+BF16 = torch.bfloat16
+
+
+def pair(first: str, second: str, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Args:
+    return {first: (torch.randn(shape) * scale).to(dtype), second: torch.randn(shape).to(dtype)}
+
+
+def gate_up(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Args:
+    return pair("gate", "up", *shape, dtype=dtype, scale=scale)
+
+
+def clamped(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 5.0) -> Args:
+    args = gate_up(*shape, dtype=dtype, scale=scale)
+    return {"gate": args["gate"], "up": args["up"] * scale, "alpha": 1.702, "limit": 7.0}
+
+
+def heads(tokens: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
+    return {"x": torch.randn(tokens, heads * 2 * width).to(dtype), "heads": heads}
+
+
+CASES = [
+    Case(swiglu, "one-token", lambda: gate_up(1, 6144), bench=True),
+    Case(swiglu, "many-tokens", lambda: gate_up(256, 2048), bench=True),
+    Case(swiglu, "odd-width", lambda: gate_up(7, 333)),
+    Case(swiglu, "none", lambda: gate_up(0, 64)),
+    Case(swiglu, "far-out", lambda: gate_up(3, 100, scale=200.0)),
+    Case(swiglu, "bf16", lambda: gate_up(3, 63, dtype=BF16), tol=4e-3),
+    Case(geglu, "one-token", lambda: gate_up(1, 6144), bench=True),
+    Case(geglu, "many-tokens", lambda: gate_up(40, 2048)),
+    Case(geglu, "odd-width", lambda: gate_up(3, 333)),
+    Case(geglu, "far-out", lambda: gate_up(3, 100, scale=50.0)),
+    Case(geglu, "bf16", lambda: gate_up(3, 63, dtype=BF16), tol=4e-3),
+    Case(clamped_swiglu, "one-token", lambda: clamped(4, 2880), bench=True),
+    Case(clamped_swiglu, "many-tokens", lambda: clamped(40, 2880)),
+    Case(clamped_swiglu, "odd-width", lambda: clamped(5, 333)),
+    Case(clamped_swiglu, "far-out", lambda: clamped(3, 100, scale=200.0)),
+    Case(clamped_swiglu, "bf16", lambda: clamped(3, 63, dtype=BF16), tol=4e-3),
+    Case(sigmoid_gate, "one-token", lambda: pair("x", "gate", 1, 16, 256), bench=True),
+    Case(sigmoid_gate, "many-tokens", lambda: pair("x", "gate", 63, 16, 256)),
+    Case(sigmoid_gate, "odd-width", lambda: pair("x", "gate", 3, 333, scale=30.0)),
+    Case(sigmoid_gate, "bf16", lambda: pair("x", "gate", 3, 100, dtype=BF16), tol=4e-3),
+    Case(split_q_gate, "one-token", lambda: heads(1, 16, 256), bench=True),
+    Case(split_q_gate, "many-tokens", lambda: heads(100, 16, 128), bench=True),
+    Case(split_q_gate, "odd-width", lambda: heads(7, 3, 63)),
+    Case(split_q_gate, "one-head", lambda: heads(2, 1, 5)),
+    Case(split_q_gate, "bf16", lambda: heads(3, 5, 33, dtype=BF16)),
+]

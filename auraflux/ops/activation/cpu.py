@@ -1,0 +1,116 @@
+"""Activations on CPU: one pass over the elements, each job over a part of them."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from auraflux.ops._jit import Kernel, arguments, as_float, floats, jit, like, octets, real, share, sigmoid, silu, threads
+
+PARALLEL_FROM = 1 << 15  # elements; below this, waking the threads costs more than the work
+PARALLEL_COPY_FROM = 1 << 20  # bytes
+
+ONE = np.float32(1)
+# gelu's tanh form: x * sigmoid(x * (GELU_SLOPE + GELU_CUBE * x * x)), as (1 + tanh(y)) / 2 = sigmoid(2 * y)
+GELU_SLOPE = np.float32(2 * np.sqrt(2 / np.pi))
+GELU_CUBE = np.float32(2 * np.sqrt(2 / np.pi) * 0.044715)
+
+
+@jit
+def _part(args, job, jobs):
+    """What falls to this job of two inputs and the output."""
+    x, other, out, n = arguments(args, 4)
+    mine = share(n, job, jobs)
+    # arrays that begin at 0: with another start Numba looks out for negative indices, and a loop takes twice as long
+    at, count = 4 * mine.start, len(mine)
+    return floats(x + at, count), floats(other + at, count), floats(out + at, count)
+
+
+def _each(kernel: Kernel, x: Tensor, other: Tensor, *constants: float) -> Tensor:
+    """Run a kernel over two stacks of elements into a third like the first."""
+    wide, second = as_float(x), as_float(other)
+    out = torch.empty_like(wide)
+    n = wide.numel()
+    jobs = threads() if n >= PARALLEL_FROM else 1
+    kernel(jobs, wide.data_ptr(), second.data_ptr(), out.data_ptr(), n, *constants)
+    return like(out, x)
+
+
+@Kernel
+def _swiglu(args, job, jobs):
+    gate, up, out = _part(args, job, jobs)
+    for i in range(len(out)):
+        out[i] = silu(gate[i]) * up[i]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _each(_swiglu, gate, up)
+
+
+@Kernel
+def _geglu(args, job, jobs):
+    gate, up, out = _part(args, job, jobs)
+    for i in range(len(out)):
+        g = gate[i]
+        out[i] = g * sigmoid(g * (GELU_SLOPE + GELU_CUBE * g * g)) * up[i]
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _each(_geglu, gate, up)
+
+
+@jit
+def _clamped(g, u, alpha, limit):
+    # comparisons this way round let NaN through, as torch's clamp does
+    g = limit if g > limit else g
+    u = limit if u > limit else u
+    u = -limit if u < -limit else u
+    return (u + ONE) * g * sigmoid(alpha * g)
+
+
+@Kernel
+def _clamped_swiglu(args, job, jobs):
+    gate, up, out = _part(args, job, jobs)
+    alpha, limit = arguments(args, 6)[4:]
+    steep, most = real(alpha), real(limit)
+    for i in range(len(out)):
+        out[i] = _clamped(gate[i], up[i], steep, most)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    return _each(_clamped_swiglu, gate, up, float(alpha), float(limit))
+
+
+@Kernel
+def _sigmoid_gate(args, job, jobs):
+    x, gate, out = _part(args, job, jobs)
+    for i in range(len(out)):
+        out[i] = x[i] * sigmoid(gate[i])
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return _each(_sigmoid_gate, x, gate)
+
+
+@jit
+def _copy(source_at, target_at, nbytes):
+    source, target = octets(source_at, nbytes), octets(target_at, nbytes)
+    for i in range(nbytes):
+        target[i] = source[i]
+
+
+@Kernel
+def _split(args, job, jobs):
+    x, queries, gates, heads, nbytes = arguments(args, 5)
+    for head in share(heads, job, jobs):
+        at = head * nbytes
+        _copy(x + 2 * at, queries + at, nbytes)
+        _copy(x + 2 * at + nbytes, gates + at, nbytes)
+
+
+def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    tokens, width = x.shape[0], x.shape[1] // (2 * heads)
+    queries = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
+    gates = torch.empty_like(queries)
+    jobs = threads() if x.nbytes >= PARALLEL_COPY_FROM else 1
+    _split(jobs, x.data_ptr(), queries.data_ptr(), gates.data_ptr(), tokens * heads, width * x.element_size())
+    return queries, gates

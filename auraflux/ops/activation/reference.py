@@ -1,0 +1,84 @@
+"""Activations and gates, element by element. Computed in float32 whatever the dtype of the input; results come back in it."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_shape, op
+
+
+def _check_pair(gate: Tensor, up: Tensor) -> None:
+    check_dense(gate=gate, up=up)
+    check_shape("up", up, *gate.shape)
+
+
+@op(origins=("swiglu_fused", "swiglu_fused_vec4"), check=_check_pair)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Multiply `up` by silu(gate).
+
+    gate, up [...]
+    returns  [...]  in gate's dtype
+    """
+    return (silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+@op(check=_check_pair)
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Multiply `up` by gelu(gate), in gelu's tanh form.
+
+    gate, up [...]
+    returns  [...]  in gate's dtype
+    """
+    return (gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
+
+
+def _check_clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> None:
+    _check_pair(gate, up)
+    if not limit > 0:
+        raise InputError(f"limit is {limit}; a clamp needs a positive one.")
+
+
+@op(check=_check_clamped_swiglu)
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Multiply `up` + 1 by gate * sigmoid(alpha * gate), both clamped first: the activation of gpt-oss.
+
+    gate    [...]  clamped from above only
+    up      [...]  clamped to -limit ... limit
+    returns [...]  in gate's dtype
+    """
+    wide = gate.float().clamp(max=limit)
+    return ((up.float().clamp(-limit, limit) + 1) * wide * torch.sigmoid(alpha * wide)).to(gate.dtype)
+
+
+def _check_sigmoid_gate(x: Tensor, gate: Tensor) -> None:
+    check_dense(x=x, gate=gate)
+    check_shape("gate", gate, *x.shape)
+
+
+@op(origins=("sigmoid_gate",), check=_check_sigmoid_gate)
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply `x` by sigmoid(gate).
+
+    x, gate [...]
+    returns [...]  in x's dtype
+    """
+    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def _check_split_q_gate(x: Tensor, heads: int) -> None:
+    check_dense(x=x)
+    check_shape("x", x, None, None)
+    if heads < 1 or x.shape[1] % (2 * heads):
+        raise InputError(f"rows of {x.shape[1]} do not divide into a query and a gate for each of {heads} heads.")
+
+
+@op(origins=("split_q_gate",), check=_check_split_q_gate)
+def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Take apart a projection that holds each head's query and output gate side by side.
+
+    x       [T, heads * 2 * D]  per head the query, then the gate
+    returns (queries, gates), both [T, heads, D] in x's dtype
+    """
+    queries, gates = x.view(x.shape[0], heads, 2, x.shape[1] // (2 * heads)).unbind(2)
+    return queries.contiguous(), gates.contiguous()

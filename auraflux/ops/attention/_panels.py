@@ -1,0 +1,254 @@
+"""Attention of many queries per key head: panels of PANEL queries, a query to a lane.
+
+A job is up to ROWS queries (tokens times the heads that share a key head) over a range of positions. Queries are turned once,
+coordinates outside and queries inside. Positions come in blocks of BLOCK, widened to float32 in scratch memory, and each panel
+goes over the block: scores [position][query], running softmax down the columns, sums [value coordinate][query]. Latent
+attention is the same with the latent and the rotated key side by side as the key, and the latent again as the value.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from auraflux.ops._jit import bits_of_float, floats, int32s, jit
+from auraflux.ops.attention._calls import address_of, call_at
+from auraflux.ops.attention._panel_tiles import PANEL, TALL, score_panel, value_panel, weigh_panel
+from auraflux.ops.attention._softmax import NOTHING, ZERO, fill, softcapped
+from auraflux.ops.attention._tiles import size_of, widen_row
+
+BLOCK = 96  # whole tiles on every processor
+ROWS = 128
+NOT_FINITE = np.int32(0x7F800000)
+
+
+class Rows(NamedTuple):
+    """Which queries a job answers.
+
+    q, q2          their first coordinates (addresses), and for latent attention the rotated ones
+    width, width2  numbers of those; width2 is 0 otherwise
+    heads          query heads of a token
+    head, group    of which these `group` from `head` on are meant
+    position       of the sequence's first new token
+    first, size    rows: row r is token r // group, head r % group
+    reach          how many positions before its own a query sees
+    """
+
+    q: int
+    q2: int
+    width: int
+    width2: int
+    heads: int
+    head: int
+    group: int
+    position: int
+    first: int
+    size: int
+    reach: int
+
+
+class Keys(NamedTuple):
+    """Where a sequence's keys and values lie.
+
+    gather      address of the code that copies them
+    table       its row of the page table
+    page        tokens in a page
+    a, b        keys and values, or latents and rotated keys (addresses)
+    heads, head of the cache
+    width_a, width_b
+    joined      whether a and b together are the key, and a the value
+    """
+
+    gather: int
+    table: int
+    page: int
+    a: int
+    b: int
+    heads: int
+    head: int
+    width_a: int
+    width_b: int
+    joined: int
+
+
+@jit
+def _strides(keys):
+    """Floats between rows of keys and of values in scratch memory."""
+    a = keys.width_a + keys.width_b if keys.joined else keys.width_a
+    # whole vectors and one more: rows a power of two apart would fall into the same cache sets
+    a, b = (a + 31) // 16 * 16, (keys.width_b + 31) // 16 * 16
+    return a, a if keys.joined else b
+
+
+@jit
+def panel_scratch(keys, depth, value_width):
+    """How many floats `attend_panels` needs to work in."""
+    key_stride, value_stride = _strides(keys)
+    blocks = (BLOCK + TALL) * (key_stride + value_stride + PANEL)
+    return blocks + ROWS * (depth + value_width + TALL + 3) + 2 * PANEL
+
+
+@jit
+def _turn_queries(rows, scale, target):
+    """Lay scaled queries out as [panel][coordinate][query]; lanes without one are zero."""
+    depth = rows.width + rows.width2
+    for r in range((rows.size + PANEL - 1) // PANEL * PANEL):
+        panel = floats(target + 4 * (r // PANEL) * depth * PANEL, depth * PANEL)
+        lane = r % PANEL
+        if r >= rows.size:
+            for d in range(depth):
+                panel[d * PANEL + lane] = ZERO
+            continue
+        here = (rows.first + r) // rows.group * rows.heads + rows.head + (rows.first + r) % rows.group
+        one, two = floats(rows.q + 4 * here * rows.width, rows.width), floats(rows.q2 + 4 * here * rows.width2, rows.width2)
+        for d in range(rows.width):
+            panel[d * PANEL + lane] = one[d] * scale
+        for d in range(rows.width2):
+            panel[(rows.width + d) * PANEL + lane] = two[d] * scale
+
+
+def _gatherer(like):
+    """Build the copy of a block of positions to scratch memory, for caches of one element type."""
+
+    @jit
+    def gather(table, page, heads, head, a, width_a, a_at, a_stride, b, width_b, b_at, b_stride, b_padded, first, count):
+        """Write `count` rows of a and b as float32 to a_at and b_at, and zeros up to b_padded; strides in floats."""
+        size = size_of(like)
+        number, slot = first // page, first % page
+        for j in range(count):
+            row = (np.int64(int32s(table, number + 1)[number]) * heads + head) * page + slot
+            widen_row(like, (a + row * width_a * size, width_a, a_at + 4 * j * a_stride))
+            widen_row(like, (b + row * width_b * size, width_b, b_at + 4 * j * b_stride))
+            fill(b_at + 4 * (j * b_stride + width_b), b_padded - width_b, ZERO)
+            slot += 1
+            if slot == page:
+                number, slot = number + 1, 0
+
+    return gather
+
+
+_gatherer_for = lru_cache(_gatherer)
+
+
+def gatherer_address(like):
+    return address_of(_gatherer_for(like), 15)
+
+
+@jit
+def _gather(keys, first, count, key_at, value_at):
+    """Copy a block of positions to scratch memory; the rows that fill its last tile are zero."""
+    a_stride, value_stride = _strides(keys)
+    b_at, b_stride, b_padded = value_at, value_stride, value_stride
+    if keys.joined:
+        b_at, b_stride, b_padded = key_at + 4 * keys.width_a, a_stride, a_stride - keys.width_a
+    a, b = (keys.a, keys.width_a, key_at, a_stride), (keys.b, keys.width_b, b_at, b_stride, b_padded)
+    call_at(keys.gather, (keys.table, keys.page, keys.heads, keys.head, *a, *b, first, count))
+    fill(key_at + 4 * count * a_stride, TALL * a_stride, ZERO)
+
+
+@jit
+def _limits(rows, r):
+    """First and last position that a row sees. Lanes without a row take the last one's."""
+    high = rows.position + (rows.first + min(r, rows.size - 1)) // rows.group
+    return high - rows.reach, high
+
+
+@jit
+def _weigh(scores_at, first, last, softcap, state, masked, rows, panel, origin, lows_at, highs_at):
+    """Turn a panel's scores [first, last) into weights; state: its maxima, sums of weights and factors for earlier sums."""
+    if softcap > ZERO:
+        scores = floats(scores_at, last * PANEL)
+        for i in range(first * PANEL, last * PANEL):
+            scores[i] = softcapped(scores[i], softcap)
+    totals, keep = state + 4 * PANEL, state + 8 * PANEL
+    if masked:
+        lows, highs = int32s(lows_at, PANEL), int32s(highs_at, PANEL)
+        for lane in range(PANEL):
+            low, high = _limits(rows, panel * PANEL + lane)
+            lows[lane], highs[lane] = max(low - origin, 0), min(high - origin, BLOCK)
+        weigh_panel((1, scores_at, first, last, state, totals, keep, lows_at, highs_at))
+    else:
+        weigh_panel((0, scores_at, first, last, state, totals, keep, lows_at, highs_at))
+
+
+@jit
+def _all_finite(values_at, stride, count, width):
+    largest = np.int32(0)
+    for t in range(count):
+        row = floats(values_at + 4 * t * stride, width)
+        for d in range(width):
+            largest = max(largest, bits_of_float(row[d]) & NOT_FINITE)
+    return largest < NOT_FINITE
+
+
+@jit
+def _add_seen(values_at, stride, width, weights_at, first, last, keep_at, sums_at, rows, panel, origin):
+    """Add weighted values one by one, only to queries that see them: 0 * NaN would be NaN."""
+    keep = floats(keep_at, PANEL)
+    for lane in range(PANEL):
+        low, high = _limits(rows, panel * PANEL + lane)
+        sums, weights = floats(sums_at, width * PANEL), floats(weights_at, last * PANEL)
+        for d in range(width):
+            sums[d * PANEL + lane] *= keep[lane]
+        for t in range(max(first, low - origin), min(last, high - origin + 1)):
+            value = floats(values_at + 4 * t * stride, width)
+            for d in range(width):
+                sums[d * PANEL + lane] += weights[t * PANEL + lane] * value[d]
+
+
+@jit
+def attend_panels(rows, keys, scale, value_width, first, last, softcap, slot, work):
+    """Attend over those of the positions [first, last) that each row sees.
+
+    slot  [ROWS, value_width] sums, then the maxima, then the sums of weights
+    """
+    depth, panels = rows.width + rows.width2, (rows.size + PANEL - 1) // PANEL
+    key_stride, value_stride = _strides(keys)
+    padded = (value_width + TALL - 1) // TALL * TALL
+    scores = work
+    key_at = scores + 4 * (BLOCK + TALL) * PANEL
+    value_at = key_at if keys.joined else key_at + 4 * (BLOCK + TALL) * key_stride
+    queries = value_at + 4 * (BLOCK + TALL) * value_stride
+    sums = queries + 4 * panels * depth * PANEL
+    state = sums + 4 * panels * padded * PANEL
+    lows, highs = state + 12 * panels * PANEL, state + 12 * panels * PANEL + 4 * PANEL
+    _turn_queries(rows, scale, queries)
+    fill(sums, panels * (padded + 3) * PANEL, ZERO)
+    for panel in range(panels):
+        fill(state + 12 * panel * PANEL, PANEL, NOTHING)
+    for origin in range(first, last, BLOCK):
+        count = min(BLOCK, last - origin)
+        _gather(keys, origin, count, key_at, value_at)
+        for panel in range(panels):
+            low, high = _limits(rows, panel * PANEL)
+            low_end, high_end = _limits(rows, panel * PANEL + PANEL - 1)
+            begin, end = max(low - origin, 0), min(high_end - origin + 1, count)
+            if begin >= end:
+                continue
+            here = queries + 4 * panel * depth * PANEL
+            for t in range(begin, end, TALL):
+                score_panel((key_at + 4 * t * key_stride, 4 * key_stride, here, depth, scores + 4 * t * PANEL))
+            masked = high < origin + end - 1 or low_end > origin + begin
+            mine = state + 12 * panel * PANEL
+            _weigh(scores, begin, end, softcap, mine, masked, rows, panel, origin, lows, highs)
+            keep = mine + 8 * PANEL
+            here, start = sums + 4 * panel * padded * PANEL, value_at + 4 * begin * value_stride
+            if masked and not _all_finite(start, value_stride, end - begin, value_width):
+                _add_seen(value_at, value_stride, value_width, scores, begin, end, keep, here, rows, panel, origin)
+                continue
+            weights = scores + 4 * begin * PANEL
+            for d in range(0, value_width, TALL):
+                value_panel((start + 4 * d, 4 * value_stride, weights, end - begin, keep, here + 4 * d * PANEL))
+    _hand_over(rows.size, value_width, sums, padded, state, slot)
+
+
+@jit
+def _hand_over(count, width, sums, padded, state, slot):
+    ends = floats(slot + 4 * ROWS * width, 2 * ROWS)
+    for r in range(count):
+        panel, lane = r // PANEL, r % PANEL
+        source, target = floats(sums + 4 * panel * padded * PANEL, padded * PANEL), floats(slot + 4 * r * width, width)
+        for d in range(width):
+            target[d] = source[d * PANEL + lane]
+        ends[r] = floats(state + 12 * panel * PANEL, PANEL)[lane]
+        ends[ROWS + r] = floats(state + 12 * panel * PANEL + 4 * PANEL, PANEL)[lane]

@@ -1,0 +1,208 @@
+"""Attention on CPU: torch outside, addresses inside. How it computes is in `_decode`, `_panels` and `_jobs`.
+
+The cache is read in its own dtype; queries and results are float32 within.
+"""
+
+from array import array
+
+import torch
+from numba import get_num_threads, prange
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._jit import as_float, int32s, jit, jit_parallel, like, octets
+from auraflux.ops.attention._jobs import Batch, addresses, run_parallel, run_serial, survey
+from auraflux.ops.attention._latent_weight import latent_output, latent_query
+from auraflux.ops.attention._softmax import NOTHING, merge_row
+from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, spans
+
+__all__ = ["append_kv", "append_latent", "attention", "latent_attention", "latent_output", "latent_query", "merge_partials"]
+
+# below these, waking the threads costs more than the work
+PRODUCTS_PARALLEL = 1 << 18
+BYTES_PARALLEL = 1 << 18
+SUMS_PARALLEL = 1 << 16
+EVERYTHING = 1 << 40  # positions; further back than any sequence is long
+
+
+def _pairs(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> int:
+    """Count the pairs of a query and a key, once it is sure that no kernel will leave the pages."""
+    (count, size), (sequences, width) = pages.pool, pages.table.shape
+    index = pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr()
+    found = survey(*index, sequences, tokens, size, count, EVERYTHING if reach is None else reach)
+    if found < 0:
+        spans(pages, starts, tokens, reach)
+        raise InputError("the page table, lengths and starts do not fit each other.")
+    return found
+
+
+def attention(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    k, v, table = pages.k, pages.v, pages.table
+    tokens, heads, width = q.shape
+    _, key_heads, page, value_width = v.shape
+    reach = None if window is None else max(window - 1, 0)
+    pairs = _pairs(pages, starts, tokens, reach)
+    if window == 0:
+        return q.new_zeros(tokens, heads, value_width)
+    queries = as_float(q)
+    out = queries.new_empty(tokens, heads, value_width)
+    gather, decode, worker = addresses(k.dtype)
+    sequences, table_width = table.shape
+    batch = Batch(
+        q=queries.data_ptr(),
+        q2=0,
+        width=width,
+        width2=0,
+        heads=heads,
+        a=k.data_ptr(),
+        b=v.data_ptr(),
+        width_a=width,
+        width_b=value_width,
+        key_heads=key_heads,
+        page=page,
+        table=table.data_ptr(),
+        table_width=table_width,
+        lengths=pages.lengths.data_ptr(),
+        starts=starts.data_ptr(),
+        sequences=sequences,
+        reach=EVERYTHING if reach is None else reach,
+        sinks=0 if sinks is None else sinks.data_ptr(),
+        out=out.data_ptr(),
+        value_width=value_width,
+        gather=gather,
+        decode=decode,
+    )
+    _run(worker, batch, scale, softcap or 0.0, pairs * heads * (width + value_width))
+    return like(out, q)
+
+
+def _run(worker: int, batch: Batch, scale: float, softcap: float, products: int) -> None:
+    params = array("q", batch)
+    address = params.buffer_info()[0]
+    if products >= PRODUCTS_PARALLEL:
+        run_parallel(worker, address, scale, softcap, get_num_threads())
+    else:
+        run_serial(worker, address, scale, softcap)
+
+
+def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
+    latent, table = pages.latent, pages.table
+    (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
+    pairs = _pairs(pages, starts, tokens, None)
+    queries, rotated = as_float(q_latent), as_float(q_rope)
+    out = torch.empty_like(queries)
+    gather, decode, worker = addresses(latent.dtype)
+    sequences, table_width = table.shape
+    batch = Batch(
+        q=queries.data_ptr(),
+        q2=rotated.data_ptr(),
+        width=width,
+        width2=rope,
+        heads=heads,
+        a=latent.data_ptr(),
+        b=pages.rope.data_ptr(),
+        width_a=width,
+        width_b=rope,
+        key_heads=1,
+        page=latent.shape[1],
+        table=table.data_ptr(),
+        table_width=table_width,
+        lengths=pages.lengths.data_ptr(),
+        starts=starts.data_ptr(),
+        sequences=sequences,
+        reach=EVERYTHING,
+        sinks=0,
+        out=out.data_ptr(),
+        value_width=width,
+        gather=gather,
+        decode=decode,
+    )
+    _run(worker, batch, scale, 0.0, pairs * heads * (2 * width + rope))
+    return like(out, q_latent)
+
+
+@jit
+def _append(token, source, target, nbytes, heads, page, table, table_width, lengths_at, starts_at, sequences):
+    """Copy one token's rows, one for each head, to its place in the pages."""
+    starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
+    low, high = 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= token:
+            low = middle
+        else:
+            high = middle
+    position = lengths[low] - starts[low + 1] + token
+    number = int32s(table + 4 * low * table_width, table_width)[position // page]
+    for head in range(heads):
+        row = (number * heads + head) * page + position % page
+        old, new = octets(target + row * nbytes, nbytes), octets(source + (token * heads + head) * nbytes, nbytes)
+        for i in range(nbytes):
+            old[i] = new[i]
+
+
+@jit
+def _append_all(tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
+    for token in range(tokens):
+        _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
+
+
+@jit_parallel
+def _append_all_parallel(tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
+    for token in prange(tokens):
+        _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
+
+
+def _append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy new rows to the pools they belong to, in the pools' dtype."""
+    tokens, table = pairs[0][0].shape[0], pages.table
+    _pairs(pages, starts, tokens, 0)
+    sequences, table_width = table.shape
+    index = pages.pool[1], table.data_ptr(), table_width, pages.lengths.data_ptr(), starts.data_ptr(), sequences
+    for new, pool in pairs:
+        rows = new if new.dtype is pool.dtype else new.to(pool.dtype)
+        nbytes = pool.shape[-1] * pool.element_size()
+        run = _append_all_parallel if tokens * heads * nbytes >= BYTES_PARALLEL else _append_all
+        run(tokens, rows.data_ptr(), pool.data_ptr(), nbytes, heads, *index)
+
+
+def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
+    _append_rows(pages, starts, k.shape[1], [(k, pages.k), (v, pages.v)])
+
+
+def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Tensor) -> None:
+    _append_rows(pages, starts, 1, [(latent, pages.latent), (k_rope, pages.rope)])
+
+
+@jit
+def _merge(row, o, m, l, blocks, width, out):  # noqa: E741
+    ends = 4 * row * blocks
+    merge_row(o + ends * width, 4 * width, m + ends, l + ends, 4, blocks, width, NOTHING, out + 4 * row * width)
+
+
+@jit
+def _merge_all(o, m, l, rows, blocks, width, out):  # noqa: E741
+    for row in range(rows):
+        _merge(row, o, m, l, blocks, width, out)
+
+
+@jit_parallel
+def _merge_all_parallel(o, m, l, rows, blocks, width, out):  # noqa: E741
+    for row in prange(rows):
+        _merge(row, o, m, l, blocks, width, out)
+
+
+def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
+    rows, blocks, width = o.shape
+    out = o.new_empty(rows, width)
+    run = _merge_all_parallel if o.numel() >= SUMS_PARALLEL else _merge_all
+    run(o.data_ptr(), m.data_ptr(), l.data_ptr(), rows, blocks, width, out.data_ptr())
+    return out

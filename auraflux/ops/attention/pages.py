@@ -1,0 +1,130 @@
+"""The paged caches that attention reads and `append_*` writes.
+
+Positions of a sequence live in pages of a pool; row b of `table` names the pages of sequence b in order. Entries of pages that
+nobody reads any more (they fell out of a window) may hold anything. `lengths` count a sequence's tokens including those that
+are being appended or asked about.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class KVPages:
+    """Keys and values per head.
+
+    k        [P, Hkv, page, D]   float32, bfloat16 or float16
+    v        [P, Hkv, page, Dv]  the same dtype
+    table    [B, M]              int32
+    lengths  [B]                 int32
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        check_dense(k=self.k, v=self.v, table=self.table, lengths=self.lengths)
+        check_shape("k", self.k, None, None, None, None)
+        check_shape("v", self.v, *self.k.shape[:3], None)
+        check_dtype("k", self.k, *DTYPES)
+        check_dtype("v", self.v, self.k.dtype)
+        _check_index(self.table, self.lengths, self.pool)
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each holds."""
+        return self.k.shape[0], self.k.shape[2]
+
+
+@dataclass(frozen=True, eq=False)
+class LatentPages:
+    """What multi-head latent attention keeps of a token: one compressed vector for all heads, and one rotated key.
+
+    latent   [P, page, C]  float32, bfloat16 or float16
+    rope     [P, page, R]  the same dtype
+    table    [B, M]        int32
+    lengths  [B]           int32
+    """
+
+    latent: Tensor
+    rope: Tensor
+    table: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        check_dense(latent=self.latent, rope=self.rope, table=self.table, lengths=self.lengths)
+        check_shape("latent", self.latent, None, None, None)
+        check_shape("rope", self.rope, *self.latent.shape[:2], None)
+        check_dtype("latent", self.latent, *DTYPES)
+        check_dtype("rope", self.rope, self.latent.dtype)
+        if self.rope.shape[2] == 0:
+            raise InputError("rotated keys of width 0 were given; use KVPages for keys without them.")
+        _check_index(self.table, self.lengths, self.pool)
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each holds."""
+        return self.latent.shape[0], self.latent.shape[1]
+
+
+Pages = KVPages | LatentPages
+
+
+def _check_index(table: Tensor, lengths: Tensor, pool: tuple[int, int]) -> None:
+    if pool[1] == 0:
+        raise InputError(f"{pool[0]} pages of 0 tokens were given; a page must hold at least one.")
+    check_shape("table", table, None, None)
+    check_shape("lengths", lengths, table.shape[0])
+    check_dtype("table", table, torch.int32)
+    check_dtype("lengths", lengths, torch.int32)
+
+
+def spans(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
+    """Give (sequence, first of its tokens in the stack, their number, first position touched, length) where there are tokens.
+
+    Refuse whatever would lead outside the pages.
+    reach  how many positions before its first new token a sequence touches; None for all of them
+    """
+    (count, size), width = pages.pool, pages.table.shape[1]
+    bounds, lengths = starts.tolist(), pages.lengths.tolist()
+    if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
+        raise InputError(f"'starts' {_short(bounds)} do not rise from 0 to {tokens}, the number of tokens given.")
+    found = []
+    for b, length in enumerate(lengths):
+        new = bounds[b + 1] - bounds[b]
+        if new == 0:
+            continue
+        if length < new:
+            raise InputError(f"sequence {b} has length {length} but gets {new} tokens; 'lengths' count the new tokens too.")
+        first = 0 if reach is None else max(0, length - new - reach)
+        needed = -(-length // size)
+        if needed > width:
+            raise InputError(
+                f"sequence {b} of length {length} fills {needed} pages of {size}; its row of the table has {width}."
+            )
+        for i, page in enumerate(pages.table[b, first // size : needed].tolist(), first // size):
+            if not 0 <= page < count:
+                raise InputError(f"page {i} of sequence {b} is {page} in the table; the pool has {count} pages.")
+        found.append((b, bounds[b], new, first, length))
+    return found
+
+
+def rows_of(pages: Pages, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Page and slot of each position in [first, last) of a sequence."""
+    positions = torch.arange(first, last, device=pages.table.device)
+    size = pages.pool[1]
+    return pages.table[sequence, positions // size].long(), positions % size
+
+
+def _short(numbers: list[int]) -> str:
+    return str(numbers) if len(numbers) <= 8 else f"{str(numbers[:7])[:-1]}, ...]"

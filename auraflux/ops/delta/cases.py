@@ -1,0 +1,105 @@
+"""Inputs for the delta layer: heads of equal and odd widths, shared keys, ragged lengths around a chunk, closed gates."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops.delta.reference import delta_gates, gated_delta_prefill, gated_delta_step, short_conv
+
+BF16 = torch.bfloat16
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def step(
+    batch: int = 1,
+    heads: int = 4,
+    key_heads: int = 2,
+    key_width: int = 128,
+    value_width: int = 128,
+    tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Args:
+    """One token of each sequence, or `tokens` in all."""
+    tokens = batch if tokens is None else tokens
+    return {
+        "state": torch.randn(batch, heads, key_width, value_width),
+        "q": (normalize(torch.randn(tokens, key_heads, key_width), dim=-1) * key_width**-0.5).to(dtype),
+        "k": normalize(torch.randn(tokens, key_heads, key_width), dim=-1).to(dtype),
+        "v": torch.randn(tokens, heads, value_width).to(dtype),
+        "decay": torch.rand(tokens, heads) ** 0.25,
+        "beta": torch.rand(tokens, heads),
+    }
+
+
+def prefill(*lengths: int, **sizes: int | torch.dtype) -> Args:
+    args = step(len(lengths), tokens=sum(lengths), **sizes)  # type: ignore[arg-type]
+    return {**args, "starts": starts(list(lengths))}
+
+
+def closing(args: Args) -> Args:
+    """Close a third of the gates, and let some decays be so small that their products leave float32."""
+    drawn = torch.rand_like(args["decay"])
+    args["decay"][drawn < 0.3] = 0.0
+    args["decay"][drawn > 0.7] = 1e-30
+    return args
+
+
+def conv(*lengths: int, channels: int, dtype: torch.dtype = torch.float32) -> Args:
+    x, state = torch.randn(sum(lengths), channels).to(dtype), torch.randn(len(lengths), 3, channels).to(dtype)
+    return {"x": x, "state": state, "weight": torch.randn(4, channels), "starts": starts(list(lengths))}
+
+
+def gates(tokens: int, heads: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Args:
+    a, b = (torch.randn(tokens, heads) * scale).to(dtype), (torch.randn(tokens, heads) * scale).to(dtype)
+    return {"a": a, "b": b, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads)}
+
+
+def state_flops(args: Args) -> int:
+    # the memory is read at the key and at the query, and written: a multiplication and an addition each
+    return 6 * args["v"].shape[0] * args["state"][0].numel()
+
+
+def state_nbytes(args: Args) -> int:
+    every = sum(x.numel() * x.element_size() for x in args.values())
+    return every + args["state"].numel() * 4 + args["v"].numel() * args["v"].element_size()
+
+
+CASES = [
+    Case(gated_delta_step, "one-token", lambda: step(1, 32, 16), bench=True, flops=state_flops, nbytes=state_nbytes),
+    Case(gated_delta_step, "batch", lambda: step(8, 32, 16), bench=True, flops=state_flops, nbytes=state_nbytes),
+    Case(gated_delta_step, "own-keys", lambda: step(3, 2, 2, 64, 64)),
+    Case(gated_delta_step, "odd-widths", lambda: step(2, 6, 2, 63, 100)),
+    Case(gated_delta_step, "narrow", lambda: step(2, 2, 1, 5, 3)),
+    Case(gated_delta_step, "wide", lambda: step(1, 2, 2, 100, 333)),
+    Case(gated_delta_step, "closed-gates", lambda: closing(step(8, 8, 4, 64, 64))),
+    Case(gated_delta_step, "bf16", lambda: step(2, dtype=BF16), tol=4e-3),
+    Case(gated_delta_prefill, "512-tokens", lambda: prefill(512, heads=32, key_heads=16), bench=True, flops=state_flops),
+    Case(gated_delta_prefill, "batch", lambda: prefill(*[64] * 4, heads=32, key_heads=16), bench=True, flops=state_flops),
+    Case(gated_delta_prefill, "one-token", lambda: prefill(1)),
+    Case(gated_delta_prefill, "ragged", lambda: prefill(17, 0, 1, 5, 40)),
+    Case(
+        gated_delta_prefill, "around-a-chunk", lambda: prefill(6, 7, 8, 9, 15, 16, 17, 31, 32, 33, key_width=64, value_width=64)
+    ),
+    Case(gated_delta_prefill, "empty", lambda: prefill(0, 0)),
+    Case(gated_delta_prefill, "own-keys", lambda: prefill(50, key_heads=4, key_width=64, value_width=64)),
+    Case(gated_delta_prefill, "many-share", lambda: prefill(20, 30, heads=12, key_heads=3, key_width=64, value_width=64)),
+    Case(gated_delta_prefill, "odd-widths", lambda: prefill(3, 37, key_width=63, value_width=100)),
+    Case(gated_delta_prefill, "narrow", lambda: prefill(2, 19, heads=3, key_heads=1, key_width=5, value_width=3)),
+    Case(gated_delta_prefill, "closed-gates", lambda: closing(prefill(100, 3, key_width=64, value_width=64))),
+    Case(gated_delta_prefill, "bf16", lambda: prefill(33, 4, dtype=BF16), tol=4e-3),
+    Case(short_conv, "one-token", lambda: conv(1, channels=8192), bench=True),
+    Case(short_conv, "512-tokens", lambda: conv(512, channels=8192), bench=True),
+    Case(short_conv, "ragged", lambda: conv(1, 0, 2, 3, 4, 7, channels=333)),
+    Case(short_conv, "batch", lambda: conv(*[1] * 12, channels=1100)),
+    Case(short_conv, "empty", lambda: conv(0, 0, channels=63)),
+    Case(short_conv, "bf16", lambda: conv(2, 9, channels=100, dtype=BF16), tol=4e-3),
+    Case(delta_gates, "one-token", lambda: gates(1, 32), bench=True),
+    Case(delta_gates, "512-tokens", lambda: gates(512, 32), bench=True),
+    Case(delta_gates, "odd-heads", lambda: gates(7, 63)),
+    Case(delta_gates, "large", lambda: gates(33, 16, scale=60.0)),
+    Case(delta_gates, "bf16", lambda: gates(5, 100, dtype=BF16)),
+]

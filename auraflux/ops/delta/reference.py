@@ -1,0 +1,156 @@
+"""Gated DeltaNet: a linear attention whose memory is one matrix per head, decayed and corrected at every token.
+
+Ragged batches stack the tokens of all sequences in one axis T; those of sequence b are `starts[b]` to `starts[b + 1]`.
+The memory and all sums are float32 whatever the dtype of the inputs.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+
+CONV_WIDTH = 4
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_heads(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
+    """Everything but how the tokens of q are shared out among the sequences of the state."""
+    check_dense(state=state, q=q, k=k, v=v, decay=decay, beta=beta)
+    check_dtype("state", state, torch.float32)
+    if state.dim() != 4 or q.dim() != 3:
+        raise InputError(
+            f"'state' has shape {list(state.shape)} and 'q' {list(q.shape)}; [B, H, K, V] and [T, Hk, K] are needed."
+        )
+    _, heads, key_width, value_width = state.shape
+    tokens, key_heads, _ = shape = q.shape
+    if key_heads == 0 or heads % key_heads:
+        raise InputError(f"{heads} value heads cannot be shared out evenly among {key_heads} key heads.")
+    gates = (tokens, heads)
+    fits = shape[2] == key_width and shape == k.shape and v.shape == (*gates, value_width)
+    if not (fits and decay.shape == gates and beta.shape == gates):
+        check_shape("q", q, tokens, key_heads, key_width)
+        check_shape("k", k, tokens, key_heads, key_width)
+        check_shape("v", v, tokens, heads, value_width)
+        check_shape("decay", decay, tokens, heads)
+        check_shape("beta", beta, tokens, heads)
+    if {q.dtype, k.dtype, v.dtype, decay.dtype, beta.dtype} != {torch.float32}:
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("decay", decay), ("beta", beta)):
+            check_dtype(name, tensor, *FLOATS)
+
+
+def _check_starts(starts: Tensor, sequences: int, tokens: int, near: Tensor) -> None:
+    check_dtype("starts", starts, torch.int32)
+    check_shape("starts", starts, sequences + 1)
+    if starts.device.type != "cpu" and starts.device != near.device:
+        raise InputError(f"'starts' is on {starts.device}, the first argument on {near.device}. Move one of them.")
+    check_dense(starts=starts)
+    places = starts.tolist()
+    if places[0] != 0 or places[-1] != tokens or places != sorted(places):
+        raise InputError(f"'starts' is {places}; it must rise from 0 to the number of tokens, {tokens}.")
+
+
+def _check_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
+    _check_heads(state, q, k, v, decay, beta)
+    if state.shape[0] != q.shape[0]:
+        raise InputError(f"'state' holds {state.shape[0]} sequences, 'q' one token each of {q.shape[0]}; they must be as many.")
+
+
+@op(origins=("gated_delta_net_step",), check=_check_step)
+def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Decay the memory, correct it towards `v` at key `k`, then read it with `q`: one token of each sequence.
+
+    state   [B, H, K, V]  float32, updated in place
+    q, k    [B, Hk, K]    already normalised; q already scaled; value head h reads key head h // (H // Hk)
+    v       [B, H, V]
+    decay   [B, H]        in [0, 1]
+    beta    [B, H]        in [0, 1], the write strength
+    returns [B, H, V]     in v's dtype
+    """
+    shared = state.shape[1] // q.shape[1]
+    query, key = (x.float().repeat_interleave(shared, 1).unsqueeze(2) for x in (q, k))  # [B, H, 1, K]
+    state *= decay.float()[..., None, None]
+    correction = (v.float().unsqueeze(2) - key @ state) * beta.float()[..., None, None]  # [B, H, 1, V]
+    state.addcmul_(key.mT, correction)
+    return (query @ state).squeeze(2).to(v.dtype)
+
+
+def _check_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> None:
+    _check_heads(state, q, k, v, decay, beta)
+    _check_starts(starts, state.shape[0], q.shape[0], state)
+
+
+@op(origins=("gated_delta_net_chunkwise", "gated_delta_net_sequential"), check=_check_prefill)
+def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    """Run `gated_delta_step` over all tokens of each sequence in turn.
+
+    state   [B, H, K, V]  float32, updated in place
+    q, k    [T, Hk, K]    already normalised; q already scaled; value head h reads key head h // (H // Hk)
+    v       [T, H, V]
+    decay   [T, H]        in [0, 1]
+    beta    [T, H]        in [0, 1], the write strength
+    starts  [B + 1]       int32, where each sequence's tokens begin; a sequence may have none
+    returns [T, H, V]     in v's dtype
+    """
+    out = torch.empty_like(v)
+    for b, (start, end) in enumerate(pairwise(starts.tolist())):
+        for t in range(start, end):
+            token = (x[t : t + 1] for x in (q, k, v, decay, beta))
+            out[t] = gated_delta_step.reference(state[b : b + 1], *token)[0]
+    return out
+
+
+def _check_short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) -> None:
+    check_dense(x=x, state=state, weight=weight)
+    if x.dim() != 2 or state.dim() != 3:
+        raise InputError(f"'x' has shape {list(x.shape)} and 'state' {list(state.shape)}; [T, C] and [B, 3, C] are needed.")
+    check_shape("state", state, state.shape[0], CONV_WIDTH - 1, x.shape[1])
+    check_shape("weight", weight, CONV_WIDTH, x.shape[1])
+    check_dtype("x", x, *FLOATS)
+    check_dtype("state", state, x.dtype)
+    check_dtype("weight", weight, *FLOATS)
+    _check_starts(starts, state.shape[0], x.shape[0], x)
+
+
+@op(origins=("conv1d_step", "conv1d_state_update"), check=_check_short_conv)
+def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """Convolve each channel with its last four inputs, then apply SiLU.
+
+    x       [T, C]
+    state   [B, 3, C]  in x's dtype: the inputs before the first of x, oldest first; updated in place to the last three
+    weight  [4, C]     tap 3 meets the newest input
+    starts  [B + 1]    int32, where each sequence's tokens begin; a sequence may have none
+    returns [T, C]     in x's dtype
+    """
+    out = torch.empty_like(x)
+    taps = weight.float()
+    for b, (start, end) in enumerate(pairwise(starts.tolist())):
+        inputs = torch.cat([state[b], x[start:end]])
+        windows = torch.stack([inputs[i : i + end - start] for i in range(CONV_WIDTH)])  # [4, N, C]
+        out[start:end] = torch.nn.functional.silu((windows.float() * taps.unsqueeze(1)).sum(0))
+        state[b] = inputs[-3:]
+    return out
+
+
+def _check_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
+    check_dense(a=a, b=b, a_log=a_log, dt_bias=dt_bias)
+    if a.dim() != 2:
+        raise InputError(f"'a' has shape {list(a.shape)}; [T, H] is needed.")
+    check_shape("b", b, *a.shape)
+    check_shape("a_log", a_log, a.shape[1])
+    check_shape("dt_bias", dt_bias, a.shape[1])
+
+
+@op(origins=("compute_decay_beta",), check=_check_gates)
+def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn a delta layer's two gate projections into the decay of its memory and the strength of its writes.
+
+    a, b    [T, H]
+    a_log   [H]    logarithm of each head's rate
+    dt_bias [H]
+    returns (decay, beta), both [T, H] float32, in [0, 1]
+    """
+    step = torch.nn.functional.softplus(a.float() + dt_bias.float())
+    return torch.exp(-a_log.float().exp() * step), torch.sigmoid(b.float())

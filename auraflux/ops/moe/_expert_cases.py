@@ -1,0 +1,101 @@
+"""Inputs for the experts of a mixture: few tokens and many, crowded and empty experts, blobs, biases, dense stacks."""
+
+from dataclasses import replace
+
+import torch
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops._simd import ISA
+from auraflux.ops.moe.experts import Clamp, Experts, blob_of
+from auraflux.ops.moe.reference import expert_mlp
+from auraflux.quant import QTensor, quantize
+
+BF16 = torch.bfloat16
+FAST = 2e-2  # two products with rounded activations follow one another
+
+
+def stack(
+    experts: int, rows: int, width: int, bits: int, group: int = 64, lanes: int = ISA.lanes, kind: str = "affine"
+) -> QTensor:
+    return quantize((torch.randn(experts, rows, width) / width**0.5).to(BF16), bits, group, kind).interleave(lanes)
+
+
+def matrices(
+    experts: int, hidden: int, inner: int, bits: int = 4, down_bits: int | None = None, **options
+) -> dict[str, QTensor]:
+    gate, up = stack(experts, inner, hidden, bits, **options), stack(experts, inner, hidden, bits, **options)
+    return {"gate": gate, "up": up, "down": stack(experts, hidden, inner, down_bits or bits, **options)}
+
+
+def layer(*shape: int, **options) -> Experts:
+    made = matrices(*shape, **options)
+    return Experts(made["gate"], made["up"], made["down"])
+
+
+def routed(tokens: int, k: int, experts: Experts, dtype: torch.dtype = torch.float32) -> Args:
+    ids = torch.stack([torch.randperm(experts.count)[:k] for _ in range(tokens)]) if tokens else torch.empty(0, k)
+    weights = torch.rand(tokens, k).softmax(-1)
+    return {"x": torch.randn(tokens, experts.hidden).to(dtype), "ids": ids.int(), "weights": weights, "experts": experts}
+
+
+def crowded(tokens: int, experts: Experts) -> Args:
+    """All tokens to the same two experts."""
+    return {**routed(tokens, 2, experts), "ids": torch.tensor([[3, 1]], dtype=torch.int32).repeat(tokens, 1)}
+
+
+def from_blobs(experts: int, hidden: int, inner: int) -> Experts:
+    """The stacks of a layer as blobs with room between them."""
+    whole = matrices(experts, hidden, inner)
+    parts = [{name: matrix[e] for name, matrix in whole.items()} for e in range(experts)]
+    blobs = [blob_of(part) for part in parts]
+    bank = torch.zeros(experts, -(-len(blobs[0]) // 4096) * 4096, dtype=torch.uint8)
+    for row, blob in zip(bank, blobs, strict=True):
+        row[: len(blob)] = blob
+    return Experts.from_blobs(bank, parts[0])
+
+
+def gpt_oss(experts: int, hidden: int, inner: int) -> Experts:
+    made = layer(experts, hidden, inner, group=32, kind="mxfp4")
+    inner_bias, down_bias = torch.randn(2, experts, inner), torch.randn(experts, hidden)
+    return replace(made, gate_bias=inner_bias[0], up_bias=inner_bias[1], down_bias=down_bias, clamp=Clamp(1.702, 7.0))
+
+
+def dense_stack(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Experts:
+    gate, up, down = (torch.randn(experts, *shape) / 8 for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
+    return Experts(gate.to(dtype), up.to(dtype), down.to(dtype))
+
+
+def touched(args: Args) -> int:
+    """Bytes of the experts that are met, and of the tokens."""
+    experts = args["experts"]
+    size = sum(s.nbytes for s in (experts.gate, experts.up, experts.down)) // experts.count
+    return len(args["ids"].unique()) * size + 2 * args["x"].nbytes
+
+
+def flops(args: Args) -> int:
+    return 6 * args["ids"].numel() * args["experts"].hidden * args["experts"].inner
+
+
+def case(name: str, make, **options) -> Case:
+    return Case(expert_mlp, name, make, nbytes=touched, flops=flops, **options)
+
+
+EXPERT_CASES = [
+    case("one-token", lambda: routed(1, 8, layer(32, 2048, 768)), exact=False, tol=FAST, bench=True),
+    case("64-tokens", lambda: routed(64, 8, layer(16, 1024, 512)), exact=False, tol=FAST, bench=True),
+    case("one-token-exact", lambda: routed(1, 3, layer(8, 128, 128))),
+    case("few-tokens", lambda: routed(5, 2, layer(8, 128, 128))),
+    case("every-expert", lambda: routed(3, 6, layer(6, 64, 128))),
+    case("many-tokens", lambda: routed(70, 4, layer(9, 128, 64))),
+    case("many-tokens-fast", lambda: routed(70, 4, layer(9, 128, 64)), exact=False, tol=FAST),
+    case("more-than-at-once", lambda: routed(600, 2, layer(4, 64, 64))),
+    case("crowded", lambda: crowded(40, layer(5, 64, 128))),
+    case("mixed-bits", lambda: routed(3, 2, layer(4, 64, 128, down_bits=6))),
+    case("row-order", lambda: routed(9, 3, layer(6, 64, 128, lanes=1))),
+    case("blobs", lambda: routed(9, 3, from_blobs(6, 64, 128))),
+    case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),
+    case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
+    case("dense-bf16", lambda: routed(9, 3, dense_stack(6, 63, 100, BF16))),
+    case("bf16", lambda: routed(3, 2, layer(4, 64, 128), BF16), tol=4e-3),
+    case("no-tokens", lambda: routed(0, 2, layer(4, 64, 128))),
+]

@@ -1,0 +1,51 @@
+"""Inputs for RoPE: whole and partial heads, both pairings, one token and many, positions far out."""
+
+import torch
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops.rope.frequencies import rope_frequencies, yarn_frequencies
+from auraflux.ops.rope.reference import rope
+
+BF16 = torch.bfloat16
+
+
+def heads(
+    tokens: int, heads: int, width: int, rotated: int | None = None, *, start: int = 0, theta: float = 1e6, dtype=torch.float32
+) -> Args:
+    x = torch.randn(tokens, heads, width).to(dtype)
+    return {
+        "x": x,
+        "inv_freq": rope_frequencies(rotated or width, theta),
+        "positions": torch.arange(start, start + tokens, dtype=torch.int32),
+    }
+
+
+def yarn(tokens: int, start: int, interleaved: bool) -> Args:
+    args = heads(tokens, 5, 64, start=start)
+    args["inv_freq"], args["mscale"] = yarn_frequencies(64, 1e4, 40.0, 4096)
+    return {**args, "interleaved": interleaved}
+
+
+def scattered(tokens: int) -> Args:
+    args = heads(tokens, 3, 128)
+    return {**args, "positions": torch.randint(0, 1 << 20, (tokens,))}
+
+
+CASES = [
+    Case(rope, "one-token", lambda: heads(1, 32, 128, start=4000), bench=True),
+    Case(rope, "many-tokens", lambda: heads(128, 32, 128), bench=True),
+    Case(rope, "partial", lambda: heads(3, 16, 256, 64, start=100, theta=1e7)),
+    Case(rope, "odd-width", lambda: heads(7, 3, 63, 42)),
+    Case(rope, "odd-half", lambda: heads(5, 2, 100, 66)),
+    Case(rope, "one-pair", lambda: heads(2, 1, 2)),
+    Case(rope, "no-tokens", lambda: heads(0, 4, 64)),
+    Case(rope, "far", lambda: heads(3, 4, 128, start=130_000)),
+    Case(rope, "farther", lambda: heads(333, 4, 64, start=1_000_000)),
+    Case(rope, "scattered", lambda: scattered(63)),
+    Case(rope, "interleaved", lambda: {**heads(1, 128, 64, start=9000), "interleaved": True}, bench=True),
+    Case(rope, "interleaved-many", lambda: {**heads(100, 16, 64), "interleaved": True}),
+    Case(rope, "interleaved-partial", lambda: {**heads(3, 5, 63, 30), "interleaved": True}),
+    Case(rope, "yarn", lambda: yarn(3, 100_000, False)),
+    Case(rope, "yarn-interleaved", lambda: yarn(3, 100_000, True)),
+    Case(rope, "bf16", lambda: heads(3, 4, 64, dtype=BF16), tol=4e-3),
+]

@@ -1,0 +1,89 @@
+"""Rotary position embedding on CPU: cosines and sines once per token, then every head of it.
+
+Angles reach hundreds of thousands of radians, where float32 has no digits left for a range reduction: that one step is done in
+float64. What is left lies within an eighth of a turn of zero, and float32 polynomials are good to the last bit but one there.
+"""
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, threads
+
+PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+
+# a quarter turn in two parts: the first has 33 bits, so that its product with a number of quarters below 2**20 is exact
+QUARTER_HIGH, QUARTER_LOW, PER_QUARTER = 1.570796326734125614166, 6.077100506506192e-11, 2 / np.pi
+ONE, HALF = np.float32(1), np.float32(0.5)
+S0, S1, S2 = np.float32(-1.9515295891e-4), np.float32(8.3321608736e-3), np.float32(-1.6666654611e-1)
+C0, C1, C2 = np.float32(2.443315711809948e-5), np.float32(-1.388731625493765e-3), np.float32(4.166664568298827e-2)
+
+
+# of the fast-math flags only contraction: reassociation would merge the two steps of the range reduction. Said outright, as a
+# function without flags of its own takes those of the first caller that compiles it.
+@numba.njit(error_model="numpy", fastmath={"contract"})
+def _cos_sin(angle):
+    """Cosine and sine of a float32 angle, in float32."""
+    wide = np.float64(angle)
+    quarters = np.floor(wide * PER_QUARTER + 0.5)
+    r = np.float32((wide - quarters * QUARTER_HIGH) - quarters * QUARTER_LOW)
+    quadrant = np.float32(quarters - 4.0 * np.floor(quarters * 0.25))
+    z = r * r
+    s = ((S0 * z + S1) * z + S2) * z * r + r
+    c = ((C0 * z + C1) * z + C2) * z * z - HALF * z + ONE
+    odd = (quadrant == np.float32(1)) | (quadrant == np.float32(3))
+    cosine, sine = (s, c) if odd else (c, s)
+    cosine = -cosine if (quadrant == np.float32(1)) | (quadrant == np.float32(2)) else cosine
+    sine = -sine if quadrant >= np.float32(2) else sine
+    return cosine, sine
+
+
+@jit
+def _turn(x, cosine, sine, out, half):
+    for i in range(half):
+        out[i] = x[i] * cosine[i] - x[i + half] * sine[i]
+    for i in range(half):
+        out[i + half] = x[i + half] * cosine[i] + x[i] * sine[i]
+
+
+@jit
+def _turn_interleaved(x, cosine, sine, out, half):
+    for i in range(half):
+        a, b = x[2 * i], x[2 * i + 1]
+        out[2 * i] = a * cosine[i] - b * sine[i]
+        out[2 * i + 1] = b * cosine[i] + a * sine[i]
+
+
+@jit
+def _position(positions, long, token):
+    return int64s(positions, token + 1)[token] if long else np.int64(int32s(positions, token + 1)[token])
+
+
+@Kernel
+def _tokens(args, job, jobs):
+    x_at, positions, long, inv_freq_at, interleaved, out_at, tokens, heads, width, half, mscale = arguments(args, 11)
+    inv_freq, size = floats(inv_freq_at, half), real(mscale)
+    cosine, sine = np.empty(half, np.float32), np.empty(half, np.float32)
+    for token in share(tokens, job, jobs):
+        where = np.float32(_position(positions, long, token))
+        for i in range(half):
+            c, s = _cos_sin(where * inv_freq[i])
+            cosine[i], sine[i] = c * size, s * size
+        for head in range(token * heads, (token + 1) * heads):
+            x, out = floats(x_at + 4 * head * width, width), floats(out_at + 4 * head * width, width)
+            if interleaved:
+                _turn_interleaved(x, cosine, sine, out, half)
+            else:
+                _turn(x, cosine, sine, out, half)
+            for i in range(2 * half, width):
+                out[i] = x[i]
+
+
+def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> Tensor:
+    wide = as_float(x)
+    out = torch.empty_like(wide)
+    jobs = threads() if x.numel() >= PARALLEL_FROM else 1
+    read = wide.data_ptr(), positions.data_ptr(), positions.dtype is torch.int64, inv_freq.data_ptr(), interleaved
+    _tokens(jobs, *read, out.data_ptr(), *x.shape, inv_freq.shape[0], float(mscale))
+    return like(out, x)

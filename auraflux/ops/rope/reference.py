@@ -1,0 +1,43 @@
+"""Rotary position embedding. The frequencies come from `frequencies.py`."""
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+
+
+def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> None:
+    check_dense(x=x, inv_freq=inv_freq, positions=positions)
+    check_shape("x", x, None, None, None)
+    check_shape("inv_freq", inv_freq, None)
+    check_shape("positions", positions, x.shape[0])
+    check_dtype("inv_freq", inv_freq, torch.float32)
+    check_dtype("positions", positions, torch.int32, torch.int64)
+    if 2 * inv_freq.shape[0] > x.shape[2]:
+        raise InputError(f"{inv_freq.shape[0]} frequencies rotate {2 * inv_freq.shape[0]} channels; x has {x.shape[2]}.")
+
+
+@op(origins=("rope_n_tokens", "yarn_rope_apply"), check=_check_rope)
+def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of the first R channels of each head by angles that grow with the token's position.
+
+    x           [T, H, D]
+    inv_freq    [R/2]      float32, radians per position; R <= D, the channels after R stay
+    positions   [T]        int32 or int64
+    mscale                 multiplies cosine and sine
+    interleaved            pairs are (2i, 2i + 1); otherwise (i, i + R/2)
+    returns     [T, H, D]  in x's dtype
+    """
+    half = inv_freq.shape[0]
+    # the angle is rounded to float32, as checkpoints were trained; its sine and cosine are then exact however large it is
+    angles = (positions.float()[:, None] * inv_freq).double()
+    cosine, sine = (angles.cos().float() * mscale)[:, None], (angles.sin().float() * mscale)[:, None]
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cosine - b * sine, b * cosine + a * sine), -1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        turned = torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)

@@ -1,0 +1,116 @@
+"""Starting, failing and being interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import auraflux
+from auraflux.cli import main
+from auraflux.cli.manual import manual
+from auraflux.errors import BackendError
+
+
+def auraflux_process(*words: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "auraflux", *words], capture_output=True, text=True, check=False, **options)
+
+
+@pytest.fixture
+def extra(monkeypatch):
+    """Add a command to the program for one test."""
+
+    def add(function):
+        monkeypatch.setitem(main.commands, "extra", click.command("extra")(function))
+
+    return add
+
+
+def test_version_is_the_packages():
+    assert auraflux_process("--version").stdout == f"auraflux {auraflux.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["ops", "--help"], ["bench", "ops", "--help"], ["doctor", "--help"]]
+)
+def test_help_does_not_wait_for_heavy_imports(words):
+    code = (
+        "import sys\n"
+        "from auraflux.cli import main\n"
+        f"main({words!r}, standalone_mode=False)\n"
+        "print(sorted({'torch', 'numba', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+
+
+def test_errors_are_one_sentence(extra):
+    def fail():
+        raise BackendError("there is no backend 'tpu'.")
+
+    extra(fail)
+    done = CliRunner().invoke(main, ["extra"])
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "", "error: there is no backend 'tpu'.\n")
+
+
+def test_errors_are_one_sentence_in_a_process():
+    done = auraflux_process("bench", "ops", "--save", "no/such/folder/x.json")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "error: cannot save to no/such/folder/x.json: there is no folder no/such/folder.\n"
+
+
+def test_bad_environment_is_one_sentence():
+    done = auraflux_process("ops", env={**os.environ, "AURAFLUX_BACKEND": "tpu"})
+    assert done.returncode == 1
+    assert done.stderr == "error: AURAFLUX_BACKEND is 'tpu'. It may be one of: reference, cpu, cuda.\n"
+
+
+def test_a_wrong_option_says_so_with_exit_code_2():
+    done = CliRunner().invoke(main, ["ops", "--nope"])
+    assert done.exit_code == 2
+    assert "No such option" in done.stderr
+
+
+def test_interruption_is_quiet(extra):
+    def wait():
+        raise KeyboardInterrupt
+
+    extra(wait)
+    done = CliRunner().invoke(main, ["extra"])
+    assert (done.exit_code, done.output) == (130, "")
+
+
+def test_interrupting_a_process():
+    code = (
+        "import click, time\n"
+        "from auraflux.cli import main\n"
+        "wait = lambda: (click.echo('ready'), time.sleep(60))\n"
+        "main.add_command(click.Command('wait', callback=wait))\n"
+        "main(['wait'])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_a_broken_pipe_is_quiet():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "auraflux", "--help"], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.stderr == ""
+    assert done.returncode != 0
+
+
+def test_the_manual_is_up_to_date(pytestconfig):
+    written = (pytestconfig.rootpath / "docs" / "cli.md").read_text()
+    assert written == manual(main), "docs/cli.md is stale: run `make docs`"

@@ -1,0 +1,94 @@
+"""The experts of a mixture: an independent sum, blobs, faults."""
+
+import pytest
+import torch
+
+from auraflux.errors import FormatError, InputError
+from auraflux.ops import expert_mlp
+from auraflux.ops._cases import relative_rms
+from auraflux.ops._dispatch import exact
+from auraflux.ops.moe._expert_cases import dense_stack, from_blobs, layer, routed
+from auraflux.ops.moe.experts import Experts
+
+
+def by_hand(x, ids, weights, experts):
+    """One (token, slot) pair after the other, in float64."""
+    gate, up, down = (s.dequantize(torch.float32).double() for s in (experts.gate, experts.up, experts.down))
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for token in range(len(x)):
+        for slot, expert in enumerate(ids[token].tolist()):
+            vector = x[token].double()
+            hidden = torch.nn.functional.silu(gate[expert] @ vector) * (up[expert] @ vector)
+            out[token] += weights[token, slot].double() * (down[expert] @ hidden)
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 40])
+def test_equals_the_sum_over_pairs(tokens: int):
+    torch.manual_seed(tokens)
+    args = routed(tokens, 3, layer(7, 64, 128))
+    with exact():
+        assert relative_rms(expert_mlp(**args).double(), by_hand(**args)) < 1e-5
+
+
+def test_tokens_do_not_depend_on_their_company():
+    torch.manual_seed(0)
+    args = routed(33, 2, layer(5, 64, 128))
+    together = expert_mlp(**args)
+    for token in (0, 13, 32):
+        one = {**args, **{name: args[name][token : token + 1] for name in ("x", "ids", "weights")}}
+        assert relative_rms(expert_mlp(**one)[0], together[token]) < 1e-6
+
+
+def test_blobs_give_the_same_bits_as_stacks():
+    torch.manual_seed(0)
+    blobs = from_blobs(6, 64, 128)
+    stacked = Experts(*(s._map(torch.clone) for s in (blobs.gate, blobs.up, blobs.down)))
+    assert not blobs.gate.packed.is_contiguous()
+    args = routed(9, 3, blobs)
+    assert torch.equal(expert_mlp(**args), expert_mlp(**{**args, "experts": stacked}))
+
+
+def test_a_weight_of_zero_silences_an_expert():
+    torch.manual_seed(0)
+    args = routed(4, 2, layer(4, 64, 128))
+    args["weights"][:, 1] = 0
+    first = {**args, "ids": args["ids"][:, :1].contiguous(), "weights": args["weights"][:, :1].contiguous()}
+    assert torch.equal(expert_mlp(**args), expert_mlp(**first))
+
+
+@pytest.mark.parametrize("bad", [4, -1, 2**30])
+def test_an_expert_that_does_not_exist_is_refused(bad: int):
+    args = routed(3, 2, layer(4, 64, 128))
+    args["ids"][1, 1] = bad
+    with pytest.raises(InputError, match="there are 4 experts"):
+        expert_mlp(**args)
+    with pytest.raises(InputError, match="there are 4 experts"):
+        expert_mlp.reference(**args)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: {**a, "x": torch.randn(3, 32)}, r"'x' has shape \[3, 32\]; \[any, 64\] is needed"),
+        (lambda a: {**a, "ids": a["ids"].long()}, "'ids' has dtype int64; int32 is needed"),
+        (lambda a: {**a, "weights": a["weights"][:, :1].contiguous()}, r"'weights' has shape \[3, 1\]"),
+        (lambda a: {**a, "x": a["x"].T.contiguous().T}, "'x' .* is not contiguous"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(change, message: str):
+    with pytest.raises(InputError, match=message):
+        expert_mlp(**change(routed(3, 2, layer(4, 64, 128))))
+
+
+def test_stacks_that_do_not_fit_are_refused():
+    stack = dense_stack(4, 64, 96, torch.float32)
+    with pytest.raises(FormatError, match="'down' has shape"):
+        Experts(stack.gate, stack.up, stack.gate)
+
+
+def test_a_blob_that_is_too_short_is_refused():
+    made = layer(2, 64, 128)
+    one = {"gate": made.gate[0], "up": made.up[0], "down": made.down[0]}
+    with pytest.raises(FormatError, match="a blob of 100 bytes ends before the arrays of 'gate' do"):
+        Experts.from_blobs(torch.zeros(3, 100, dtype=torch.uint8), one)

@@ -1,0 +1,510 @@
+"""The compressed cache: codebooks are optimal, codes keep lengths and directions, attention on codes is attention on what they
+decode to."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._cases import relative_rms
+from auraflux.ops.attention.reference import merge_partials
+from auraflux.ops.turboquant import codebook as books
+from auraflux.ops.turboquant.cases import WIDTHS, attend, code_pages, edges
+from auraflux.ops.turboquant.codebook import BITS, boundaries, codebook, nearest, normal_levels
+from auraflux.ops.turboquant.pages import CodePages, pack, row_words, unpack
+from auraflux.ops.turboquant.reference import (
+    append_codes,
+    decode,
+    encode,
+    rotate,
+    turboquant_attention,
+    turboquant_partials,
+    turboquant_values,
+)
+from auraflux.ops.turboquant.rotation import random_words, rotation
+
+DISTORTION = {2: 0.1175, 3: 0.03455, 4: 0.009501, 6: 0.0006442, 8: 4.12e-5}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def cells(bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers x on a fine grid, their share of N(0, 1), and the level of the cell each lies in."""
+    x = np.linspace(-9, 9, 2_000_001)
+    share = np.exp(-x * x / 2)
+    levels = normal_levels(bits)
+    return x, share / share.sum(), np.searchsorted((levels[1:] + levels[:-1]) / 2, x)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_levels_are_the_means_of_their_cells(bits):
+    x, share, cell = cells(bits)
+    means = np.bincount(cell, share * x) / np.bincount(cell, share)
+    assert np.abs(means - normal_levels(bits)).max() < 2e-5
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_distortion_of_a_normal_variable(bits):
+    x, share, cell = cells(bits)
+    distortion = (share * (x - normal_levels(bits)[cell]) ** 2).sum()
+    assert distortion == pytest.approx(DISTORTION[bits], rel=0.01)
+
+
+def test_levels_agree_with_published_ones():
+    half = {2: [0.45278, 1.51042], 3: [0.24509, 0.75601, 1.34391, 2.15195]}
+    half[4] = [0.128395, 0.388048, 0.656759, 0.942341, 1.256231, 1.618046, 2.069017, 2.732590]
+    for bits, levels in half.items():
+        np.testing.assert_allclose(normal_levels(bits)[len(levels) :], levels, atol=6e-6)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_codebook_is_symmetric_and_scaled(bits):
+    book, middles = codebook(bits, 64), boundaries(bits, 64)
+    assert book.dtype == middles.dtype == torch.float32
+    ascending = book.sort().values
+    assert torch.equal(ascending, -ascending.flip(0))
+    torch.testing.assert_close(ascending * 8, torch.from_numpy(normal_levels(bits)).float())
+    torch.testing.assert_close(middles, (ascending[1:] + ascending[:-1]) / 2)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_nearest_is_the_nearest(bits):
+    y = torch.randn(7, 128) / math.sqrt(128)
+    best = (y.unsqueeze(-1) - codebook(bits, 128)).abs().argmin(-1)
+    assert torch.equal(nearest(y, bits), best)
+
+
+def test_the_order_of_codes_can_be_changed_in_one_place(monkeypatch):
+    x = torch.randn(5, 96)
+    before = decode(*encode(x, 4, 1), 4, 96, 1)
+    codes = encode(x, 4, 1)[0]
+    # the sign in the top bit, the magnitude below it
+    monkeypatch.setattr(books, "index_of_rank", lambda bits: torch.cat([torch.arange(15, 7, -1), torch.arange(8)]))
+    books._tables.cache_clear()
+    try:
+        assert not torch.equal(encode(x, 4, 1)[0], codes)
+        assert torch.equal(decode(*encode(x, 4, 1), 4, 96, 1), before)
+        assert codebook(4, 96)[0] > 0 > codebook(4, 96)[8]
+    finally:
+        books._tables.cache_clear()
+
+
+@given(bits=st.sampled_from(BITS), width=st.integers(1, 140), rows=st.integers(0, 3), seed=st.integers(0, 999))
+@settings(max_examples=60, deadline=None)
+def test_packing_round_trip(bits, width, rows, seed):
+    codes = torch.randint(0, 1 << bits, (rows, width), generator=torch.Generator().manual_seed(seed))
+    words = pack(codes, bits)
+    assert words.shape == (rows, row_words(bits, width))
+    assert words.dtype == torch.int32
+    assert torch.equal(unpack(words, bits, width), codes)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packing_is_one_little_endian_stream(bits):
+    codes = torch.randint(0, 1 << bits, (100,))
+    stream = sum(code << (d * bits) for d, code in enumerate(codes.tolist()))
+    expected = stream.to_bytes(4 * row_words(bits, 100), "little")
+    assert pack(codes, bits).numpy().tobytes() == expected
+
+
+def test_even_coordinates_of_four_bits_are_the_low_nibbles():
+    octets = pack(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), 4).view(torch.uint8)
+    assert octets.tolist() == [0x21, 0x43, 0x65, 0x87]
+
+
+def test_random_words_are_the_splitmix64_sequence():
+    # the published first outputs for seed 1234567
+    assert random_words(3, 1234567).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@pytest.mark.parametrize("width", [8, 63, 100, *WIDTHS])
+def test_rotation_is_orthogonal(width):
+    matrix = rotate(torch.eye(width), 3)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(width), atol=2e-6, rtol=0)
+    x = torch.randn(4, width)
+    torch.testing.assert_close(rotate(rotate(x, 3), 3, inverse=True), x, atol=1e-5, rtol=0)
+    assert not torch.allclose(rotate(x, 4), rotate(x, 3))
+
+
+def test_power_of_two_widths_take_signs_then_walsh_hadamard():
+    width = 16
+    parity = [[bin(i & j).count("1") % 2 for j in range(width)] for i in range(width)]
+    walsh = 1.0 - 2.0 * torch.tensor(parity, dtype=torch.float32)
+    signs = rotation(width, 5).signs
+    assert signs.abs().eq(1).all()
+    x = torch.randn(3, width)
+    torch.testing.assert_close(rotate(x, 5), (x * signs) @ walsh.T / 4)
+
+
+def test_rotation_of_a_smooth_vector_spreads_it():
+    # without the signs, Walsh-Hadamard leaves a constant vector in one coordinate
+    turned = rotate(torch.ones(512), 0) / math.sqrt(512)
+    assert turned.abs().max() < 5 / math.sqrt(512)
+
+
+def samples(kind: str, width: int) -> Tensor:
+    x = torch.randn(200, width)
+    if kind == "student-t":
+        x = torch.distributions.StudentT(torch.tensor(3.0)).sample((200, width))
+    elif kind == "outliers":
+        x[:, 3] += 20
+        x[:, width // 2] *= 8
+    return x
+
+
+KINDS = ["normal", "student-t", "outliers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_keep_length_and_direction(bits, width, kind):
+    x = samples(kind, width)
+    codes, norms = encode(x, bits, 11)
+    back = decode(codes, norms, bits, width, 11)
+    torch.testing.assert_close(back.norm(dim=-1), x.norm(dim=-1), rtol=1e-5, atol=0)
+    # <x, decoded> over <x, x>: sqrt(1 - distortion) for normal coordinates, a bias under half a percent from four bits on
+    kept = ((x * back).sum(-1) / x.square().sum(-1)).mean().item()
+    assert kept > math.sqrt(1 - DISTORTION[bits]) - 0.001
+    if bits >= 4:
+        assert abs(kept - 1) < 0.005
+
+
+@pytest.mark.parametrize(("bits", "kept"), [(2, 0.885), (3, 0.967), (4, 0.991)])
+def test_without_the_stored_norm_vectors_would_shrink(bits, kept):
+    x = torch.randn(500, 128)
+    codes, _ = encode(x, bits, 0)
+    back = decode(codes, x.norm(dim=-1), bits, 128, 0)
+    assert ((x * back).sum() / x.square().sum()).item() == pytest.approx(kept, abs=0.002)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("width", [80, 128])
+def test_inner_products_are_in_proportion(bits, width):
+    # the slope of <q, decoded> against <q, x> over many queries is the same for all vectors up to noise
+    x, q = torch.randn(300, width), torch.randn(500, width)
+    true, found = x @ q.T, decode(*encode(x, bits, 2), bits, width, 2) @ q.T
+    slope = ((true * found).sum() / true.square().sum()).item()
+    assert slope == pytest.approx(math.sqrt(1 - DISTORTION[bits]), abs=0.005)
+
+
+@pytest.mark.parametrize("width", [80, 128])
+def test_zero_vectors_have_norm_zero(width):
+    x = torch.randn(3, width)
+    x[1] = 0
+    codes, norms = encode(x, 3, 0)
+    back = decode(codes, norms, 3, width, 0)
+    assert norms[1] == 0
+    assert back[1].eq(0).all()
+    assert back.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e-10, 1e10, 1e30, 1e37])
+@pytest.mark.parametrize("width", [80, 128])
+def test_length_does_not_change_the_codes(width, scale):
+    x = torch.randn(5, width)
+    small = (x.double() * scale).float()
+    if scale > 1e-38:
+        assert torch.equal(encode(small, 4, 0)[0], encode(x, 4, 0)[0])
+    back = decode(*encode(small, 4, 0), 4, width, 0)
+    assert relative_rms(back, small) < (0.11 if scale > 1e-44 else 1)
+
+
+def test_a_bad_vector_does_not_touch_its_neighbours():
+    x = torch.randn(3, 64)
+    clean = encode(x, 4, 0)
+    x[1, 7] = math.nan
+    codes, norms = encode(x, 4, 0)
+    assert norms[1].isnan()
+    assert torch.equal(codes[::2], clean[0][::2])
+    assert torch.equal(norms[::2], clean[1][::2])
+
+
+def test_narrow_inputs_are_widened_first():
+    x = torch.randn(4, 96).bfloat16()
+    for narrow, wide in zip(encode(x, 6, 0), encode(x.float(), 6, 0), strict=True):
+        assert torch.equal(narrow, wide)
+
+
+def gathered(pages: CodePages, sequence: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The decoded keys and values of a sequence from a position on, [Hkv, positions, D]."""
+    size = pages.pool[1]
+    places = [(int(pages.table[sequence, t // size]), t % size) for t in range(first, int(pages.lengths[sequence]))]
+
+    def read(codes: Tensor, norms: Tensor, bits: int) -> Tensor:
+        rows = torch.stack([codes[page, :, slot] for page, slot in places], 1)
+        return decode(rows, torch.stack([norms[page, :, slot] for page, slot in places], 1), bits, pages.width, pages.seed)
+
+    keys = read(pages.key_codes, pages.key_norms, pages.key_bits)
+    return keys, read(pages.value_codes, pages.value_norms, pages.value_bits)
+
+
+def plain_attention(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention in float64 over decoded vectors, one query at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for b, length in enumerate(pages.lengths.tolist()):
+        start, stop = int(starts[b]), int(starts[b + 1])
+        if start == stop:
+            continue
+        oldest = 0 if window is None else max(0, length - (stop - start) + 1 - window)
+        keys, vals = (x.double() for x in gathered(pages, b, oldest))
+        for row, h in product(range(start, stop), range(q.shape[1])):
+            at, group = length - stop + row, h // (q.shape[1] // pages.heads)
+            first = oldest if window is None else max(0, at - window + 1)
+            visible = slice(first - oldest, at + 1 - oldest)
+            scores = keys[group, visible] @ q[row, h].double() * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.exp()
+            total = weights.sum() + (0 if sinks is None else sinks[h].double().exp())
+            out[row, h] = weights @ vals[group, visible] / total
+    return out.float()
+
+
+OPTIONS = {
+    "plain": {},
+    "sinks": {"sinks": True},
+    "window": {"window": 5},
+    "softcap": {"softcap": 2.0},
+    "all": {"window": 18, "sinks": True, "softcap": 4.0},
+}
+
+
+@pytest.mark.parametrize("pair", list(product(BITS, BITS)), ids=lambda pair: "k{}v{}".format(*pair))
+def test_attention_on_codes_is_attention_on_decoded_vectors(pair):
+    args = attend([21], [2], (4, 2), 64, bits=pair)
+    assert relative_rms(turboquant_attention(**args), plain_attention(**args)) < 1e-5
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_attention_at_every_width(width):
+    args = attend([9, 18], [1, 2], (4, 2), width, bits=(8, 4))
+    assert relative_rms(turboquant_attention(**args), plain_attention(**args)) < 1e-5
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention_of_ragged_batches(options):
+    args = attend([20, 1, 0, 37, 12], [3, 1, 0, 1, 12], (6, 3), 64, bits=(6, 3), **options)
+    assert relative_rms(turboquant_attention(**args), plain_attention(**args)) < 1e-5
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 1000])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_partials_merge_to_the_attention(block, options):
+    args = attend([20, 0, 37], [3, 0, 1], (6, 3), 80, **options)
+    o, m, l = turboquant_partials(**args, block=block)  # noqa: E741
+    blocks = -(-args["pages"].capacity // block) + ("sinks" in args)
+    assert o.shape == (24, blocks, 80)
+    assert m.shape == l.shape == (24, blocks)
+    assert l[m == -torch.inf].eq(0).all()
+    assert o[m == -torch.inf].eq(0).all()
+    found = rotate(merge_partials.reference(o, m, l).view(4, 6, 80), args["pages"].seed, inverse=True)
+    assert relative_rms(found, plain_attention(**args)) < 1e-5
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_nothing_visible_gives_zeros(sinks):
+    args = attend([20, 3], [2, 3], (4, 2), 64, window=0, sinks=sinks)
+    assert turboquant_attention(**args).eq(0).all()
+    *_, l = turboquant_partials(**args, block=8)  # noqa: E741
+    assert l.sum() == (20 if sinks else 0)
+
+
+def test_sinks_are_one_block():
+    args = attend([40], [1], (4, 2), 64, sinks=True)
+    o, m, l = turboquant_partials(**args, block=8)  # noqa: E741
+    assert torch.equal(m[:, -1], args["sinks"])
+    assert l[:, -1].eq(1).all()
+    assert o[:, -1].eq(0).all()
+    rest = turboquant_partials(**{**args, "sinks": None}, block=8)
+    for with_sinks, without in zip((o, m, l), rest, strict=True):
+        assert torch.equal(with_sinks[:, :-1], without)
+
+
+def test_where_pages_lie_does_not_matter():
+    args = attend([50, 33], [2, 1], (4, 2), 64)
+    pages = args["pages"]
+    order = torch.randperm(pages.key_codes.shape[0])
+    moved = replace(
+        pages,
+        key_codes=pages.key_codes[order],
+        key_norms=pages.key_norms[order],
+        value_codes=pages.value_codes[order],
+        value_norms=pages.value_norms[order],
+        table=torch.where(pages.table >= 0, order.argsort()[pages.table.clamp(min=0)].int(), pages.table),
+    )
+    assert torch.equal(turboquant_attention(**args), turboquant_attention(**{**args, "pages": moved}))
+
+
+def test_pages_before_the_window_may_be_gone():
+    args = attend([100, 61], [1, 4], (4, 2), 64, window=20, gone=[5, 2])
+    with pytest.raises(InputError, match="page 4 of sequence 0 is -12345"):
+        turboquant_attention(**{**args, "window": 21})
+    assert relative_rms(turboquant_attention(**args), plain_attention(**args)) < 1e-5
+
+
+def test_no_tokens_at_all():
+    args = attend([20, 0], [0, 0], (4, 2), 64, sinks=True)
+    assert turboquant_attention(**args).shape == (0, 4, 64)
+    empty = replace(args["pages"], table=torch.zeros(2, 0).int(), lengths=torch.zeros(2).int())
+    assert turboquant_attention(**{**args, "pages": empty}).shape == (0, 4, 64)
+
+
+def test_later_tokens_are_not_seen():
+    args = attend([30], [10], (4, 2), 64)
+    out = turboquant_attention(**args)
+    pages, last = args["pages"], args["pages"].rows_of(0, 25, 30)
+    pages.key_norms[last[0], :, last[1]] *= -3
+    pages.value_norms[last[0], :, last[1]] = math.nan
+    again = turboquant_attention(**args)
+    assert torch.equal(again[:5], out[:5])
+    assert again[5:].isnan().all()
+
+
+@pytest.mark.parametrize("width", [80, 64])
+def test_append_then_decode(width):
+    pages = code_pages([21, 0, 40, 16], 2, width, bits=(6, 3))
+    before = pages.key_codes.clone()
+    starts, tokens = edges([5, 0, 1, 0]), 6
+    k, v = torch.randn(tokens, 2, width), torch.randn(tokens, 2, width)
+    append_codes(k, v, pages, starts)
+    for b, (start, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        length = int(pages.lengths[b])
+        if stop > start:
+            keys, vals = gathered(pages, b, length - (stop - start))
+            new = k[start:stop].contiguous(), v[start:stop].contiguous()
+            torch.testing.assert_close(keys.movedim(1, 0), decode(*encode(new[0], 6, pages.seed), 6, width, pages.seed))
+            torch.testing.assert_close(vals.movedim(1, 0), decode(*encode(new[1], 3, pages.seed), 3, width, pages.seed))
+    # six rows of two heads changed, of a pool of old ones that were overwritten, not added to
+    assert (pages.key_codes != before).any(-1).sum() == 12
+
+
+def test_append_token_by_token_equals_append_at_once():
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    k, v = torch.randn(11, 2, 96), torch.randn(11, 2, 96)
+    whole = CodePages.empty(3, 2, 4, 96, table, torch.tensor([11], dtype=torch.int32), 3, 6)
+    append_codes(k, v, whole, edges([11]))
+    steps = CodePages.empty(3, 2, 4, 96, table, torch.tensor([0], dtype=torch.int32), 3, 6)
+    for t in range(11):
+        steps.lengths[0] = t + 1
+        append_codes(k[t : t + 1], v[t : t + 1], steps, edges([1]))
+    for name in ("key_codes", "key_norms", "value_codes", "value_norms"):
+        assert torch.equal(getattr(whole, name), getattr(steps, name))
+
+
+def test_a_page_is_reused_after_the_window_moved_on():
+    # a ring of three pages of four rows serves a window of eight, past the wrap
+    k, v, q = torch.randn(30, 2, 64), torch.randn(30, 2, 64), torch.randn(30, 4, 64)
+    ring = CodePages.empty(3, 2, 4, 64, (torch.arange(8) % 3).int().view(1, -1), torch.zeros(1, dtype=torch.int32), 4, 4)
+    full = CodePages.empty(8, 2, 4, 64, torch.arange(8).int().view(1, -1), torch.zeros(1, dtype=torch.int32), 4, 4)
+    for t in range(30):
+        outs = []
+        for pages in (ring, full):
+            pages.lengths[0] = t + 1
+            append_codes(k[t : t + 1], v[t : t + 1], pages, edges([1]))
+            outs.append(turboquant_attention(q[t : t + 1], pages, edges([1]), 0.125, window=8))
+        assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_values_are_the_weighed_sum_of_decoded_vectors(bits):
+    x = torch.randn(2, 50, 96)
+    codes, norms = encode(x, bits, 4)
+    weights = torch.softmax(torch.randn(6, 50), -1)
+    found = rotate(turboquant_values(weights, codes, norms, bits, 96), 4, inverse=True)
+    expected = weights.view(2, 3, 50) @ decode(codes, norms, bits, 96, 4)
+    assert relative_rms(found, expected.flatten(0, 1)) < 1e-5
+
+
+def test_values_below_the_threshold_are_passed_over():
+    codes, norms = encode(torch.randn(1, 4, 64), 4, 0)
+    norms[0, 1] = math.nan
+    weights = torch.tensor([[0.5, 1e-7, 0.2, 0.3]])
+    found = turboquant_values(weights, codes, norms, 4, 64, threshold=1e-6)
+    kept = [0, 2, 3]
+    expected = turboquant_values(weights[:, kept], codes[:, kept], norms[:, kept], 4, 64)
+    torch.testing.assert_close(found, expected)
+
+
+def bad(message: str, call, *args, **kwargs):
+    with pytest.raises(InputError, match=message):
+        call(*args, **kwargs)
+
+
+def test_bits_and_widths_that_do_not_exist():
+    x = torch.randn(2, 64)
+    bad("'bits' is 5; codebooks exist for 2, 3, 4, 6, 8 bits", encode, x, 5, 0)
+    bad("width 4 cannot be coded; 8 to 1024", encode, torch.randn(2, 4), 4, 0)
+    bad("width 2048 cannot be coded", rotate, torch.randn(2, 2048), 0)
+    bad("'seed' is -1; a whole number from 0", rotate, x, -1)
+    bad("'x' has dtype float64; float32 or bfloat16 or float16", encode, x.double(), 4, 0)
+    bad("'x' .* is not contiguous", encode, torch.randn(64, 64).T, 4, 0)
+    bad(r"'codes' has shape \[2, 8\]; \[2, 6\] is needed", decode, torch.zeros(2, 8).int(), torch.ones(2), 3, 64, 0)
+    bad("'codes' has dtype float32; int32", decode, torch.zeros(2, 8), torch.ones(2), 4, 64, 0)
+    bad(
+        "'weights' has 3 heads; a multiple of the 2",
+        turboquant_values,
+        torch.ones(3, 1),
+        *encode(x.view(2, 1, 64), 4, 0),
+        4,
+        64,
+    )
+
+
+def test_pages_that_do_not_fit_together():
+    pages = code_pages([20], 2, 64)
+    bad("'key_bits' is 7", replace, pages, key_bits=7)
+    bad(r"'value_codes' has shape .*; \[3, 2, 16, 16\]", replace, pages, value_bits=8)
+    bad("'lengths' has shape", replace, pages, lengths=torch.ones(2, dtype=torch.int32))
+    bad("'table' has dtype int64; int32", replace, pages, table=pages.table.long())
+    bad("'key_norms' has dtype float16; float32", replace, pages, key_norms=pages.key_norms.half())
+
+
+def test_steps_that_do_not_fit_the_pages():
+    args = attend([20, 9], [2, 1], (4, 2), 64)
+    pages = args["pages"]
+
+    def changed(**changes):
+        return {**args, **changes}
+
+    def with_pages(**changes):
+        return changed(pages=replace(pages, **changes))
+
+    run = turboquant_attention
+    bad(r"'q' has shape \[3, 4, 32\]; \[any, any, 64\]", run, **changed(q=torch.randn(3, 4, 32)))
+    bad("'q' has 3 heads; a multiple of the 2", run, **changed(q=torch.randn(3, 3, 64)))
+    bad(r"'starts' \[0, 2, 4\] do not rise from 0 to 3", run, **changed(starts=edges([2, 2])))
+    bad(r"'starts' has shape \[2\]; \[3\]", run, **changed(starts=edges([3])))
+    bad("'window' is -1; it may be 0", run, **changed(window=-1))
+    bad("'softcap' is 0.0; a positive number", run, **changed(softcap=0.0))
+    bad(r"'sinks' has shape \[2\]; \[4\]", run, **changed(sinks=torch.zeros(2)))
+    bad("'block' is 0; at least one token", turboquant_partials, **args, block=0)
+    bad("sequence 1 of length 999 fills 63 pages", run, **with_pages(lengths=torch.tensor([20, 999]).int()))
+    bad("sequence 0 has length 1 but gets 2 tokens", run, **with_pages(lengths=torch.tensor([1, 9]).int()))
+    bad("page 0 of sequence 0 is 4 in the table", run, **with_pages(table=torch.full((2, 3), 4).int()))
+
+
+def test_a_refused_append_writes_nothing():
+    pages = code_pages([20, 9], 2, 64)
+    pages.table[1, 0] = 99
+    before = {name: getattr(pages, name).clone() for name in ("key_codes", "key_norms", "value_codes", "value_norms")}
+    bad("page 0 of sequence 1 is 99", append_codes, torch.randn(2, 2, 64), torch.randn(2, 2, 64), pages, edges([1, 1]))
+    assert all(torch.equal(getattr(pages, name), tensor) for name, tensor in before.items())

@@ -1,0 +1,132 @@
+"""Weight formats against mlx, which defines them."""
+
+import mlx.core as mx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.quant import QTensor, affine, mxfp4, quantize
+from auraflux.quant.packing import pack, unpack
+from tests.mlx_arrays import from_mlx, to_mlx
+
+FORMATS = [(bits, group) for bits in affine.BITS for group in affine.GROUPS]
+DTYPES = affine.SCALE_DTYPES
+
+
+def awkward(dtype: torch.dtype) -> Tensor:
+    """Rows of every kind: zeros, constants, one sign only, tiny, huge, ties halfway between levels."""
+    torch.manual_seed(0)
+    w = torch.randn(40, 512) * torch.rand(40, 1) * 2
+    w[0] = 0
+    w[1] = 0.5
+    w[2], w[3] = w[2].abs(), -w[3].abs()
+    w[4], w[5] = w[4] * 1e-4, w[5] * 1e3
+    w[6] = torch.randint(-4, 5, (512,)) / 4
+    w[7, ::2] = 0
+    return w.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype):
+    weight = awkward(dtype)
+    made = quantize(weight, bits, group)
+    theirs = mx.quantize(to_mlx(weight), group_size=group, bits=bits)
+    for mine, wanted in zip((made.packed, made.scales, made.biases), map(from_mlx, theirs), strict=True):
+        assert torch.equal(mine, wanted)
+    assert torch.equal(made.dequantize(), from_mlx(mx.dequantize(*theirs, group_size=group, bits=bits)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mxfp4_is_mlx_to_the_bit(dtype: torch.dtype):
+    weight = awkward(dtype)
+    made = quantize(weight, kind="mxfp4")
+    theirs = mx.quantize(to_mlx(weight), group_size=32, bits=4, mode="mxfp4")
+    assert torch.equal(made.packed, from_mlx(theirs[0]))
+    assert torch.equal(made.scales, from_mlx(theirs[1]))
+    assert torch.equal(made.dequantize(), from_mlx(mx.dequantize(*theirs, group_size=32, bits=4, mode="mxfp4")))
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 15, 16, 33])
+def test_rows_side_by_side_hold_the_same_weight(rows: int, lanes: int):
+    torch.manual_seed(rows)
+    weight = quantize(torch.randn(3, rows, 64), 4, 32)
+    turned = weight.interleave(lanes)
+    assert torch.equal(turned.dequantize(), weight.dequantize())
+    assert torch.equal(turned.rows().packed, weight.packed)
+    assert torch.equal(turned[1].dequantize(), weight[1].dequantize())
+    if rows % lanes == 0:
+        assert turned.nbytes == weight.nbytes
+
+
+def test_interleaving_puts_lanes_next_to_each_other():
+    weight = quantize(torch.randn(8, 64), 8, 32)
+    turned = weight.interleave(4)
+    assert torch.equal(turned.packed[1, 3], weight.packed[4:8, 3])
+    assert torch.equal(turned.interleave(8).packed[0, 5], weight.packed[:, 5])
+
+
+@given(st.sampled_from(affine.BITS), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_packing_round_trips(bits: int, chunks: int, seed: int):
+    codes = torch.randint(0, 2**bits, (2, 32 * chunks), generator=torch.Generator().manual_seed(seed))
+    words = pack(codes, bits)
+    assert words.shape == (2, bits * chunks)
+    assert torch.equal(unpack(words, bits), codes.to(torch.uint8))
+
+
+def test_packing_is_a_little_endian_stream():
+    codes = torch.arange(32) % 8
+    stream = sum(int(code) << (3 * i) for i, code in enumerate(codes))
+    words = [int(w) & 0xFFFFFFFF for w in pack(codes, 3)]
+    assert words == [(stream >> (32 * i)) & 0xFFFFFFFF for i in range(3)]
+
+
+def test_mxfp4_exponent_255_means_nan():
+    weight = quantize(torch.randn(2, 32), kind="mxfp4")
+    weight.scales[0] = 255
+    assert weight.dequantize()[0].isnan().all()
+    assert not weight.dequantize()[1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantize(torch.randn(4, 64), 7), "7 bits in groups of 64 is not a format"),
+        (lambda: quantize(torch.randn(4, 64), 4, 16), "groups of 16 is not a format"),
+        (lambda: quantize(torch.randn(4, 100), 4, 64), "groups of 64 do not divide the input width 100"),
+        (lambda: quantize(torch.randn(64), 4, 64), r"shape \[64\] cannot be quantized"),
+        (lambda: quantize(torch.ones(4, 64, dtype=torch.int8)), "dtype torch.int8 cannot be quantized"),
+        (lambda: quantize(torch.randn(4, 64), 8, kind="mxfp4"), "MXFP4 has 4 bits and groups of 32"),
+        (lambda: quantize(torch.randn(4, 64), kind="nvfp4"), "no weight format 'nvfp4'"),
+        (lambda: quantize(torch.randn(4, 64))[0], "only a stack of matrices can be indexed"),
+    ],
+)
+def test_what_cannot_be_held_is_refused(call, message: str):
+    with pytest.raises(FormatError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"packed": lambda t: t[:, :3]}, r"packed have shape \[4, 3\]; \[4, 8\] is needed for a 4-bit \[4, 64\]"),
+        ({"scales": lambda t: t[:2]}, r"scales have shape \[2, 1\]; \[4, 1\] is needed"),
+        ({"packed": lambda t: t.float()}, "packed codes have dtype torch.float32; int32 is needed"),
+        ({"scales": lambda t: t.double()}, "scales have dtype torch.float64; affine holds"),
+        ({"biases": lambda t: t.to("meta")}, "biases are on meta, the codes on cpu"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(change, message: str):
+    weight = quantize(torch.randn(4, 64), 4, 64)
+    arrays = {name: getattr(weight, name) for name in ("packed", "scales", "biases")}
+    arrays |= {name: turn(arrays[name]) for name, turn in change.items()}
+    with pytest.raises(FormatError, match=message):
+        QTensor(**arrays, bits=4, group=64, shape=(4, 64))
+
+
+def test_levels_of_mxfp4():
+    assert mxfp4.levels().tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]

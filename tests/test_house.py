@@ -1,0 +1,76 @@
+"""The shape of the house: imports go one way, every module says what it holds, and the public names are those documented."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import auraflux
+
+ROOT = Path(auraflux.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+LEVELS = {"ops": 0, "quant": 0, "cache": 1, "weights": 1, "models": 2, "run": 3, "serve": 4, "bench": 4, "cli": 5}
+# `ops` may use the weight formats; the formats know nothing of ops
+SAME_LEVEL = {("ops", "quant"), ("cache", "weights"), ("weights", "cache")}
+DRAWERS = {"utils", "util", "common", "helpers", "misc"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT.parent))
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of the package a module imports from, wherever in it the import stands."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively; name the module in full"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("auraflux.")} & set(LEVELS)
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for path in MODULES:
+        part = path.relative_to(ROOT).parts[0]
+        for other in imported(path) if part in LEVELS else ():
+            if part != other and (
+                LEVELS[other] > LEVELS[part] or (LEVELS[other] == LEVELS[part] and (part, other) not in SAME_LEVEL)
+            ):
+                wrong.append(f"{name_of(path)} imports from {other}")
+    assert wrong == []
+
+
+def test_every_part_has_a_level():
+    assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} <= set(LEVELS)
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.read_text().strip()], ids=name_of)
+def test_every_module_says_what_it_holds(path: Path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_no_drawers():
+    assert [name_of(path) for path in MODULES if path.stem in DRAWERS] == []
+
+
+def test_public_names_are_the_documented_ones():
+    documented = re.findall(r"^(\w+)  +\S", auraflux.__doc__ or "", re.MULTILINE)
+    assert sorted(documented) == sorted(auraflux.__all__)
+    for name in auraflux.__all__:
+        assert getattr(auraflux, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = auraflux.nothing
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, auraflux; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
