@@ -97,8 +97,10 @@ def relative_rms(found: Tensor, expected: Tensor, what: str = "result") -> float
     found = found.to(expected.device)
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise AssertionError(f"{what}: {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}")
+    if torch.equal(found, expected):
+        return 0.0
     if not expected.dtype.is_floating_point:
-        return 0.0 if torch.equal(found, expected) else float("inf")
+        return float("inf")
     found, expected = found.double(), expected.double()
     finite = torch.isfinite(expected)
     same = torch.where(torch.isnan(expected), torch.isnan(found), finite | (found == expected))

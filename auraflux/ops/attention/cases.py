@@ -204,7 +204,7 @@ CASES = [
     Case(
         attention,
         "decode-bf16",
-        lambda: queries([8192], [1], (32, 8), 128, page=64, cache=BF16),
+        lambda: queries([4096], [1], (32, 8), 128, page=64, cache=BF16),
         bench=True,
         flops=attention_flops,
     ),

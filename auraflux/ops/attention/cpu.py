@@ -5,7 +5,6 @@ The cache is read in its own dtype; queries and results are float32 within.
 
 from array import array
 
-import torch
 from numba import get_num_threads, prange
 from torch import Tensor
 
@@ -36,39 +35,38 @@ def _pairs(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> int:
     return found
 
 
-def attention(
+def _attend(
     q: Tensor,
-    pages: KVPages,
+    q2: Tensor | None,
+    pools: tuple[Tensor, Tensor],
+    pages: Pages,
     starts: Tensor,
     scale: float,
-    window: int | None = None,
+    reach: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    k, v, table = pages.k, pages.v, pages.table
-    tokens, heads, width = q.shape
-    _, key_heads, page, value_width = v.shape
-    reach = None if window is None else max(window - 1, 0)
+    """Attend with float32 queries; with q2 the two pools together are the key, and the first the value."""
+    (tokens, heads, width), (a, b) = q.shape, pools
+    width2 = 0 if q2 is None else q2.shape[2]
+    value_width = b.shape[-1] if q2 is None else width
     pairs = _pairs(pages, starts, tokens, reach)
-    if window == 0:
-        return q.new_zeros(tokens, heads, value_width)
-    queries = as_float(q)
-    out = queries.new_empty(tokens, heads, value_width)
-    gather, decode, worker = addresses(k.dtype)
-    sequences, table_width = table.shape
+    gather, decode, worker = addresses(a.dtype)
+    out = q.new_empty(tokens, heads, value_width)
+    sequences, table_width = pages.table.shape
     batch = Batch(
-        q=queries.data_ptr(),
-        q2=0,
+        q=q.data_ptr(),
+        q2=0 if q2 is None else q2.data_ptr(),
         width=width,
-        width2=0,
+        width2=width2,
         heads=heads,
-        a=k.data_ptr(),
-        b=v.data_ptr(),
+        a=a.data_ptr(),
+        b=b.data_ptr(),
         width_a=width,
-        width_b=value_width,
-        key_heads=key_heads,
-        page=page,
-        table=table.data_ptr(),
+        width_b=b.shape[-1],
+        key_heads=a.shape[1] if q2 is None else 1,
+        page=a.shape[-2],
+        table=pages.table.data_ptr(),
         table_width=table_width,
         lengths=pages.lengths.data_ptr(),
         starts=starts.data_ptr(),
@@ -80,53 +78,34 @@ def attention(
         gather=gather,
         decode=decode,
     )
-    _run(worker, batch, scale, softcap or 0.0, pairs * heads * (width + value_width))
-    return like(out, q)
-
-
-def _run(worker: int, batch: Batch, scale: float, softcap: float, products: int) -> None:
     params = array("q", batch)
     address = params.buffer_info()[0]
-    if products >= PRODUCTS_PARALLEL:
-        run_parallel(worker, address, scale, softcap, get_num_threads())
+    if pairs * heads * (width + width2 + value_width) >= PRODUCTS_PARALLEL:
+        run_parallel(worker, address, scale, softcap or 0.0, get_num_threads())
     else:
-        run_serial(worker, address, scale, softcap)
+        run_serial(worker, address, scale, softcap or 0.0)
+    return out
+
+
+def attention(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    if window == 0:
+        _pairs(pages, starts, q.shape[0], 0)
+        return q.new_zeros(*q.shape[:2], pages.v.shape[3])
+    reach = None if window is None else window - 1
+    return like(_attend(as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap), q)
 
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
-    latent, table = pages.latent, pages.table
-    (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
-    pairs = _pairs(pages, starts, tokens, None)
-    queries, rotated = as_float(q_latent), as_float(q_rope)
-    out = torch.empty_like(queries)
-    gather, decode, worker = addresses(latent.dtype)
-    sequences, table_width = table.shape
-    batch = Batch(
-        q=queries.data_ptr(),
-        q2=rotated.data_ptr(),
-        width=width,
-        width2=rope,
-        heads=heads,
-        a=latent.data_ptr(),
-        b=pages.rope.data_ptr(),
-        width_a=width,
-        width_b=rope,
-        key_heads=1,
-        page=latent.shape[1],
-        table=table.data_ptr(),
-        table_width=table_width,
-        lengths=pages.lengths.data_ptr(),
-        starts=starts.data_ptr(),
-        sequences=sequences,
-        reach=EVERYTHING,
-        sinks=0,
-        out=out.data_ptr(),
-        value_width=width,
-        gather=gather,
-        decode=decode,
-    )
-    _run(worker, batch, scale, 0.0, pairs * heads * (2 * width + rope))
-    return like(out, q_latent)
+    pools = pages.latent, pages.rope
+    return like(_attend(as_float(q_latent), as_float(q_rope), pools, pages, starts, scale), q_latent)
 
 
 @jit
