@@ -1,18 +1,19 @@
 """Attention of one query per sequence: the query heads that share a key head go over its keys together.
 
-A job is one key head over a range of positions. Positions come in blocks of BLOCK: score them, update the running maximum, turn
-scores into weights, add the weighted values. While keys are scored their values are already being fetched from memory, and
-the next block's keys while these are added.
+An item of work is one key head over a range of positions. Positions come in blocks of BLOCK: score them, update the running
+maximum, turn scores into weights, add the weighted values. While keys are scored their values are already being fetched from
+memory, and the next block's keys while these are added.
 """
 
 from functools import lru_cache
 
 import numpy as np
+import torch
 
-from auraflux.ops._jit import exp, floats, int32s, int64s, jit
-from auraflux.ops.attention._calls import address_of
+from auraflux.ops._jit import Kernel, exp, floats, int32s, int64s, jit, real
+from auraflux.ops.attention._jobs import finish, opened, slot_of, span, take
 from auraflux.ops.attention._softmax import NOTHING, ZERO, fill, softcapped
-from auraflux.ops.attention._tiles import LANES, TOKENS, score_block, size_of, value_block
+from auraflux.ops.attention._tiles import LANES, TOKENS, element_of, score_block, size_of, value_block
 
 BLOCK = 64  # at most
 CACHE = 32768  # bytes that a block's keys, and its values, may take
@@ -30,9 +31,9 @@ def _vectors(width):
     return (width + LANES - 1) // LANES
 
 
-@jit
-def decode_scratch(heads, width, value_width):
-    """How many floats `decode` needs to work in."""
+@lru_cache
+def decode_scratch(heads: int, width: int, value_width: int) -> int:
+    """How many floats `_decode` needs to work in."""
     vectors = _vectors(width) + _vectors(value_width)
     return head_slots(heads) * (vectors * LANES + BLOCK + 7) + 8 * BLOCK
 
@@ -155,55 +156,62 @@ def _hand_over(heads, width, sums, state_at, slot):
         ends[h], ends[heads + h] = state[2 * h], state[2 * h + 1]
 
 
-def _decoder(like):
-    """Build the attention of one query per head, for caches of one element type."""
+@jit
+def _decode(like, q, heads, pages, k, v, width, value_width, first, last, scale, softcap, slot, work):
+    """Attend over positions [first, last).
 
-    @jit
-    def decode(q, heads, table, page, k, v, key_heads, head, width, value_width, first, last, options, slot, work):
-        """Attend over positions [first, last).
-
-        q        [heads, width]        float32
-        options  scale, softcap
-        slot     [heads, value_width]  sums, then the maxima, then the sums of weights
-        """
-        scale, softcap = floats(options, 2)[0], floats(options, 2)[1]
-        slots, line = head_slots(heads), 4 * BLOCK
-        key_nbytes, value_nbytes = width * size_of(like), value_width * size_of(like)
-        # addresses of a block's keys and values, then the next block's
-        here, there = work, work + 16 * BLOCK
-        queries = there + 16 * BLOCK
-        sums = queries + 4 * slots * _vectors(width) * LANES
-        scores = sums + 4 * slots * _vectors(value_width) * LANES
-        best = scores + slots * line
-        keeps = best + 16 * slots
-        state = keeps + 4 * slots
-        fill(queries, (state - queries) // 4 + 2 * slots, ZERO)
+    q     [heads, width]        float32
+    slot  [heads, value_width]  sums, then the maxima, then the sums of weights
+    """
+    slots, line = head_slots(heads), 4 * BLOCK
+    key_nbytes, value_nbytes = width * size_of(like), value_width * size_of(like)
+    # addresses of a block's keys and values, then the next block's
+    here, there = work, work + 16 * BLOCK
+    queries = there + 16 * BLOCK
+    sums = queries + 4 * slots * _vectors(width) * LANES
+    scores = sums + 4 * slots * _vectors(value_width) * LANES
+    best = scores + slots * line
+    keeps = best + 16 * slots
+    state = keeps + 4 * slots
+    fill(queries, (state - queries) // 4 + 2 * slots, ZERO)
+    for h in range(slots):
+        floats(state + 8 * h, 1)[0] = NOTHING
+    for h in range(heads):
+        _spread_query(q + 4 * h * width, width, scale, queries + 4 * h * _vectors(width) * LANES)
+    # every four heads go over the block again, and find it in the first-level cache
+    block = min(BLOCK, max(16, CACHE // (4 * max(key_nbytes, value_nbytes)) * 4))
+    _locate(pages, first, min(block, last - first), k, key_nbytes, v, value_nbytes, here)
+    for start in range(first, last, block):
+        count, rest = min(block, last - start), min(block, last - start - block)
+        whole = (count + TOKENS - 1) // TOKENS * TOKENS
+        values = here + 8 * BLOCK
+        _score(like, slots, queries, width, here, whole, scores, best, values, value_nbytes)
         for h in range(slots):
-            floats(state + 8 * h, 1)[0] = NOTHING
-        for h in range(heads):
-            _spread_query(q + 4 * h * width, width, scale, queries + 4 * h * _vectors(width) * LANES)
-        # every four heads go over the block again, and find it in the first-level cache
-        block = min(BLOCK, max(16, CACHE // (4 * max(key_nbytes, value_nbytes)) * 4))
-        pages = table, page, key_heads, head
-        _locate(pages, first, min(block, last - first), k, key_nbytes, v, value_nbytes, here)
-        for start in range(first, last, block):
-            count, rest = min(block, last - start), min(block, last - start - block)
-            whole = (count + TOKENS - 1) // TOKENS * TOKENS
-            values = here + 8 * BLOCK
-            _score(like, slots, queries, width, here, whole, scores, best, values, value_nbytes)
-            for h in range(slots):
-                floats(keeps, slots)[h] = _weigh(scores + h * line, count, best + 16 * h, softcap, state + 8 * h)
-            if rest > 0:
-                _locate(pages, start + block, rest, k, key_nbytes, v, value_nbytes, there)
-            _add(like, slots, scores, values, value_width, count, sums, keeps, there, key_nbytes if rest > 0 else 0)
-            here, there = there, here
-        _hand_over(heads, value_width, sums, state, slot)
+            floats(keeps, slots)[h] = _weigh(scores + h * line, count, best + 16 * h, softcap, state + 8 * h)
+        if rest > 0:
+            _locate(pages, start + block, rest, k, key_nbytes, v, value_nbytes, there)
+        _add(like, slots, scores, values, value_width, count, sums, keeps, there, key_nbytes if rest > 0 else 0)
+        here, there = there, here
+    _hand_over(heads, value_width, sums, state, slot)
+
+
+@lru_cache
+def decode_kernel(dtype: torch.dtype) -> Kernel:
+    """Build the attention of one query per head, for caches of one dtype; a block of queries is all heads of a key head."""
+    like = element_of(dtype)
+
+    @Kernel
+    def decode(args, job, jobs):
+        batch, plan = opened(args)
+        item = take(batch, plan, job, 0)
+        while item.sequence >= 0:
+            where = span(batch, plan, item)
+            q = batch.q + 4 * (where.start * batch.heads + item.head * plan.rows) * batch.width
+            pages = batch.table + 4 * item.sequence * batch.table_width, batch.page, batch.key_heads, item.head
+            cache = pages, batch.a, batch.b, batch.width, batch.value_width, where.first, where.last
+            slot, work = slot_of(batch, plan, item), plan.space + job * plan.nbytes
+            _decode(like, q, plan.rows, *cache, real(batch.scale), real(batch.softcap), slot, work)
+            finish(batch, plan, item, where)
+            item = take(batch, plan, job, item.sequence)
 
     return decode
-
-
-_decoder_for = lru_cache(_decoder)
-
-
-def decoder_address(like):
-    return address_of(_decoder_for(like), 15)

@@ -6,18 +6,16 @@ of some heads are unpacked together and multiplied as matrices; the whole weight
 
 from functools import lru_cache
 
-import numpy as np
+import numba
 import torch
-from numba import prange
 from numba.core import cgutils
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._jit import as_float, floats, jit, jit_parallel, like
+from auraflux.ops._jit import LINE, Kernel, arguments, as_float, floats, jit, like, share, threads, workspace
 from auraflux.ops._simd import F32, I32, ISA, at, call, fma, load, pick, splat, spread, store, vector
-from auraflux.ops.attention._calls import address_of, call_at
 from auraflux.ops.attention._softmax import ZERO, fill
-from auraflux.ops.attention._tiles import LANES, SIZES, element_of, raw_bits, typed, widen
+from auraflux.ops.attention._tiles import LANES, SIZES, element_of, raw_bits, size_of, typed, widen
 from auraflux.quant import QTensor
 
 CHUNK = 32  # codes; they fill exactly `bits` words
@@ -52,99 +50,103 @@ def _codes(b, bits, words, first):
     return b.and_(found, splat(ISA.ints, 2**bits - 1))
 
 
+@numba.njit(inline="always")
+def _unpack_row(bits, group, like, weight, row, width, target):
+    codes, scales, biases = weight
+    first, groups = codes + row * width // CHUNK * 4 * bits, row * (width // group) * size_of(like)
+    _unpack_chunks(like, (bits, first, scales + groups, biases + groups, width // CHUNK, group // CHUNK, target))
+
+
+@jit
+def _add_row(row_at, width, factor, target_at):
+    row, target = floats(row_at, width), floats(target_at, width)
+    for c in range(width):
+        target[c] += factor * row[c]
+
+
+@jit
+def _dot(x_at, y_at, width):
+    x, y, total = floats(x_at, width), floats(y_at, width), ZERO
+    for c in range(width):
+        total += x[c] * y[c]
+    return total
+
+
 @lru_cache
-def _unpacker(bits, like):
-    @jit
-    def unpack(codes, scales, biases, chunks, per_group, target):
-        _unpack_chunks(like, (bits, codes, scales, biases, chunks, per_group, target))
+def _query_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
+    """Build `latent_query` for few tokens and one weight format."""
+    like = element_of(dtype)
+
+    @Kernel
+    def query(args, job, jobs):
+        codes, scales, biases, q, out, tokens, heads, nope, rows, width, space, nbytes = arguments(args, 12)
+        row_at = space + job * nbytes
+        for head in share(heads, job, jobs):
+            for t in range(tokens):
+                fill(out + 4 * (t * heads + head) * width, width, ZERO)
+            for i in range(nope):
+                _unpack_row(bits, group, like, (codes, scales, biases), head * rows + i, width, row_at)
+                for t in range(tokens):
+                    factor = floats(q + 4 * ((t * heads + head) * nope + i), 1)[0]
+                    _add_row(row_at, width, factor, out + 4 * (t * heads + head) * width)
+
+    return query
+
+
+@lru_cache
+def _output_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
+    """Build `latent_output` for few tokens and one weight format."""
+    like = element_of(dtype)
+
+    @Kernel
+    def output(args, job, jobs):
+        codes, scales, biases, v, out, tokens, heads, nope, rows, width, space, nbytes = arguments(args, 12)
+        row_at, values = space + job * nbytes, rows - nope
+        for head in share(heads, job, jobs):
+            for f in range(values):
+                _unpack_row(bits, group, like, (codes, scales, biases), head * rows + nope + f, width, row_at)
+                for t in range(tokens):
+                    total = _dot(v + 4 * (t * heads + head) * width, row_at, width)
+                    floats(out + 4 * ((t * heads + head) * values + f), 1)[0] = total
+
+    return output
+
+
+@lru_cache
+def _unpack_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
+    """Build the unpacking of rows [offset, offset + count) of each of some heads, to [heads, count, width]."""
+    like = element_of(dtype)
+
+    @Kernel
+    def unpack(args, job, jobs):
+        codes, scales, biases, first, heads, rows, offset, count, width, target = arguments(args, 10)
+        for i in share(heads * count, job, jobs):
+            row = (first + i // count) * rows + offset + i % count
+            _unpack_row(bits, group, like, (codes, scales, biases), row, width, target + 4 * i * width)
 
     return unpack
 
 
-@lru_cache
-def _format(bits: int, group: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(address of the unpacking, bits, group, bytes of a scale) of a weight format."""
-    return address_of(_unpacker(bits, element_of(dtype)), 6), bits, group, dtype.itemsize
-
-
-@jit
-def _unpack_row(weight, row, width, target):
-    unpack, bits, group, size, codes, scales, biases = weight
-    groups = row * (width // group) * size
-    call_at(
-        unpack,
-        (codes + row * width // CHUNK * 4 * bits, scales + groups, biases + groups, width // CHUNK, group // CHUNK, target),
-    )
-
-
-@jit
-def _query_head(weight, head, q, out, tokens, heads, nope, rows, width):
-    memory = np.empty(width, np.float32)
-    row_at = np.int64(memory.ctypes.data)
-    for t in range(tokens):
-        fill(out + 4 * (t * heads + head) * width, width, ZERO)
-    for i in range(nope):
-        _unpack_row(weight, head * rows + i, width, row_at)
-        for t in range(tokens):
-            factor = floats(q + 4 * ((t * heads + head) * nope + i), 1)[0]
-            target = floats(out + 4 * (t * heads + head) * width, width)
-            for c in range(width):
-                target[c] += factor * memory[c]
-
-
-@jit
-def _query(unpack, bits, group, size, codes, scales, biases, q, out, tokens, heads, nope, rows, width):
-    for head in range(heads):
-        _query_head((unpack, bits, group, size, codes, scales, biases), head, q, out, tokens, heads, nope, rows, width)
-
-
-@jit_parallel
-def _query_parallel(unpack, bits, group, size, codes, scales, biases, q, out, tokens, heads, nope, rows, width):
-    for head in prange(heads):
-        _query_head((unpack, bits, group, size, codes, scales, biases), head, q, out, tokens, heads, nope, rows, width)
-
-
-@jit
-def _output_head(weight, head, v, out, tokens, heads, nope, rows, width):
-    memory = np.empty(width, np.float32)
-    row_at = np.int64(memory.ctypes.data)
-    values = rows - nope
-    for f in range(values):
-        _unpack_row(weight, head * rows + nope + f, width, row_at)
-        for t in range(tokens):
-            source = floats(v + 4 * (t * heads + head) * width, width)
-            total = ZERO
-            for c in range(width):
-                total += source[c] * memory[c]
-            floats(out + 4 * ((t * heads + head) * values + f), 1)[0] = total
-
-
-@jit
-def _output(unpack, bits, group, size, codes, scales, biases, v, out, tokens, heads, nope, rows, width):
-    for head in range(heads):
-        _output_head((unpack, bits, group, size, codes, scales, biases), head, v, out, tokens, heads, nope, rows, width)
-
-
-@jit_parallel
-def _output_parallel(unpack, bits, group, size, codes, scales, biases, v, out, tokens, heads, nope, rows, width):
-    for head in prange(heads):
-        _output_head((unpack, bits, group, size, codes, scales, biases), head, v, out, tokens, heads, nope, rows, width)
-
-
-@jit_parallel
-def _unpack_heads(unpack, bits, group, size, codes, scales, biases, first, heads, rows, offset, count, width, target):
-    """Rows [offset, offset + count) of each of some heads: [heads, count, width]."""
-    for i in prange(heads * count):
-        weight = unpack, bits, group, size, codes, scales, biases
-        _unpack_row(weight, (first + i // count) * rows + offset + i % count, width, target + 4 * i * width)
-
-
-def _arrays(weight: QTensor) -> tuple[int, ...]:
+def _form(weight: QTensor) -> tuple[int, int, torch.dtype]:
+    """What the kernels for a weight are built from."""
     if weight.lanes != 1 or weight.biases is None:
         order = f"{weight.lanes} rows side by side" if weight.lanes > 1 else "rows one by one"
         raise Declined(f"{weight.kind} weight with {order}; affine codes with rows one by one are needed")
-    form = _format(weight.bits, weight.group, weight.scales.dtype)
-    return *form, weight.packed.data_ptr(), weight.scales.data_ptr(), weight.biases.data_ptr()
+    return weight.bits, weight.group, weight.scales.dtype
+
+
+def _arrays(weight: QTensor) -> tuple[int, int, int]:
+    assert weight.biases is not None
+    return weight.packed.data_ptr(), weight.scales.data_ptr(), weight.biases.data_ptr()
+
+
+def _few(kernel: Kernel, weight: QTensor, x: Tensor, out: Tensor, nope: int, rows: int, parts: int) -> None:
+    """Multiply a few tokens with `parts` rows of each head."""
+    (tokens, heads, _), width = x.shape, weight.shape[1]
+    jobs = threads() if heads * parts * width >= WEIGHTS_PARALLEL else 1
+    nbytes = -(-4 * width // LINE) * LINE
+    sizes = tokens, heads, nope, rows, width, workspace(jobs * nbytes), nbytes
+    kernel(jobs, *_arrays(weight), x.data_ptr(), out.data_ptr(), *sizes)
 
 
 def _head_rows(weight: Tensor | QTensor, heads: slice, rows: int, offset: int, count: int) -> Tensor:
@@ -153,7 +155,8 @@ def _head_rows(weight: Tensor | QTensor, heads: slice, rows: int, offset: int, c
         return as_float(weight.unflatten(0, (-1, rows))[heads, offset : offset + count])
     width, some = weight.shape[1], heads.stop - heads.start
     out = torch.empty(some, count, width)
-    _unpack_heads(*_arrays(weight), heads.start, some, rows, offset, count, width, out.data_ptr())
+    kernel = _unpack_kernel(*_form(weight))
+    kernel(threads(), *_arrays(weight), heads.start, some, rows, offset, count, width, out.data_ptr())
     return out
 
 
@@ -168,8 +171,7 @@ def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
     queries = as_float(q_nope)
     out = queries.new_empty(tokens, heads, width)
     if isinstance(weight, QTensor) and tokens <= FEW:
-        run = _query_parallel if heads * nope * width >= WEIGHTS_PARALLEL else _query
-        run(*_arrays(weight), queries.data_ptr(), out.data_ptr(), tokens, heads, nope, rows, width)
+        _few(_query_kernel(*_form(weight)), weight, queries, out, nope, rows, nope)
         return like(out, q_nope)
     for some in _some_heads(weight, heads):
         keys = _head_rows(weight, some, rows, 0, nope)
@@ -178,13 +180,12 @@ def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
 
 
 def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
-    tokens, heads, width = v.shape
+    tokens, heads, _ = v.shape
     rows = weight.shape[0] // heads
     latents = as_float(v)
     out = latents.new_empty(tokens, heads, rows - nope)
     if isinstance(weight, QTensor) and tokens <= FEW:
-        run = _output_parallel if heads * (rows - nope) * width >= WEIGHTS_PARALLEL else _output
-        run(*_arrays(weight), latents.data_ptr(), out.data_ptr(), tokens, heads, nope, rows, width)
+        _few(_output_kernel(*_form(weight)), weight, latents, out, nope, rows, rows - nope)
         return like(out, v)
     for some in _some_heads(weight, heads):
         values = _head_rows(weight, some, rows, nope, rows - nope)

@@ -1,9 +1,9 @@
 """Attention of many queries per key head: panels of PANEL queries, a query to a lane.
 
-A job is up to ROWS queries (tokens times the heads that share a key head) over a range of positions. Queries are turned once,
-coordinates outside and queries inside. Positions come in blocks of BLOCK, widened to float32 in scratch memory, and each panel
-goes over the block: scores [position][query], running softmax down the columns, sums [value coordinate][query]. Latent
-attention is the same with the latent and the rotated key side by side as the key, and the latent again as the value.
+An item of work is up to ROWS queries (tokens times the heads that share a key head) over a range of positions. Queries are
+turned once, coordinates outside and queries inside. Positions come in blocks of BLOCK, widened to float32 in scratch memory,
+and each panel goes over the block: scores [position][query], running softmax down the columns, sums [value coordinate][query].
+Latent attention is the same with the latent and the rotated key side by side as the key, and the latent again as the value.
 """
 
 from functools import lru_cache
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from auraflux.ops._jit import bits_of_float, floats, int32s, jit
-from auraflux.ops.attention._calls import address_of, call_at
+from auraflux.ops._jit import Kernel, bits_of_float, floats, int32s, jit, real
+from auraflux.ops.attention._jobs import finish, opened, slot_of, span, take
 from auraflux.ops.attention._panel_tiles import PANEL, TALL, score_panel, value_panel, weigh_panel
 from auraflux.ops.attention._softmax import NOTHING, ZERO, fill, softcapped
-from auraflux.ops.attention._tiles import size_of, widen_row
+from auraflux.ops.attention._tiles import FLOAT, widen_row
 
 BLOCK = 96  # whole tiles on every processor
 ROWS = 128
@@ -23,7 +23,7 @@ NOT_FINITE = np.int32(0x7F800000)
 
 
 class Rows(NamedTuple):
-    """Which queries a job answers.
+    """Which queries an item answers.
 
     q, q2          their first coordinates (addresses), and for latent attention the rotated ones
     width, width2  numbers of those; width2 is 0 otherwise
@@ -50,16 +50,15 @@ class Rows(NamedTuple):
 class Keys(NamedTuple):
     """Where a sequence's keys and values lie.
 
-    gather      address of the code that copies them
     table       its row of the page table
     page        tokens in a page
     a, b        keys and values, or latents and rotated keys (addresses)
     heads, head of the cache
     width_a, width_b
+    element     the number of their dtype
     joined      whether a and b together are the key, and a the value
     """
 
-    gather: int
     table: int
     page: int
     a: int
@@ -68,24 +67,26 @@ class Keys(NamedTuple):
     head: int
     width_a: int
     width_b: int
+    element: int
     joined: int
 
 
 @jit
-def _strides(keys):
+def _strides(width_a, width_b, joined):
     """Floats between rows of keys and of values in scratch memory."""
-    a = keys.width_a + keys.width_b if keys.joined else keys.width_a
+    a = width_a + width_b if joined else width_a
     # whole vectors and one more: rows a power of two apart would fall into the same cache sets
-    a, b = (a + 31) // 16 * 16, (keys.width_b + 31) // 16 * 16
-    return a, a if keys.joined else b
+    a, b = (a + 31) // 16 * 16, (width_b + 31) // 16 * 16
+    return a, a if joined else b
 
 
-@jit
-def panel_scratch(keys, depth, value_width):
-    """How many floats `attend_panels` needs to work in."""
-    key_stride, value_stride = _strides(keys)
+@lru_cache
+def panel_scratch(width_a: int, width_b: int, joined: int) -> int:
+    """How many floats `_attend` needs to work in."""
+    key_stride, value_stride = _strides(width_a, width_b, joined)
     blocks = (BLOCK + TALL) * (key_stride + value_stride + PANEL)
-    return blocks + ROWS * (depth + value_width + TALL + 3) + 2 * PANEL
+    # queries and sums: as wide as a key and a value, which lie in rows of those strides
+    return blocks + ROWS * (key_stride + value_stride + TALL + 3) + 2 * PANEL
 
 
 @jit
@@ -107,43 +108,24 @@ def _turn_queries(rows, scale, target):
             panel[(rows.width + d) * PANEL + lane] = two[d] * scale
 
 
-def _gatherer(like):
-    """Build the copy of a block of positions to scratch memory, for caches of one element type."""
-
-    @jit
-    def gather(table, page, heads, head, a, width_a, a_at, a_stride, b, width_b, b_at, b_stride, b_padded, first, count):
-        """Write `count` rows of a and b as float32 to a_at and b_at, and zeros up to b_padded; strides in floats."""
-        size = size_of(like)
-        number, slot = first // page, first % page
-        for j in range(count):
-            row = (np.int64(int32s(table, number + 1)[number]) * heads + head) * page + slot
-            widen_row(like, (a + row * width_a * size, width_a, a_at + 4 * j * a_stride))
-            widen_row(like, (b + row * width_b * size, width_b, b_at + 4 * j * b_stride))
-            fill(b_at + 4 * (j * b_stride + width_b), b_padded - width_b, ZERO)
-            slot += 1
-            if slot == page:
-                number, slot = number + 1, 0
-
-    return gather
-
-
-_gatherer_for = lru_cache(_gatherer)
-
-
-def gatherer_address(like):
-    return address_of(_gatherer_for(like), 15)
-
-
 @jit
-def _gather(keys, first, count, key_at, value_at):
-    """Copy a block of positions to scratch memory; the rows that fill its last tile are zero."""
-    a_stride, value_stride = _strides(keys)
-    b_at, b_stride, b_padded = value_at, value_stride, value_stride
+def _gather(keys, first, count, a_at, value_at):
+    """Copy a block of positions to scratch memory as float32; the rows that fill its last tile are zero."""
+    a_stride, b_stride = _strides(keys.width_a, keys.width_b, keys.joined)
+    b_at, b_padded = value_at, b_stride
     if keys.joined:
-        b_at, b_stride, b_padded = key_at + 4 * keys.width_a, a_stride, a_stride - keys.width_a
-    a, b = (keys.a, keys.width_a, key_at, a_stride), (keys.b, keys.width_b, b_at, b_stride, b_padded)
-    call_at(keys.gather, (keys.table, keys.page, keys.heads, keys.head, *a, *b, first, count))
-    fill(key_at + 4 * count * a_stride, TALL * a_stride, ZERO)
+        b_at, b_padded = a_at + 4 * keys.width_a, a_stride - keys.width_a
+    size = 4 if keys.element == FLOAT else 2
+    number, slot = first // keys.page, first % keys.page
+    for j in range(count):
+        row = (np.int64(int32s(keys.table, number + 1)[number]) * keys.heads + keys.head) * keys.page + slot
+        widen_row((keys.element, keys.a + row * keys.width_a * size, keys.width_a, a_at + 4 * j * a_stride))
+        widen_row((keys.element, keys.b + row * keys.width_b * size, keys.width_b, b_at + 4 * j * b_stride))
+        fill(b_at + 4 * (j * b_stride + keys.width_b), b_padded - keys.width_b, ZERO)
+        slot += 1
+        if slot == keys.page:
+            number, slot = number + 1, 0
+    fill(a_at + 4 * count * a_stride, TALL * a_stride, ZERO)
 
 
 @jit
@@ -197,13 +179,13 @@ def _add_seen(values_at, stride, width, weights_at, first, last, keep_at, sums_a
 
 
 @jit
-def attend_panels(rows, keys, scale, value_width, first, last, softcap, slot, work):
+def _attend(rows, keys, scale, value_width, first, last, softcap, slot, work):
     """Attend over those of the positions [first, last) that each row sees.
 
     slot  [ROWS, value_width] sums, then the maxima, then the sums of weights
     """
     depth, panels = rows.width + rows.width2, (rows.size + PANEL - 1) // PANEL
-    key_stride, value_stride = _strides(keys)
+    key_stride, value_stride = _strides(keys.width_a, keys.width_b, keys.joined)
     padded = (value_width + TALL - 1) // TALL * TALL
     scores = work
     key_at = scores + 4 * (BLOCK + TALL) * PANEL
@@ -252,3 +234,36 @@ def _hand_over(count, width, sums, padded, state, slot):
             target[d] = source[d * PANEL + lane]
         ends[r] = floats(state + 12 * panel * PANEL, PANEL)[lane]
         ends[ROWS + r] = floats(state + 12 * panel * PANEL + 4 * PANEL, PANEL)[lane]
+
+
+@Kernel
+def attend_panels(args, job, jobs):
+    """Attend for many queries per key head, to caches of any dtype."""
+    batch, plan = opened(args)
+    group, joined = batch.heads // batch.key_heads, np.int64(batch.width2 > 0)
+    item = take(batch, plan, job, 0)
+    while item.sequence >= 0:
+        where = span(batch, plan, item)
+        before = 4 * where.start * batch.heads
+        q, q2 = batch.q + before * batch.width, batch.q2 + before * batch.width2
+        size = where.end - where.row
+        rows = Rows(
+            q,
+            q2,
+            batch.width,
+            batch.width2,
+            batch.heads,
+            item.head * group,
+            group,
+            where.position,
+            where.row,
+            size,
+            batch.reach,
+        )
+        table = batch.table + 4 * item.sequence * batch.table_width
+        pools = batch.a, batch.b, batch.key_heads, item.head, batch.width_a, batch.width_b, batch.element
+        keys = Keys(table, batch.page, *pools, joined)
+        slot, work = slot_of(batch, plan, item), plan.space + job * plan.nbytes
+        _attend(rows, keys, real(batch.scale), batch.value_width, where.first, where.last, real(batch.softcap), slot, work)
+        finish(batch, plan, item, where)
+        item = take(batch, plan, job, item.sequence)

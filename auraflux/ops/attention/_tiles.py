@@ -6,9 +6,10 @@ its neighbour where the width is not a multiple of LANES.
 What memory holds is named by `like`: np.float32, np.float16, or np.uint16 for the bits of a bfloat16.
 """
 
-import platform
+from functools import lru_cache
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -27,7 +28,9 @@ from auraflux.ops._simd import (
     call,
     cpu_features,
     fma,
+    kernel,
     load,
+    machine,
     pick,
     splat,
     spread,
@@ -43,13 +46,23 @@ TOKENS = 4  # keys scored together, so that their sums across lanes share the wo
 
 ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
 SIZES = {types.float32: 4, types.float16: 2, types.uint16: 2}
+WIDENS_HALVES = machine() != "x86_64" or "f16c" in cpu_features()
+# where the dtype is known only when the kernel runs, a number stands for it
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT = 0
 
 
 def element_of(dtype: torch.dtype) -> Any:
     """What names elements of this dtype in jitted code."""
-    if dtype is torch.float16 and platform.machine() in ("x86_64", "AMD64") and "f16c" not in cpu_features():
+    if dtype is torch.float16 and not WIDENS_HALVES:
         raise Declined("this processor has no instruction to widen float16")
     return ELEMENTS[dtype]
+
+
+@lru_cache
+def number_of(dtype: torch.dtype) -> int:
+    element_of(dtype)
+    return NUMBERS[dtype]
 
 
 def typed(constants):
@@ -92,9 +105,17 @@ def _load_floats(b, element, address, offset):
     return widen(b, element, raw, ISA.floats)
 
 
-@typed(0)
-def widen_row(b, element, source, width, target):
-    """Copy `width` elements to float32."""
+@kernel(0)
+def widen_row(b, number, source, width, target):
+    """Copy `width` elements to float32; `number` is that of their dtype."""
+    for dtype, mine in NUMBERS.items():
+        if dtype is torch.float16 and not WIDENS_HALVES:
+            continue
+        with b.if_then(b.icmp_signed("==", number, at(mine))):
+            _widen_row(b, numba.from_dtype(np.dtype(ELEMENTS[dtype])), source, width, target)
+
+
+def _widen_row(b, element, source, width, target):
     size = SIZES[element]
     whole = b.sdiv(width, at(LANES))
     with cgutils.for_range(b, whole) as loop:

@@ -3,16 +3,17 @@
 The cache is read in its own dtype; queries and results are float32 within.
 """
 
-from array import array
-
-from numba import get_num_threads, prange
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._jit import as_float, int32s, jit, jit_parallel, like, octets
-from auraflux.ops.attention._jobs import Batch, addresses, run_parallel, run_serial, survey
+from auraflux.ops._jit import Kernel, arguments, as_float, int32s, jit, like, octets, share, threads
+from auraflux.ops.attention._decode import decode_kernel, decode_scratch
+from auraflux.ops.attention._jobs import Batch, run, survey
 from auraflux.ops.attention._latent_weight import latent_output, latent_query
+from auraflux.ops.attention._panel_tiles import PANEL
+from auraflux.ops.attention._panels import ROWS, attend_panels, panel_scratch
 from auraflux.ops.attention._softmax import NOTHING, merge_row
+from auraflux.ops.attention._tiles import LANES, number_of
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, spans
 
 __all__ = ["append_kv", "append_latent", "attention", "latent_attention", "latent_output", "latent_query", "merge_partials"]
@@ -49,9 +50,8 @@ def _attend(
     """Attend with float32 queries; with q2 the two pools together are the key, and the first the value."""
     (tokens, heads, width), (a, b) = q.shape, pools
     width2 = 0 if q2 is None else q2.shape[2]
-    value_width = b.shape[-1] if q2 is None else width
+    value_width, key_heads = (b.shape[-1], a.shape[1]) if q2 is None else (width, 1)
     pairs = _pairs(pages, starts, tokens, reach)
-    gather, decode, worker = addresses(a.dtype)
     out = q.new_empty(tokens, heads, value_width)
     sequences, table_width = pages.table.shape
     batch = Batch(
@@ -64,7 +64,8 @@ def _attend(
         b=b.data_ptr(),
         width_a=width,
         width_b=b.shape[-1],
-        key_heads=a.shape[1] if q2 is None else 1,
+        key_heads=key_heads,
+        element=number_of(a.dtype),
         page=a.shape[-2],
         table=pages.table.data_ptr(),
         table_width=table_width,
@@ -75,15 +76,17 @@ def _attend(
         sinks=0 if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
         value_width=value_width,
-        gather=gather,
-        decode=decode,
+        scale=float(scale),
+        softcap=float(softcap or 0),
     )
-    params = array("q", batch)
-    address = params.buffer_info()[0]
-    if pairs * heads * (width + width2 + value_width) >= PRODUCTS_PARALLEL:
-        run_parallel(worker, address, scale, softcap or 0.0, get_num_threads())
-    else:
-        run_serial(worker, address, scale, softcap or 0.0)
+    jobs = threads() if pairs * heads * (width + width2 + value_width) >= PRODUCTS_PARALLEL else 1
+    group = heads // key_heads
+    one_by_one = q2 is None and min(width, value_width) >= LANES and group < PANEL
+    if one_by_one:
+        run(decode_kernel(a.dtype), jobs, batch, group, 1, 1, decode_scratch(group, width, value_width))
+    if tokens > 1 or not one_by_one:
+        scratch = panel_scratch(batch.width_a, batch.width_b, int(width2 > 0))
+        run(attend_panels, jobs, batch, ROWS, 2 if one_by_one else 1, tokens, scratch)
     return out
 
 
@@ -128,15 +131,10 @@ def _append(token, source, target, nbytes, heads, page, table, table_width, leng
             old[i] = new[i]
 
 
-@jit
-def _append_all(tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
-    for token in range(tokens):
-        _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
-
-
-@jit_parallel
-def _append_all_parallel(tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
-    for token in prange(tokens):
+@Kernel
+def _append_all(args, job, jobs):
+    tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences = arguments(args, 11)
+    for token in share(tokens, job, jobs):
         _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
 
 
@@ -149,8 +147,8 @@ def _append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Ten
     for new, pool in pairs:
         rows = new if new.dtype is pool.dtype else new.to(pool.dtype)
         nbytes = pool.shape[-1] * pool.element_size()
-        run = _append_all_parallel if tokens * heads * nbytes >= BYTES_PARALLEL else _append_all
-        run(tokens, rows.data_ptr(), pool.data_ptr(), nbytes, heads, *index)
+        jobs = threads() if tokens * heads * nbytes >= BYTES_PARALLEL else 1
+        _append_all(jobs, tokens, rows.data_ptr(), pool.data_ptr(), nbytes, heads, *index)
 
 
 def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
@@ -161,27 +159,25 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Te
     _append_rows(pages, starts, 1, [(latent, pages.latent), (k_rope, pages.rope)])
 
 
-@jit
-def _merge(row, o, m, l, blocks, width, out):  # noqa: E741
-    ends = 4 * row * blocks
-    merge_row(o + ends * width, 4 * width, m + ends, l + ends, 4, blocks, width, NOTHING, out + 4 * row * width)
-
-
-@jit
-def _merge_all(o, m, l, rows, blocks, width, out):  # noqa: E741
-    for row in range(rows):
-        _merge(row, o, m, l, blocks, width, out)
-
-
-@jit_parallel
-def _merge_all_parallel(o, m, l, rows, blocks, width, out):  # noqa: E741
-    for row in prange(rows):
-        _merge(row, o, m, l, blocks, width, out)
+@Kernel
+def _merge(args, job, jobs):
+    o, m, l, rows, blocks, width, out = arguments(args, 7)  # noqa: E741
+    for row in share(rows, job, jobs):
+        ends = 4 * row * blocks
+        merge_row(o + ends * width, 4 * width, m + ends, l + ends, 4, blocks, width, NOTHING, out + 4 * row * width)
 
 
 def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
     rows, blocks, width = o.shape
     out = o.new_empty(rows, width)
-    run = _merge_all_parallel if o.numel() >= SUMS_PARALLEL else _merge_all
-    run(o.data_ptr(), m.data_ptr(), l.data_ptr(), rows, blocks, width, out.data_ptr())
+    _merge(
+        threads() if o.numel() >= SUMS_PARALLEL else 1,
+        o.data_ptr(),
+        m.data_ptr(),
+        l.data_ptr(),
+        rows,
+        blocks,
+        width,
+        out.data_ptr(),
+    )
     return out
