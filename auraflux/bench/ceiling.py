@@ -6,16 +6,14 @@ addition takes cycles, so that nothing but the reads can bind.
 
 import time
 
-import numba
-import numpy as np
 import torch
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from auraflux.bench.machine import free_nbytes, last_cache_nbytes
-from auraflux.ops._jit import jit_parallel
+from auraflux.ops._jit import Kernel, arguments, int64s, threads
 
 ACCUMULATORS = 16
 VECTOR_NBYTES = 64
@@ -47,13 +45,11 @@ def _add_up(typingctx, address, steps):
     return types.int64(address, steps), codegen
 
 
-@jit_parallel
-def _read(address, steps, parts):
-    total = np.int64(0)
-    for part in prange(parts):
-        first, last = steps * part // parts, steps * (part + 1) // parts
-        total += _add_up(address + first * STEP_NBYTES, last - first)
-    return total
+@Kernel
+def _read(args, job, jobs):
+    address, steps, totals = arguments(args, 3)
+    first, last = steps * job // jobs, steps * (job + 1) // jobs
+    int64s(totals, jobs)[job] = _add_up(address + first * STEP_NBYTES, last - first)
 
 
 def read_ceiling(nbytes: int | None = None) -> dict[str, float]:
@@ -62,16 +58,16 @@ def read_ceiling(nbytes: int | None = None) -> dict[str, float]:
         nbytes = min(max(1 << 30, 4 * last_cache_nbytes()), free_nbytes() // 2)
     buffer = torch.ones(nbytes // 8, dtype=torch.int64)
     steps = buffer.numel() * 8 // STEP_NBYTES
-    return {"all_threads": _best(buffer, steps, numba.get_num_threads()), "one_thread": _best(buffer, steps, 1)}
+    return {"all_threads": _best(buffer, steps, threads()), "one_thread": _best(buffer, steps, 1)}
 
 
 def _best(buffer: torch.Tensor, steps: int, parts: int) -> float:
     expected = steps * STEP_NBYTES // 8
-    best = float("inf")
+    best, totals = float("inf"), torch.zeros(parts, dtype=torch.int64)
     for _ in range(PASSES + 1):
         start = time.perf_counter()
-        total = _read(buffer.data_ptr(), steps, parts)
+        _read(parts, buffer.data_ptr(), steps, totals.data_ptr())
         best = min(best, time.perf_counter() - start)
-        if total != expected:
-            raise AssertionError(f"the read kernel added up to {total}, not {expected}")
+        if totals.sum() != expected:
+            raise AssertionError(f"the read kernel added up to {int(totals.sum())}, not {expected}")
     return steps * STEP_NBYTES / best

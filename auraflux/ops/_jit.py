@@ -146,7 +146,7 @@ class Kernel:
         return self._address
 
     def __call__(self, jobs: int, *args: int | float) -> None:
-        """Run `jobs` jobs with integer or float arguments; one job stays on this thread."""
+        """Run `jobs` jobs; one stays on this thread. Arguments are ints, or Python floats where the body takes a `real`."""
         if self._pack is None:
             self._pack = struct.Struct("".join("d" if type(value) is float else "q" for value in args)).pack
         packed = array("q", self._pack(*args))
@@ -305,11 +305,6 @@ def workspace(nbytes: int) -> int:
         buffer = _thread.buffer = torch.empty(nbytes + nbytes // 4 + LINE, dtype=torch.uint8)
     address = buffer.data_ptr()
     return address + -address % LINE
-
-
-def jit_parallel(function):
-    with _our_cache():
-        return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST, parallel=True)(function)
 
 
 def as_float(x: Tensor) -> Tensor:
