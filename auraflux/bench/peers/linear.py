@@ -100,7 +100,9 @@ def _onnxruntime(accuracy_level: int) -> Callable[[Args, int], Contender]:
         weight = args["weight"].rows()
         codes, scales, zeros = _onnx_arrays(weight)
         # each copy in memory of its own
-        arrays = [{f"codes{n}": codes.copy(), f"scales{n}": scales.copy(), f"zeros{n}": zeros.copy()} for n in range(copies)]
+        # every copy is shifted by some rows: prepacked weights of equal content would share one place in memory, and the cache
+        turned = [(np.roll(codes, n, 0), np.roll(scales, n, 0), np.roll(zeros, n, 0)) for n in range(copies)]
+        arrays = [{f"codes{n}": c, f"scales{n}": s, f"zeros{n}": z} for n, (c, s, z) in enumerate(turned)]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = numba.get_num_threads()
         options.log_severity_level = 3
