@@ -78,6 +78,7 @@ CASES = [
     Case(gated_delta_step, "closed-gates", lambda: closing(step(8, 8, 4, 64, 64))),
     Case(gated_delta_step, "bf16", lambda: step(2, dtype=BF16), tol=4e-3),
     Case(gated_delta_prefill, "512-tokens", lambda: prefill(512, heads=32, key_heads=16), bench=True, flops=state_flops),
+    Case(gated_delta_prefill, "2048-tokens", lambda: prefill(2048, heads=32, key_heads=16), bench=True, flops=state_flops),
     Case(gated_delta_prefill, "batch", lambda: prefill(*[64] * 4, heads=32, key_heads=16), bench=True, flops=state_flops),
     Case(gated_delta_prefill, "one-token", lambda: prefill(1)),
     Case(gated_delta_prefill, "ragged", lambda: prefill(17, 0, 1, 5, 40)),
