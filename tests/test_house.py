@@ -74,3 +74,11 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, auraflux; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_readme_lists_every_op():
+    from auraflux.ops import all_ops
+
+    readme = (ROOT.parent / "README.md").read_text()
+    rows = [f"| {op.family} | `{op.name}` | {', '.join(op.origins)} |" for op in all_ops()]
+    assert [row for row in rows if row not in readme] == []
