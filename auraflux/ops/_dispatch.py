@@ -195,4 +195,3 @@ def check_dtype(name: str, tensor: Any, *dtypes: Any) -> None:
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise InputError(f"'{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}; {wanted} is needed.")
-
