@@ -3,6 +3,10 @@
 AurafluxError
 ├── InputError      a tensor or option does not fit what the operation needs (also a ValueError)
 ├── FormatError     a weight format that does not exist or cannot hold the given data (also a ValueError)
+├── SettingsError   a setting that cannot be honoured (also a ValueError)
+├── CacheError      a cache has no room (also a RuntimeError)
+│   ├── ContextError  a sequence would grow past the context limit
+│   └── CacheFull     no page or no place for a sequence is free
 └── BackendError    a backend was asked for that this machine or installation does not have (also a RuntimeError)
 
 The command line turns each of them into one sentence and exit code 1.
@@ -19,6 +23,22 @@ class InputError(AurafluxError, ValueError):
 
 class FormatError(AurafluxError, ValueError):
     """A weight format cannot be honoured."""
+
+
+class SettingsError(AurafluxError, ValueError):
+    """A setting cannot be honoured."""
+
+
+class CacheError(AurafluxError, RuntimeError):
+    """A cache has no room."""
+
+
+class ContextError(CacheError):
+    """A sequence would grow past the context limit."""
+
+
+class CacheFull(CacheError):
+    """Nothing is free in the cache."""
 
 
 class BackendError(AurafluxError, RuntimeError):

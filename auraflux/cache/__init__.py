@@ -1,0 +1,18 @@
+"""What a model remembers of its sequences: pages of keys and values, plain or compressed, and recurrent states."""
+
+from auraflux.cache.batch import Batch
+from auraflux.cache.cache import Cache
+from auraflux.cache.sequence import Sequence, Snapshot
+from auraflux.cache.settings import CacheSettings
+from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape
+
+__all__ = [
+    "AttentionShape",
+    "Batch",
+    "Cache",
+    "CacheSettings",
+    "LatentShape",
+    "RecurrentShape",
+    "Sequence",
+    "Snapshot",
+]

@@ -1,0 +1,131 @@
+"""The cache of a whole model: all layers, all sequences."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from auraflux.cache.batch import Batch
+from auraflux.cache.pages import LayerGroup
+from auraflux.cache.recurrent import StateGroup
+from auraflux.cache.sequence import Checkpoints, Part, Sequence, Snapshot
+from auraflux.cache.settings import CacheSettings
+from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape
+from auraflux.errors import CacheFull, ContextError, InputError, SettingsError
+
+LayerShape = AttentionShape | LatentShape | RecurrentShape
+
+
+class Cache:
+    """What a model remembers of its sequences.
+
+    context    most tokens of one sequence
+    sequences  for which there is room
+    tokens     of all sequences together, in layers that see everything; context * sequences unless given
+    page       tokens in a page
+    chunk      most tokens a sequence is given at once, for which windows have room
+    spare      tokens by which a sequence with windows can be truncated at once
+    dtype      of what is not compressed
+    """
+
+    def __init__(
+        self,
+        shapes: list[LayerShape],
+        settings: CacheSettings,
+        *,
+        context: int,
+        sequences: int = 1,
+        tokens: int | None = None,
+        page: int = 64,
+        chunk: int = 512,
+        spare: int = 32,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        self.tokens = context * sequences if tokens is None else tokens
+        sizes = {"context": context, "sequences": sequences, "tokens": self.tokens, "page": page, "chunk": chunk}
+        for name, size in sizes.items():
+            if size < 1:
+                raise SettingsError(f"{name}={size} must be at least 1.")
+        if spare < 0:
+            raise SettingsError(f"spare={spare} is negative.")
+        self.settings, self.context, self.sequences = settings, context, sequences
+        self.page, self.chunk, self.spare = page, chunk, spare
+        self.dtype, self.device = dtype, torch.device(device)
+        self.checkpoints = Checkpoints(settings.checkpoint_stride, settings.checkpoint_nbytes)
+        self._groups: dict[int | None, LayerGroup] = {}
+        plan = settings.plan(shapes)
+        self.layers: list[Any] = [shape.build(self, bits) for shape, bits in zip(shapes, plan, strict=True)]
+        self._format = repr((shapes, plan, settings.newest, settings.seed, page, dtype))
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        limit = self.settings.checkpoint_nbytes
+        if "states" in vars(self) and 0 < limit < self.states.slot_nbytes:
+            raise SettingsError(
+                f"checkpoint_nbytes={limit} holds no checkpoint: one takes {self.states.slot_nbytes} bytes. "
+                "Give at least that, or 0 for none."
+            )
+
+    @cached_property
+    def states(self) -> StateGroup:
+        return StateGroup(self.sequences, self.device)
+
+    def group(self, span: int | None) -> LayerGroup:
+        """The group of layers whose queries see `span` positions."""
+        if span not in self._groups:
+            self._groups[span] = LayerGroup(span, self._pages(span), self.page, self.spare, self.device)
+        return self._groups[span]
+
+    def _pages(self, span: int | None) -> int:
+        everything = -(-self.tokens // self.page)
+        if span is None:
+            return everything
+        # a step's tokens and all they see, and as much again as a checkpoint holds
+        seen = -(-(span - 1) // self.page) + 1
+        each = -(-(span - 1 + self.spare + self.chunk) // self.page) + 1 + seen
+        return self.sequences * min(each, -(-self.context // self.page) + seen)
+
+    @property
+    def parts(self) -> list[Part]:
+        # states first: they alone may run out when a sequence is opened, before anything else is taken
+        return [*([self.states] if "states" in vars(self) else []), *self._groups.values()]
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes that one more token takes in all layers, within the windows of those that have one."""
+        return sum(layer.token_nbytes for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: pages with an owner, states of open sequences, and the states that checkpoints keep."""
+        kept = sum(c.marks[self.states].nbytes for c in self.checkpoints) if "states" in vars(self) else 0
+        return sum(part.nbytes for part in self.parts) + kept
+
+    def open(self) -> Sequence:
+        """Begin an empty sequence."""
+        return Sequence({part: part.open() for part in self.parts}, self.checkpoints, self._format)
+
+    def batch(self, sequences: list[Sequence]) -> Batch:
+        return Batch(sequences, self.context, self.checkpoints, self.device)
+
+    def restore(self, snapshot: Snapshot) -> Sequence:
+        """Make a sequence of a snapshot, with pages of its own."""
+        if snapshot.format != self._format:
+            raise InputError(f"a snapshot of {snapshot.format} does not fit a cache of {self._format}.")
+        if snapshot.length > self.context:
+            raise ContextError(
+                f"a snapshot of {snapshot.length} tokens does not fit: the context is limited to {self.context}. "
+                f"Make the cache with context={snapshot.length} or more."
+            )
+        for part, image in zip(self.parts, snapshot.images, strict=True):
+            while image.pages > part.free:
+                if not self.checkpoints.make_room(part):
+                    raise CacheFull(
+                        f"a snapshot needs {image.pages} {part.describe()}, and {part.free} are free. Close a sequence, "
+                        "or make the cache with more 'sequences' or 'tokens'."
+                    )
+        rows = {part: part.open() for part in self.parts}
+        for row, image in zip(rows.values(), snapshot.images, strict=True):
+            row.restore(image)
+        return Sequence(rows, self.checkpoints, self._format, snapshot.length)

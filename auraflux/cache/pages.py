@@ -1,0 +1,239 @@
+"""The page pool, and the layers that share one page table because they see equally far back.
+
+Positions of a sequence lie in pages of `size` tokens. A page may have several owners: sequences forked from each other, and
+checkpoints. Only a page with one owner is written to; an append to a shared one writes to a copy.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+
+
+def reserve(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of zeros whose memory, on CPU, is taken only as it is written to."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    octets = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -octets.ctypes.data % ALIGNMENT
+    return torch.from_numpy(octets)[start : start + nbytes].view(dtype).view(shape)
+
+
+class PagePool:
+    """Pages, each free or with a number of owners."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._owners = [0] * count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.count - len(self._free)
+
+    def owners(self, page: int) -> int:
+        return self._owners[page]
+
+    def take(self) -> int:
+        page = self._free.pop()
+        self._owners[page] = 1
+        return page
+
+    def share(self, pages: list[int]) -> list[int]:
+        """Count one more owner of each page, and give the owner's own list of them."""
+        for page in pages:
+            self._owners[page] += 1
+        return list(pages)
+
+    def release(self, pages: list[int]) -> None:
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)
+
+
+class LayerGroup:
+    """Layers that see equally far back: their stores have the same pages, and a sequence has one table for all of them.
+
+    span   how many positions a query sees, its own among them; None for all
+    size   tokens in a page
+    spare  positions kept beyond the span: truncating by as many is exact at once
+    """
+
+    def __init__(self, span: int | None, pages: int, size: int, spare: int, device: torch.device):
+        self.span, self.size, self.spare, self.device = span, size, spare, device
+        self.pool = PagePool(pages)
+        self.stores: list[Tensor] = []
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Make a store of all pages, [P, *shape]."""
+        self.stores.append(reserve(self.pool.count, *shape, dtype=dtype, device=self.device))
+        return self.stores[-1]
+
+    @property
+    def page_nbytes(self) -> int:
+        return sum(store[0].nbytes for store in self.stores)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages that have an owner."""
+        return self.pool.used * self.page_nbytes
+
+    @property
+    def free(self) -> int:
+        return self.pool.free
+
+    def describe(self) -> str:
+        layers = "layers that see everything" if self.span is None else f"layers that see {self.span} positions"
+        return f"pages of {self.size} tokens for {layers}"
+
+    def open(self) -> "PageRow":
+        return PageRow(self)
+
+    def needs(self, steps: list[tuple["PageRow", int, int]]) -> int:
+        """Count the pages that rows will take when each is extended in turn: [(row, length, new)]."""
+        shared = Counter(row.pages[-1] for row, length, new in steps if new and row.must_copy(length))
+        # of a page's owners the last to write has it for itself
+        kept = sum(count == self.pool.owners(page) for page, count in shared.items())
+        return sum(row.needs(length, new) for row, length, new in steps) - kept
+
+    def oldest(self, length: int) -> int:
+        """The first position that a query at `length` sees."""
+        return 0 if self.span is None else max(0, length - self.span + 1)
+
+    def copy(self, page: int) -> int:
+        """Give up one ownership of a page for a new page with the same content."""
+        fresh = self.pool.take()
+        for store in self.stores:
+            store[fresh] = store[page]
+        self.pool.release([page])
+        return fresh
+
+
+@dataclass(frozen=True)
+class PageMark:
+    """The pages that a checkpoint of a window owns; page numbers count from the start of the sequence."""
+
+    group: LayerGroup
+    first: int
+    pages: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self.group.page_nbytes
+
+    def release(self) -> None:
+        self.group.pool.release(self.pages)
+
+
+@dataclass(frozen=True)
+class PageImage:
+    """A copy of what a sequence's pages hold: `first`, and one tensor [n, ...] for each store of the group."""
+
+    first: int
+    tensors: list[Tensor]
+
+    @property
+    def pages(self) -> int:
+        return len(self.tensors[0])
+
+
+class PageRow:
+    """The pages of one sequence in one group.
+
+    pages  in order; the i-th holds the positions from (first + i) * size on
+    stamp  changes whenever first or pages do
+    """
+
+    def __init__(self, group: LayerGroup, first: int = 0, pages: list[int] | None = None):
+        self.group, self.first, self.pages, self.stamp = group, first, pages or [], 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self.group.page_nbytes
+
+    def settle(self, length: int) -> None:
+        """Return the pages that no query from `length` - spare on sees."""
+        gone = self.group.oldest(max(0, length - self.group.spare)) // self.group.size - self.first
+        if gone > 0:
+            self._hold(self.first + gone, self.pages[gone:], self.pages[:gone])
+
+    def must_copy(self, length: int) -> bool:
+        """Tell whether the next token would be written to a page that others own too."""
+        return length % self.group.size != 0 and self.group.pool.owners(self.pages[-1]) > 1
+
+    def needs(self, length: int, new: int) -> int:
+        """Count the pages that `extend` will take."""
+        if new == 0:
+            return 0
+        return self._end(length + new) - self.first - len(self.pages) + self.must_copy(length)
+
+    def extend(self, length: int, new: int) -> None:
+        """Make room for tokens after the first `length`."""
+        if new == 0:
+            return
+        if self.must_copy(length):
+            self.pages[-1] = self.group.copy(self.pages[-1])
+            self.stamp += 1
+        while self.first + len(self.pages) < self._end(length + new):
+            self.pages.append(self.group.pool.take())
+            self.stamp += 1
+
+    def reaches(self, length: int) -> bool:
+        """Tell whether all that a query at `length` sees is still here."""
+        return self.first * self.group.size <= self.group.oldest(length)
+
+    def truncate(self, length: int) -> None:
+        keep = self._end(length) - self.first
+        if length == 0:
+            self._hold(0, [], self.pages)
+        elif keep < len(self.pages):
+            self._hold(self.first, self.pages[:keep], self.pages[keep:])
+
+    def mark(self, length: int) -> PageMark | None:
+        """Own what a query at `length` sees; None where nothing is ever lost."""
+        if self.group.span is None:
+            return None
+        first = self.group.oldest(length) // self.group.size
+        pages = self.pages[first - self.first : self._end(length) - self.first]
+        return PageMark(self.group, first, self.group.pool.share(pages))
+
+    def rewind(self, length: int, mark: PageMark | None) -> None:
+        if mark is None:
+            self.truncate(length)
+        else:
+            self._hold(mark.first, self.group.pool.share(mark.pages), self.pages)
+
+    def fork(self) -> "PageRow":
+        return PageRow(self.group, self.first, self.group.pool.share(self.pages))
+
+    def snapshot(self) -> PageImage:
+        return PageImage(self.first, [store[self.pages].cpu() for store in self.group.stores])
+
+    def restore(self, image: PageImage) -> None:
+        """Take pages with what an image holds; the row must be empty."""
+        self.first, self.pages = image.first, [self.group.pool.take() for _ in range(image.pages)]
+        for store, tensor in zip(self.group.stores, image.tensors, strict=True):
+            store[self.pages] = tensor.to(store.device)
+        self.stamp += 1
+
+    def close(self) -> None:
+        self._hold(0, [], self.pages)
+
+    def _end(self, length: int) -> int:
+        return -(-length // self.group.size)
+
+    def _hold(self, first: int, pages: list[int], gone: list[int]) -> None:
+        self.group.pool.release(gone)
+        self.first, self.pages = first, pages
+        self.stamp += 1

@@ -1,0 +1,162 @@
+"""The state of recurrent layers: the last inputs of a short convolution and the memory of a gated delta rule.
+
+Such a state is as large after one token as after a million, and cannot be cut back: only a copy made earlier can be restored.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from auraflux.cache.batch import Batch
+from auraflux.cache.pages import reserve
+from auraflux.errors import CacheFull
+from auraflux.ops.delta.reference import CONV_WIDTH, gated_delta_prefill, gated_delta_step, short_conv
+
+
+class StateGroup:
+    """The states of all recurrent layers, with one slot for each sequence."""
+
+    def __init__(self, slots: int, device: torch.device):
+        self.slots, self.device = slots, device
+        self.stores: list[Tensor] = []
+        self._free = list(range(slots - 1, -1, -1))
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Make a store of all slots, [S, *shape]."""
+        self.stores.append(reserve(self.slots, *shape, dtype=dtype, device=self.device))
+        return self.stores[-1]
+
+    @property
+    def slot_nbytes(self) -> int:
+        return sum(store[0].nbytes for store in self.stores)
+
+    @property
+    def nbytes(self) -> int:
+        return (self.slots - len(self._free)) * self.slot_nbytes
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def describe(self) -> str:
+        return "recurrent states"
+
+    def needs(self, steps: list[tuple["StateRow", int, int]]) -> int:
+        return 0
+
+    def open(self) -> "StateRow":
+        if not self._free:
+            raise CacheFull(
+                f"all {self.slots} recurrent states are in use. Close a sequence, or make the cache with more 'sequences'."
+            )
+        row = StateRow(self, self._free.pop())
+        row.truncate(0)
+        return row
+
+    def close(self, slot: int) -> None:
+        self._free.append(slot)
+
+
+@dataclass(frozen=True)
+class StateImage:
+    """A copy of one sequence's state, one tensor for each store."""
+
+    tensors: list[Tensor]
+    pages: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def release(self) -> None:
+        """Nothing is shared."""
+
+
+class StateRow:
+    """The state of one sequence. It takes the place of a `PageRow`, and holds only the newest position."""
+
+    def __init__(self, group: StateGroup, slot: int):
+        self.group, self.slot, self.stamp = group, slot, 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.group.slot_nbytes
+
+    def settle(self, length: int) -> None:
+        """Nothing gets old."""
+
+    def extend(self, length: int, new: int) -> None:
+        """There is always room."""
+
+    def reaches(self, length: int) -> bool:
+        return length == 0
+
+    def truncate(self, length: int) -> None:
+        assert length == 0, "only a checkpoint has an earlier state"
+        for store in self.group.stores:
+            store[self.slot].zero_()
+
+    def mark(self, length: int) -> StateImage:
+        return StateImage([store[self.slot].clone() for store in self.group.stores])
+
+    def rewind(self, length: int, mark: StateImage) -> None:
+        self.restore(mark)
+
+    def fork(self) -> "StateRow":
+        other = self.group.open()
+        for store in self.group.stores:
+            store[other.slot] = store[self.slot]
+        return other
+
+    def snapshot(self) -> StateImage:
+        return StateImage([store[self.slot].cpu().clone() for store in self.group.stores])
+
+    def restore(self, image: StateImage) -> None:
+        for store, tensor in zip(self.group.stores, image.tensors, strict=True):
+            store[self.slot] = tensor.to(store.device)
+
+    def close(self) -> None:
+        self.group.close(self.slot)
+
+
+class RecurrentLayer:
+    """The convolution and delta state of one layer."""
+
+    token_nbytes = 0
+
+    def __init__(self, group: StateGroup, channels: int, heads: int, key_width: int, value_width: int, dtype: torch.dtype):
+        self.group = group
+        self.conv = group.zeros(CONV_WIDTH - 1, channels, dtype=dtype)
+        self.delta = group.zeros(heads, key_width, value_width, dtype=torch.float32)
+
+    def view(self, batch: Batch) -> list[int]:
+        """Slots of the batch's sequences."""
+        return [row.slot for row in batch.rows(self.group)]
+
+    def convolve(self, batch: Batch, x: Tensor, weight: Tensor) -> Tensor:
+        """Run the new tokens through the short convolution, see `short_conv`: [T, C] -> [T, C]."""
+        with self._chosen(batch, self.conv) as state:
+            return short_conv(x, state, weight, batch.starts)
+
+    def update(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Write the new tokens to the delta memory and read it, see `gated_delta_prefill`: [T, H, V]."""
+        with self._chosen(batch, self.delta) as state:
+            if batch.single:
+                return gated_delta_step(state, q, k, v, decay, beta)
+            return gated_delta_prefill(state, q, k, v, decay, beta, batch.starts)
+
+    @contextmanager
+    def _chosen(self, batch: Batch, store: Tensor) -> Iterator[Tensor]:
+        """The states of the batch's sequences, [B, ...]; what is written to them is kept."""
+        slots: list[int] = batch.view(self)
+        first = slots[0]
+        if slots == list(range(first, first + len(slots))):
+            yield store[first : first + len(slots)]
+            return
+        index = torch.tensor(slots, device=store.device)
+        chosen = store[index]
+        yield chosen
+        store[index] = chosen

@@ -1,0 +1,37 @@
+"""Keys and values as codes: a norm and a few bits for each coordinate. The codec is in `ops/turboquant`."""
+
+from torch import Tensor, float32, int32
+
+from auraflux.cache.batch import Batch
+from auraflux.cache.pages import LayerGroup
+from auraflux.ops.turboquant.pages import CodePages, row_words
+from auraflux.ops.turboquant.reference import append_codes, turboquant_attention
+
+NORM_NBYTES = 4
+
+
+class CodedLayer:
+    """The compressed keys and values of one layer. What is attended to is what the codes stand for, also within a step."""
+
+    def __init__(self, group: LayerGroup, heads: int, width: int, bits: tuple[int, int], seed: int):
+        self.group, self.width, self.seed = group, width, seed
+        self.key_bits, self.value_bits = bits
+        words = [row_words(b, width) for b in bits]
+        self.key_codes, self.value_codes = (group.zeros(heads, group.size, n, dtype=int32) for n in words)
+        self.key_norms, self.value_norms = (group.zeros(heads, group.size, dtype=float32) for _ in words)
+        self.token_nbytes = heads * sum(4 * n + NORM_NBYTES for n in words)
+
+    def view(self, batch: Batch) -> CodePages:
+        stores = self.key_codes, self.key_norms, self.value_codes, self.value_norms
+        index = batch.table(self.group), batch.lengths
+        return CodePages(*stores, *index, self.key_bits, self.value_bits, self.width, self.seed)
+
+    def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
+        """Encode and store the keys and values of the batch's new tokens: [T, Hkv, D] both."""
+        append_codes(k, v, batch.view(self), batch.starts)
+
+    def attend(
+        self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
+        return turboquant_attention(q, batch.view(self), batch.starts, scale, self.group.span, sinks, softcap)

@@ -1,0 +1,89 @@
+"""A model's worth of layers without the model: tokens look up fixed random vectors, and every layer's result is looked at."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import AttentionShape, Batch, Cache, CacheSettings, LatentShape, RecurrentShape, Sequence
+from auraflux.ops import delta_gates
+
+VOCABULARY = 11
+FULL, WINDOW = AttentionShape(2, 16), AttentionShape(1, 8, window=7)
+LATENT, RECURRENT = LatentShape(16, 4), RecurrentShape(12, 2, 4, 6)
+
+
+def vectors(seed: int, *shape: int) -> Tensor:
+    """One vector or matrix for each token."""
+    return torch.randn(VOCABULARY, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attend(layer: Any, shape: AttentionShape, batch: Batch, tokens: Tensor) -> Tensor:
+    k, v = vectors(1, shape.heads, shape.width)[tokens], vectors(2, shape.heads, shape.value_width or shape.width)[tokens]
+    layer.append(batch, k, v)
+    q = vectors(3, 2 * shape.heads, shape.width)[tokens]
+    return layer.attend(batch, q, shape.width**-0.5, sinks=torch.linspace(-1, 1, 2 * shape.heads), softcap=20.0)
+
+
+def attend_latent(layer: Any, shape: LatentShape, batch: Batch, tokens: Tensor) -> Tensor:
+    layer.append(batch, vectors(4, shape.width)[tokens], vectors(5, shape.rope)[tokens])
+    return layer.attend(batch, vectors(6, 3, shape.width)[tokens], vectors(7, 3, shape.rope)[tokens], 0.2)
+
+
+def recur(layer: Any, shape: RecurrentShape, batch: Batch, tokens: Tensor) -> Tensor:
+    mixed = layer.convolve(batch, vectors(8, shape.channels)[tokens], vectors(9, shape.channels)[:4])
+    unit = torch.nn.functional.normalize(vectors(10, 1, shape.key_width), dim=-1)[tokens]
+    decay, beta = delta_gates(
+        *(vectors(n, shape.heads)[tokens] for n in (12, 13)), torch.zeros(shape.heads), torch.zeros(shape.heads)
+    )
+    out = layer.update(
+        batch, unit, unit.flip(-1).contiguous(), vectors(11, shape.heads, shape.value_width)[tokens], decay, beta
+    )
+    return torch.cat([out.flatten(1), mixed], 1)
+
+
+WAYS = {AttentionShape: attend, LatentShape: attend_latent, RecurrentShape: recur}
+
+
+@dataclass
+class Toy:
+    """Layers, and how they are kept. `options` go to the cache."""
+
+    shapes: list[Any]
+    settings: CacheSettings = field(default_factory=lambda: CacheSettings("none"))
+
+    def cache(self, **options: Any) -> Cache:
+        sizes: dict[str, Any] = {"context": 64, "sequences": 8, "page": 4, "chunk": 32, "spare": 3}
+        return Cache(self.shapes, self.settings, **{**sizes, **options})
+
+    def feed(self, cache: Cache, batch: Batch, tokens: list[list[int]]) -> list[Tensor]:
+        """Take a step with new tokens of each sequence; give for each of them what all layers made of its tokens, [n, ...]."""
+        batch.extend([len(new) for new in tokens])
+        stack = torch.tensor([token for new in tokens for token in new], dtype=torch.int64)
+        steps = zip(cache.layers, self.shapes, strict=True)
+        out = torch.cat([WAYS[type(shape)](layer, shape, batch, stack).flatten(1) for layer, shape in steps], 1)
+        return [out[a:b] for a, b in pairwise(batch.starts.tolist())]
+
+    def add(self, cache: Cache, sequence: Sequence, tokens: list[int]) -> Tensor:
+        return self.feed(cache, cache.batch([sequence]), [tokens])[0]
+
+    def fresh(self, tokens: list[int], **options: Any) -> Tensor:
+        """What a new cache gives for all tokens at once."""
+        cache = self.cache(**options)
+        return self.add(cache, cache.open(), tokens)
+
+
+TOYS = {
+    "dense": Toy([FULL]),
+    "window": Toy([WINDOW, FULL]),
+    "k4v4": Toy([FULL, WINDOW], CacheSettings("k4v4")),
+    "k8v3": Toy([FULL, WINDOW], CacheSettings("k8v3", seed=5)),
+    "newest": Toy([FULL, AttentionShape(1, 8, window=9)], CacheSettings("k2v2", newest=5)),
+    "newest-covers-window": Toy([FULL, WINDOW], CacheSettings("k2v2", newest=7)),
+    "latent": Toy([LATENT]),
+    "coded-latent": Toy([LATENT], CacheSettings("k4v4")),
+    "recurrent": Toy([RECURRENT, RECURRENT]),
+    "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
+}
