@@ -143,6 +143,8 @@ def attend_flops(args: Args) -> int:
     return 4 * pairs * args["q"].shape[1] * args["q"].shape[2]
 
 
+# queries, weights and levels rounded to bytes
+FAST: dict[str, Any] = {"exact": False, "tol": 1e-2}
 BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_nbytes, "flops": attend_flops}
 PAIRS = list(product(BITS, BITS))
 
@@ -201,5 +203,34 @@ CASES = [
     Case(turboquant_attention, "long-k4v4", lambda: attend([4096], [1], (32, 8), 128, page=64), **BENCH),
     Case(turboquant_attention, "long-k8v4", lambda: attend([4096], [1], (32, 8), 128, bits=(8, 4), page=64), **BENCH),
     Case(turboquant_attention, "batch", lambda: attend([500, 1000, 250, 333], [1] * 4, (16, 2), 256, bits=(8, 4)), **BENCH),
+    *(
+        Case(turboquant_attention, f"fast-k{k}w{d}", partial(attend, [333], [1], (8, 2), d, (k, 4), 64), **FAST)
+        for k in (4, 8)
+        for d in WIDTHS
+    ),
+    *(
+        Case(turboquant_attention, f"fast-group{n}", partial(attend, [100, 17], [1, 1], (n, 1), 64), **FAST)
+        for n in (1, 3, 7, 66)
+    ),
+    *(
+        Case(turboquant_attention, f"fast-{n}", partial(attend, [n], [1], (4, 1), 64, (8, 4)), **FAST)
+        for n in (1, 63, 127, 128, 129, 257)
+    ),
+    Case(turboquant_attention, "fast-k4v2", lambda: attend([100], [1], (4, 2), 64, bits=(4, 2)), **FAST),
+    Case(
+        turboquant_attention,
+        "fast-window-sinks",
+        lambda: attend([300, 40, 9], [1, 1, 3], (4, 2), 64, window=150, gone=[9, 0, 0], sinks=True),
+        **FAST,
+    ),
+    Case(turboquant_attention, "fast-softcap", lambda: attend([150], [1], (4, 4), 256, bits=(8, 4), softcap=3.0), **FAST),
+    Case(turboquant_attention, "fast-nothing-visible", lambda: attend([9, 5], [1, 1], (4, 2), 64, window=0), **FAST),
+    Case(turboquant_attention, "fast-odd-pages", lambda: attend([333], [1], (8, 2), 128, (8, 4), page=7), **FAST),
+    Case(turboquant_attention, "fast-bf16", lambda: attend([200], [1], (8, 2), 128, (8, 4), dtype=BF16), **FAST),
+    Case(turboquant_attention, "fast-long-k4v4", lambda: attend([4096], [1], (32, 8), 128, page=64), **FAST, **BENCH),
+    Case(
+        turboquant_attention, "fast-long-k8v4", lambda: attend([4096], [1], (32, 8), 128, bits=(8, 4), page=64), **FAST, **BENCH
+    ),
+    Case(turboquant_partials, "fast", lambda: attend([300, 100], [1, 1], (8, 2), 64, block=32, sinks=True), **FAST),
     Case(turboquant_attention, "many-tokens", lambda: attend([512], [128], (16, 4), 128, bits=(8, 4), page=64), **BENCH),
 ]
