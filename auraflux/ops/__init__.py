@@ -14,7 +14,7 @@ from auraflux.ops.attention.reference import (
     split_latent,
 )
 from auraflux.ops.delta.reference import delta_gates, gated_delta_prefill, gated_delta_step, short_conv
-from auraflux.ops.linear.reference import embed, gate_up_swiglu, linear
+from auraflux.ops.linear.reference import embed, gate_up_swiglu, linear, linears
 from auraflux.ops.moe.experts import Clamp, Experts
 from auraflux.ops.moe.reference import combine, expert_mlp, route
 from auraflux.ops.moe.routing import Routing
@@ -22,13 +22,15 @@ from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, qk_norm, r
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
 from auraflux.ops.rope.reference import rope
 from auraflux.ops.sample.reference import penalize, sample
-from auraflux.ops.turboquant.pages import CodePages
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 from auraflux.ops.turboquant.reference import (
     append_codes,
+    append_latent_codes,
     decode,
     encode,
     rotate,
     turboquant_attention,
+    turboquant_latent_attention,
     turboquant_partials,
     turboquant_values,
 )
@@ -39,6 +41,7 @@ __all__ = [
     "Declined",
     "Experts",
     "KVPages",
+    "LatentCodes",
     "LatentPages",
     "Op",
     "Routing",
@@ -47,6 +50,7 @@ __all__ = [
     "append_codes",
     "append_kv",
     "append_latent",
+    "append_latent_codes",
     "attention",
     "clamped_swiglu",
     "combine",
@@ -66,6 +70,7 @@ __all__ = [
     "latent_query",
     "linear",
     "linear_frequencies",
+    "linears",
     "llama3_frequencies",
     "merge_partials",
     "penalize",
@@ -82,6 +87,7 @@ __all__ = [
     "split_q_gate",
     "swiglu",
     "turboquant_attention",
+    "turboquant_latent_attention",
     "turboquant_partials",
     "turboquant_values",
     "use_backend",

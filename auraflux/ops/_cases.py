@@ -30,6 +30,7 @@ class Case:
     tol    relative RMS a kernel may be away from the reference
     exact  run under the exact contract; False allows int8 activations on CPU
     bench  part of `auraflux bench ops`
+    slow   takes long or much memory: the parity test runs it among the slow tests
     nbytes, flops  the bytes that must move and the operations that must be done; by default all tensors once, and none
     """
 
@@ -39,6 +40,7 @@ class Case:
     tol: float = 1e-5
     exact: bool = True
     bench: bool = False
+    slow: bool = False
     nbytes: Callable[[Args], int] | None = None
     flops: Callable[[Args], int] | None = None
 

@@ -11,10 +11,13 @@ import inspect
 import logging
 import os
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+
+import torch
 
 from auraflux.errors import BackendError, InputError
 
@@ -30,6 +33,25 @@ if _wanted not in (None, *BACKENDS):
 
 _forced: ContextVar[str | None] = ContextVar("backend", default=_wanted)
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+def _settle_torch() -> None:
+    """Have torch choose its code for the exponential and its like, from one thread.
+
+    Of two threads that make the first call together, one has been seen to get code of lower accuracy: its half of a
+    reference's exp was wrong by 1.5e-4, and right in the next call (torch 2.13, x86, in one of ten fresh processes).
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in (torch.exp, torch.log, torch.tanh, torch.sin, torch.cos):
+            function(one)
+
+
+_settle_torch()
+
+
+# what each thread records, see `_record.py`; checks read values that need not be read again
+watched: dict[int, Any] = {}
 
 
 class Declined(Exception):
@@ -54,7 +76,11 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.check is not None:
-            self.check(*args, **kwargs)
+            if watched and (recording := watched.get(threading.get_ident())) is not None:
+                with recording.paused():
+                    self.check(*args, **kwargs)
+            else:
+                self.check(*args, **kwargs)
         backend = _forced.get()
         first = args[0] if args else kwargs[self._first]
         if backend is None:
@@ -163,6 +189,12 @@ def is_exact() -> bool:
 
 def check_dense(**tensors: Any) -> None:
     """Refuse tensors that are not contiguous or not on the first one's device; None is passed over."""
+    for tensor in tensors.values():
+        # most calls end here: a device costs more to ask for than `is_cpu`
+        if tensor is not None and not (tensor.is_cpu and tensor.is_contiguous()):
+            break
+    else:
+        return
     device = None
     for name, tensor in tensors.items():
         if tensor is None:

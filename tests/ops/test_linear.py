@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from auraflux.errors import InputError
-from auraflux.ops import embed, gate_up_swiglu, linear
+from auraflux.ops import embed, gate_up_swiglu, linear, linears
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import OPS, exact
 from auraflux.ops._simd import ISA
@@ -61,6 +61,13 @@ def test_row_order_gives_the_same_numbers():
     assert torch.equal(linear(x, w), linear(x, w.interleave(ISA.lanes)))
 
 
+def test_products_together_are_those_one_by_one():
+    x, weights = torch.randn(2, 3, 128), [weight(rows, 128, 4) for rows in (100, 32, 33)]
+    for found, w in zip(linears(x, weights), weights, strict=True):
+        assert found.shape == (2, 3, w.shape[0])
+        assert torch.equal(found, linear(x, w))
+
+
 def test_leading_axes_are_kept():
     w = weight(32, 64, 4)
     assert linear(torch.randn(2, 3, 64), w).shape == (2, 3, 32)
@@ -99,6 +106,10 @@ def test_a_nan_reaches_only_its_token():
         (lambda: linear(torch.ones(2, 64, dtype=torch.int32), weight(32, 64, 4)), "'x' has dtype int32"),
         (lambda: linear(torch.randn(2, 64), quantize(torch.randn(2, 32, 64))), "a matrix .N, K. is needed"),
         (lambda: gate_up_swiglu(torch.randn(2, 64), weight(32, 64, 4), weight(16, 64, 4)), "'up' .16, 64.; they must be equal"),
+        (lambda: linears(torch.randn(1, 64), ()), "no weights were given"),
+        (lambda: linears(torch.randn(1, 64), (weight(32, 64, 4), weight(32, 128, 4))), "'x' has width 64, 'weights' takes 128"),
+        (lambda: linears(torch.randn(1, 64), (weight(32, 64, 4),), ()), "0 biases were given for 1 weights"),
+        (lambda: linears(torch.randn(1, 64), (weight(32, 64, 4),), (torch.ones(31),)), "'biases' has shape"),
         (lambda: embed(torch.tensor([0, 32]), weight(32, 64, 4)), "ids reach from 0 to 32; the table has 32 rows"),
         (lambda: embed(torch.tensor([-1]), weight(32, 64, 4)), "ids reach from -1 to -1"),
         (lambda: embed(torch.tensor([0.5]), weight(32, 64, 4)), "'ids' has dtype float32; int32 or int64 is needed"),

@@ -19,7 +19,9 @@ def _poison_unwritten_memory():
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+)
 def test_cpu_kernel_matches_reference(case: Case):
     if case.op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")

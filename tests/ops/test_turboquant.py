@@ -448,6 +448,21 @@ def test_values_below_the_threshold_are_passed_over():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_threshold_is_a_share_of_all_weights(sinks):
+    args = attend([50], [1], (2, 2), 64, sinks=sinks)
+    keys, vals = gathered(args["pages"], 0)
+    scores = (keys @ args["q"][0].unsqueeze(-1)).squeeze(-1) * args["scale"]
+    weights = torch.softmax(scores, -1)
+    # between two of them, so that rounding does not decide
+    threshold = weights.flatten().sort().values[49:51].mean().item()
+    kept = weights.masked_fill(weights < threshold, 0)
+    if sinks:
+        kept = kept / (1 + torch.exp(args["sinks"] - torch.logsumexp(scores, -1)))[:, None]
+    expected = (kept.unsqueeze(1) @ vals).squeeze(1)
+    assert relative_rms(turboquant_attention.reference(**args, threshold=threshold)[0], expected) < 1e-5
+
+
 def bad(message: str, call, *args, **kwargs):
     with pytest.raises(InputError, match=message):
         call(*args, **kwargs)

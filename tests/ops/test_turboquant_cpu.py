@@ -1,12 +1,16 @@
-"""What parity with the reference does not show of the CPU kernels on codes: accuracy on peaked scores, faults, bad numbers."""
+"""What parity with the reference does not show of the CPU kernels on codes: accuracy on peaked scores, exact codes, faults, bad
+numbers."""
 
+import numba
 import pytest
 import torch
 
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
-from auraflux.ops.turboquant.pages import CodePages
+from auraflux.ops.turboquant._quantize import CHUNK, quantize_chunks, search_table
+from auraflux.ops.turboquant.codebook import boundaries, codebook
+from auraflux.ops.turboquant.pages import CodePages, unpack
 from auraflux.ops.turboquant.reference import append_codes, encode, turboquant_attention
 
 WIDTH, PAGE, HEADS = 128, 64, 2
@@ -21,12 +25,12 @@ def filled(bits: tuple[int, int], tokens: int) -> CodePages:
     return CodePages(keys, key_norms, values, value_norms, table, lengths, *bits, WIDTH, 7)
 
 
-def attend(q: torch.Tensor, pages: CodePages, on: bool) -> torch.Tensor:
+def attend(q: torch.Tensor, pages: CodePages, on: bool, **options: float) -> torch.Tensor:
     with exact(on):
-        return turboquant_attention(q, pages, torch.tensor([0, 1], dtype=torch.int32), WIDTH**-0.5)
+        return turboquant_attention(q, pages, torch.tensor([0, 1], dtype=torch.int32), WIDTH**-0.5, **options)
 
 
-@pytest.mark.parametrize("bits", [(4, 4), (8, 4)])
+@pytest.mark.parametrize("bits", [(4, 4), (8, 4), (4, 2), (2, 2), (3, 3), (6, 6), (8, 8)])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.6])
 def test_rounding_stays_within_one_percent(bits, spread):
     torch.manual_seed(1)
@@ -67,3 +71,76 @@ def test_a_page_outside_the_pool_is_refused():
     with pytest.raises(InputError, match="page 4 of sequence 0 is -1"):
         append_codes(torch.randn(1, HEADS, WIDTH), torch.randn(1, HEADS, WIDTH), pages, one)
     assert torch.equal(pages.key_codes, before)
+
+
+@pytest.fixture
+def _one_thread():
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    yield
+    numba.set_num_threads(before)
+
+
+# threads would share the positions, and know only their own part of the weights
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("on", [False, True])
+def test_values_without_weight_are_not_read(on):
+    """Only two keys are long: with a threshold, not-a-number between them is not seen."""
+    torch.manual_seed(4)
+    pages, q = filled((8, 4), 1000), torch.randn(1, 4, WIDTH)
+    pages.key_norms[:] = 0
+    for position in (10, 900):
+        # keys that score above 20 with every query
+        page, slot = pages.rows_of(0, position, position + 1)
+        codes, norms = encode(q.view(HEADS, 2, WIDTH).sum(1) * 2, 8, 7)
+        pages.key_codes[page, :, slot], pages.key_norms[page, :, slot] = codes, norms
+    whole = attend(q, pages, on)
+    assert relative_rms(attend(q, pages, on, threshold=1e-6), whole) < 1e-4
+    far = pages.rows_of(0, 300, 700)
+    pages.value_norms[far[0], :, far[1]] = torch.nan
+    assert attend(q, pages, on).isnan().all()
+    assert relative_rms(attend(q, pages, on, threshold=1e-6), whole) < 1e-4
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_no_value_with_its_share_is_passed_over(on):
+    """Equal keys have equal shares: all are read at a threshold just below, however the positions are cut."""
+    pages, q = filled((4, 4), 400), torch.zeros(1, 4, WIDTH)
+    assert torch.equal(attend(q, pages, on, threshold=0.99 / 400), attend(q, pages, on))
+
+
+def test_a_threshold_that_is_no_share_is_refused():
+    pages, q = filled((4, 4), 70), torch.zeros(1, 4, WIDTH)
+    for threshold in (-0.1, 1.0, float("nan")):
+        with pytest.raises(InputError, match=r"'threshold' is .*; a share of all weights is needed"):
+            attend(q, pages, True, threshold=threshold)
+
+
+WAYS = pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+
+
+@WAYS
+@pytest.mark.parametrize("width", [8, 63, 64, 100, 512])
+def test_codes_are_those_of_the_reference_to_the_last_bit(bits, width):
+    torch.manual_seed(4)
+    x = torch.randn(40, width) * torch.logspace(-38, 38, 40)[:, None]
+    x[3] = 0.0
+    # whatever the sign of not-a-number, it is above all levels
+    x[5, 1], x[6, 2], x[7, 3] = torch.nan, -torch.nan, torch.inf
+    for found, expected in zip(encode(x, bits, 7), encode.reference(x, bits, 7), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@WAYS
+def test_a_coordinate_on_a_boundary_takes_the_lower_level(bits):
+    """Rows that are the boundaries themselves, their neighbours and both zeros, past the rotation."""
+    middles = boundaries(bits, 1024)
+    ends = torch.tensor([torch.inf, -torch.inf])
+    y = torch.cat([middles, torch.nextafter(middles, ends[0]), torch.nextafter(middles, ends[1]), torch.tensor([0.0, -0.0])])
+    y = torch.nn.functional.pad(y, (0, -len(y) % CHUNK)).contiguous()
+    words, total = torch.zeros(len(y) * bits // 32, dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
+    addresses = search_table(bits, 1024).ctypes.data, words.data_ptr(), total.data_ptr()
+    quantize_chunks(bits, y.data_ptr(), len(y) // CHUNK, *addresses)
+    codes = torch.bucketize(y, middles)
+    assert torch.equal(unpack(words, bits, len(y)), codes)
+    torch.testing.assert_close(total[0], codebook(bits, 1024)[codes].double().square().sum())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from auraflux.ops._jit import LINE, Kernel, arguments, floats, int32s, int64s, jit, workspace
+from auraflux.ops._jit import LINE, Kernel, arguments, floats, held, int32s, int64s, jit, recorder, workspace
 from auraflux.ops.attention._softmax import NOTHING, merge_row
 from auraflux.ops.attention._tiles import fetch_add
 
@@ -142,9 +142,18 @@ def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, coun
     return pairs
 
 
-@jit
-def _divide(lines_at, starts_at, lengths_at, sequences, reach, group, key_heads, rows, fewest, most, slot, jobs):
+@Kernel
+def _clear(args, job, jobs):
+    address, count = arguments(args, 2)
+    numbers = int64s(address, count)
+    for i in range(count):
+        numbers[i] = 0
+
+
+@Kernel
+def _divide(args, job, jobs_here):
     """Plan the sequences with `fewest` to `most` new tokens; `slot` floats hold the sums of a block of queries."""
+    lines_at, starts_at, lengths_at, sequences, reach, group, key_heads, rows, fewest, most, slot, jobs = arguments(args, 12)
     lines = int64s(lines_at, (sequences + 1) * LINE_FIELDS)
     starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
     work = items = partial = 0
@@ -169,23 +178,29 @@ def _divide(lines_at, starts_at, lengths_at, sequences, reach, group, key_heads,
     lines[here], lines[here + 3] = items, partial
 
 
-def run(kernel: Kernel, jobs: int, batch: Batch, rows: int, fewest: int, most: int, scratch: int) -> None:
+def run(kernel: Kernel, jobs: int, batch: Batch, rows: int, fewest: int, most: int, scratch: int, *more: int) -> None:
     """Attend for those sequences that have `fewest` to `most` new tokens.
 
     rows     in a block of queries
     scratch  floats that the kernel works in
+    more     arguments of this kernel, after those of all
     """
     slot = rows * (batch.value_width + 2)
     lines = array("q", bytes(8 * LINE_FIELDS * (batch.sequences + 1)))
-    lines_at, group = lines.buffer_info()[0], batch.heads // batch.key_heads
+    lines_at, group = held(lines), batch.heads // batch.key_heads
     index = batch.starts, batch.lengths, batch.sequences, batch.reach
-    _divide(lines_at, *index, group, batch.key_heads, rows, fewest, most, slot, jobs)
+    _divide(1, lines_at, *index, group, batch.key_heads, rows, fewest, most, slot, jobs)
     items, partial = lines[-4], lines[-1]
+    if recorder.recording is not None:
+        # later lengths give other plans; twice the parts that are aimed at, and two for each block, is more than any has
+        items = 2 * ITEMS_PER_THREAD * jobs + 2 * batch.key_heads * batch.sequences * (group // rows + 1)
+        partial = items * slot
     if items:
         counters = array("q", bytes(8 * (items + 1)))
+        _clear(1, held(counters), items + 1)
         nbytes = -(-4 * (scratch + slot) // LINE) * LINE
         space = workspace(jobs * nbytes + 4 * partial)
-        kernel(jobs, *batch, rows, lines_at, counters.buffer_info()[0], space, nbytes, space + jobs * nbytes)
+        kernel(jobs, *batch, rows, lines_at, held(counters), space, nbytes, space + jobs * nbytes, *more)
 
 
 @jit

@@ -71,6 +71,22 @@ class Keys(NamedTuple):
     joined: int
 
 
+class Desk(NamedTuple):
+    """How an item's scratch memory is laid out: addresses, strides in floats, and the rows that sums are padded to."""
+
+    keys: int
+    values: int
+    key_stride: int
+    value_stride: int
+    scores: int
+    queries: int
+    sums: int
+    padded: int
+    state: int
+    lows: int
+    highs: int
+
+
 @jit
 def _strides(width_a, width_b, joined):
     """Floats between rows of keys and of values in scratch memory."""
@@ -82,7 +98,7 @@ def _strides(width_a, width_b, joined):
 
 @lru_cache
 def panel_scratch(width_a: int, width_b: int, joined: int) -> int:
-    """How many floats `_attend` needs to work in."""
+    """How many floats `lay_out` divides."""
     key_stride, value_stride = _strides(width_a, width_b, joined)
     blocks = (BLOCK + TALL) * (key_stride + value_stride + PANEL)
     # queries and sums: as wide as a key and a value, which lie in rows of those strides
@@ -179,91 +195,102 @@ def _add_seen(values_at, stride, width, weights_at, first, last, keep_at, sums_a
 
 
 @jit
-def _attend(rows, keys, scale, value_width, first, last, softcap, slot, work):
-    """Attend over those of the positions [first, last) that each row sees.
-
-    slot  [ROWS, value_width] sums, then the maxima, then the sums of weights
-    """
+def lay_out(rows, width_a, width_b, joined, value_width, work):
+    """Divide the scratch memory at `work`."""
     depth, panels = rows.width + rows.width2, (rows.size + PANEL - 1) // PANEL
-    key_stride, value_stride = _strides(keys.width_a, keys.width_b, keys.joined)
+    key_stride, value_stride = _strides(width_a, width_b, joined)
     padded = (value_width + TALL - 1) // TALL * TALL
-    scores = work
-    key_at = scores + 4 * (BLOCK + TALL) * PANEL
-    value_at = key_at if keys.joined else key_at + 4 * (BLOCK + TALL) * key_stride
-    queries = value_at + 4 * (BLOCK + TALL) * value_stride
+    keys = work + 4 * (BLOCK + TALL) * PANEL
+    values = keys if joined else keys + 4 * (BLOCK + TALL) * key_stride
+    queries = values + 4 * (BLOCK + TALL) * value_stride
     sums = queries + 4 * panels * depth * PANEL
     state = sums + 4 * panels * padded * PANEL
-    lows, highs = state + 12 * panels * PANEL, state + 12 * panels * PANEL + 4 * PANEL
-    _turn_queries(rows, scale, queries)
-    fill(sums, panels * (padded + 3) * PANEL, ZERO)
-    for panel in range(panels):
-        fill(state + 12 * panel * PANEL, PANEL, NOTHING)
-    for origin in range(first, last, BLOCK):
-        count = min(BLOCK, last - origin)
-        _gather(keys, origin, count, key_at, value_at)
-        for panel in range(panels):
-            low, high = _limits(rows, panel * PANEL)
-            low_end, high_end = _limits(rows, panel * PANEL + PANEL - 1)
-            begin, end = max(low - origin, 0), min(high_end - origin + 1, count)
-            if begin >= end:
-                continue
-            here = queries + 4 * panel * depth * PANEL
-            for t in range(begin, end, TALL):
-                score_panel((key_at + 4 * t * key_stride, 4 * key_stride, here, depth, scores + 4 * t * PANEL))
-            masked = high < origin + end - 1 or low_end > origin + begin
-            mine = state + 12 * panel * PANEL
-            _weigh(scores, begin, end, softcap, mine, masked, rows, panel, origin, lows, highs)
-            keep = mine + 8 * PANEL
-            here, start = sums + 4 * panel * padded * PANEL, value_at + 4 * begin * value_stride
-            if masked and not _all_finite(start, value_stride, end - begin, value_width):
-                _add_seen(value_at, value_stride, value_width, scores, begin, end, keep, here, rows, panel, origin)
-                continue
-            weights = scores + 4 * begin * PANEL
-            for d in range(0, value_width, TALL):
-                value_panel((start + 4 * d, 4 * value_stride, weights, end - begin, keep, here + 4 * d * PANEL))
-    _hand_over(rows.size, value_width, sums, padded, state, slot)
+    lows = state + 12 * panels * PANEL
+    return Desk(keys, values, key_stride, value_stride, work, queries, sums, padded, state, lows, lows + 4 * PANEL)
 
 
 @jit
-def _hand_over(count, width, sums, padded, state, slot):
+def begin(rows, scale, desk):
+    """Turn the queries and clear the sums."""
+    panels = (rows.size + PANEL - 1) // PANEL
+    _turn_queries(rows, scale, desk.queries)
+    fill(desk.sums, panels * (desk.padded + 3) * PANEL, ZERO)
+    for panel in range(panels):
+        fill(desk.state + 12 * panel * PANEL, PANEL, NOTHING)
+
+
+@jit
+def attend_block(rows, desk, value_width, origin, count, softcap):
+    """Attend to those of the `count` positions from `origin` on, whose keys and values are laid out, that each row sees."""
+    depth, key_step, value_step = rows.width + rows.width2, 4 * desk.key_stride, 4 * desk.value_stride
+    for panel in range((rows.size + PANEL - 1) // PANEL):
+        low, high = _limits(rows, panel * PANEL)
+        low_end, high_end = _limits(rows, panel * PANEL + PANEL - 1)
+        first, last = max(low - origin, 0), min(high_end - origin + 1, count)
+        if first >= last:
+            continue
+        here = desk.queries + 4 * panel * depth * PANEL
+        for t in range(first, last, TALL):
+            score_panel((desk.keys + t * key_step, key_step, here, depth, desk.scores + 4 * t * PANEL))
+        masked = high < origin + last - 1 or low_end > origin + first
+        state = desk.state + 12 * panel * PANEL
+        _weigh(desk.scores, first, last, softcap, state, masked, rows, panel, origin, desk.lows, desk.highs)
+        keep = state + 8 * PANEL
+        here, start = desk.sums + 4 * panel * desk.padded * PANEL, desk.values + first * value_step
+        if masked and not _all_finite(start, desk.value_stride, last - first, value_width):
+            seen = desk.scores, first, last, keep, here
+            _add_seen(desk.values, desk.value_stride, value_width, *seen, rows, panel, origin)
+            continue
+        weights = desk.scores + 4 * first * PANEL
+        for d in range(0, value_width, TALL):
+            value_panel((start + 4 * d, value_step, weights, last - first, keep, here + 4 * d * PANEL))
+
+
+@jit
+def hand_over(count, width, desk, slot):
+    """Leave sums [ROWS, width], then the maxima, then the sums of weights at `slot`."""
     ends = floats(slot + 4 * ROWS * width, 2 * ROWS)
     for r in range(count):
         panel, lane = r // PANEL, r % PANEL
-        source, target = floats(sums + 4 * panel * padded * PANEL, padded * PANEL), floats(slot + 4 * r * width, width)
+        source = floats(desk.sums + 4 * panel * desk.padded * PANEL, desk.padded * PANEL)
+        target, state = floats(slot + 4 * r * width, width), desk.state + 12 * panel * PANEL
         for d in range(width):
             target[d] = source[d * PANEL + lane]
-        ends[r] = floats(state + 12 * panel * PANEL, PANEL)[lane]
-        ends[ROWS + r] = floats(state + 12 * panel * PANEL + 4 * PANEL, PANEL)[lane]
+        ends[r], ends[ROWS + r] = floats(state, PANEL)[lane], floats(state + 4 * PANEL, PANEL)[lane]
+
+
+@jit
+def rows_for(batch, item, where):
+    """The queries of an item."""
+    group, before = batch.heads // batch.key_heads, 4 * where.start * batch.heads
+    q, q2, head = batch.q + before * batch.width, batch.q2 + before * batch.width2, item.head * group
+    widths, size = (batch.width, batch.width2), where.end - where.row
+    return Rows(q, q2, *widths, batch.heads, head, group, where.position, where.row, size, batch.reach)
+
+
+@jit
+def keys_for(batch, item):
+    """The keys and values of an item."""
+    table = batch.table + 4 * item.sequence * batch.table_width
+    pools = batch.a, batch.b, batch.key_heads, item.head, batch.width_a, batch.width_b, batch.element
+    return Keys(table, batch.page, *pools, np.int64(batch.width2 > 0))
 
 
 @Kernel
 def attend_panels(args, job, jobs):
     """Attend for many queries per key head, to caches of any dtype."""
     batch, plan = opened(args)
-    group, joined = batch.heads // batch.key_heads, np.int64(batch.width2 > 0)
     item = take(batch, plan, job, 0)
     while item.sequence >= 0:
         where = span(batch, plan, item)
-        before = 4 * where.start * batch.heads
-        q, q2 = batch.q + before * batch.width, batch.q2 + before * batch.width2
-        size = where.end - where.row
-        rows = Rows(
-            q,
-            q2,
-            batch.width,
-            batch.width2,
-            batch.heads,
-            item.head * group,
-            group,
-            where.position,
-            where.row,
-            size,
-            batch.reach,
-        )
-        table = batch.table + 4 * item.sequence * batch.table_width
-        pools = batch.a, batch.b, batch.key_heads, item.head, batch.width_a, batch.width_b, batch.element
-        keys = Keys(table, batch.page, *pools, joined)
-        slot, work = slot_of(batch, plan, item), plan.space + job * plan.nbytes
-        _attend(rows, keys, real(batch.scale), batch.value_width, where.first, where.last, real(batch.softcap), slot, work)
+        rows, keys = rows_for(batch, item, where), keys_for(batch, item)
+        work = plan.space + job * plan.nbytes
+        desk = lay_out(rows, keys.width_a, keys.width_b, keys.joined, batch.value_width, work)
+        begin(rows, real(batch.scale), desk)
+        for origin in range(where.first, where.last, BLOCK):
+            count = min(BLOCK, where.last - origin)
+            _gather(keys, origin, count, desk.keys, desk.values)
+            attend_block(rows, desk, batch.value_width, origin, count, real(batch.softcap))
+        hand_over(rows.size, batch.value_width, desk, slot_of(batch, plan, item))
         finish(batch, plan, item, where)
         item = take(batch, plan, job, item.sequence)

@@ -72,6 +72,10 @@ def queries(
     }
 
 
+def decode_at(thousands: int) -> Args:
+    return queries([1024 * thousands], [1], (32, 8), 128, page=64)
+
+
 def stale_pages() -> Args:
     args = queries([50, 3], [2, 1], (4, 2), 64, page=7, window=10)
     args["pages"].table[0, :5] = -1
@@ -200,15 +204,20 @@ def down_flops(args: Args) -> int:
 RAGGED = [70, 5, 9, 130], [33, 0, 1, 2]
 
 CASES = [
-    Case(attention, "decode", lambda: queries([8192], [1], (32, 8), 128, page=64), bench=True, flops=attention_flops),
+    *(
+        Case(attention, f"decode-{n}k-none", partial(decode_at, n), bench=True, flops=attention_flops, slow=n > 8)
+        for n in (1, 8, 32)
+    ),
     Case(
         attention,
-        "decode-bf16",
+        "decode-4k-bf16",
         lambda: queries([4096], [1], (32, 8), 128, page=64, cache=BF16),
         bench=True,
         flops=attention_flops,
     ),
-    Case(attention, "prefill", lambda: queries([512], [512], (32, 8), 128, page=64), bench=True, flops=attention_flops),
+    Case(
+        attention, "prefill-512-of-512", lambda: queries([512], [512], (32, 8), 128, page=64), bench=True, flops=attention_flops
+    ),
     Case(attention, "batch", lambda: queries([300, 64, 700, 1], [1] * 4, (8, 2), 128)),
     Case(attention, "ragged", lambda: queries(*RAGGED, (8, 2), 64)),
     Case(attention, "one-token", lambda: queries([1], [1], (4, 4), 64)),

@@ -3,6 +3,7 @@
 The cache is read in its own dtype; queries and results are float32 within.
 """
 
+import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
@@ -52,7 +53,7 @@ def _attend(
     width2 = 0 if q2 is None else q2.shape[2]
     value_width, key_heads = (b.shape[-1], a.shape[1]) if q2 is None else (width, 1)
     pairs = _pairs(pages, starts, tokens, reach)
-    out = q.new_empty(tokens, heads, value_width)
+    out = torch.empty(tokens, heads, value_width)
     sequences, table_width = pages.table.shape
     batch = Batch(
         q=q.data_ptr(),
@@ -138,7 +139,7 @@ def _append_all(args, job, jobs):
         _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
 
 
-def _append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+def append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy new rows to the pools they belong to, in the pools' dtype."""
     tokens, table = pairs[0][0].shape[0], pages.table
     _pairs(pages, starts, tokens, 0)
@@ -152,11 +153,11 @@ def _append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Ten
 
 
 def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
-    _append_rows(pages, starts, k.shape[1], [(k, pages.k), (v, pages.v)])
+    append_rows(pages, starts, k.shape[1], [(k, pages.k), (v, pages.v)])
 
 
 def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Tensor) -> None:
-    _append_rows(pages, starts, 1, [(latent, pages.latent), (k_rope, pages.rope)])
+    append_rows(pages, starts, 1, [(latent, pages.latent), (k_rope, pages.rope)])
 
 
 @Kernel

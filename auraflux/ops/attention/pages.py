@@ -6,6 +6,7 @@ are being appended or asked about.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -40,7 +41,7 @@ class KVPages:
         check_dtype("v", self.v, self.k.dtype)
         _check_index(self.table, self.lengths, self.pool)
 
-    @property
+    @cached_property
     def pool(self) -> tuple[int, int]:
         """How many pages there are, and how many tokens each holds."""
         return self.k.shape[0], self.k.shape[2]
@@ -71,7 +72,7 @@ class LatentPages:
             raise InputError("rotated keys of width 0 were given; use KVPages for keys without them.")
         _check_index(self.table, self.lengths, self.pool)
 
-    @property
+    @cached_property
     def pool(self) -> tuple[int, int]:
         """How many pages there are, and how many tokens each holds."""
         return self.latent.shape[0], self.latent.shape[1]

@@ -4,7 +4,7 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops._simd import ISA
-from auraflux.ops.linear.reference import embed, gate_up_swiglu, linear
+from auraflux.ops.linear.reference import embed, gate_up_swiglu, linear, linears
 from auraflux.quant import QTensor, quantize
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,6 +30,15 @@ def dense(tokens: int, rows: int, width: int, dtype: torch.dtype) -> Args:
 def pair(tokens: int, rows: int, width: int, bits: int, up_bits: int | None = None, **options) -> Args:
     up = weight(rows, width, up_bits or bits, **options)
     return {"x": torch.randn(tokens, width), "gate": weight(rows, width, bits, **options), "up": up}
+
+
+def several(tokens: int, rows: tuple[int, ...], width: int, bits: int, last_bits: int | None = None, **options) -> Args:
+    weights = [weight(n, width, bits, **options) for n in rows[:-1]]
+    return {"x": torch.randn(tokens, width), "weights": (*weights, weight(rows[-1], width, last_bits or bits, **options))}
+
+
+def with_biases(args: Args) -> Args:
+    return {**args, "biases": [torch.randn(args["weights"][0].shape[0]), None, torch.randn(args["weights"][2].shape[0])]}
 
 
 def dense_pair(tokens: int, rows: int, width: int) -> Args:
@@ -68,8 +77,8 @@ def large_product(tokens: int, bits: int) -> Args:
 
 def flops(args: Args) -> int:
     x = args["x"]
-    rows = (args["gate"].shape[0] + args["up"].shape[0]) if "gate" in args else args["weight"].shape[0]
-    return 2 * x.numel() * rows
+    weights = args.get("weights") or [args[name] for name in ("weight", "gate", "up") if name in args]
+    return 2 * x.numel() * sum(weight.shape[0] for weight in weights)
 
 
 def touched(args: Args) -> int:
@@ -123,6 +132,12 @@ CASES = [
     linear_case("dense-bf16-many", lambda: dense(50, 100, 333, BF16)),
     linear_case("dense-f16", lambda: dense(2, 63, 100, F16)),
     linear_case("dense-f32", lambda: dense(7, 63, 100, F32)),
+    Case(linears, "one-token", lambda: several(1, (2048, 512, 512), 1024, 4), exact=False, tol=FAST, flops=flops, bench=True),
+    Case(linears, "one-token-exact", lambda: several(1, (128, 64, 33), 128, 4)),
+    Case(linears, "many-tokens", lambda: with_biases(several(21, (100, 63, 64), 128, 4))),
+    Case(linears, "mixed-bits", lambda: several(3, (63, 32, 32), 128, 4, last_bits=8)),
+    Case(linears, "row-order", lambda: several(2, (100, 50, 3), 128, 4, lanes=1)),
+    Case(linears, "dense", lambda: {"x": torch.randn(2, 63), "weights": [torch.randn(100, 63), torch.randn(5, 63)]}),
     Case(gate_up_swiglu, "one-token", lambda: pair(1, 1536, 576, 4), exact=False, tol=2e-2, flops=flops, bench=True),
     Case(gate_up_swiglu, "many-tokens", lambda: pair(21, 128, 192, 4), flops=flops),
     Case(gate_up_swiglu, "mixed-bits", lambda: pair(3, 63, 128, 4, up_bits=8), flops=flops),
@@ -133,5 +148,6 @@ CASES = [
     Case(embed, "spilling-codes", lambda: lookup(7, 64, 192, 3), nbytes=touched),
     Case(embed, "row-order", lambda: lookup(5, 63, 128, 8, lanes=1, scales=F32), nbytes=touched),
     Case(embed, "mxfp4", lambda: lookup(5, 63, 128, 4, group=32, kind="mxfp4"), nbytes=touched),
+    Case(embed, "f16-scales", lambda: lookup(5, 63, 128, 4, group=32, scales=F16), nbytes=touched),
     Case(embed, "dense", lambda: {"ids": torch.tensor([3, 0, 3]), "table": torch.randn(4, 63)}),
 ]

@@ -5,17 +5,21 @@ widened as it is read.
 """
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._jit import Kernel, arguments, as_float, float_of_bits, floats, halves, int32s, jit, like, share, threads
+from auraflux.ops._jit import Kernel, arguments, as_float, float_of_bits, floats, halves, held, like, share, threads
 from auraflux.ops.activation.cpu import swiglu
+from auraflux.ops.linear._embed import embed
 from auraflux.ops.linear.products import BLOCK, driver_for, padded, token_indices
 from auraflux.ops.linear.reference import Weight
-from auraflux.quant import QTensor, mxfp4
+from auraflux.quant import QTensor
+
+__all__ = ["embed", "gate_up_swiglu", "linear", "linears"]
 
 FEW_TOKENS = 8  # up to here a dense bf16 weight is widened as it is read
 PARALLEL_FROM = 1 << 16  # weights; below this, waking the threads costs more than the work
@@ -23,23 +27,24 @@ PARALLEL_FROM = 1 << 16  # weights; below this, waking the threads costs more th
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     flat = rows_of(x)
-    out = multiply(flat, weight) if isinstance(weight, QTensor) else multiply_dense(flat, weight)
+    out = multiply(flat, weight)[0] if isinstance(weight, QTensor) else multiply_dense(flat, weight)
     if bias is not None:
         out += bias
     return shaped(out, x)
 
 
+def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
+    products = multiply_all(rows_of(x), weights)
+    for out, bias in zip(products, biases or (), strict=False):
+        if bias is not None:
+            out += bias
+    return tuple([shaped(out, x) for out in products])
+
+
 def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
-    flat = rows_of(x)
-    if isinstance(gate, QTensor) and isinstance(up, QTensor):
-        if same_format(gate, up):
-            gated, other = multiply(flat, gate, up).view(2, len(flat), gate.shape[0])
-        else:
-            gated, other = multiply(flat, gate), multiply(flat, up)
-    elif isinstance(gate, Tensor) and isinstance(up, Tensor):
-        gated, other = multiply_dense(flat, gate), multiply_dense(flat, up)
-    else:
+    if isinstance(gate, QTensor) is not isinstance(up, QTensor):
         raise Declined("one of gate and up is quantized, the other dense")
+    gated, other = multiply_all(rows_of(x), (gate, up))
     return shaped(swiglu(gated, other), x)
 
 
@@ -55,28 +60,39 @@ def shaped(out: Tensor, x: Tensor) -> Tensor:
 
 
 def same_format(a: QTensor, b: QTensor) -> bool:
-    return (a.bits, a.group, a.lanes, a.scales.dtype) == (b.bits, b.group, b.lanes, b.scales.dtype)
+    return a.format == b.format
 
 
-def multiply(x: Tensor, *weights: QTensor) -> Tensor:
-    """Multiply one stack of tokens by weights of one shape and format.
+def multiply_all(x: Tensor, weights: Sequence[Weight]) -> list[Tensor]:
+    """Multiply x [T, K] by each weight; quantized ones of one format in one go."""
+    together = [weight for weight in weights if isinstance(weight, QTensor)]
+    if len(together) == len(weights) and all(same_format(together[0], weight) for weight in together):
+        return multiply(x, *together)
+    return [multiply(x, w)[0] if isinstance(w, QTensor) else multiply_dense(x, w) for w in weights]
+
+
+def multiply(x: Tensor, *weights: QTensor) -> list[Tensor]:
+    """Multiply one stack of tokens by weights of one width and format.
 
     x       [T, K]  float32
-    returns [len(weights) * T, N], one weight's results after the other's
+    returns [T, N] for each weight
     """
     first = weights[0]
     if first.lanes not in (1, BLOCK):
         raise Declined(f"rows lie {first.lanes} side by side; these kernels take 1 or {BLOCK}")
-    tokens, rows = x.shape[0], first.shape[0]
-    wide = padded(rows)
-    out = torch.empty(len(weights) * tokens, wide)
-    index, to = token_indices(tokens), out.data_ptr()
-    products = array("q")
+    tokens = x.shape[0]
+    index, products, results = token_indices(tokens), array("q"), []
     for weight in weights:
-        products.extend((*weight.addresses, index, tokens, to))
-        to += 4 * tokens * wide
-    driver_for(first)(x.data_ptr(), tokens, first, products.buffer_info()[0], len(weights), 4 * wide)
-    return out if wide == rows else out[:, :rows].contiguous()
+        rows = weight.shape[0]
+        wide = padded(rows)
+        out = torch.empty(tokens, wide)
+        products.extend((*weight.addresses, index, tokens, out.data_ptr(), rows, 4 * wide))
+        results.append(out)
+    driver_for(first)(x.data_ptr(), tokens, first, held(products), len(weights))
+    return [
+        out if out.shape[1] == w.shape[0] else out[:, : w.shape[0]].contiguous()
+        for out, w in zip(results, weights, strict=True)
+    ]
 
 
 @Kernel
@@ -100,43 +116,3 @@ def multiply_dense(x: Tensor, weight: Tensor) -> Tensor:
         _bf16_rows(jobs, x.data_ptr(), *x.shape, weight.data_ptr(), weight.shape[0], out.data_ptr())
         return out
     return torch.nn.functional.linear(x, as_float(weight))
-
-
-@jit
-def _decode_row(words_at, scales_at, biases_at, levels_at, bits, group, width, out_at):
-    """code -> levels[code] * scale + bias, for one row."""
-    words, out, levels = int32s(words_at, width * bits // 32), floats(out_at, width), floats(levels_at, 1 << bits)
-    scales, biases = floats(scales_at, width // group), floats(biases_at, width // group)
-    for i in range(width):
-        word, shift = (i * bits) >> 5, (i * bits) & 31
-        code = np.uint32(words[word]) >> np.uint32(shift)
-        if shift + bits > 32:
-            code |= np.uint32(words[word + 1]) << np.uint32(32 - shift)
-        out[i] = levels[code & np.uint32((1 << bits) - 1)] * scales[i // group] + biases[i // group]
-
-
-@Kernel
-def _decode_rows(args, job, jobs):
-    words, scales, biases, levels, bits, group, width, rows, out = arguments(args, 9)
-    groups = width // group
-    for row in share(rows, job, jobs):
-        meta = 4 * row * groups
-        _decode_row(
-            words + row * width * bits // 8, scales + meta, biases + meta, levels, bits, group, width, out + 4 * row * width
-        )
-
-
-def embed(ids: Tensor, table: Weight) -> Tensor:
-    if not isinstance(table, QTensor):
-        return table[ids.long()]
-    rows = table.take(ids.long())
-    if rows.biases is None:
-        levels, scales = mxfp4.levels(), mxfp4.scale_values(rows.scales)
-        biases = torch.zeros_like(scales)
-    else:
-        levels, scales, biases = torch.arange(2.0**table.bits), rows.scales.float(), rows.biases.float()
-    out = torch.empty(rows.shape)
-    jobs = threads() if out.numel() >= PARALLEL_FROM else 1
-    arrays = (rows.packed.data_ptr(), scales.data_ptr(), biases.data_ptr(), levels.data_ptr())
-    _decode_rows(jobs, *arrays, table.bits, table.group, table.shape[1], len(ids), out.data_ptr())
-    return out

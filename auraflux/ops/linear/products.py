@@ -1,12 +1,13 @@
 """Compiled drivers around the inner loops: a list of products, shared out over the threads.
 
-A product is one weight against some tokens. All products of a list have weights of one shape and format and take their tokens
+A product is one weight against some tokens. All products of a list have weights of one width and format and take their tokens
 from one stack, whose activations are made ready first. `linear` is a list of one, gate and up are a list of two, the experts
 of a mixture a longer one. Each thread takes the same share of every product's rows, so uneven lists stay balanced.
 """
 
 from array import array
 from functools import lru_cache
+from typing import Any
 
 import numba
 import torch
@@ -19,13 +20,16 @@ from auraflux.quant import QTensor
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
-PREPARE_PARALLEL_FROM = 1 << 16  # activations; rounding fewer takes less time than waking the threads
+# below these, waking the threads costs more than the work
+PARALLEL_FROM = 1 << 16  # weights times tokens
+PREPARE_PARALLEL_FROM = 1 << 16  # activations
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.uint8: "e8m0"}
 
-# a product is six numbers: addresses of codes, scales and biases, address of its token indices, how many, where results go
-FIELDS = 6
-CODES, SCALES, BIASES, INDEX, COUNT, OUT = range(FIELDS)
+# a product is eight numbers: addresses of codes, scales and biases, address of its token indices, how many; where results go,
+# the weight's rows, bytes from one token's results to the next
+FIELDS = 8
+CODES, SCALES, BIASES, INDEX, COUNT, OUT, ROWS, STRIDE = range(FIELDS)
 
 
 class Driver:
@@ -35,19 +39,27 @@ class Driver:
         self.form = form
         self.prepare, self.multiply = build_prepare(form), build_multiply(form)
         self.act_nbytes = 1 if form.fast else 4
+        self._sizes: dict[int, tuple[int, int]] = {}
 
-    def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int, out_stride: int) -> None:
-        """Work through a list of products, all with weights like `weight`.
+    def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int) -> None:
+        """Work through a list of products, all with weights of the format and width of `weight`.
 
-        x           address of float32 [tokens, K]
-        products    address of int64 [count, FIELDS]
-        out_stride  bytes from one token's results to the next
+        x         address of float32 [tokens, K]
+        products  address of int64 [count, FIELDS]
         """
         rows, width = weight.shape[-2:]
-        jobs = threads()
-        space = workspace(tokens * self.token_nbytes(width) + jobs * self.scratch_nbytes(width))
+        jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
+        token_nbytes, scratch_nbytes = self.sizes(width)
+        space = workspace(tokens * token_nbytes + jobs * scratch_nbytes)
         self.prepare(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space)
-        self.multiply(jobs, tokens, width, products, count, rows, weight.lanes == 1, out_stride, space)
+        self.multiply(jobs, tokens, width, products, count, weight.lanes == 1, space)
+
+    def sizes(self, width: int) -> tuple[int, int]:
+        """Bytes for a token, and for a thread."""
+        found = self._sizes.get(width)
+        if found is None:
+            found = self._sizes[width] = self.token_nbytes(width), self.scratch_nbytes(width)
+        return found
 
     def token_nbytes(self, width: int) -> int:
         """A token's prepared activations, their scales and sums, and a line: rows a power of two long share cache sets."""
@@ -64,9 +76,16 @@ def driver(fast: bool, bits: int, group: int, scale_dtype: torch.dtype) -> Drive
     return Driver(Form(fast, bits, group, KINDS[scale_dtype]))
 
 
+_drivers: dict[tuple[Any, ...], Driver] = {}
+
+
 def driver_for(weight: QTensor) -> Driver:
     """The steps for a weight, under the contract in force."""
-    return driver(not is_exact(), weight.bits, weight.group, weight.scales.dtype)
+    key = is_exact(), weight.format
+    found = _drivers.get(key)
+    if found is None:
+        found = _drivers[key] = driver(not is_exact(), weight.bits, weight.group, weight.scales.dtype)
+    return found
 
 
 def padded(rows: int) -> int:
@@ -136,7 +155,7 @@ def build_multiply(spec: Form) -> Kernel:
 
     @Kernel
     def multiply(args, job, jobs):
-        tokens, width, products, count, rows, by_rows, out_stride, space = arguments(args, 8)
+        tokens, width, products, count, by_rows, space = arguments(args, 6)
         groups, words = width // group, width * bits // 32
         stride = width * act_nbytes + LINE
         act_scales = space + tokens * stride
@@ -147,6 +166,9 @@ def build_multiply(spec: Form) -> Kernel:
         scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
         ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * scratch_size
         for p in range(0, count * FIELDS, FIELDS):
+            if table[p + COUNT] == 0:
+                continue
+            rows = table[p + ROWS]
             for block in share((rows + BLOCK - 1) // BLOCK, job, jobs):
                 codes = table[p + CODES] + block * codes_nbytes
                 scales = table[p + SCALES] + block * scales_nbytes
@@ -161,7 +183,7 @@ def build_multiply(spec: Form) -> Kernel:
                     if has_biases:
                         _turn_scales(table[p + BIASES], biases, first, rows, groups, scale_nbytes)
                 index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT] + 4 * block * BLOCK
-                _block(form, (codes, scales, biases), ready, acts, index, left, groups, out, out_stride)
+                _block(form, (codes, scales, biases), ready, acts, index, left, groups, out, table[p + STRIDE])
 
     return multiply
 

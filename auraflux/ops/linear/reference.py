@@ -1,5 +1,7 @@
 """Products with weight matrices, quantized or dense."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,34 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return y.to(x.dtype)
 
 
+def _check_linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> None:
+    check_dtype("x", x, *FLOAT_DTYPES)
+    if not weights:
+        raise InputError("no weights were given; at least one is needed.")
+    if biases is not None and len(biases) != len(weights):
+        raise InputError(f"{len(biases)} biases were given for {len(weights)} weights; one for each, or None, is needed.")
+    for number, weight in enumerate(weights):
+        bias = None if biases is None else biases[number]
+        check_dense(x=x, weights=weight, biases=bias)
+        check_weight("weights", x, weight)
+        if bias is not None:
+            check_shape("biases", bias, weight.shape[0])
+
+
+@op(check=_check_linears)
+def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
+    """Multiply the same rows by several weight matrices, as the projections to queries, keys and values do.
+
+    x        [..., K]
+    weights  [N, K]    each with an N of its own; QTensors, or dense tensors
+    biases   [N]       one or None for each weight; or None
+    returns  [..., N]  for each weight, in x's dtype
+    """
+    return tuple(
+        linear.reference(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
+    )
+
+
 def _check_gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> None:
     check_dense(x=x, gate=gate, up=up)
     check_dtype("x", x, *FLOAT_DTYPES)
@@ -88,7 +118,9 @@ def _check_embed(ids: Tensor, table: Weight) -> None:
     if len(table.shape) != 2:
         raise InputError(f"'table' has shape {list(table.shape)}; a matrix [V, D] is needed.")
     if ids.numel():
-        low, high = ids.aminmax()
+        # for a few, Python's own are quicker
+        found = ids.tolist() if ids.numel() <= 16 else ids.aminmax()
+        low, high = min(found), max(found)
         if low < 0 or high >= table.shape[0]:
             raise InputError(f"ids reach from {int(low)} to {int(high)}; the table has {table.shape[0]} rows.")
 

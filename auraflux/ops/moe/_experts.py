@@ -13,10 +13,24 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, share, threads
+from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, int64s, like, recorder, share, threads
 from auraflux.ops.activation.cpu import clamped_swiglu, swiglu
 from auraflux.ops.linear.cpu import multiply_dense, same_format
-from auraflux.ops.linear.products import BLOCK, FIELDS, driver_for, padded, token_indices
+from auraflux.ops.linear.products import (
+    BIASES,
+    BLOCK,
+    CODES,
+    COUNT,
+    FIELDS,
+    INDEX,
+    OUT,
+    ROWS,
+    SCALES,
+    STRIDE,
+    driver_for,
+    padded,
+    token_indices,
+)
 from auraflux.ops.moe.experts import Experts
 from auraflux.quant import QTensor
 
@@ -24,22 +38,26 @@ TOKENS_AT_ONCE = 512  # bounds the intermediate results: a pair needs 4 * (2 * I
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
 
-@jit
-def _group(ids_at, tokens, k, experts, starts_at, tokens_at, places_at):
+@Kernel
+def _group(args, job, jobs):
     """Sort pairs by expert, stably.
 
     starts  int64 [experts + 1]   where each expert's pairs begin
     tokens  int64 [pairs]         the token of each pair, in the new order
     places  int64 [tokens, k]     where a token's pair went
-    returns the first id out of range, or -1
+    wrong   int64 [1]             the first pair whose id is out of range, or -1; nobody has pairs then
     """
+    ids_at, tokens, k, experts, starts_at, tokens_at, places_at, wrong_at = arguments(args, 8)
     pairs = tokens * k
     ids, starts = int32s(ids_at, pairs), int64s(starts_at, experts + 1)
-    of, places = int64s(tokens_at, pairs), int64s(places_at, pairs)
+    of, places, wrong = int64s(tokens_at, pairs), int64s(places_at, pairs), int64s(wrong_at, 1)
     starts[:] = 0
+    wrong[0] = -1
     for pair in range(pairs):
         if ids[pair] < 0 or ids[pair] >= experts:
-            return pair
+            starts[:] = 0
+            wrong[0] = pair
+            return
         starts[ids[pair] + 1] += 1
     for expert in range(experts):
         starts[expert + 1] += starts[expert]
@@ -50,27 +68,44 @@ def _group(ids_at, tokens, k, experts, starts_at, tokens_at, places_at):
     for expert in range(experts, 0, -1):
         starts[expert] = starts[expert - 1]
     starts[0] = 0
-    return -1
 
 
-@jit
-def _list_products(starts_at, experts, weight, strides, index, out, out_stride, list_at):
-    """Write a product for every expert that has tokens; returns how many.
+@Kernel
+def _list_products(args, job, jobs):
+    """Write a product for every expert that has tokens, and products of no tokens up to `most`.
 
-    weight, strides  addresses of codes, scales and biases of expert 0, and bytes from one expert to the next
-    index            address of the tokens of pair 0; out  of its result
+    codes, scales, biases  addresses of expert 0's, and bytes from one expert to the next
+    index                  address of the tokens of pair 0; out  of its result
     """
-    starts, products = int64s(starts_at, experts + 1), int64s(list_at, FIELDS * experts)
-    count = 0
+    found = arguments(args, 14)
+    starts_at, experts, most, codes, scales, biases, codes_step, scales_step, biases_step = found[:9]
+    index, out, rows, out_stride, list_at = found[9:]
+    starts, products = int64s(starts_at, experts + 1), int64s(list_at, FIELDS * most)
+    at = 0
     for expert in range(experts):
         first, many = starts[expert], starts[expert + 1] - starts[expert]
         if many > 0:
-            at = FIELDS * count
-            for i in range(3):
-                products[at + i] = weight[i] + expert * strides[i]
-            products[at + 3], products[at + 4], products[at + 5] = index + 8 * first, many, out + out_stride * first
-            count += 1
-    return count
+            products[at + CODES], products[at + SCALES] = codes + expert * codes_step, scales + expert * scales_step
+            products[at + BIASES] = biases + expert * biases_step
+            products[at + INDEX], products[at + COUNT], products[at + OUT] = index + 8 * first, many, out + out_stride * first
+            products[at + ROWS], products[at + STRIDE] = rows, out_stride
+            at += FIELDS
+    while at < FIELDS * most:
+        products[at + COUNT] = 0
+        at += FIELDS
+
+
+@Kernel
+def _add_biases(args, job, jobs):
+    """Add its expert's bias to the results of every pair."""
+    starts_at, experts, biases, width, rows, stride = arguments(args, 6)
+    starts = int64s(starts_at, experts + 1)
+    for expert in range(experts):
+        bias = floats(biases + 4 * expert * width, width)
+        for pair in range(starts[expert], starts[expert + 1]):
+            row = floats(rows + stride * pair, width)
+            for i in range(width):
+                row[i] += bias[i]
 
 
 def _strides(stack: QTensor) -> tuple[int, int, int]:
@@ -111,68 +146,61 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Ten
 def _some_tokens(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
     tokens, k = ids.shape
     pairs, count = tokens * k, experts.count
-    plan = torch.empty(count + 1 + 2 * pairs, dtype=torch.int64)
+    plan = torch.empty(count + 1 + 2 * pairs + 1, dtype=torch.int64)
     starts = plan.data_ptr()
     index = starts + 8 * (count + 1)
     places = index + 8 * pairs
-    wrong = _group(ids.data_ptr(), tokens, k, count, starts, index, places)
-    if wrong >= 0:
+    _group(1, ids.data_ptr(), tokens, k, count, starts, index, places, places + 8 * pairs)
+    if recorder.recording is None and (wrong := int(plan[-1])) >= 0:
         raise InputError(f"ids[{wrong // k}, {wrong % k}] is {int(ids.view(-1)[wrong])}; there are {count} experts.")
-    of_pair = plan[count + 1 : count + 1 + pairs]
-    owner = None
-    if experts.gate_bias is not None or experts.down_bias is not None:
-        owner = torch.repeat_interleave(torch.arange(count), plan[: count + 1].diff())
-    hidden = _hidden(x, experts, plan, starts, index, of_pair, owner)
-    results = _down(hidden, experts, plan, starts, owner)
+    hidden = _hidden(x, experts, plan, pairs)
+    results = _down(hidden, experts, plan)
     jobs = threads() if pairs * experts.hidden >= PARALLEL_FROM else 1
     arrays = (results.data_ptr(), 4 * results.shape[1], places, weights.data_ptr())
     _weighted_sum(jobs, *arrays, tokens, k, experts.hidden, out.data_ptr())
 
 
-def _hidden(
-    x: Tensor, experts: Experts, plan: Tensor, starts: int, index: int, of_pair: Tensor, owner: Tensor | None
-) -> Tensor:
+def _hidden(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
     """The gated product of each pair, in the order of experts: [pairs, I]."""
-    inner, pairs = experts.inner, len(of_pair)
+    inner, count, starts = experts.inner, experts.count, plan.data_ptr()
+    index = starts + 8 * (count + 1)
     if isinstance(experts.gate, QTensor) and isinstance(experts.up, QTensor):
-        wide = padded(inner)
+        wide, most = padded(inner), min(count, pairs)
         both = torch.empty(2, pairs, wide)
-        most = min(experts.count, pairs)
         products = torch.empty(2, most * FIELDS, dtype=torch.int64)
-        used = 0
         for number, stack in enumerate((experts.gate, experts.up)):
-            to = products.data_ptr() + 8 * FIELDS * used
-            where = (index, both[number].data_ptr(), 4 * wide, to)
-            made = _list_products(starts, experts.count, stack.addresses, _strides(stack), *where)
-            if same_format(experts.gate, experts.up):
-                used += made
-            else:
-                driver_for(stack)(x.data_ptr(), len(x), stack, to, made, 4 * wide)
-        if used:
-            driver_for(experts.gate)(x.data_ptr(), len(x), experts.gate, products.data_ptr(), used, 4 * wide)
+            to = products.data_ptr() + 8 * FIELDS * most * number
+            where = (index, both.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
+            _list_products(1, starts, count, most, *stack.addresses, *_strides(stack), *where)
+            if not same_format(experts.gate, experts.up):
+                driver_for(stack)(x.data_ptr(), len(x), stack, to, most)
+        if same_format(experts.gate, experts.up):
+            driver_for(experts.gate)(x.data_ptr(), len(x), experts.gate, products.data_ptr(), 2 * most)
         gate, up = both if wide == inner else both[..., :inner].contiguous()
     else:
+        of_pair = plan[count + 1 : count + 1 + pairs]
         gate, up = _dense(x[of_pair], experts.gate, plan), _dense(x[of_pair], experts.up, plan)
     for product, bias in ((gate, experts.gate_bias), (up, experts.up_bias)):
         if bias is not None:
-            product += bias[owner]
+            _add_biases(1, starts, count, bias.data_ptr(), inner, product.data_ptr(), 4 * inner)
     return swiglu(gate, up) if experts.clamp is None else clamped_swiglu(gate, up, experts.clamp.alpha, experts.clamp.limit)
 
 
-def _down(hidden: Tensor, experts: Experts, plan: Tensor, starts: int, owner: Tensor | None) -> Tensor:
+def _down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
     """Each pair's result: [pairs, H], or wider where rows are padded."""
-    pairs = len(hidden)
+    pairs, count, starts = len(hidden), experts.count, plan.data_ptr()
     if isinstance(experts.down, QTensor):
-        wide = padded(experts.hidden)
+        wide, most = padded(experts.hidden), min(count, pairs)
         results = torch.empty(pairs, wide)
-        products = torch.empty(min(experts.count, pairs) * FIELDS, dtype=torch.int64)
-        where = (token_indices(pairs), results.data_ptr(), 4 * wide, products.data_ptr())
-        made = _list_products(starts, experts.count, experts.down.addresses, _strides(experts.down), *where)
-        driver_for(experts.down)(hidden.data_ptr(), pairs, experts.down, products.data_ptr(), made, 4 * wide)
+        products = torch.empty(most * FIELDS, dtype=torch.int64)
+        where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr())
+        _list_products(1, starts, count, most, *experts.down.addresses, *_strides(experts.down), *where)
+        driver_for(experts.down)(hidden.data_ptr(), pairs, experts.down, products.data_ptr(), most)
     else:
         results = _dense(hidden, experts.down, plan)
     if experts.down_bias is not None:
-        results[:, : experts.hidden] += experts.down_bias[owner]
+        bias = experts.down_bias.data_ptr()
+        _add_biases(1, starts, count, bias, experts.hidden, results.data_ptr(), 4 * results.shape[1])
     return results
 
 

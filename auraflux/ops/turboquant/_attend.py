@@ -1,17 +1,19 @@
-"""How attention on codes is divided: an item is one key head of one sequence, some rows of queries, one part of the positions.
+"""The kernels of attention on codes: queries are rotated, items of work attended to, their parts joined and rotated back.
 
-Every item leaves its unnormalised sum, highest score and sum of weights; `finish_rows` joins the parts and rotates them back.
+Jobs take items in turn. Every item leaves its unnormalised sums, highest scores and sums of weights.
 """
 
 from functools import lru_cache
 
 import numpy as np
 
-from auraflux.ops._jit import Kernel, arguments, floats, int32s, real, share
+from auraflux.ops._jit import Kernel, arguments, floats, real, share
 from auraflux.ops.attention._softmax import NOTHING, merge_row
 from auraflux.ops.turboquant._codec import turn_row
-from auraflux.ops.turboquant._exact import ROWS, Cache, Rows, Side, attend_exact, padded
+from auraflux.ops.turboquant._exact import attend_few
 from auraflux.ops.turboquant._fast import attend_fast
+from auraflux.ops.turboquant._items import count_items, item_at, opened, sides
+from auraflux.ops.turboquant._many import attend_many
 
 
 @lru_cache
@@ -33,47 +35,42 @@ def build_queries(width: int) -> Kernel:
     return queries
 
 
-@lru_cache
-def build_attend(fast: int) -> Kernel:
-    """Compile the loop over items; where it is fast, sequences with one query take rounded levels, queries and weights."""
+@Kernel
+def attend_one_by_one(args, job, jobs):
+    """Attend for sequences with one new token, on rounded levels, queries and weights."""
+    step, before = opened(args), 0
+    keys, values = sides(step)
+    for b in range(step.sequences):
+        count = count_items(step, b)
+        for number in range((job - before) % jobs, count, jobs):
+            item, work = item_at(step, b, number), step.space + job * step.scratch
+            attend_fast(item, keys, values, real(step.softcap), real(step.threshold), work)
+        before += count
 
-    @Kernel
-    def attend_items(args, job, jobs):
-        (
-            q, heads, width, page, table, table_width, lengths, starts, sequences,
-            key_heads, key_codes, key_norms, key_book, key_bits, value_codes, value_norms, value_book, value_bits,
-            reach, softcap, block, parts, o, m, totals, slots, space, scratch,
-        ) = arguments(args, 28)  # fmt: skip
-        group, room, item = heads // key_heads, padded(width), 0
-        keys, values = Side(key_codes, key_norms, key_book, key_bits), Side(value_codes, value_norms, value_book, value_bits)
-        for b in range(sequences):
-            token = np.int64(int32s(starts, sequences + 1)[b])
-            new, length = np.int64(int32s(starts, sequences + 1)[b + 1]) - token, np.int64(int32s(lengths, sequences)[b])
-            oldest = max(0, length - new - reach)
-            # parts are of `block` positions each, or share what is seen
-            origin, step = (0, block) if block else (oldest, (length - oldest + parts - 1) // parts)
-            for number in range((new * group + ROWS - 1) // ROWS * key_heads * parts):
-                item += 1
-                if item % jobs != job:
-                    continue
-                part, head, row = number % parts, number // parts % key_heads, number // parts // key_heads * ROWS
-                count = min(ROWS, new * group - row)
-                position = length - new
-                # from the first position that the first row sees to the last row's own
-                first = max(max(oldest, position + row // group - reach), origin + part * step)
-                last = min(position + (row + count - 1) // group + 1, origin + (part + 1) * step)
-                place = token * heads + head * group
-                rows = Rows(q + 4 * place * room, room, heads, group, position, row, count, reach)
-                cache = Cache(table + 4 * b * table_width, page, key_heads, head, width)
-                slot = place * slots + part
-                ends = (m + 4 * slot, totals + 4 * slot)
-                out, out_step, work = o + 4 * slot * width, 4 * slots * width, space + job * scratch
-                if fast and new == 1:
-                    attend_fast(rows, cache, keys, values, real(softcap), first, last, out, out_step, ends, 4 * slots, work)
-                else:
-                    attend_exact(rows, cache, keys, values, real(softcap), first, last, out, out_step, ends, 4 * slots, work)
 
-    return attend_items
+@Kernel
+def attend_few_rows(args, job, jobs):
+    """Attend in float32 for sequences with few new tokens."""
+    step, before = opened(args), 0
+    keys, values = sides(step)
+    for b in range(step.sequences):
+        count = count_items(step, b)
+        for number in range((job - before) % jobs, count, jobs):
+            item, work = item_at(step, b, number), step.space + job * step.scratch
+            attend_few(item, keys, values, real(step.softcap), real(step.threshold), work)
+        before += count
+
+
+@Kernel
+def attend_many_rows(args, job, jobs):
+    """Attend in float32 for sequences with many new tokens. Every value is read: some query gives it weight."""
+    step, before = opened(args), 0
+    keys, values = sides(step)
+    for b in range(step.sequences):
+        count = count_items(step, b)
+        for number in range((job - before) % jobs, count, jobs):
+            attend_many(item_at(step, b, number), keys, values, real(step.softcap), step.space + job * step.scratch)
+        before += count
 
 
 @lru_cache

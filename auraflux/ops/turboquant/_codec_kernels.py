@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import Kernel, arguments, floats, int32s, jit, share
-from auraflux.ops.turboquant._codec import quantize_row, turn_row, unit_row, unpack_row
+from auraflux.ops._jit import Kernel, arguments, floats, int32s, int64s, jit, share
+from auraflux.ops.turboquant._codec import BLOCK, CHUNK, encode_block, turn_row, unpack_row
+from auraflux.ops.turboquant._quantize import search_table
 from auraflux.ops.turboquant.codebook import _tables
 from auraflux.ops.turboquant.rotation import rotation
 
@@ -35,21 +36,27 @@ def turn_for(width: int, seed: int) -> Turn:
 
 
 class Levels(NamedTuple):
-    """A codebook as kernels take it: addresses of levels by code, of boundaries, of the code of each level."""
+    """A codebook as kernels take it: addresses of levels by code, of what finds them, and of the code of each level.
+
+    ordered  whether codes are numbered as their levels ascend
+    """
 
     book: int
-    middles: int
+    search: int
     order: int
+    ordered: int
 
 
 def levels_for(bits: int, width: int) -> Levels:
     # `codebook` keeps these tensors, and alone knows when they change
-    return Levels(*(table.data_ptr() for table in _tables(bits, width, CPU)))
+    return _levels(bits, width, _tables(bits, width, CPU))
 
 
-def scratch_nbytes(width: int) -> int:
-    """What one job needs: a direction, its rotation, ranks, and sums in float64; rows rounded up to whole chunks."""
-    return 20 * (width + 63) // 64 * 64 + 1024
+@lru_cache
+def _levels(bits: int, width: int, tables: tuple[Tensor, Tensor, Tensor]) -> Levels:
+    book, _, order = tables
+    ordered = torch.equal(order, torch.arange(1 << bits))
+    return Levels(book.data_ptr(), search_table(bits, width).ctypes.data, order.data_ptr(), int(ordered))
 
 
 @lru_cache
@@ -66,26 +73,24 @@ def build_rotate(width: int, inverse: int) -> Kernel:
 
 @lru_cache
 def build_encode(width: int) -> Kernel:
-    room = (width + 31) // 32 * 32
-
     @Kernel
     def encode_rows(args, job, jobs):
-        x, rows, table, bits, book, middles, order, codes, norms, space, scratch = arguments(args, 11)
-        words = (width * bits + 31) // 32
-        sums = space + job * scratch
-        unit, y, ranks = sums + 8 * room, sums + 12 * room, sums + 16 * room
-        for row in share(rows, job, jobs):
-            length = unit_row(x + 4 * row * width, unit, width)
-            turn_row(width, 0, unit, table, y, sums)
-            rounded = quantize_row(y, width, bits, book, middles, order, ranks, codes + 4 * row * words)
-            floats(norms, rows)[row] = np.float32(length / rounded)
+        x, rows, turn, bits, book, search, order, ordered, codes, norms, space, scratch = arguments(args, 12)
+        levels, words, work = Levels(book, search, order, ordered), (width * bits + 31) // 32, space + job * scratch
+        lists, mine = int64s(work, 3 * BLOCK), share(rows, job, jobs)
+        for first in range(mine.start, mine.stop, BLOCK):
+            count = min(BLOCK, mine.stop - first)
+            for r in range(count):
+                lists[r] = x + 4 * (first + r) * width
+                lists[BLOCK + r], lists[2 * BLOCK + r] = codes + 4 * (first + r) * words, norms + 4 * (first + r)
+            encode_block(width, bits, turn, levels, count, work)
 
     return encode_rows
 
 
 @lru_cache
 def build_decode(width: int) -> Kernel:
-    room = (width + 31) // 32 * 32
+    room = (width + CHUNK - 1) // CHUNK * CHUNK
 
     @Kernel
     def decode_rows(args, job, jobs):
@@ -120,23 +125,25 @@ def page_row(token, starts_at, lengths_at, sequences, table_at, table_width, pag
 
 @lru_cache
 def build_append(width: int) -> Kernel:
-    room = (width + 31) // 32 * 32
-
     @Kernel
     def append_rows(args, job, jobs):
+        """Encode one or two stacks of rows, keys and values, into their pages."""
         (
-            x, tokens, heads, turn, bits, book, middles, order, codes, norms,
-            page, table, table_width, lengths, starts, sequences, space, scratch,
-        ) = arguments(args, 18)  # fmt: skip
-        words = (width * bits + 31) // 32
-        sums = space + job * scratch
-        unit, y, ranks = sums + 8 * room, sums + 12 * room, sums + 16 * room
-        for row in share(tokens * heads, job, jobs):
-            number, slot = page_row(row // heads, starts, lengths, sequences, table, table_width, page)
-            target = (number * heads + row % heads) * page + slot
-            length = unit_row(x + 4 * row * width, unit, width)
-            turn_row(width, 0, unit, turn, y, sums)
-            rounded = quantize_row(y, width, bits, book, middles, order, ranks, codes + 4 * target * words)
-            floats(norms + 4 * target, 1)[0] = np.float32(length / rounded)
+            sides, tokens, heads, turn, page, table, table_width, lengths, starts, sequences, space, scratch,
+        ) = arguments(args, 12)  # fmt: skip
+        work, mine = space + job * scratch, share(tokens * heads, job, jobs)
+        lists = int64s(work, 3 * BLOCK)
+        for side in range(sides):
+            x, codes, norms, bits, book, search, order, ordered = arguments(args + 8 * (12 + 8 * side), 8)
+            levels, words = Levels(book, search, order, ordered), (width * bits + 31) // 32
+            for first in range(mine.start, mine.stop, BLOCK):
+                count = min(BLOCK, mine.stop - first)
+                for r in range(count):
+                    row = first + r
+                    number, slot = page_row(row // heads, starts, lengths, sequences, table, table_width, page)
+                    target = (number * heads + row % heads) * page + slot
+                    lists[r] = x + 4 * row * width
+                    lists[BLOCK + r], lists[2 * BLOCK + r] = codes + 4 * target * words, norms + 4 * target
+                encode_block(width, bits, turn, levels, count, work)
 
     return append_rows

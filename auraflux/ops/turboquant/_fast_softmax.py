@@ -52,14 +52,15 @@ def block_top(b, scores, groups, out):
 
 
 @kernel(constants=0)
-def block_weights(b, scores, groups, base, norms, factor, high, low, out):
+def block_weights(b, scores, groups, base, least, norms, factor, high, low, out):
     """Turn scores into weights exp(score - base), and those times norms and `factor` into 14 bits, upper and lower seven.
 
-    out  [2]  the sum of the weights, and that of their products with norms
+    least    weights below are counted, but become 0
+    out [2]  the sum of the weights, and that of their products with norms
     """
     total, products = (variable(b, splat(ISA.floats, 0.0)) for _ in range(2))
     lowest, zero = splat(ISA.floats, LOWEST), splat(ISA.floats, 0.0)
-    wide, gain = spread(b, base, LANES), spread(b, factor, LANES)
+    wide, gain, bound = (spread(b, x, LANES) for x in (base, factor, least))
     with cgutils.for_range(b, groups) as loop:
         place = b.mul(loop.index, at(BYTES))
         x = b.fsub(load(b, scores, place, ISA.floats), wide)
@@ -67,7 +68,8 @@ def block_weights(b, scores, groups, base, norms, factor, high, low, out):
         weight = b.select(nothing, zero, _exp(b, x))
         b.store(b.fadd(b.load(total), weight), total)
         # 0 times not-a-number: a value without weight must not be seen
-        product = b.select(nothing, zero, b.fmul(weight, load(b, norms, place, ISA.floats)))
+        unseen = b.or_(nothing, b.fcmp_ordered("<", weight, bound))
+        product = b.select(unseen, zero, b.fmul(weight, load(b, norms, place, ISA.floats)))
         b.store(b.fadd(b.load(products), product), products)
         steps = b.bitcast(fma(b, product, gain, splat(ISA.floats, MAGIC)), ISA.ints)
         for address, shift in ((high, 7), (low, 0)):

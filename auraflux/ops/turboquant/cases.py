@@ -10,13 +10,15 @@ from torch import Tensor
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.turboquant.codebook import BITS
-from auraflux.ops.turboquant.pages import CodePages, row_words
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 from auraflux.ops.turboquant.reference import (
     append_codes,
+    append_latent_codes,
     decode,
     encode,
     rotate,
     turboquant_attention,
+    turboquant_latent_attention,
     turboquant_partials,
     turboquant_values,
 )
@@ -60,13 +62,7 @@ def code_pages(
     lengths: list[int], heads: int, width: int, bits: tuple[int, int] = (4, 4), page: int = 16, gone: list[int] | None = None
 ) -> CodePages:
     """Fill a pool with random codes; pages lie in random order. Entries past a length, or among the first `gone`, are wild."""
-    counts = [-(-length // page) for length in lengths]
-    pool = sum(counts) + 1
-    free = torch.randperm(pool).int().tolist()
-    table = torch.full((len(lengths), max(counts) + 1), -12345, dtype=torch.int32)
-    for b, count in enumerate(counts):
-        skipped = 0 if gone is None else gone[b]
-        table[b, skipped:count] = torch.tensor([free.pop() for _ in range(skipped, count)], dtype=torch.int32)
+    pool, table = page_table(lengths, page, gone)
     keys, vals = (coded(pool, heads, page, bits=b, width=width) for b in bits)
     return CodePages(
         keys["codes"],
@@ -79,6 +75,27 @@ def code_pages(
         width,
         SEED,
     )
+
+
+def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> tuple[int, Tensor]:
+    """Give the pages of a pool with one to spare, and a table of them."""
+    counts = [-(-length // page) for length in lengths]
+    pool = sum(counts) + 1
+    free = torch.randperm(pool).int().tolist()
+    table = torch.full((len(lengths), max(counts) + 1), -12345, dtype=torch.int32)
+    for b, count in enumerate(counts):
+        skipped = 0 if gone is None else gone[b]
+        table[b, skipped:count] = torch.tensor([free.pop() for _ in range(skipped, count)], dtype=torch.int32)
+    return pool, table
+
+
+def latent_codes(
+    lengths: list[int], width: int, rope: int, bits: int = 4, page: int = 16, cache: torch.dtype = torch.float32
+) -> LatentCodes:
+    pool, table = page_table(lengths, page)
+    rows = coded(pool, page, bits=bits, width=width)
+    keys = vectors(pool, page, rope, dtype=cache)
+    return LatentCodes(rows["codes"], rows["norms"], keys, table, torch.tensor(lengths, dtype=torch.int32), bits, width, SEED)
 
 
 def edges(counts: list[int]) -> Tensor:
@@ -105,6 +122,7 @@ def attend(
     window: int | None = None,
     sinks: bool = False,
     softcap: float | None = None,
+    threshold: float | None = None,
 ) -> Args:
     """Make queries of the last `counts` tokens of sequences of the given lengths; heads are (query heads, coded heads)."""
     args = {
@@ -118,8 +136,62 @@ def attend(
         "window": window,
         "sinks": torch.randn(heads[0]) if sinks else None,
         "softcap": softcap,
+        "threshold": threshold,
     }
     return args | {name: value for name, value in options.items() if value is not None}
+
+
+def append_latent(
+    lengths: list[int], counts: list[int], width: int, rope: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> Args:
+    latent, k_rope = vectors(sum(counts), width, dtype=dtype), vectors(sum(counts), rope, dtype=dtype)
+    pages = latent_codes(lengths, width, rope, **options)
+    return {"latent": latent, "k_rope": k_rope, "pages": pages, "starts": edges(counts)}
+
+
+def attend_latent(
+    lengths: list[int],
+    counts: list[int],
+    heads: int,
+    width: int,
+    rope: int,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Args:
+    return {
+        "q_latent": vectors(sum(counts), heads, width, dtype=dtype),
+        "q_rope": vectors(sum(counts), heads, rope, dtype=dtype),
+        "pages": latent_codes(lengths, width, rope, **options),
+        "starts": edges(counts),
+        "scale": (width + rope) ** -0.5 * 2,
+    }
+
+
+def append_latent_nbytes(args: Args) -> int:
+    """Latents and rotated keys once, and the rows they become."""
+    pages: LatentCodes = args["pages"]
+    row = 4 * pages.codes.shape[-1] + 4 + pages.rope.shape[-1] * pages.rope.element_size()
+    return args["latent"].nbytes + args["k_rope"].nbytes + args["latent"].shape[0] * row
+
+
+def attend_latent_nbytes(args: Args) -> int:
+    """Codes, norms and rotated keys of every position once, queries and results."""
+    pages: LatentCodes = args["pages"]
+    row = 4 * pages.codes.shape[-1] + 4 + pages.rope.shape[-1] * pages.rope.element_size()
+    return int(pages.lengths.sum()) * row + 2 * args["q_latent"].nbytes + args["q_rope"].nbytes
+
+
+def attend_latent_flops(args: Args) -> int:
+    _, heads, width = args["q_latent"].shape
+    return 2 * causal_pairs(args) * heads * (2 * width + args["q_rope"].shape[2])
+
+
+def decode_at(thousands: int, key_bits: int, value_bits: int) -> Args:
+    return attend([1024 * thousands], [1], (32, 8), 128, (key_bits, value_bits), page=64)
+
+
+def prefill_of(tokens: int, key_bits: int) -> Args:
+    return attend([tokens], [512], (32, 8), 128, (key_bits, 4), page=64)
 
 
 def append_nbytes(args: Args) -> int:
@@ -138,14 +210,18 @@ def attend_nbytes(args: Args) -> int:
 
 def attend_flops(args: Args) -> int:
     """Scores and values of the visible pairs: causal, without a window."""
+    return 4 * causal_pairs(args) * args["q"].shape[1] * args["q"].shape[2]
+
+
+def causal_pairs(args: Args) -> int:
     counts = args["starts"].diff().tolist()
-    pairs = sum(n * length - n * (n - 1) // 2 for n, length in zip(counts, args["pages"].lengths.tolist(), strict=True))
-    return 4 * pairs * args["q"].shape[1] * args["q"].shape[2]
+    return sum(n * length - n * (n - 1) // 2 for n, length in zip(counts, args["pages"].lengths.tolist(), strict=True))
 
 
 # queries, weights and levels rounded to bytes
 FAST: dict[str, Any] = {"exact": False, "tol": 1e-2}
 BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_nbytes, "flops": attend_flops}
+LATENT_BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_latent_nbytes, "flops": attend_latent_flops}
 PAIRS = list(product(BITS, BITS))
 
 CASES = [
@@ -200,9 +276,22 @@ CASES = [
     Case(turboquant_attention, "nothing-visible", lambda: attend([9, 5], [2, 1], (4, 2), 64, window=0)),
     Case(turboquant_attention, "one-position", lambda: attend([1], [1], (8, 8), 128)),
     Case(turboquant_attention, "bf16", lambda: attend([50], [3], (8, 2), 128, dtype=BF16, sinks=True), tol=4e-3),
-    Case(turboquant_attention, "long-k4v4", lambda: attend([4096], [1], (32, 8), 128, page=64), **BENCH),
-    Case(turboquant_attention, "long-k8v4", lambda: attend([4096], [1], (32, 8), 128, bits=(8, 4), page=64), **BENCH),
+    Case(turboquant_attention, "sparse", lambda: attend([400, 90], [1, 2], (8, 2), 64, threshold=1e-3), tol=2e-2),
+    Case(turboquant_attention, "sparse-prefill", lambda: attend([100], [40], (8, 2), 64, threshold=1e-5), tol=1e-3),
+    Case(turboquant_attention, "sparse-sinks", lambda: attend([300], [1], (8, 2), 80, sinks=True, threshold=1e-6), tol=1e-4),
     Case(turboquant_attention, "batch", lambda: attend([500, 1000, 250, 333], [1] * 4, (16, 2), 256, bits=(8, 4)), **BENCH),
+    *(Case(turboquant_attention, f"decode-8k-k{k}v{v}", partial(decode_at, 8, k, v), **BENCH) for k, v in ((8, 4), (4, 4))),
+    *(
+        Case(turboquant_attention, f"fast-decode-{n}k-k{k}v{v}", partial(decode_at, n, k, v), **FAST, **BENCH, slow=n > 8)
+        for n in (1, 8, 32)
+        for k, v in ((8, 4), (4, 4), (4, 2))
+    ),
+    *(
+        Case(turboquant_attention, f"fast-prefill-512-of-{n}-k{k}v4", partial(prefill_of, n, k), **FAST, **BENCH, slow=n > 512)
+        for n in (512, 2048)
+        for k in (8, 4)
+    ),
+    *(Case(turboquant_attention, f"fast-k{k}v{v}", partial(attend, [150], [1], (4, 2), 64, (k, v)), **FAST) for k, v in PAIRS),
     *(
         Case(turboquant_attention, f"fast-k{k}w{d}", partial(attend, [333], [1], (8, 2), d, (k, 4), 64), **FAST)
         for k in (4, 8)
@@ -216,7 +305,18 @@ CASES = [
         Case(turboquant_attention, f"fast-{n}", partial(attend, [n], [1], (4, 1), 64, (8, 4)), **FAST)
         for n in (1, 63, 127, 128, 129, 257)
     ),
-    Case(turboquant_attention, "fast-k4v2", lambda: attend([100], [1], (4, 2), 64, bits=(4, 2)), **FAST),
+    *(
+        Case(turboquant_attention, f"fast-k{k}v{v}w{d}", partial(attend, [129], [1], (3, 1), d, (k, v), 7), **FAST)
+        for d, (k, v) in ((32, (3, 2)), (96, (2, 6)), (256, (6, 3)), (512, (6, 8)))
+    ),
+    Case(turboquant_attention, "fast-few-tokens", lambda: attend([150, 90], [3, 1], (4, 2), 64), **FAST),
+    Case(
+        turboquant_attention,
+        "fast-sparse",
+        lambda: attend([700], [1], (8, 2), 128, (8, 4), threshold=1e-4),
+        exact=False,
+        tol=2e-2,
+    ),
     Case(
         turboquant_attention,
         "fast-window-sinks",
@@ -227,10 +327,42 @@ CASES = [
     Case(turboquant_attention, "fast-nothing-visible", lambda: attend([9, 5], [1, 1], (4, 2), 64, window=0), **FAST),
     Case(turboquant_attention, "fast-odd-pages", lambda: attend([333], [1], (8, 2), 128, (8, 4), page=7), **FAST),
     Case(turboquant_attention, "fast-bf16", lambda: attend([200], [1], (8, 2), 128, (8, 4), dtype=BF16), **FAST),
-    Case(turboquant_attention, "fast-long-k4v4", lambda: attend([4096], [1], (32, 8), 128, page=64), **FAST, **BENCH),
-    Case(
-        turboquant_attention, "fast-long-k8v4", lambda: attend([4096], [1], (32, 8), 128, bits=(8, 4), page=64), **FAST, **BENCH
-    ),
     Case(turboquant_partials, "fast", lambda: attend([300, 100], [1, 1], (8, 2), 64, block=32, sinks=True), **FAST),
+    Case(turboquant_partials, "sparse", lambda: attend([300], [1], (8, 2), 64, block=100, threshold=1e-3), tol=2e-2),
     Case(turboquant_attention, "many-tokens", lambda: attend([512], [128], (16, 4), 128, bits=(8, 4), page=64), **BENCH),
+    *(Case(append_latent_codes, f"b{b}", partial(append_latent, [21, 40], [5, 1], 64, 8, bits=b)) for b in BITS),
+    *(Case(append_latent_codes, f"w{d}", partial(append_latent, [3, 33], [3, 2], d, 16, bits=6)) for d in (100, 128, 512)),
+    Case(append_latent_codes, "narrower", lambda: append_latent([9, 0, 20], [2, 0, 3], 256, 64, dtype=BF16)),
+    Case(append_latent_codes, "bf16-cache", lambda: append_latent([17], [2], 128, 7, page=7, cache=BF16)),
+    Case(
+        append_latent_codes,
+        "one-token",
+        lambda: append_latent([700], [1], 512, 64, bits=8, page=64),
+        bench=True,
+        nbytes=append_latent_nbytes,
+    ),
+    *(Case(turboquant_latent_attention, f"b{b}", partial(attend_latent, [37, 100], [1, 3], 5, 64, 8, bits=b)) for b in BITS),
+    *(
+        Case(turboquant_latent_attention, f"w{d}", partial(attend_latent, [50, 17], [1, 4], 16, d, 16, bits=8))
+        for d in (63, 100, 128, 256, 512)
+    ),
+    *(
+        Case(turboquant_latent_attention, f"{n}-positions", partial(attend_latent, [n], [1], 16, 128, 64, page=64))
+        for n in (1, 63, 64, 65, 95, 96, 97, 333)
+    ),
+    Case(turboquant_latent_attention, "ragged", lambda: attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7)),
+    Case(turboquant_latent_attention, "bf16", lambda: attend_latent([50], [3], 8, 128, 16, dtype=BF16), tol=4e-3),
+    Case(turboquant_latent_attention, "bf16-cache", lambda: attend_latent([50], [3], 8, 128, 16, cache=BF16)),
+    Case(
+        turboquant_latent_attention,
+        "decode",
+        lambda: attend_latent([2048], [1], 16, 512, 64, bits=8, page=64),
+        **LATENT_BENCH,
+    ),
+    Case(
+        turboquant_latent_attention,
+        "decode-128-heads",
+        lambda: attend_latent([1024], [1], 128, 512, 64, bits=4, page=64),
+        **LATENT_BENCH,
+    ),
 ]

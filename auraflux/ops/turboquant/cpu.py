@@ -1,4 +1,6 @@
-"""Codes on CPU: torch outside, addresses inside. Rows are coded in `_codec`, attended to in `_exact` and `_fast`."""
+"""Codes on CPU: torch outside, addresses inside. Rows are coded in `_codec`, attended to in `_exact`, `_many` and `_fast`."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,22 +8,32 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import is_exact
 from auraflux.ops._jit import LINE, as_float, like, threads, workspace
-from auraflux.ops.attention._jobs import survey
-from auraflux.ops.turboquant._attend import build_attend, build_finish, build_queries
-from auraflux.ops.turboquant._codec import CHUNK
+from auraflux.ops.attention._jobs import Batch, run, survey
+from auraflux.ops.attention._panel_tiles import PANEL
+from auraflux.ops.attention._panels import ROWS, panel_scratch
+from auraflux.ops.attention._tiles import number_of
+from auraflux.ops.attention.cpu import PRODUCTS_PARALLEL, append_rows
+from auraflux.ops.turboquant._attend import (
+    attend_few_rows,
+    attend_many_rows,
+    attend_one_by_one,
+    build_finish,
+    build_queries,
+)
+from auraflux.ops.turboquant._codec import CHUNK, scratch_nbytes
 from auraflux.ops.turboquant._codec_kernels import (
     build_append,
     build_decode,
     build_encode,
     build_rotate,
     levels_for,
-    scratch_nbytes,
     turn_for,
 )
-from auraflux.ops.turboquant._exact import ROWS, exact_scratch, padded, sum_values
+from auraflux.ops.turboquant._exact import exact_scratch, sum_values
 from auraflux.ops.turboquant._fast import fast_scratch
-from auraflux.ops.turboquant._fast_tiles import FAST_KEY_BITS
-from auraflux.ops.turboquant.pages import CodePages, row_words
+from auraflux.ops.turboquant._items import padded
+from auraflux.ops.turboquant._latent import attend_codes
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
 JOBS_PER_THREAD = 4
@@ -61,28 +73,25 @@ def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Te
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     tokens, heads, width = k.shape
     _pairs(pages, starts, tokens, 0)
-    jobs, scratch = _jobs(k.numel()), scratch_nbytes(width)
-    space, turn, append = workspace(jobs * scratch), turn_for(width, pages.seed).forward, build_append(width)
-    for x, bits, codes, norms in (
-        (k, pages.key_bits, pages.key_codes, pages.key_norms),
-        (v, pages.value_bits, pages.value_codes, pages.value_norms),
-    ):
-        wide = as_float(x)
-        source = wide.data_ptr(), tokens, heads, turn, bits, *levels_for(bits, width)
-        append(jobs, *source, codes.data_ptr(), norms.data_ptr(), *_index(pages, starts), space, scratch)
+    jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), scratch_nbytes(width), as_float(k), as_float(v)
+    keys = wide_k.data_ptr(), pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), pages.key_bits
+    values = wide_v.data_ptr(), pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), pages.value_bits
+    sides = *keys, *levels_for(pages.key_bits, width), *values, *levels_for(pages.value_bits, width)
+    place = tokens, heads, turn_for(width, pages.seed).forward, *_index(pages, starts)
+    build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *sides)
 
 
 def _jobs(coordinates: int) -> int:
     return threads() if coordinates >= PARALLEL_FROM else 1
 
 
-def _index(pages: CodePages, starts: Tensor) -> tuple[int, ...]:
+def _index(pages: CodePages | LatentCodes, starts: Tensor) -> tuple[int, ...]:
     """Rows in a page, addresses of the table, its width, addresses of lengths and starts, how many sequences."""
     sequences, width = pages.table.shape
     return pages.pool[1], pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr(), sequences
 
 
-def _pairs(pages: CodePages, starts: Tensor, tokens: int, reach: int | None) -> int:
+def _pairs(pages: CodePages | LatentCodes, starts: Tensor, tokens: int, reach: int | None) -> int:
     """Count the pairs of a query and a key, once it is sure that no kernel will leave the pages."""
     (count, size), (sequences, width) = pages.pool, pages.table.shape
     index = pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr()
@@ -91,6 +100,54 @@ def _pairs(pages: CodePages, starts: Tensor, tokens: int, reach: int | None) -> 
         pages.spans(starts, tokens, reach)
         raise InputError("the page table, lengths and starts do not fit each other.")
     return found
+
+
+def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    tokens, width = latent.shape
+    rotated_keys: Any = pages
+    append_rows(rotated_keys, starts, 1, [(k_rope, pages.rope)])
+    wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), scratch_nbytes(width)
+    place = tokens, 1, turn_for(width, pages.seed).forward, *_index(pages, starts)
+    side = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits, *levels_for(pages.bits, width)
+    # a kernel always takes the same number of arguments: the second side is not looked at
+    build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *side, *side)
+
+
+def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
+    pairs = _pairs(pages, starts, tokens, None)
+    q, q2 = rotate(as_float(q_latent), pages.seed), as_float(q_rope)
+    out = torch.empty_like(q)
+    sequences, table_width = pages.table.shape
+    batch = Batch(
+        q=q.data_ptr(),
+        q2=q2.data_ptr(),
+        width=width,
+        width2=rope,
+        heads=heads,
+        a=pages.codes.data_ptr(),
+        b=pages.rope.data_ptr(),
+        width_a=width,
+        width_b=rope,
+        key_heads=1,
+        element=number_of(pages.rope.dtype),
+        page=pages.pool[1],
+        table=pages.table.data_ptr(),
+        table_width=table_width,
+        lengths=pages.lengths.data_ptr(),
+        starts=starts.data_ptr(),
+        sequences=sequences,
+        reach=EVERYTHING,
+        sinks=0,
+        out=out.data_ptr(),
+        value_width=width,
+        scale=float(scale),
+        softcap=0.0,
+    )
+    jobs = threads() if pairs * heads * (2 * width + rope) >= PRODUCTS_PARALLEL else 1
+    codes = pages.norms.data_ptr(), levels_for(pages.bits, width).book, pages.bits
+    run(attend_codes, jobs, batch, ROWS, 1, tokens, panel_scratch(width, rope, 1), *codes)
+    return like(rotate(out, pages.seed, inverse=True), q_latent)
 
 
 def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:
@@ -113,16 +170,15 @@ def turboquant_partials(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, width = q.shape
     pairs = _pairs(pages, starts, tokens, _reach(window))
     parts = max(1, -(-pages.capacity // block))
     slots = parts + (sinks is not None)
     o, m, l = (torch.empty(tokens, heads, slots, *tail) for tail in ((width,), (), ()))  # noqa: E741
-    jobs, scratch = _jobs(pairs * heads * width), _scratch(width)
-    rows = tokens * heads * padded(width) * 4
-    space = workspace(rows + jobs * scratch)
-    _attend(q, pages, starts, scale, window, softcap, block, parts, o, m, l, slots, jobs, space, scratch)
+    sums = o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
+    _attend(q, pages, starts, scale, window, softcap, threshold, block, parts, sums, _jobs(pairs * heads * width))
     if sinks is not None:
         o[:, :, -1], m[..., -1], l[..., -1] = 0.0, sinks, 1.0
     return o.flatten(0, 1), m.flatten(0, 1), l.flatten(0, 1)
@@ -136,21 +192,22 @@ def turboquant_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    threshold: float = 0.0,
 ) -> Tensor:
     tokens, heads, width = q.shape
     pairs = _pairs(pages, starts, tokens, _reach(window))
-    jobs, scratch = _jobs(pairs * heads * width), _scratch(width)
-    parts = 1
+    jobs, parts = _jobs(pairs * heads * width), 1
     if jobs > 1:
         items = pages.heads * -(-tokens * heads // pages.heads // ROWS)
         parts = max(1, min(-(-JOBS_PER_THREAD * jobs // items), pairs // tokens // POSITIONS_PER_JOB))
     o, m, l = (torch.empty(tokens * heads * parts * n) for n in (width, 1, 1))  # noqa: E741
-    space = workspace(tokens * heads * padded(width) * 4 + jobs * scratch)
-    _attend(q, pages, starts, scale, window, softcap, 0, parts, o, m, l, parts, jobs, space, scratch)
-    out = torch.empty(tokens, heads, width)
-    sums = o.data_ptr(), m.data_ptr(), l.data_ptr(), tokens * heads, heads, parts, 0 if sinks is None else sinks.data_ptr()
+    sums = o.data_ptr(), m.data_ptr(), l.data_ptr()
+    _attend(q, pages, starts, scale, window, softcap, threshold, 0, parts, (*sums, parts), jobs)
+    out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width)
+    finishers = _jobs(o.numel())
+    sizes = tokens * heads, heads, parts, 0 if sinks is None else sinks.data_ptr()
     table = turn_for(width, pages.seed).back
-    build_finish(width)(_jobs(o.numel()), *sums, table, out.data_ptr(), space, scratch)
+    build_finish(width)(finishers, *sums, *sizes, table, out.data_ptr(), workspace(finishers * scratch), scratch)
     return like(out, q)
 
 
@@ -161,32 +218,48 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    threshold: float,
     block: int,
     parts: int,
-    o: Tensor,
-    m: Tensor,
-    l: Tensor,  # noqa: E741
-    slots: int,
+    sums: tuple[int, ...],
     jobs: int,
-    space: int,
-    scratch: int,
 ) -> None:
-    """Leave each part's sums, highest scores and sums of weights in o, m and l; parts are of `block` positions, or equal."""
+    """Leave each part's sums, highest scores and sums of weights in `sums`; parts are of `block` positions, or equal."""
     (tokens, heads, width), wide = q.shape, as_float(q)
-    room = padded(width)
-    work = space + tokens * heads * room * 4
-    turn, rows = turn_for(width, pages.seed).forward, tokens * heads
-    build_queries(width)(_jobs(q.numel()), wide.data_ptr(), rows, turn, float(scale), space, work, scratch)
+    fast, scratch = _fast(pages), _scratch(width)
+    rows = tokens * heads * padded(width) * 4
+    space = workspace(rows + jobs * scratch)
+    work = space + rows
+    turn, spinners = turn_for(width, pages.seed).forward, min(jobs, _jobs(q.numel()))
+    build_queries(width)(spinners, wide.data_ptr(), tokens * heads, turn, float(scale), space, work, scratch)
     key_book, value_book = levels_for(pages.key_bits, width).book, levels_for(pages.value_bits, width).book
-    keys = pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), key_book, pages.key_bits
-    values = pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), value_book, pages.value_bits
-    # a window of 0 leaves out even the position of the query
-    reach = EVERYTHING if window is None else window - 1
-    options = reach, float(softcap or 0.0), block, parts
-    out = o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
-    build_attend(int(_fast(pages)))(
-        jobs, space, heads, width, *_index(pages, starts), pages.heads, *keys, *values, *options, *out, work, scratch
+    step = (
+        space,
+        heads,
+        width,
+        *_index(pages, starts),
+        pages.heads,
+        *(pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), key_book, pages.key_bits),
+        *(pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), value_book, pages.value_bits),
+        # a window of 0 leaves out even the position of the query
+        EVERYTHING if window is None else window - 1,
+        float(softcap or 0.0),
+        float(threshold),
+        block,
+        parts,
+        *sums,
+        work,
+        scratch,
     )
+    # new tokens from which on their rows fill a panel
+    many = max(-(-PANEL * pages.heads // heads), 2 if fast else 1)
+    for kernel, fewest, most in (
+        (attend_one_by_one, 1, 1 if fast else 0),
+        (attend_few_rows, 2 if fast else 1, many - 1),
+        (attend_many_rows, many, tokens),
+    ):
+        if fewest <= min(most, tokens):
+            kernel(jobs, *step, fewest, most)
 
 
 def _reach(window: int | None) -> int | None:
@@ -195,10 +268,11 @@ def _reach(window: int | None) -> int | None:
 
 
 def _fast(pages: CodePages) -> bool:
-    """Whether the fast contract is in force, and there are instructions for these codes."""
-    return not is_exact() and pages.key_bits in FAST_KEY_BITS and pages.value_bits == 4 and pages.width % CHUNK == 0
+    """Whether the fast contract is in force, and rows are of whole chunks."""
+    return not is_exact() and pages.width % CHUNK == 0
 
 
 def _scratch(width: int) -> int:
-    nbytes = max(exact_scratch(padded(width)), fast_scratch(ROWS, width)) + scratch_nbytes(width)
+    room = padded(width)
+    nbytes = max(exact_scratch(room), 4 * panel_scratch(room, room, 0), fast_scratch(ROWS, width)) + scratch_nbytes(width)
     return -(-nbytes // LINE) * LINE

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
-from auraflux.ops.attention.pages import rows_of, spans
+from auraflux.ops.attention.pages import DTYPES, rows_of, spans
 from auraflux.ops.turboquant.codebook import check_bits
 from auraflux.ops.turboquant.rotation import check_rotation
 
@@ -134,6 +134,63 @@ class CodePages:
     def capacity(self) -> int:
         """Positions that a row of the table has room for."""
         return self.table.shape[1] * self.key_codes.shape[2]
+
+    def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
+        """Split a step by sequences, as for uncompressed pages."""
+        pages: Any = self
+        return spans(pages, starts, tokens, reach)
+
+    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Page and slot of each position in [first, last) of a sequence."""
+        pages: Any = self
+        return rows_of(pages, sequence, first, last)
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCodes:
+    """The compressed latents of one layer, for a batch of sequences: one vector for all heads, and one rotated key as it is.
+
+    codes    [P, page, words]  int32, rows of packed codes
+    norms    [P, page]         float32
+    rope     [P, page, R]      float32, bfloat16 or float16
+    table    [B, M]            int32, as for uncompressed pages
+    lengths  [B]               int32
+    bits     from 2, 3, 4, 6, 8
+    width    C, of a latent
+    seed     of the rotation
+    """
+
+    codes: Tensor
+    norms: Tensor
+    rope: Tensor
+    table: Tensor
+    lengths: Tensor
+    bits: int
+    width: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_bits("bits", self.bits)
+        check_rotation(self.width, self.seed)
+        check_dense(codes=self.codes, norms=self.norms, rope=self.rope, table=self.table, lengths=self.lengths)
+        check_dtype("norms", self.norms, torch.float32)
+        check_dtype("rope", self.rope, *DTYPES)
+        for name, tensor in (("codes", self.codes), ("table", self.table), ("lengths", self.lengths)):
+            check_dtype(name, tensor, torch.int32)
+        check_shape("codes", self.codes, None, None, row_words(self.bits, self.width))
+        check_shape("norms", self.norms, *self.codes.shape[:2])
+        check_shape("rope", self.rope, *self.codes.shape[:2], None)
+        check_shape("table", self.table, None, None)
+        check_shape("lengths", self.lengths, self.table.shape[0])
+        if self.codes.shape[1] < 1 or self.rope.shape[2] < 1:
+            raise InputError(
+                f"'rope' has shape {list(self.rope.shape)}; at least one row per page and one coordinate is needed."
+            )
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each holds."""
+        return self.codes.shape[0], self.codes.shape[1]
 
     def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
         """Split a step by sequences, as for uncompressed pages."""

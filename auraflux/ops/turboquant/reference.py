@@ -9,9 +9,9 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
-from auraflux.ops.attention.reference import merge_partials
+from auraflux.ops.attention.reference import _attend, _visible, merge_partials
 from auraflux.ops.turboquant.codebook import check_bits, codebook, nearest
-from auraflux.ops.turboquant.pages import CodePages, pack, row_words, unpack
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, pack, row_words, unpack
 from auraflux.ops.turboquant.rotation import check_rotation, hadamard, rotation
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
     # float64 holds the squares of every float32, and its sums do not depend on their order once rounded
     wide = x.double()
     length = wide.square().sum(-1, keepdim=True).sqrt()
-    unit = torch.where(length == 0, 0.0, wide / length).float()
+    unit = torch.where(length == 0, 0.0, wide * (1 / length)).float()
     codes = nearest(rotate.reference(unit, seed), bits)
     rounded = codebook(bits, x.shape[-1], x.device)[codes].double().square().sum(-1).sqrt()
     return pack(codes, bits), (length.squeeze(-1) / rounded).float()
@@ -153,8 +153,9 @@ def _check_turboquant_partials(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    threshold: float = 0.0,
 ) -> None:
-    _check_turboquant_attention(q, pages, starts, scale, window, sinks, softcap)
+    _check_turboquant_attention(q, pages, starts, scale, window, sinks, softcap, threshold)
     if block < 1:
         raise InputError(f"'block' is {block}; at least one token is needed.")
 
@@ -169,12 +170,14 @@ def turboquant_partials(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend to each block of positions on its own: merged and rotated back, the blocks are the attention over all.
 
     q, starts, scale, window, sinks, softcap  as for `turboquant_attention`
-    block    positions in a block; block n holds those from n * block on
-    returns  (o [T * Hq, N, D], m [T * Hq, N], l [T * Hq, N]), float32, as `merge_partials` takes them; o is still rotated
+    block      positions in a block; block n holds those from n * block on
+    threshold  values with a smaller share of their block's weights are passed over
+    returns    (o [T * Hq, N, D], m [T * Hq, N], l [T * Hq, N]), float32, as `merge_partials` takes them; o is still rotated
 
     N covers all positions the table has room for; a block that saw nothing has o = 0, m = -inf, l = 0. With sinks there is one
     block more, the last: o = 0, m = sink, l = 1. When positions are split between calls, one of them gets the sinks.
@@ -197,8 +200,11 @@ def turboquant_partials(
             scores = scores.masked_fill(_hidden(new, length, first, last, window, q.device), -torch.inf)
             top = scores.amax(-1, keepdim=True)
             weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
+            share = weights.sum(-1)
+            # a value passed over still counts in the sum
+            weights = weights.masked_fill(weights < threshold * share.unsqueeze(-1), 0.0)
             out[mine, :, n] = _values(weights, pages, page, slot)
-            highest[mine, :, n], total[mine, :, n] = top.squeeze(-1), weights.sum(-1)
+            highest[mine, :, n], total[mine, :, n] = top.squeeze(-1), share
     if sinks is not None:
         highest[..., -1], total[..., -1] = sinks, 1.0
     return out.flatten(0, 1), highest.flatten(0, 1), total.flatten(0, 1)
@@ -237,6 +243,7 @@ def _check_turboquant_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    threshold: float = 0.0,
 ) -> None:
     check_dense(q=q, starts=starts, sinks=sinks, pages=pages.table)
     check_dtype("q", q, *FLOATS)
@@ -250,6 +257,8 @@ def _check_turboquant_attention(
         raise InputError(f"'window' is {window}; it may be 0, a number of positions, or None for all.")
     if softcap is not None and not softcap > 0:
         raise InputError(f"'softcap' is {softcap}; a positive number is needed, or None for no cap.")
+    if not 0 <= threshold < 1:
+        raise InputError(f"'threshold' is {threshold}; a share of all weights is needed, from 0 to below 1.")
 
 
 @op(
@@ -271,22 +280,89 @@ def turboquant_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    threshold: float = 0.0,
 ) -> Tensor:
     """Attend from each query to the coded keys at its position and before it.
 
-    q        [T, Hq, D]  not rotated; Hq a multiple of Hkv
-    starts   [B + 1]     int32
-    window   a query at p sees only positions above p - window
-    sinks    [Hq]        float32; the logit, not scaled, of one more key whose value is 0
-    softcap  squash scores to softcap * tanh(score / softcap)
-    returns  [T, Hq, D]  in q's dtype; zeros where nothing is visible
+    q          [T, Hq, D]  not rotated; Hq a multiple of Hkv
+    starts     [B + 1]     int32
+    window     a query at p sees only positions above p - window
+    sinks      [Hq]        float32; the logit, not scaled, of one more key whose value is 0
+    softcap    squash scores to softcap * tanh(score / softcap)
+    threshold  values whose share of the weights of all keys, sinks aside, is smaller are passed over
+    returns    [T, Hq, D]  in q's dtype; zeros where nothing is visible
+
+    A kernel that goes over the keys once knows only that a share will not be larger than it is so far. It may read values that
+    are passed over here, never the other way round, so results agree up to `threshold` times the values' lengths.
     """
-    partials = turboquant_partials.reference(q, pages, starts, scale, max(1, pages.capacity), window, sinks, softcap)
+    options = window, sinks, softcap, threshold
+    partials = turboquant_partials.reference(q, pages, starts, scale, max(1, pages.capacity), *options)
     out = merge_partials.reference(*partials).view(q.shape)
     return rotate.reference(out, pages.seed, inverse=True).to(q.dtype)
 
 
-def _check_starts(pages: CodePages, starts: Tensor) -> None:
+def _check_append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    check_dense(latent=latent, k_rope=k_rope, starts=starts, pages=pages.table)
+    check_dtype("latent", latent, *FLOATS)
+    check_dtype("k_rope", k_rope, *FLOATS)
+    check_shape("latent", latent, None, pages.width)
+    check_shape("k_rope", k_rope, latent.shape[0], pages.rope.shape[2])
+    _check_starts(pages, starts)
+
+
+@op(check=_check_append_latent_codes)
+def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    """Encode the latents of new tokens and store them, and the rotated keys as they are, at the end of their sequences.
+
+    latent  [T, C]
+    k_rope  [T, R]
+    pages   updated in place, each row as a whole; its lengths count the new tokens already
+    starts  [B + 1]  int32
+    """
+    batch = pages.spans(starts, latent.shape[0], reach=0)
+    codes, norms = encode.reference(latent, pages.bits, pages.seed)
+    for b, start, new, first, length in batch:
+        page, slot = pages.rows_of(b, first, length)
+        mine = slice(start, start + new)
+        pages.codes[page, slot], pages.norms[page, slot] = codes[mine], norms[mine]
+        pages.rope[page, slot] = k_rope[mine].to(pages.rope.dtype)
+
+
+def _check_turboquant_latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float
+) -> None:
+    check_dense(q_latent=q_latent, q_rope=q_rope, starts=starts, pages=pages.table)
+    check_dtype("q_latent", q_latent, *FLOATS)
+    check_dtype("q_rope", q_rope, *FLOATS)
+    check_shape("q_latent", q_latent, None, None, pages.width)
+    check_shape("q_rope", q_rope, *q_latent.shape[:2], pages.rope.shape[2])
+    _check_starts(pages, starts)
+
+
+@op(check=_check_turboquant_latent_attention)
+def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    """Attend with absorbed queries to coded latents, at each query's position and before it.
+
+    q_latent [T, H, C]  not rotated; from `latent_query`
+    q_rope   [T, H, R]
+    starts   [B + 1]    int32
+    returns  [T, H, C]  in q_latent's dtype, for `latent_output`
+    """
+    turned, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
+    out = torch.zeros_like(turned)
+    book = codebook(pages.bits, pages.width, turned.device)
+    for b, start, new, first, length in pages.spans(starts, q_latent.shape[0], reach=None):
+        page, slot = pages.rows_of(b, first, length)
+        mine, norms = slice(start, start + new), pages.norms[page, slot]
+        levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
+        scores = torch.einsum("nhc,tc->hnt", turned[mine], levels) * norms
+        scores = (scores + torch.einsum("nhr,tr->hnt", rotated_keys[mine], pages.rope[page, slot].float())) * scale
+        found = _attend(scores, levels * norms[:, None], _visible(new, first, length, None, turned.device), None)
+        out[mine] = found.transpose(0, 1)
+    return rotate.reference(out, pages.seed, inverse=True).to(q_latent.dtype)
+
+
+def _check_starts(pages: CodePages | LatentCodes, starts: Tensor) -> None:
     check_dtype("starts", starts, torch.int32)
     check_shape("starts", starts, pages.table.shape[0] + 1)
 
