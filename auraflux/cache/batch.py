@@ -1,6 +1,6 @@
 """The sequences of a step: their page tables, lengths and starts as tensors that stay where they are from step to step."""
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +26,10 @@ class Layer(Protocol):
 class Batch:
     """Sequences that take their steps together. Make it once and use it for as long as they are the same.
 
-    lengths  [B]      int32, the new tokens among them
-    starts   [B + 1]  int32, where each sequence's new tokens begin in the stack
-    single   each sequence has one new token
+    lengths    [B]      int32, the new tokens among them
+    starts     [B + 1]  int32, where each sequence's new tokens begin in the stack
+    positions  [T]      int32, of each new token in its sequence
+    single     each sequence has one new token
     """
 
     def __init__(self, sequences: list[Sequence], context: int, checkpoints: Checkpoints, device: torch.device):
@@ -37,6 +38,8 @@ class Batch:
         self.sequences, self.context, self.device = sequences, context, device
         self.lengths = torch.zeros(len(sequences), dtype=torch.int32, device=device)
         self.starts = torch.zeros(len(sequences) + 1, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(0, dtype=torch.int32, device=device)
+        self._one_each = torch.zeros_like(self.lengths)
         self.single = False
         self._checkpoints = checkpoints
         self._tables: dict[LayerGroup, tuple[Tensor, list[int | None]]] = {}
@@ -56,6 +59,9 @@ class Batch:
         self.single = all(new == 1 for new in counts)
         self.lengths.copy_(torch.tensor([sequence.length for sequence in self.sequences], dtype=torch.int32))
         self.starts.copy_(torch.tensor([0, *accumulate(counts)], dtype=torch.int32))
+        spans = [range(s.length - new, s.length) for s, new in zip(self.sequences, counts, strict=True)]
+        positions = torch.tensor([*chain.from_iterable(spans)], dtype=torch.int32)
+        self.positions = self._one_each.copy_(positions) if self.single else positions.to(self.device)
         for group in self._tables:
             self._refresh(group)
 
@@ -86,10 +92,6 @@ class Batch:
     def rows(self, part: Part) -> list[Any]:
         """What the sequences hold in a part of the cache."""
         return [sequence.rows[part] for sequence in self.sequences]
-
-    def pages_of(self, sequence: int, group: LayerGroup) -> list[int]:
-        """Pages of the sequence at a place in the batch, in order."""
-        return self.rows(group)[sequence].pages
 
     def view(self, layer: Layer) -> Any:
         try:

@@ -49,7 +49,7 @@ class Cache:
                 raise SettingsError(f"{name}={size} must be at least 1.")
         if spare < 0:
             raise SettingsError(f"spare={spare} is negative.")
-        self.settings, self.context, self.sequences = settings, context, sequences
+        self.shapes, self.settings, self.context, self.sequences = shapes, settings, context, sequences
         self.page, self.chunk, self.spare = page, chunk, spare
         self.dtype, self.device = dtype, torch.device(device)
         self.checkpoints = Checkpoints(settings.checkpoint_stride, settings.checkpoint_nbytes)
@@ -101,6 +101,13 @@ class Cache:
         """Bytes in use: pages with an owner, states of open sequences, and the states that checkpoints keep."""
         kept = sum(c.marks[self.states].nbytes for c in self.checkpoints) if "states" in vars(self) else 0
         return sum(part.nbytes for part in self.parts) + kept
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes that the same positions and states would take with nothing compressed, in bf16."""
+        held = {span: group.pool.used * group.size for span, group in self._groups.items()}
+        states = self.states.nbytes if "states" in vars(self) else 0
+        return states + sum(held[shape.span] * shape.plain_nbytes for shape in self.shapes if shape.attends)
 
     def open(self) -> Sequence:
         """Begin an empty sequence."""

@@ -70,7 +70,8 @@ class RecentLayer:
         window = None if span is None else span - self.newest
         tokens = torch.tensor(rows, device=q.device)
         begins = torch.tensor(old_starts, dtype=torch.int32, device=q.device)
-        found = turboquant_partials(q[tokens], shorter, begins, scale, shorter.capacity, window, None, softcap)
+        options = window, None, softcap, self.coded.threshold
+        found = turboquant_partials(q[tokens], shorter, begins, scale, shorter.capacity, *options)
         o[tokens], m[tokens], l[tokens] = (part.squeeze(1).unflatten(0, (len(rows), -1)) for part in found)
         return rotate(o, codes.seed, inverse=True), m, l
 

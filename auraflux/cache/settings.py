@@ -38,11 +38,12 @@ def parse_kv(name: str) -> Bits | None:
 class CacheSettings:
     """How keys and values are kept.
 
-    kv                 "none", or bits of keys and values: "k8v4", "k4v4", "k4v2", "k3v3" or any pair of 2, 3, 4, 6, 8
+    kv                 "none", or bits of keys and values: "k8v4", "k4v4", "k4v2", "k3v3" or any pair of 2, 3, 4, 6, 8;
+                       latents, both at once, take the key's
     protect_first      how many of the first attention layers stay uncompressed; recurrent layers are not counted
     protect_last       how many of the last
     newest             a query reads keys less than this far back uncompressed
-    sparse_v           weights below which a value is not read
+    sparse_v           share of all weights below which a coded value need not be read; 1e-6 loses nothing
     seed               of the rotation; part of the format
     checkpoint_stride  tokens after which a sequence makes a checkpoint by itself; None for never
     checkpoint_nbytes  of all checkpoints together; the oldest go first
@@ -70,8 +71,8 @@ class CacheSettings:
             for name in ("protect_first", "protect_last", "newest", "sparse_v"):
                 if getattr(self, name):
                     raise SettingsError(f"{name}={getattr(self, name)} means nothing with kv='none': nothing is compressed.")
-        if self.sparse_v:
-            raise SettingsError(f"sparse_v={self.sparse_v} cannot be honoured: attention over pages of codes has no threshold.")
+        if not self.sparse_v < 1:
+            raise SettingsError(f"sparse_v={self.sparse_v} is no share of all weights: it must be below 1.")
 
     def plan(self, shapes: Sequence[Shape]) -> list[Bits | None]:
         """Give the bits of each layer; None where it stays uncompressed."""

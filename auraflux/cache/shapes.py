@@ -37,6 +37,19 @@ class AttentionShape:
     window: int | None = None
     attends = True
 
+    @property
+    def title(self) -> str:
+        return "full attention" if self.window is None else f"attention to {self.window} positions"
+
+    @property
+    def span(self) -> int | None:
+        return self.window
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of one token in bf16."""
+        return 2 * self.heads * (self.width + (self.value_width or self.width))
+
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
         if self.value_width not in (None, self.width):
             return f"its keys are {self.width} wide and its values {self.value_width}, and codes need one width."
@@ -47,7 +60,7 @@ class AttentionShape:
         # a window that is newest as a whole is never read as codes
         if bits is None or (self.window is not None and self.window <= newest):
             return DenseLayer(group, self.heads, self.width, self.value_width or self.width, cache.dtype)
-        coded = CodedLayer(group, self.heads, self.width, bits, cache.settings.seed)
+        coded = CodedLayer(group, self.heads, self.width, bits, cache.settings.seed, cache.settings.sparse_v)
         if newest == 0:
             return coded
         return RecentLayer(coded, DenseLayer(cache.group(newest), self.heads, self.width, self.width, cache.dtype))
@@ -55,18 +68,30 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Multi-head latent attention: a latent of `width` and a rotated key of `rope`, for all heads."""
+    """Multi-head latent attention: a latent of `width` and a rotated key of `rope`, for all heads.
+
+    A latent is key and value at once: it is held at the key's bits, of which there must be no fewer than the value's.
+    """
 
     width: int
     rope: int
     attends = True
+    title = "latent attention"
+    span = None
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of one token in bf16."""
+        return 2 * (self.width + self.rope)
 
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
-        if bits[0] != bits[1]:
-            same = " or ".join(f"k{b}v{b}" for b in bits)
-            return f"a latent is key and value at once and has one number of bits; use {same}."
+        key, value = bits
+        if key < value:
+            return f"a latent is key and value at once and is held at the key's bits, too few here; use k{value}v{value}."
         if settings.newest:
             return f"newest={settings.newest} needs an uncompressed copy, which latent layers do not keep."
+        if settings.sparse_v:
+            return f"sparse_v={settings.sparse_v} skips values, and a latent has been read as a key already."
         return _width_refusal(self.width)
 
     def build(self, cache: "Cache", bits: Bits | None) -> LatentLayer | CodedLatentLayer:
@@ -88,6 +113,9 @@ class RecurrentShape:
     value_width: int
     dtype: torch.dtype = torch.float32
     attends = False
+    title = "recurrent"
+    span = None
+    plain_nbytes = 0
 
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
         return "a recurrent state has no codes."

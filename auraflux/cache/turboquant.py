@@ -13,8 +13,8 @@ NORM_NBYTES = 4
 class CodedLayer:
     """The compressed keys and values of one layer. What is attended to is what the codes stand for, also within a step."""
 
-    def __init__(self, group: LayerGroup, heads: int, width: int, bits: tuple[int, int], seed: int):
-        self.group, self.width, self.seed = group, width, seed
+    def __init__(self, group: LayerGroup, heads: int, width: int, bits: tuple[int, int], seed: int, threshold: float = 0.0):
+        self.group, self.width, self.seed, self.threshold = group, width, seed, threshold
         self.key_bits, self.value_bits = bits
         words = [row_words(b, width) for b in bits]
         self.key_codes, self.value_codes = (group.zeros(heads, group.size, n, dtype=int32) for n in words)
@@ -34,4 +34,5 @@ class CodedLayer:
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
     ) -> Tensor:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
-        return turboquant_attention(q, batch.view(self), batch.starts, scale, self.group.span, sinks, softcap)
+        options = self.group.span, sinks, softcap, self.threshold
+        return turboquant_attention(q, batch.view(self), batch.starts, scale, *options)

@@ -16,16 +16,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     codes   [..., K]            integers in [0, 2**bits), K a multiple of 32
     returns [..., K*bits/32]    int32
     """
-    chunks = codes.to(torch.int64).unflatten(-1, (-1, CHUNK))
-    words = torch.zeros(*chunks.shape[:-1], bits, dtype=torch.int64, device=codes.device)
-    for i in range(CHUNK):
-        word, shift = divmod(i * bits, 32)
-        words[..., word] |= chunks[..., i] << shift
-        if shift + bits > 32:
-            words[..., word + 1] |= chunks[..., i] >> (32 - shift)
-    # keep the low 32 bits, as a signed number
-    low = words & 0xFFFFFFFF
-    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32).flatten(-2)
+    # eight codes are `bits` whole bytes
+    eights = codes.to(torch.int64).unflatten(-1, (-1, 8))
+    joined = (eights << (bits * torch.arange(8, device=codes.device))).sum(-1)
+    return joined[..., None].view(torch.uint8)[..., :bits].flatten(-2).contiguous().view(torch.int32)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

@@ -73,6 +73,15 @@ class QTensor:
     def device(self) -> torch.device:
         return self.packed.device
 
+    @cached_property
+    def is_cpu(self) -> bool:
+        return self.packed.is_cpu
+
+    @cached_property
+    def format(self) -> tuple[int, int, int, torch.dtype]:
+        """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype."""
+        return self.bits, self.group, self.lanes, self.scales.dtype
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.packed, self.scales, self.biases) if t is not None)
@@ -104,6 +113,19 @@ class QTensor:
             return self._map(lambda t: t[rows], shape=(len(rows), self.shape[1]))
         block, lane = rows // self.lanes, rows % self.lanes
         return self._map(lambda t: t[block, :, lane].contiguous(), shape=(len(rows), self.shape[1]), lanes=1)
+
+    def part(self, rows: slice) -> "QTensor":
+        """The same rows of every matrix of a stack whose rows are in their natural order."""
+        if len(self.shape) != 3 or self.lanes != 1:
+            raise FormatError(f"only a stack of matrices with their rows in order has parts; this is {self!r}.")
+        count = len(range(*rows.indices(self.shape[1])))
+        return self._map(lambda t: t[:, rows], shape=(self.shape[0], count, self.shape[2]))
+
+    def joined(self) -> "QTensor":
+        """The matrices of a stack whose rows are in their natural order, one below the other."""
+        if len(self.shape) != 3 or self.lanes != 1:
+            raise FormatError(f"only a stack of matrices with their rows in order can be joined; this is {self!r}.")
+        return self._map(lambda t: t.flatten(0, 1), shape=(self.shape[0] * self.shape[1], self.shape[2]))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix or stack in plain numbers; by default in the scales' dtype (bf16 for MXFP4), as mlx gives it."""

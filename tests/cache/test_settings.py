@@ -42,6 +42,13 @@ def test_each_layer_gets_its_kind():
     assert kinds(shapes, CacheSettings("k4v4")) == ["RecurrentLayer", "CodedLayer", "CodedLatentLayer"]
 
 
+@pytest.mark.parametrize(("kv", "bits"), [("k8v4", 8), ("k4v4", 4), ("k3v2", 3)])
+def test_a_latent_has_the_bits_of_keys(kv, bits):
+    cache = Cache([LATENT], CacheSettings(kv), context=8)
+    assert cache.layers[0].bits == bits
+    assert cache.token_nbytes == 64 * bits // 8 + 4 + 8 * 4
+
+
 def test_protected_layers_are_counted_among_those_that_attend():
     hybrid = [RECURRENT, RECURRENT, RECURRENT, ATTENTION] * 4
     plan = CacheSettings("k8v4", protect_first=1, protect_last=2).plan(hybrid)
@@ -64,8 +71,9 @@ def test_only_recurrent_layers_have_nothing_to_compress():
         (AttentionShape(2, 64, 32), "k8v4", {}, "keys are 64 wide and its values 32"),
         (AttentionShape(2, 4), "k8v4", {}, "width 4 have no codes; 8 to 1024"),
         (AttentionShape(2, 2048), "k8v4", {}, "width 2048 have no codes"),
-        (LATENT, "k8v4", {}, "use k8v8 or k4v4"),
+        (LATENT, "k4v8", {}, "key and value at once and is held at the key's bits, too few here; use k8v8"),
         (LATENT, "k4v4", {"newest": 8}, "newest=8 needs an uncompressed copy"),
+        (LATENT, "k4v4", {"sparse_v": 1e-6}, "sparse_v=1e-06 skips values"),
     ],
 )
 def test_a_layer_that_cannot_is_named_with_its_reason(shape, kv, options, reason):
@@ -80,11 +88,32 @@ def test_options_of_compression_are_refused_without_it(option):
 
 
 @pytest.mark.parametrize(
-    "option", [{"protect_first": -1}, {"newest": -1}, {"sparse_v": float("nan")}, {"checkpoint_nbytes": -1}, {"seed": -1}]
+    "option",
+    [
+        {"protect_first": -1},
+        {"newest": -1},
+        {"sparse_v": float("nan")},
+        {"sparse_v": 1.0},
+        {"checkpoint_nbytes": -1},
+        {"seed": -1},
+    ],
 )
 def test_numbers_that_make_no_sense_are_refused(option):
     with pytest.raises(SettingsError, match=f"{next(iter(option))}="):
         CacheSettings("k8v4", **option)
+
+
+@pytest.mark.parametrize("newest", [0, 4])
+def test_sparse_values_reach_the_layers(newest):
+    shape, tokens = AttentionShape(1, 16), [i * i % VOCABULARY for i in range(23)]
+
+    def found(threshold: float) -> torch.Tensor:
+        settings = CacheSettings("k4v4", newest=newest, sparse_v=threshold)
+        with use_backend("reference"):
+            return replace(TOYS["newest"], shapes=[shape], settings=settings).fresh(tokens)
+
+    torch.testing.assert_close(found(1e-7), found(0.0))
+    assert not torch.allclose(found(0.3), found(0.0), atol=1e-2)
 
 
 def test_sizes_that_make_no_sense_are_refused():

@@ -84,6 +84,7 @@ TOYS = {
     "newest-covers-window": Toy([FULL, WINDOW], CacheSettings("k2v2", newest=7)),
     "latent": Toy([LATENT]),
     "coded-latent": Toy([LATENT], CacheSettings("k4v4")),
+    "k8v4-latent": Toy([LATENT, FULL, LatentShape(24, 4)], CacheSettings("k8v4")),
     "recurrent": Toy([RECURRENT, RECURRENT]),
     "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
 }

@@ -1,0 +1,241 @@
+"""GGUF's block types as `QTensor`s.
+
+A block is a few bytes of scales followed by the codes of 32 or 256 weights. Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are
+code * scale + bias in groups of 32, and MXFP4 is what it is elsewhere: only the bytes have to be put in another order, and all
+values stay what they were. Other types have groups of 16, or levels that are not evenly spaced; they are rounded anew.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
+
+from auraflux.errors import FormatError
+from auraflux.quant.qtensor import QTensor
+
+GROUP = 32
+REQUANTIZED_BITS = 8
+# weights that are rearranged at a time: what they need besides input and output stays in the processor's cache
+CHUNK = 1 << 19
+
+Array = NDArray[Any]
+Parts = tuple[Array, Array, Array | None]  # codes, scales, biases of blocks
+
+
+class Layout(NamedTuple):
+    """How the blocks of a type lie in a file, and how they are taken apart.
+
+    record  the fields of one block
+    bits    of a code
+    size    weights in a block
+    part    blocks -> codes as bytes [n, size*bits/8], scales and biases [n, size/32]
+    """
+
+    record: np.dtype
+    bits: int
+    size: int
+    part: Callable[[Array], Parts]
+
+
+def _record(**fields: str) -> np.dtype:
+    return np.dtype(list(fields.items()))
+
+
+def _split_nibbles(octets: Array) -> tuple[Array, Array]:
+    """Of each two bytes the low nibbles as one byte, and the high nibbles: [n] records -> twice [n, bytes/2]."""
+    pairs = np.ascontiguousarray(octets).view(np.uint16).reshape(len(octets), -1)
+    high = pairs >> np.uint16(4)
+    high &= np.uint16(0x0F0F)
+    pairs &= np.uint16(0x0F0F)
+    pairs |= pairs >> np.uint16(4)
+    high |= high >> np.uint16(4)
+    return pairs.astype(np.uint8), high.astype(np.uint8)
+
+
+def _nibbles(blocks: Array) -> Array:
+    """Codes of four bits in order: the low nibbles of 16 bytes are the first 16 weights, the high nibbles the others."""
+    codes = np.empty((len(blocks), 2), np.uint64)
+    for half, octets in enumerate(_split_nibbles(blocks["codes"])):
+        codes[:, half] = octets.view(np.uint64)[:, 0]
+    return codes.view(np.uint8)
+
+
+def _five_bits(low: Array, top: Array) -> Array:
+    """Pack codes whose four low bits are in one array and whose fifth bits are in another: both uint8 [n, weights]."""
+    eights = (low | top << np.uint8(4)).reshape(-1, 8)
+    words = eights[:, 7].astype(np.uint64)
+    for i in range(6, -1, -1):
+        words <<= np.uint64(5)
+        words |= eights[:, i]
+    return words.view(np.uint8).reshape(len(low), -1, 8)[:, :, :5].reshape(len(low), -1)
+
+
+def _unpacked(blocks: Array) -> Array:
+    """The low bits of 32 codes as bytes, [n, 32]."""
+    octets = np.ascontiguousarray(blocks["codes"]).view(np.uint8).reshape(-1, 16)
+    return np.concatenate([octets & np.uint8(15), octets >> np.uint8(4)], 1)
+
+
+def _centred(blocks: Array, zero: int) -> tuple[Array, Array]:
+    """Scale and bias of a type whose code `zero` stands for zero; in half precision where the product is finite."""
+    scales: Array = np.ascontiguousarray(blocks["scale"])[:, None]
+    with np.errstate(over="ignore"):
+        biases: Array = scales * np.float16(-zero)
+    # scaling up by a power of two is exact in any case but this
+    if not np.isfinite(biases).all():
+        scales = scales.astype(np.float32)
+        biases = scales * np.float32(-zero)
+    return scales, biases
+
+
+def _ranged(blocks: Array) -> tuple[Array, Array]:
+    return np.ascontiguousarray(blocks["scale"])[:, None], np.ascontiguousarray(blocks["least"])[:, None]
+
+
+def _q4_0(blocks: Array) -> Parts:
+    return _nibbles(blocks), *_centred(blocks, 8)
+
+
+def _q4_1(blocks: Array) -> Parts:
+    return _nibbles(blocks), *_ranged(blocks)
+
+
+def _fifth_bits(blocks: Array) -> Array:
+    octets = np.ascontiguousarray(blocks["fifth"]).view(np.uint8).reshape(-1, 4)
+    return np.unpackbits(octets, axis=1, bitorder="little")
+
+
+def _q5_0(blocks: Array) -> Parts:
+    return _five_bits(_unpacked(blocks), _fifth_bits(blocks)), *_centred(blocks, 16)
+
+
+def _q5_1(blocks: Array) -> Parts:
+    return _five_bits(_unpacked(blocks), _fifth_bits(blocks)), *_ranged(blocks)
+
+
+def _q8_0(blocks: Array) -> Parts:
+    codes = np.ascontiguousarray(blocks["codes"]).view(np.uint8).reshape(-1, 32)
+    return codes ^ np.uint8(128), *_centred(blocks, 128)
+
+
+def _mxfp4(blocks: Array) -> Parts:
+    return _nibbles(blocks), np.ascontiguousarray(blocks["scale"])[:, None], None
+
+
+def _super_scales(blocks: Array) -> tuple[Array, Array]:
+    """Scales and biases of the eight groups of 32: products of half precision and six bits, so single precision holds them."""
+    steps, leasts = quants.Q4_K.get_scale_min(np.ascontiguousarray(blocks["steps"]).view(np.uint8).reshape(-1, 12))
+    scales = blocks["scale"].astype(np.float32)[:, None] * steps.astype(np.float32)
+    return scales, -blocks["least"].astype(np.float32)[:, None] * leasts.astype(np.float32)
+
+
+def _q4_k(blocks: Array) -> Parts:
+    # each 32 bytes hold one group in their low nibbles and the next in their high ones
+    codes = np.empty((len(blocks), 4, 2), "V16")
+    for half, octets in enumerate(_split_nibbles(blocks["codes"])):
+        codes[:, :, half] = octets.view("V16")
+    return codes.view(np.uint8).reshape(len(blocks), -1), *_super_scales(blocks)
+
+
+def _q5_k(blocks: Array) -> Parts:
+    octets = np.ascontiguousarray(blocks["codes"]).view(np.uint8).reshape(-1, 4, 1, 32)
+    low = np.concatenate([octets & np.uint8(15), octets >> np.uint8(4)], 2).reshape(-1, 256)
+    # bit g of byte i is the fifth bit of weight i of group g
+    fifth = np.ascontiguousarray(blocks["fifth"]).view(np.uint8).reshape(-1, 1, 32)
+    top = fifth >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
+    return _five_bits(low, top.reshape(-1, 256)), *_super_scales(blocks)
+
+
+LAYOUTS = {
+    "Q4_0": Layout(_record(scale="<f2", codes="V16"), 4, 32, _q4_0),
+    "Q4_1": Layout(_record(scale="<f2", least="<f2", codes="V16"), 4, 32, _q4_1),
+    "Q5_0": Layout(_record(scale="<f2", fifth="V4", codes="V16"), 5, 32, _q5_0),
+    "Q5_1": Layout(_record(scale="<f2", least="<f2", fifth="V4", codes="V16"), 5, 32, _q5_1),
+    "Q8_0": Layout(_record(scale="<f2", codes="V32"), 8, 32, _q8_0),
+    "Q4_K": Layout(_record(scale="<f2", least="<f2", steps="V12", codes="V128"), 4, 256, _q4_k),
+    "Q5_K": Layout(_record(scale="<f2", least="<f2", steps="V12", fifth="V32", codes="V128"), 5, 256, _q5_k),
+    "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4),
+}
+
+
+def from_blocks(octets: Array, kind: str) -> QTensor:
+    """Give the weight that blocks of a type stand for; exactly, if the type is in `LAYOUTS`.
+
+    octets  uint8 [N, bytes] or [E, N, bytes], rows of whole blocks
+    """
+    if kind not in LAYOUTS:
+        return _requantized(octets, kind)
+    layout = LAYOUTS[kind]
+    blocks = np.ascontiguousarray(octets).reshape(-1).view(layout.record)
+    step = CHUNK // layout.size
+    parts = (layout.part(blocks[i : i + step]) for i in range(0, len(blocks), step))
+    width = octets.shape[-1] // layout.record.itemsize * layout.size
+    return _tensor(parts, len(blocks), layout.bits, GROUP, (*octets.shape[:-1], width))
+
+
+def _tensor(parts: Iterable[Parts], count: int, bits: int, group: int, shape: tuple[int, ...]) -> QTensor:
+    """A weight of consecutive blocks, `count` of them. Should some of their scales need single precision, all get it."""
+    arrays: list[Array] = []
+    start = 0
+    for part in parts:
+        there = [array for array in part if array is not None]
+        arrays = arrays or [np.empty((count, *array.shape[1:]), array.dtype) for array in there]
+        end = start + len(there[0])
+        for i, array in enumerate(there):
+            if array.dtype.itemsize > arrays[i].dtype.itemsize:
+                arrays[i] = arrays[i].astype(array.dtype)
+            arrays[i][start:end] = array
+        start = end
+    if not arrays:
+        raise FormatError(f"a weight of shape {list(shape)} has no blocks.")
+    packed, scales, *biases = (torch.from_numpy(array).view(*shape[:-1], -1) for array in arrays)
+    return QTensor(packed.view(torch.int32), scales, biases[0] if biases else None, bits, group, shape)
+
+
+def requantized_group(width: int) -> int:
+    return 64 if width % 64 == 0 else GROUP
+
+
+def to_dense(octets: Array, kind: str) -> NDArray[np.float32]:
+    """The plain numbers that blocks of a type stand for."""
+    try:
+        return quants.dequantize(octets, GGMLQuantizationType[kind])
+    except NotImplementedError as err:
+        known = ", ".join([*LAYOUTS, "Q2_K", "Q3_K", "Q6_K"])
+        raise FormatError(f"weights of GGUF type {kind} cannot be decoded. Types that can, among others: {known}.") from err
+
+
+def _requantized(octets: Array, kind: str) -> QTensor:
+    """Decode blocks, and round what they stand for to 8 bits."""
+    rows = octets.reshape(-1, octets.shape[-1])
+    width = quants.quant_shape_from_byte_shape(rows.shape, GGMLQuantizationType[kind])[-1]
+    group, step = requantized_group(width), max(1, CHUNK // width)
+
+    def part(first: int) -> Parts:
+        return _rounded(to_dense(rows[first : first + step], kind).reshape(-1, group))
+
+    # the package decodes 35 million weights a second on one core, and numpy lets other threads run meanwhile
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = pool.map(part, range(0, len(rows), step))
+        return _tensor(parts, len(rows) * width // group, REQUANTIZED_BITS, group, (*octets.shape[:-1], width))
+
+
+def _rounded(groups: NDArray[np.float32]) -> Parts:
+    """Spread 256 levels evenly from the least to the greatest of each group."""
+    least = groups.min(1, keepdims=True)
+    scales = (groups.max(1, keepdims=True) - least) / np.float32(255)
+    codes = (groups - least) / np.where(scales > 0, scales, np.float32(1))
+    return np.rint(codes, out=codes).astype(np.uint8), scales, least
+
+
+def memory_bits(kind: str, width: int) -> float:
+    """Bits that a weight of a type takes once it is a QTensor, with its share of scales and biases."""
+    if kind not in LAYOUTS:
+        return REQUANTIZED_BITS + 64 / requantized_group(width)
+    scale_bits = {"MXFP4": 8, "Q4_K": 64, "Q5_K": 64}.get(kind, 32)
+    return LAYOUTS[kind].bits + scale_bits / GROUP

@@ -1,0 +1,87 @@
+"""GGUF's block types against the package that defines them."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from auraflux.errors import FormatError
+from auraflux.quant.gguf_blocks import LAYOUTS, from_blocks
+
+WIDTH = 512
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "MXFP4": 4}
+
+
+def random_blocks(kind: str, *leading: int) -> np.ndarray:
+    """Blocks with any codes and with scales of ordinary size."""
+    rng = np.random.default_rng(len(kind))
+    size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    octets = rng.integers(0, 256, (*leading, WIDTH // size * nbytes), dtype=np.uint8)
+    blocks = octets.reshape(-1).view(LAYOUTS[kind].record)
+    if kind == "MXFP4":
+        blocks["scale"] = rng.integers(100, 140, len(blocks))
+        return octets
+    for name in {"scale", "least"} & set(blocks.dtype.names or ()):
+        blocks[name] = rng.standard_normal(len(blocks)) * 10.0 ** rng.integers(-6, 1, len(blocks))
+    return octets
+
+
+def decoded(octets: np.ndarray, kind: str) -> torch.Tensor:
+    return torch.from_numpy(quants.dequantize(octets, GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("leading", [(1,), (37,), (3, 5)], ids=str)
+def test_values_stay_what_they_were(kind: str, leading: tuple[int, ...]):
+    octets = random_blocks(kind, *leading)
+    found = from_blocks(octets, kind)
+    assert (found.bits, found.group, found.shape) == (BITS[kind], 32, (*leading, WIDTH))
+    assert torch.equal(found.dequantize(torch.float32), decoded(octets, kind))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_K"])
+def test_a_weight_of_several_chunks(kind: str, monkeypatch):
+    monkeypatch.setattr("auraflux.quant.gguf_blocks.CHUNK", 1024)
+    octets = random_blocks(kind, 21)
+    assert torch.equal(from_blocks(octets, kind).dequantize(torch.float32), decoded(octets, kind))
+
+
+def test_half_precision_scales_stay_half_precision():
+    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0"):
+        assert from_blocks(random_blocks(kind, 2), kind).scales.dtype is torch.float16
+
+
+def test_a_bias_too_large_for_half_precision_widens_the_scales():
+    octets = random_blocks("Q8_0", 4)
+    octets.reshape(-1).view(LAYOUTS["Q8_0"].record)["scale"][5] = 1000
+    found = from_blocks(octets, "Q8_0")
+    assert found.scales.dtype is torch.float32
+    assert torch.equal(found.dequantize(), decoded(octets, "Q8_0"))
+
+
+def test_subnormal_scales_are_exact():
+    octets = random_blocks("Q4_0", 4)
+    octets.reshape(-1).view(LAYOUTS["Q4_0"].record)["scale"] = np.float16(6e-8)
+    assert torch.equal(from_blocks(octets, "Q4_0").dequantize(torch.float32), decoded(octets, "Q4_0"))
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q3_K", "IQ4_NL"])
+def test_other_types_are_rounded_to_eight_bits(kind: str):
+    rng = np.random.default_rng(1)
+    size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (6 * WIDTH // size, nbytes), dtype=np.uint8)
+    # the half-precision scale is first in IQ4_NL and last in the others
+    place = slice(0, 2) if kind == "IQ4_NL" else slice(-2, None)
+    blocks[:, place] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    octets = blocks.reshape(2, 3, -1)
+    found, wanted = from_blocks(octets, kind), decoded(octets, kind)
+    assert (found.bits, found.group, found.shape) == (8, 64, (2, 3, WIDTH))
+    assert (found.dequantize() - wanted).norm() < 0.01 * wanted.norm()
+    spread = wanted.unflatten(-1, (-1, 64)).amax(-1) - wanted.unflatten(-1, (-1, 64)).amin(-1)
+    assert ((found.dequantize() - wanted).unflatten(-1, (-1, 64)).abs().amax(-1) <= 0.51 / 255 * spread + 1e-6).all()
+
+
+def test_a_type_without_a_decoder_is_refused():
+    with pytest.raises(FormatError, match="GGUF type Q8_1 cannot be decoded"):
+        from_blocks(np.zeros((2, 40 * 4), np.uint8), "Q8_1")
