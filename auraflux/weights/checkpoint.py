@@ -1,0 +1,53 @@
+"""`Checkpoint`: weights as they lie on disk, by name. `open_checkpoint` finds out which kind a path is."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.quant import QTensor
+
+Stored = Tensor | QTensor
+
+
+class Checkpoint(Protocol):
+    """Weights on disk. Files are mapped; nothing is read before `load`.
+
+    form    "hf": Hugging Face's names and conventions; "mlx": mlx-lm's; "gguf": those of Hugging Face, made from a GGUF file
+    config  config.json, or what a GGUF file says in its words
+    notes   what a user should know about how the weights were taken, one sentence each
+    """
+
+    path: Path
+    form: str
+    config: dict[str, Any]
+    notes: list[str]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor on disk, by name; codes, scales and biases of one weight are one."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the matrix it stands for."""
+
+    def load(self, name: str) -> Stored:
+        """The tensor, mapped where its bytes can be used as they are. Quantized weights come with their rows in order."""
+
+    def release(self, name: str) -> None:
+        """Say that a loaded tensor was copied: its mapped pages need not stay in memory."""
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a folder of safetensors, or a GGUF file."""
+    path = Path(path)
+    if path.is_dir():
+        from auraflux.weights.folder import Folder
+
+        return Folder(path)
+    if not path.exists():
+        raise FormatError(f"there is no model at {path}. A folder with config.json, or a .gguf file, is needed.")
+    if path.suffix.lower() != ".gguf":
+        raise FormatError(f"{path} is neither a folder nor a .gguf file.")
+    from auraflux.weights.gguf import GGUFFile
+
+    return GGUFFile(path)

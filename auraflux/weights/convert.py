@@ -1,0 +1,266 @@
+"""Writing a model as a folder in mlx-lm's layout, which this package and mlx-lm both load.
+
+The model's own constructor says which tensors there are, under which names and with which values: it is given `Writing`, which
+puts every tensor it is asked for into the folder and hands back a blank. So one tensor is in memory at a time, and a shard.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.quant import QTensor, check_format
+from auraflux.weights.checkpoint import Checkpoint, Stored
+from auraflux.weights.loader import ROUTERS, Rename, Weights, dense, is_blank
+from auraflux.weights.rounding import quantize_large
+
+SHARD_NBYTES = 1 << 30
+# families whose language model lies within another in mlx-lm, and what it calls those that come alone
+INNER = {"qwen3_5": "language_model.", "qwen3_5_moe": "language_model.", "gemma3": "language_model."}
+ALONE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+EMBEDDINGS = re.compile(r"(embed_tokens|lm_head)\.weight$")
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+OWN = ("config.json", "model.safetensors.index.json")
+
+
+class Family(Protocol):
+    """A module of auraflux.models."""
+
+    Config: Any
+    Model: Any
+    rename: Rename
+
+
+class Shards:
+    """Files of tensors of about `limit` bytes, named when their number is known."""
+
+    def __init__(self, folder: Path, limit: int = SHARD_NBYTES):
+        self.folder, self.limit = folder, limit
+        self._waiting: dict[str, Tensor] = {}
+        self._written: list[tuple[Path, list[str]]] = []
+        self.nbytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._waiting and sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > self.limit:
+            self._flush()
+        self._waiting[name] = tensor.contiguous()
+        self.nbytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        path = self.folder / f"part-{len(self._written)}"
+        save_file(self._waiting, path, metadata={"format": "mlx"})
+        # safetensors lets only the owner read what it writes
+        path.chmod(self.folder.stat().st_mode & 0o666)
+        self._written.append((path, list(self._waiting)))
+        self._waiting = {}
+
+    def close(self) -> None:
+        """Write what is left, and the index."""
+        self._flush()
+        count = len(self._written)
+        homes: dict[str, str] = {}
+        for i, (path, names) in enumerate(self._written, 1):
+            final = "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+            path.rename(self.folder / final)
+            homes |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(homes.items()))}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
+
+
+class Writing(Weights):
+    """Weights that are written to files as they are taken.
+
+    formats  how each matrix was written: what mlx-lm wants to know of it
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rename: Rename, shards: Shards, **options: Any):
+        super().__init__(checkpoint, rename, **options)
+        self.shards, self.written = shards, set[str]()
+        self.prefix = INNER.get(_model_type(checkpoint.config), "")
+        self.formats: dict[str, dict[str, Any]] = {}
+
+    def vector(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, shift: float = 0.0) -> Tensor:
+        found = dense(self._take(name, shape))
+        # single precision would make mlx-lm compute in it
+        return self.keep(name, (found.float() + shift).to(found.dtype) if shift else found).to(dtype)
+
+    def matrix(self, name: str, rows: int, width: int, take: Tensor | None = None, in_order: bool = False) -> Stored:
+        # mlx-lm has all rows in the order of the checkpoint, and takes what it needs after each product
+        found = self._take(f"{name}.weight", (rows if take is None else None, width))
+        if f"{name}.weight" in self.written:
+            return blank(rows, width)
+        if name.endswith(".kv_b_proj") and not is_blank(found):
+            self._halves(name, dense(found))
+        else:
+            self.keep(f"{name}.weight", self.rounded(found, f"{name}.weight"))
+        return blank(rows, width)
+
+    def _halves(self, name: str, found: Tensor) -> None:
+        """Write a latent's way back to keys and values as mlx-lm has it: as two stacks, the first turned over."""
+        heads, nope = (self.checkpoint.config[key] for key in ("num_attention_heads", "qk_nope_head_dim"))
+        rows, module = found.view(heads, -1, found.shape[-1]), name.removesuffix(".kv_b_proj")
+        halves = {"embed_q": rows[:, :nope].transpose(1, 2).contiguous(), "unembed_out": rows[:, nope:].contiguous()}
+        for half, stack in halves.items():
+            self.keep(f"{module}.{half}.weight", self.rounded(stack, f"{module}.{half}.weight"))
+        self.release(f"{name}.weight")
+
+    def rounded(self, found: Stored, name: str) -> Stored:
+        """Round what is dense, and codes with more bits than were asked for."""
+        assert self.bits is not None
+        # mlx-lm has codes for the routers of some families, and reads them dense in all
+        if is_blank(found) or found.shape[-1] % self.group or ROUTERS.search(name):
+            return found
+        if not isinstance(found, QTensor):
+            return quantize_large(found, self.bits, self.group)
+        # who quantized the rest and left these more bits had a reason
+        if found.bits <= self.bits or EMBEDDINGS.search(name):
+            return found
+        return quantize_large(dense(found).to(found.scales.dtype), self.bits, self.group)
+
+    def ready(self, found: Stored, in_order: bool = False) -> Stored:
+        return found
+
+    def keep(self, name: str, value: Any) -> Any:
+        if not is_blank(value) and name not in self.written:
+            self.written.add(name)
+            self._write(name, value)
+            super().keep(name, value)
+        return blank(*value.shape)
+
+    def _write(self, name: str, value: Stored) -> None:
+        name = self.prefix + name
+        if not isinstance(value, QTensor):
+            self.shards.add(name, value)
+            return
+        module = name.removesuffix(".weight")
+        self.formats[module] = {"group_size": value.group, "bits": value.bits, "mode": value.kind}
+        self.shards.add(name, value.packed.view(torch.uint32))
+        self.shards.add(f"{module}.scales", value.scales)
+        if value.biases is not None:
+            self.shards.add(f"{module}.biases", value.biases)
+
+
+def blank(*shape: int) -> Tensor:
+    """A tensor that takes no memory, see `is_blank`."""
+    return torch.zeros(()).expand(shape)
+
+
+def convert(
+    checkpoint: Checkpoint,
+    family: Family,
+    target: Path,
+    *,
+    bits: int = 4,
+    group: int = 64,
+    force: bool = False,
+    advance: Callable[[int], None] = lambda nbytes: None,
+    add: Callable[[Path], None] = lambda folder: None,
+) -> Path:
+    """Write a checkpoint as an MLX folder of codes.
+
+    force    replace a model folder that is there
+    advance  called with the bytes of each tensor that was read
+    add      puts further files into the folder, such as a tokenizer
+    """
+    check_format(bits, group)
+    _check_target(checkpoint, target, force)
+    try:
+        with _appearing(target) as folder:
+            shards = Shards(folder)
+            weights = Writing(checkpoint, family.rename, shards, bits=bits, group=group, advance=advance)
+            family.Model(family.Config.from_hf(checkpoint.config), weights)
+            weights.done()
+            if not weights.formats:
+                raise FormatError(
+                    f"groups of {group} divide the width of no weight in {checkpoint.path}; try a smaller --group."
+                )
+            shards.close()
+            config = _config(checkpoint.config, weights.formats)
+            (folder / "config.json").write_text(json.dumps(config, indent=4))
+            _copy_others(checkpoint.path, folder)
+            add(folder)
+    except OSError as err:
+        raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
+    return target
+
+
+def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
+    if not target.exists():
+        return
+    if target.resolve() == checkpoint.path.resolve():
+        raise FormatError(f"{target} is the model that is to be converted; name another folder.")
+    if not force:
+        raise FormatError(f"{target} is already there. Use --force to replace it.")
+    if not (target / "config.json").exists() and (target.is_file() or any(target.iterdir())):
+        raise FormatError(f"{target} is not a model folder, so it is not replaced.")
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place at the end, and is gone if there is no good end."""
+    target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        made, old = folder / "new", folder / "old"
+        made.mkdir()
+        yield made
+        if target.exists():
+            os.rename(target, old)
+        try:
+            os.rename(made, target)
+        except BaseException:
+            if old.exists():
+                os.rename(old, target)
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _config(config: dict[str, Any], formats: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """config.json with what mlx-lm calls "quantization": the most frequent format, and every module that has another."""
+    usual, _ = Counter(tuple(form.items()) for form in formats.values()).most_common(1)[0]
+    entry = {**dict(usual), **{module: form for module, form in formats.items() if tuple(form.items()) != usual}}
+    gone = ("quantization", "quantization_config", "vision_config")
+    kept = {key: _older_keys(value) if key == "text_config" else value for key, value in config.items() if key not in gone}
+    return {**_older_keys(kept), "model_type": _model_type(config), "quantization": entry, "quantization_config": entry}
+
+
+def _model_type(config: dict[str, Any]) -> str:
+    return ALONE.get(config["model_type"], config["model_type"])
+
+
+def _older_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with what transformers 5 renamed also under the older keys, which are those mlx-lm reads."""
+    if "num_local_experts" in config:
+        config = {"num_experts": config["num_local_experts"], **config}
+    given = config.get("rope_parameters")
+    if not isinstance(given, dict):
+        return config
+    full, sliding = given.get("full_attention", given), given.get("sliding_attention")
+    older: dict[str, Any] = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+    if full.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {key: value for key, value in full.items() if key not in older}
+    if isinstance(sliding, dict) and "rope_theta" in sliding:
+        older["rope_local_base_freq"] = sliding["rope_theta"]
+    return {**older, **{key: value for key, value in config.items() if key not in older or value is not None}}
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Copy tokenizer and settings; no code."""
+    if not source.is_dir():
+        return
+    for path in sorted({path for pattern in COPIED for path in source.glob(pattern)}):
+        if path.name not in OWN and path.is_file():
+            shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,168 @@
+"""Folders of safetensors with a config.json: Hugging Face's and mlx-lm's."""
+
+import ctypes
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.quant import QTensor
+from auraflux.weights.checkpoint import Stored
+
+PARTS = (".scales", ".biases")
+# gpt-oss as OpenAI published it: nibbles and exponents of MXFP4, both as bytes
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+DONTNEED, PAGE = 4, 4096
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a FormatError that says what is wrong with it."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
+        raise FormatError(f"{path} cannot be read as JSON: {err}.") from err
+    if not isinstance(found, dict):
+        raise FormatError(f"{path} holds {type(found).__name__}, not an object.")
+    return found
+
+
+class Folder:
+    """A checkpoint of safetensors files, of which one weight may be several tensors (codes, scales, biases)."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not (path / "config.json").exists():
+            raise FormatError(f"{path} has no config.json, so it is not a model folder.")
+        self.config = read_json(path / "config.json")
+        self.notes: list[str] = []
+        self.quantization = self._quantization()
+        self.form = "mlx" if self.quantization else "hf"
+        self._files: dict[Path, Any] = {}
+
+    def _quantization(self) -> dict[str, Any]:
+        found = self.config.get("quantization")
+        if found is not None and not isinstance(found, dict):
+            raise FormatError(f"'quantization' in {self.path / 'config.json'} is {found!r}, not an object.")
+        return found or {}
+
+    @cached_property
+    def _homes(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        files = sorted(self.path.glob("*.safetensors"))
+        index = self.path / "model.safetensors.index.json"
+        if index.exists():
+            wanted = read_json(index).get("weight_map", {})
+            missing = sorted({name for name in wanted.values() if not (self.path / name).exists()})
+            if missing:
+                raise FormatError(f"{index} lists files that are not there: {', '.join(missing)}.")
+            files = [self.path / name for name in sorted(set(wanted.values()))]
+        if not files:
+            raise FormatError(f"{self.path} has no .safetensors file.")
+        return {name: path for path in files for name in self._open(path).keys()}  # noqa: SIM118
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework="pt").__enter__()
+            except (OSError, SafetensorError) as err:
+                raise FormatError(f"{path} cannot be read: {err}. It may have been cut short; fetch it again.") from err
+        return self._files[path]
+
+    def _slice(self, name: str) -> Any:
+        return self._open(self._homes[name]).get_slice(name)
+
+    def _part_of(self, name: str) -> bool:
+        """Whether a tensor is the scales or biases of a quantized weight."""
+        if name.endswith(EXPONENTS) and name.removesuffix(EXPONENTS) + BLOCKS in self._homes:
+            return True
+        stem, dot, part = name.rpartition(".")
+        return dot + part in PARTS and stem + ".weight" in self._homes and stem + ".scales" in self._homes
+
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        """The tensors that each weight consists of."""
+        parts = {}
+        for name in self._homes:
+            if name.endswith(BLOCKS):
+                stem = name.removesuffix(BLOCKS)
+                parts[stem] = [name, stem + EXPONENTS]
+            elif not self._part_of(name):
+                stem = name.removesuffix(".weight")
+                found = [stem + part for part in PARTS if stem != name and stem + part in self._homes]
+                parts[name] = [name, *found]
+        return parts
+
+    def sizes(self) -> dict[str, int]:
+        return {name: sum(map(self._nbytes, parts)) for name, parts in self._parts.items()}
+
+    def _nbytes(self, name: str) -> int:
+        part = self._slice(name)
+        return torch.Size(part.get_shape()).numel() * ITEMSIZES.get(part.get_dtype(), 1)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        parts = self._parts[name]
+        found = tuple(self._slice(parts[0]).get_shape())
+        if len(parts) == 1:
+            return found
+        if parts[0].endswith(BLOCKS):
+            return (*found[:-2], found[-2] * found[-1] * 2)
+        bits, _, _ = self._format(name)
+        return (*found[:-1], found[-1] * 32 // bits)
+
+    def _format(self, name: str) -> tuple[int, int, str]:
+        """Bits, group and mode of a quantized weight."""
+        module = name.removesuffix(".weight")
+        own = self.quantization.get(module)
+        entry = {**self.quantization, **own} if isinstance(own, dict) else self.quantization
+        try:
+            return int(entry["bits"]), int(entry["group_size"]), str(entry.get("mode", "affine"))
+        except (KeyError, TypeError, ValueError) as err:
+            raise FormatError(
+                f"{self.path / 'config.json'} does not say how {module} is quantized: "
+                f"'quantization' needs 'bits' and 'group_size', for all or for it."
+            ) from err
+
+    def load(self, name: str) -> Stored:
+        parts = self._parts[name]
+        try:
+            found = [self._open(self._homes[part]).get_tensor(part) for part in parts]
+        except SafetensorError as err:
+            raise FormatError(f"{self._homes[parts[0]]}: tensor {name} cannot be read: {err}.") from err
+        if len(parts) == 1:
+            return found[0]
+        if parts[0].endswith(BLOCKS):
+            return _mxfp4_blocks(*found)
+        return self._quantized(name, *found)
+
+    def release(self, name: str) -> None:
+        for part in self._parts[name]:
+            tensor = self._open(self._homes[part]).get_tensor(part)
+            first, last = -(-tensor.data_ptr() // PAGE) * PAGE, (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE
+            if last > first:
+                # pages of a file mapped for reading are read anew should anyone look at them again
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), DONTNEED)
+
+    def _quantized(self, name: str, codes: Tensor, scales: Tensor, biases: Tensor | None = None) -> QTensor:
+        bits, group, mode = self._format(name)
+        if mode not in ("affine", "mxfp4"):
+            raise FormatError(f"{name} is quantized in mode {mode!r}; auraflux reads affine and mxfp4.")
+        shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
+        try:
+            return QTensor(codes.view(torch.int32), scales, biases, bits, group, shape)
+        except FormatError as err:
+            raise FormatError(f"{name} in {self.path}: {err}") from err
+
+
+ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+
+
+def _mxfp4_blocks(blocks: Tensor, exponents: Tensor) -> QTensor:
+    """blocks uint8 [E, N, K/32, 16], exponents uint8 [E, N, K/32]."""
+    *leading, groups, nbytes = blocks.shape
+    packed = blocks.contiguous().view(torch.int32).reshape(*leading, groups * nbytes // 4)
+    return QTensor(packed, exponents, None, 4, 2 * nbytes, (*leading, groups * nbytes * 2))

@@ -1,0 +1,185 @@
+"""`Weights`: what a model's constructor takes its tensors from, each by name and shape.
+
+Nothing is raised while the model is put together. What is missing or has another shape is noted, a blank that takes no memory
+stands in for it, and `done` tells all of it in one error, with the tensors nobody asked for.
+"""
+
+import re
+from collections.abc import Callable
+from typing import TypeGuard, TypeVar
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.quant import QTensor
+from auraflux.weights.checkpoint import Checkpoint, Stored
+from auraflux.weights.rounding import quantize_large
+
+Kept = TypeVar("Kept", Tensor, QTensor, Stored)
+Rename = Callable[[str], str | None]
+SHOWN = 12  # names of a kind in an error
+# small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
+ROUTERS = re.compile(r"(mlp\.gate|shared_expert_gate|router)\.weight$")
+
+
+class Weights:
+    """Tensors of a checkpoint under a model's own names, made ready for a device.
+
+    rename    the model's name for a tensor of the checkpoint; None for those it has no use for
+    bits      to which dense matrices are rounded on the way; None leaves them as they are
+    group     inputs that share a scale
+    dtype     of the activations they will meet
+    advance   called with the bytes of each tensor that was taken
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rename: Rename,
+        *,
+        bits: int | None = None,
+        group: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ):
+        self.checkpoint, self.bits, self.group = checkpoint, bits, group
+        self.dtype, self.device, self._advance = dtype, torch.device(device), advance
+        self._sizes = checkpoint.sizes()
+        self._stored: dict[str, str] = {}
+        for stored in self._sizes:
+            ours = rename(stored)
+            if ours is not None:
+                self._stored[ours] = stored
+        self._left = set(self._stored)
+        self._missing: list[str] = []
+        self._wrong: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        return self.checkpoint.shape(self._stored[name])
+
+    def coded(self, name: str) -> bool:
+        """Whether a tensor is there, and quantized."""
+        return self.has(name) and isinstance(self.checkpoint.load(self._stored[name]), QTensor)
+
+    def skip(self, *names: str) -> None:
+        """Pass over tensors that some checkpoints have and the model can do without."""
+        self._left -= set(names)
+
+    def skip_under(self, prefix: str) -> None:
+        """Pass over all tensors whose names begin so."""
+        self._left -= {name for name in self._left if name.startswith(prefix)}
+
+    def vector(self, name: str, *shape: int, dtype: torch.dtype = torch.float32, shift: float = 0.0) -> Tensor:
+        """Anything small that stays dense: norms, biases, sinks.
+
+        shift  is added: 1 to a checkpoint's w of a (1 + w) norm
+        """
+        found = dense(self._take(name, shape)).to(self.device, dtype)
+        return self.keep(name, found + shift if shift else found)
+
+    def matrix(self, name: str, rows: int, width: int, take: Tensor | None = None, in_order: bool = False) -> Stored:
+        """A weight of linear or embed, under `name`.weight.
+
+        take      the rows to keep, and their order; `rows` of them
+        in_order  do not put rows side by side for the CPU kernels
+        """
+        found = self._take(f"{name}.weight", (rows if take is None else None, width))
+        if take is not None and not is_blank(found):
+            found = self._some(f"{name}.weight", found, take)
+        return self.keep(f"{name}.weight", self.ready(self.rounded(found, f"{name}.weight"), in_order))
+
+    def _some(self, name: str, found: Stored, take: Tensor) -> Stored:
+        last = int(take.max())
+        if last >= found.shape[0]:
+            self._wrong.append(f"{self._stored[name]} has shape {list(found.shape)}, {last + 1} rows are needed")
+            return torch.zeros((), device=self.device).expand(len(take), found.shape[1])
+        return found.take(take) if isinstance(found, QTensor) else found[take]
+
+    def bias(self, name: str, *shape: int) -> Tensor | None:
+        """`name`.bias if the checkpoint has one."""
+        return self.vector(f"{name}.bias", *shape) if self.has(f"{name}.bias") else None
+
+    def stored(self, name: str, *shape: int | None) -> Stored:
+        """A tensor as it lies in the checkpoint, for those who arrange it themselves; `release` it afterwards."""
+        return self._take(name, shape)
+
+    def release(self, *names: str) -> None:
+        """Say that tensors, those of them that are there, were copied."""
+        for name in names:
+            if name in self._stored:
+                self.checkpoint.release(self._stored[name])
+
+    def rounded(self, found: Stored, name: str) -> Stored:
+        """A dense matrix or stack as codes, where that was asked for and its width allows it."""
+        if self.bits is None or isinstance(found, QTensor) or is_blank(found) or found.shape[-1] % self.group:
+            return found
+        if ROUTERS.search(name):
+            return found
+        return quantize_large(found, self.bits, self.group)
+
+    def ready(self, found: Stored, in_order: bool = False) -> Stored:
+        """A matrix or stack in the form the device's kernels like."""
+        if isinstance(found, QTensor):
+            if self.device.type == "cpu" and not in_order:
+                from auraflux.ops._simd import ISA
+
+                return found.interleave(ISA.lanes)
+            return found.to(self.device)
+        return dense(found).to(self.device, self._dense_dtype(found))
+
+    def _dense_dtype(self, found: Tensor) -> torch.dtype:
+        # CPU kernels read bf16 and f32; on a GPU a matrix has the dtype of the activations
+        if self.device.type == "cpu":
+            return found.dtype if found.dtype is torch.bfloat16 else torch.float32
+        return self.dtype
+
+    def keep(self, name: str, value: Kept) -> Kept:
+        """Note that a tensor of the model is complete."""
+        self.release(name)
+        return value
+
+    def _take(self, name: str, shape: tuple[int | None, ...]) -> Stored:
+        blank = torch.zeros((), device=self.device).expand([size or 1 for size in shape])
+        if name not in self._stored:
+            self._missing.append(name)
+            return blank
+        stored = self._stored[name]
+        if name in self._left:
+            self._left.discard(name)
+            self._advance(self._sizes[stored])
+        found = self.checkpoint.shape(stored)
+        if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            self._wrong.append(f"{stored} has shape {list(found)}, [{wanted}] is needed")
+            return blank
+        return self.checkpoint.load(stored)
+
+    def done(self) -> None:
+        """Raise what was found to be wrong."""
+        extra = sorted(self._stored[name] for name in self._left)
+        reasons = [
+            f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+            for what, names in (
+                ("missing", sorted(set(self._missing))),
+                ("of the wrong shape", self._wrong),
+                ("that the model does not know", extra),
+            )
+            if names
+        ]
+        if reasons:
+            raise FormatError(f"the tensors in {self.checkpoint.path} do not fit the model. {'; '.join(reasons)}.")
+
+
+def is_blank(found: Stored) -> TypeGuard[Tensor]:
+    """Whether a tensor stands in for one that could not be had."""
+    return isinstance(found, Tensor) and not any(found.stride())
+
+
+def dense(found: Stored) -> Tensor:
+    return found.dequantize(torch.float32) if isinstance(found, QTensor) else found

@@ -1,0 +1,147 @@
+"""What a model consists of, and how much memory it needs. Nothing of its weights is read."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from auraflux.cache import Cache, CacheSettings
+from auraflux.cache.cache import LayerShape
+from auraflux.errors import SettingsError
+from auraflux.quant import QTensor
+from auraflux.quant.gguf_blocks import memory_bits
+from auraflux.weights.checkpoint import Checkpoint
+from auraflux.weights.gguf import DENSE, GGUFFile
+from auraflux.weights.loader import ROUTERS, Rename
+
+KV = ("none", "k8v8", "k8v4", "k4v4", "k4v2", "k3v3")
+CONTEXTS = (4096, 32768, 131072)
+# the first that is found in a tensor's name
+KINDS = {
+    "shared experts": r"shared_expert(s)?\.",
+    "experts": r"\.(switch_mlp|experts)\.",
+    "routers": r"(mlp\.gate\.|shared_expert_gate|\.router\.)",
+    "embeddings": r"(embed_tokens|lm_head)",
+    "norms": r"norm",
+    "attention": r"self_attn\.",
+    "recurrent": r"linear_attn\.",
+    "mlp": r"\.mlp\.",
+}
+
+
+@dataclass
+class Share:
+    """Tensors that have something in common.
+
+    nbytes         on disk
+    memory_nbytes  once they are loaded
+    """
+
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    memory_nbytes: int = 0
+
+    def add(self, parameters: int, nbytes: int, memory_nbytes: int) -> None:
+        self.tensors += 1
+        self.parameters += parameters
+        self.nbytes += nbytes
+        self.memory_nbytes += memory_nbytes
+
+
+@dataclass
+class Survey:
+    """What the tensors of a model are.
+
+    unused  those that it has no use for, such as those of vision
+    """
+
+    kinds: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
+    formats: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
+    total: Share = field(default_factory=Share)
+    unused: Share = field(default_factory=Share)
+
+
+def survey(checkpoint: Checkpoint, rename: Rename, bits: int | None = None, group: int = 64) -> Survey:
+    """Add up a checkpoint's tensors.
+
+    bits, group  to which dense matrices are rounded when they are loaded; None leaves them as they are
+    """
+    found = Survey()
+    for name, nbytes in checkpoint.sizes().items():
+        shape, ours = checkpoint.shape(name), rename(name)
+        count = math.prod(shape)
+        if ours is None:
+            found.unused.add(count, nbytes, 0)
+            continue
+        label, per_weight = _format(checkpoint, name)
+        if bits is not None and label in DTYPES and len(shape) > 1 and shape[-1] % group == 0 and not ROUTERS.search(ours):
+            per_weight = bits + 2 * DTYPES[label].itemsize * 8 / group
+        memory = round(count * per_weight / 8)
+        for share in (found.kinds[_kind(ours)], found.formats[label], found.total):
+            share.add(count, nbytes, memory)
+    return found
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+def _format(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
+    """What a tensor's format is called, and the bits of one weight in memory."""
+    shape = checkpoint.shape(name)
+    if isinstance(checkpoint, GGUFFile):
+        # loading would put its blocks in another order
+        kind = checkpoint.formats[name]
+        return kind, _dense_bits(kind, shape) if kind in DENSE else memory_bits(kind, shape[-1])
+    stored = checkpoint.load(name)
+    if isinstance(stored, QTensor):
+        kind = "MXFP4" if stored.kind == "mxfp4" else f"{stored.bits} bits, groups of {stored.group}"
+        return kind, stored.nbytes * 8 / math.prod(shape)
+    kind = str(stored.dtype).removeprefix("torch.")
+    return kind, _dense_bits(kind, shape)
+
+
+def _dense_bits(kind: str, shape: tuple[int, ...]) -> int:
+    # matrices in bf16 stay so; all else is widened
+    return 16 if DTYPES.get(kind) is torch.bfloat16 and len(shape) > 1 else 32
+
+
+def cache_nbytes(
+    shapes: Sequence[LayerShape], kv: str, context: int, sequences: int = 1, dtype: torch.dtype = torch.float32
+) -> int:
+    """Most bytes that the cache takes for sequences of `context` tokens: all of its pages and states."""
+    # the meta device makes the cache's own stores without their memory
+    cache = Cache(list(shapes), CacheSettings(kv=kv), context=context, sequences=sequences, dtype=dtype, device="meta")
+    parts: list[Any] = list(cache.parts)
+    return sum(store.nbytes for part in parts for store in part.stores)
+
+
+def contexts(limit: int) -> list[int]:
+    """The lengths for which memory is told: those usual, up to what the model was made for, and that."""
+    return sorted({*(n for n in CONTEXTS if n < limit), min(limit, CONTEXTS[-1])})
+
+
+def cache_table(shapes: Sequence[LayerShape], lengths: Sequence[int]) -> dict[str, dict[int, int] | str]:
+    """For each setting the bytes at each length; where a setting cannot be honoured, why."""
+    table: dict[str, dict[int, int] | str] = {}
+    for kv in KV:
+        try:
+            table[kv] = {length: cache_nbytes(shapes, kv, length) for length in lengths}
+        except SettingsError as err:
+            table[kv] = str(err)
+    return table

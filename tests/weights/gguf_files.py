@@ -1,0 +1,117 @@
+"""Tiny GGUF files, written by the `gguf` package from Hugging Face's tensors as llama.cpp's converter does it."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from auraflux.weights.gguf_words import ARCHITECTURES, ENDS
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
+
+
+def llama_tensors(tied: bool = True, **extra: tuple[int, ...]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.{kind}_layernorm.weight": (HIDDEN,) for kind in ("input", "post_attention")}
+        shapes |= {f"{layer}.self_attn.q_proj.weight": (HEADS * WIDTH, HIDDEN)}
+        shapes |= {f"{layer}.self_attn.{kind}_proj.weight": (KV_HEADS * WIDTH, HIDDEN) for kind in "kv"}
+        shapes |= {f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * WIDTH)}
+        shapes |= {f"{layer}.mlp.{kind}_proj.weight": (INNER, HIDDEN) for kind in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER)}
+    return {name: rng.standard_normal(shape).astype(np.float32) * 0.1 for name, shape in (shapes | extra).items()}
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rows of q and k: the two channels that turn together are neighbours."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_name(name: str, architecture: str) -> str:
+    stem, dot, part = name.rpartition(".")
+    ends = {theirs: ours for ours, theirs in ENDS.items()}
+    if stem in ends:
+        return ends[stem] + dot + part
+    if not stem.startswith("model.layers."):
+        return name
+    _, _, layer, module = stem.split(".", 3)
+    if part == "sinks":
+        return f"blk.{layer}.attn_sinks.weight"
+    names = {theirs: ours for ours, theirs in ARCHITECTURES[architecture].layer.items()}
+    return f"blk.{layer}.{names[module]}.{part}"
+
+
+def write_gguf(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    kind: str = "F32",
+    architecture: str = "llama",
+    words: dict[str, Any] | None = None,
+    kinds: dict[str, str] | None = None,
+    tokenizer: bool = False,
+) -> Path:
+    """Write a file; matrices have the type `kind`, or the one given for their name."""
+    writer = gguf.GGUFWriter(path, architecture)
+    given = {
+        "block_count": LAYERS,
+        "context_length": 256,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+    } | (words or {})
+    for key, value in given.items():
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        else:
+            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add(f"{architecture}.{key}", value)
+    writer.add_token_list(["<s>", "é", "ab", "a", "b", "Ġ", *map(str, range(VOCAB - 6))])
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges(["a b"])
+        writer.add_chat_template("{{ messages[0]['content'] }}")
+    writer.add_token_types([3] + [1] * (VOCAB - 1))
+    writer.add_eos_token_id(0)
+    for name, array in tensors.items():
+        if architecture == "llama" and "q_proj" in name:
+            array = permuted(array, HEADS)
+        if architecture == "llama" and "k_proj" in name:
+            array = permuted(array, KV_HEADS)
+        wanted = (kinds or {}).get(name, kind if array.ndim > 1 else "F32")
+        add_tensor(writer, gguf_name(name, architecture), array, wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: str) -> None:
+    which = GGMLQuantizationType[kind]
+    if kind in ("F32", "F16"):
+        writer.add_tensor(name, array.astype({"F32": np.float32, "F16": np.float16}[kind]))
+    elif kind == "Q6_K":
+        # the package only decodes this type: random codes, half-precision scale last
+        shape = gguf.quant_shape_to_byte_shape(array.shape, which)
+        blocks = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).reshape(-1, 210)
+        blocks[:, -2:] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
+        writer.add_tensor(name, blocks.reshape(shape), raw_dtype=which)
+    else:
+        writer.add_tensor(name, quants.quantize(array, which), raw_dtype=which)
+
+
+def rounded(array: np.ndarray, kind: str) -> torch.Tensor:
+    """What is left of a tensor after it was written as `kind`."""
+    which = GGMLQuantizationType[kind]
+    return torch.from_numpy(quants.dequantize(quants.quantize(array, which), which).reshape(array.shape).copy())

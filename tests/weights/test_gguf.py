@@ -1,0 +1,254 @@
+"""GGUF files: names, values, row order, config, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from auraflux.errors import FormatError
+from auraflux.ops import llama3_frequencies, rope_frequencies, use_backend
+from auraflux.quant import QTensor
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.gguf import GGUFFile
+from auraflux.weights.loader import dense
+from tests.models.oracles import error, save, scores, tokens, truth
+from tests.weights.gguf_files import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, llama_tensors, rounded, write_gguf
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4"])
+def test_every_tensor_is_what_was_written(tmp_path, kind: str):
+    tensors = llama_tensors(tied=False)
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, kind))
+    assert found.form == "gguf"
+    assert sorted(found.sizes()) == sorted(tensors)
+    assert found.notes == []
+    for name, array in tensors.items():
+        stored = found.load(name)
+        assert found.shape(name) == tuple(stored.shape) == array.shape
+        matrix_of_codes = array.ndim > 1 and kind not in ("F32", "F16", "BF16")
+        assert isinstance(stored, QTensor) == matrix_of_codes
+        # rounding works along rows, so it comes out the same before and after rows change places
+        assert torch.equal(dense(stored).float(), rounded(array, kind if array.ndim > 1 else "F32"))
+        found.release(name)
+        assert torch.equal(dense(found.load(name)).float(), dense(stored).float())
+
+
+def test_config_has_hugging_faces_keys(tmp_path):
+    config = open_checkpoint(write_gguf(tmp_path / "m.gguf", llama_tensors())).config
+    assert config == {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": WIDTH,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+    }
+
+
+def test_metadata_are_plain_values(tmp_path):
+    metadata = GGUFFile(write_gguf(tmp_path / "m.gguf", llama_tensors())).metadata
+    assert metadata["tokenizer.ggml.tokens"][:3] == ["<s>", "é", "ab"]
+    assert metadata["tokenizer.ggml.token_type"][:2] == [3, 1]
+    assert metadata["llama.block_count"] == 2
+    assert metadata["general.architecture"] == "llama"
+
+
+def test_other_types_are_told(tmp_path):
+    tensors = llama_tensors() | {"model.layers.1.mlp.down_proj.weight": np.zeros((HIDDEN, 256), np.float32)}
+    found = open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={"model.layers.1.mlp.down_proj.weight": "Q6_K"})
+    )
+    assert found.notes == [f"GGUF type Q6_K (1 of {len(tensors)} tensors) is rounded anew to 8 bits in groups of 64."]
+    stored = found.load("model.layers.1.mlp.down_proj.weight")
+    assert isinstance(stored, QTensor)
+    assert (stored.bits, stored.group) == (8, 64)
+
+
+def test_files_in_parts(tmp_path):
+    tensors = llama_tensors()
+    names = list(tensors)
+    first = write_gguf(tmp_path / "m-00001-of-00002.gguf", {name: tensors[name] for name in names[:5]})
+    with pytest.raises(FormatError, match=r"is one of 2 files, and these are not beside it: m-00002-of-00002\.gguf"):
+        open_checkpoint(first)
+    write_gguf(tmp_path / "m-00002-of-00002.gguf", {name: tensors[name] for name in names[5:]})
+    found = open_checkpoint(first)
+    assert sorted(found.sizes()) == sorted(tensors)
+    assert torch.equal(found.load(names[-1]), torch.from_numpy(tensors[names[-1]]))
+
+
+def experts(count: int) -> dict[str, tuple[int, ...]]:
+    name = "model.layers.0.mlp.switch_mlp"
+    return {
+        f"{name}.gate_proj.weight": (count, 64, HIDDEN),
+        f"{name}.up_proj.weight": (count, 64, HIDDEN),
+        f"{name}.down_proj.weight": (count, HIDDEN, 64),
+        "model.layers.0.mlp.gate.weight": (count, HIDDEN),
+        "model.layers.0.self_attn.q_norm.weight": (WIDTH,),
+    }
+
+
+def test_qwen3moe_has_stacked_experts_and_unpermuted_rows(tmp_path):
+    tensors = {name: array for name, array in llama_tensors(**experts(5)).items() if ".mlp.gate_proj" not in name}
+    tensors = {n: a for n, a in tensors.items() if ".mlp.up_proj" not in n and ".mlp.down_proj" not in n}
+    words = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 64, "attention.key_length": WIDTH}
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "qwen3moe", words))
+    assert sorted(found.sizes()) == sorted(tensors)
+    config = found.config
+    assert (config["model_type"], config["num_experts"], config["num_experts_per_tok"]) == ("qwen3_moe", 5, 2)
+    for name in ("model.layers.0.mlp.switch_mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+        stored = found.load(name)
+        assert isinstance(stored, QTensor)
+        assert torch.equal(stored.dequantize(torch.float32), rounded(tensors[name], "Q8_0"))
+
+
+def llama3_factors(factor: float) -> np.ndarray:
+    slowed = llama3_frequencies(WIDTH, 500000.0, factor, 1.0, 4.0, 8192)
+    return (rope_frequencies(WIDTH, 500000.0) / slowed).numpy()
+
+
+def test_llama3_scaling_is_found_from_its_factors(tmp_path):
+    tensors = llama_tensors() | {"rope_freqs.weight": llama3_factors(32.0)}
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, words={"rope.freq_base": 500000.0}))
+    assert found.config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert "rope_freqs.weight" not in found.sizes()
+
+
+def test_yarn_and_linear_scaling(tmp_path):
+    words = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", llama_tensors(), words=words))
+    assert found.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    words = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+    found = open_checkpoint(write_gguf(tmp_path / "y.gguf", llama_tensors(), words=words))
+    assert found.config["rope_scaling"]["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "bert"}, "GGUF architecture 'bert' is not supported. Those that are: llama, qwen2, qwen3"),
+        ({"words": {"expert_count": 8}}, r"with experts \(Mixtral\) are not supported"),
+        ({"words": {"rope.dimension_count": 16}}, "rotates 16 of 32 channels of a head"),
+        ({"words": {"rope.scaling.type": "longrope"}}, "asks for rope scaling 'longrope'"),
+        ({"words": {"attention.head_count_kv": [1, 2]}}, "a list of llama.attention.head_count_kv"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path, options, message: str):
+    tensors = llama_tensors() if options.get("architecture") != "bert" else {}
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, **options))
+
+
+def test_strange_frequencies_are_refused(tmp_path):
+    tensors = llama_tensors() | {"rope_freqs.weight": np.linspace(1, 3, WIDTH // 2, dtype=np.float32)}
+    with pytest.raises(FormatError, match=r"rope_freqs\.weight in the GGUF file is not what Llama 3"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors))
+
+
+def test_a_file_cut_short_is_one_error(tmp_path):
+    whole = write_gguf(tmp_path / "m.gguf", llama_tensors()).read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in [*range(4, 3000, 97), len(whole) // 2, len(whole) - 40]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(FormatError, match="cannot be read as GGUF"):
+            open_checkpoint(cut)
+
+
+def test_a_damaged_file_never_raises_anything_else(tmp_path):
+    whole = bytearray(write_gguf(tmp_path / "m.gguf", llama_tensors()).read_bytes())
+    broken = tmp_path / "broken.gguf"
+    rng = np.random.default_rng(0)
+    for place in rng.integers(4, 2500, 60):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xFF
+        broken.write_bytes(damaged)
+        try:
+            found = open_checkpoint(broken)
+            for name in found.sizes():
+                found.load(name)
+        except FormatError:
+            pass
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a model"], ids=["empty", "other"])
+def test_another_file_is_refused(tmp_path, content: bytes):
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(FormatError, match="is not a GGUF file: it begins with"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def tiny(kind: str):
+    """A transformers model whose sizes are those that `write_gguf` tells."""
+    import transformers as hf
+
+    shared = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": WIDTH,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    experts = {"num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    torch.manual_seed(0)
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**shared, intermediate_size=INNER))
+    if kind == "qwen3moe":
+        config = hf.Qwen3MoeConfig(**shared, **experts, moe_intermediate_size=64, num_experts=5, norm_topk_prob=True)
+        return hf.Qwen3MoeForCausalLM(config)
+    config = hf.GptOssConfig(**shared, **experts, intermediate_size=96, num_local_experts=5, sliding_window=16)
+    return hf.GptOssForCausalLM(config)
+
+
+def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """The tensors that llama.cpp's converter makes of one of transformers'."""
+    stem, _, part = name.rpartition(".experts.")
+    if not stem:
+        return {name: array}
+    if kind == "qwen3moe":
+        home = f"{stem}.switch_mlp"
+        if part == "down_proj":
+            return {f"{home}.down_proj.weight": array}
+        gate, up = np.split(array, 2, axis=1)
+        return {f"{home}.gate_proj.weight": gate.copy(), f"{home}.up_proj.weight": up.copy()}
+    module, end = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
+    turned = array if end == "bias" else array.swapaxes(1, 2)
+    home = f"{stem}.experts"
+    if module == "down_proj":
+        return {f"{home}.down_proj.{end}": turned.copy()}
+    return {f"{home}.gate_proj.{end}": turned[:, 0::2].copy(), f"{home}.up_proj.{end}": turned[:, 1::2].copy()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3moe", "gpt-oss"])
+def test_a_model_says_the_same_as_in_transformers(kind: str, tmp_path):
+    model = tiny(kind)
+    ids = tokens(model, 40)
+    save(model, tmp_path / "hf")
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in model.state_dict().items():
+        tensors |= unpacked(name, tensor.detach().numpy(), kind)
+    inner = 96 if kind == "gpt-oss" else 64
+    words = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": inner, "attention.key_length": WIDTH}
+    words |= {"attention.sliding_window": 16} if kind == "gpt-oss" else {}
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", kind, words if kind != "llama" else None)
+    with use_backend("reference"):
+        found = scores(path, ids)
+    assert error(found, truth(model, ids)) < 1e-5

