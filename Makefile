@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST := $(BIN)/python -m pytest --quiet
 
-.PHONY: install test test-all check fix bench docs clean
+.PHONY: install demo test test-all check fix bench docs clean
 
 install: $(INSTALLED)
 
@@ -16,6 +17,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e '.[test]'
 	@touch $@
+
+# fetch a small model on first use and let it answer with the compressed cache
+demo: $(INSTALLED)
+	$(BIN)/auraflux generate --chat --prompt "$(QUESTION)" --max-tokens 120
 
 # everything that runs without a GPU in a few minutes
 test: $(INSTALLED)

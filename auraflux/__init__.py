@@ -8,7 +8,10 @@ BackendError   a backend was asked for that this machine or installation does no
 FormatError    a weight format that does not exist or cannot hold the given data
 InputError     a tensor or option does not fit what the operation needs
 QTensor        a quantized weight
+CacheSettings  how keys and values are kept, in full; `kv=` takes it or a short name
+LanguageModel  what `load` gives: generate, chat, logits, tokens
 exact          inside `with exact():` kernels multiply float32 activations, not int8 ones
+load           a model from a folder, a GGUF file or a name
 quantize       a dense weight as codes
 use_backend    inside `with use_backend("reference"):` ops run on that backend
 
@@ -21,26 +24,35 @@ from typing import TYPE_CHECKING, Any
 from auraflux.errors import AurafluxError, BackendError, FormatError, InputError
 
 if TYPE_CHECKING:
+    from auraflux.cache import CacheSettings
     from auraflux.ops._dispatch import exact, use_backend
     from auraflux.quant import QTensor, quantize
+    from auraflux.run.language import LanguageModel
+    from auraflux.run.load import load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AurafluxError",
     "BackendError",
+    "CacheSettings",
     "FormatError",
     "InputError",
+    "LanguageModel",
     "QTensor",
     "__version__",
     "exact",
+    "load",
     "quantize",
     "use_backend",
 ]
 
 _HOMES = {
+    "CacheSettings": "auraflux.cache",
+    "LanguageModel": "auraflux.run.language",
     "QTensor": "auraflux.quant",
     "exact": "auraflux.ops._dispatch",
+    "load": "auraflux.run.load",
     "quantize": "auraflux.quant",
     "use_backend": "auraflux.ops._dispatch",
 }

@@ -4,6 +4,8 @@ AurafluxError
 ├── InputError      a tensor or option does not fit what the operation needs (also a ValueError)
 ├── FormatError     a weight format that does not exist or cannot hold the given data (also a ValueError)
 ├── SettingsError   a setting that cannot be honoured (also a ValueError)
+├── TemplateError   a chat template is missing, broken or refuses the messages (also a ValueError)
+├── FetchError      a model could not be fetched (also a RuntimeError)
 ├── CacheError      a cache has no room (also a RuntimeError)
 │   ├── ContextError  a sequence would grow past the context limit
 │   └── CacheFull     no page or no place for a sequence is free
@@ -27,6 +29,14 @@ class FormatError(AurafluxError, ValueError):
 
 class SettingsError(AurafluxError, ValueError):
     """A setting cannot be honoured."""
+
+
+class TemplateError(AurafluxError, ValueError):
+    """A chat template cannot turn the messages into text."""
+
+
+class FetchError(AurafluxError, RuntimeError):
+    """A model could not be fetched."""
 
 
 class CacheError(AurafluxError, RuntimeError):

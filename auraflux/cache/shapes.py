@@ -104,14 +104,14 @@ class LatentShape:
 class RecurrentShape:
     """A short convolution over `channels` and a delta memory of [heads, key_width, value_width].
 
-    dtype  of what goes into the convolution
+    dtype  of what goes into the convolution; None for the cache's
     """
 
     channels: int
     heads: int
     key_width: int
     value_width: int
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     attends = False
     title = "recurrent"
     span = None
@@ -121,4 +121,4 @@ class RecurrentShape:
         return "a recurrent state has no codes."
 
     def build(self, cache: "Cache", bits: Bits | None) -> RecurrentLayer:
-        return RecurrentLayer(cache.states, self.channels, self.heads, self.key_width, self.value_width, self.dtype)
+        return RecurrentLayer(cache.states, self.channels, self.heads, self.key_width, self.value_width, self.dtype or cache.dtype)

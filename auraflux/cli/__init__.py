@@ -9,9 +9,14 @@ import click
 
 import auraflux
 from auraflux.cli.bench import bench
+from auraflux.cli.chat import chat
+from auraflux.cli.convert import convert
 from auraflux.cli.doctor import doctor
 from auraflux.cli.failure import Failure
+from auraflux.cli.generate import generate
+from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
+from auraflux.cli.pull import pull
 from auraflux.errors import AurafluxError
 
 INTERRUPTED = 130
@@ -35,5 +40,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (ops, doctor, bench):
+for command in (generate, chat, pull, inspect, convert, ops, doctor, bench):
     main.add_command(command)

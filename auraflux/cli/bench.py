@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.bench_model import bench_model
 from auraflux.cli.failure import Failure
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ BUSY_FROM = 0.5  # processes per core; from there on, others take part of the ti
 @click.group()
 def bench() -> None:
     """Measure speed."""
+
+
+bench.add_command(bench_model)
 
 
 @bench.command("ops")

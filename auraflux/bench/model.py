@@ -1,0 +1,127 @@
+"""How fast a whole model reads and writes, at several lengths of what it has before it."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from auraflux.errors import ContextError
+from auraflux.run.language import LanguageModel
+
+WARM_UP = 8  # tokens that pay for compiling and for the first touch of the weights
+
+
+@dataclass(frozen=True)
+class Speed:
+    """At one length: tokens per second of reading a prompt of it, and of writing after it."""
+
+    who: str
+    context: int
+    prefill_rate: float
+    decode_rate: float
+    cache_nbytes: int | None = None
+
+
+class Contender(Protocol):
+    """Something that reads tokens and then writes more."""
+
+    name: str
+
+    def read(self, ids: list[int]) -> None:
+        """Forget everything, then take a prompt."""
+
+    def write(self, count: int) -> None:
+        """Write so many tokens, each the likeliest."""
+
+    def cache_nbytes(self) -> int | None: ...
+
+
+class Ours:
+    """A loaded model."""
+
+    def __init__(self, model: LanguageModel):
+        self.engine = model.engine
+        self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.exact else "")
+        self.sequence = self.engine.cache.open()
+        self._next = 0
+
+    def read(self, ids: list[int]) -> None:
+        self.sequence.close()
+        self.sequence = self.engine.cache.open()
+        self._next = int(self.engine.prefill(self.sequence, ids).argmax())
+
+    def write(self, count: int) -> None:
+        batch = self.engine.cache.batch([self.sequence])
+        for _ in range(count):
+            self._next = int(self.engine.decode(batch, [self._next])[0].argmax())
+
+    def cache_nbytes(self) -> int:
+        return self.sequence.nbytes
+
+
+class LlamaCpp:
+    """llama-cpp-python on the same file, with as many threads."""
+
+    name = "llama.cpp"
+
+    def __init__(self, path: Path, context: int, threads: int):
+        from llama_cpp import Llama
+
+        self.model = Llama(
+            str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512, n_ubatch=512, verbose=False
+        )
+        self._next = 0
+
+    def read(self, ids: list[int]) -> None:
+        self.model.reset()
+        self.model.eval(ids)
+        self._next = self.model.sample(temp=0.0)
+
+    def write(self, count: int) -> None:
+        for _ in range(count):
+            self.model.eval([self._next])
+            self._next = self.model.sample(temp=0.0)
+
+    def cache_nbytes(self) -> None:
+        return None
+
+
+def measure(
+    contenders: list[Contender], lengths: list[int], vocab: int, tokens: int, repeat: int, tell: Callable[[str], None]
+) -> Iterator[Speed]:
+    """Time all contenders in turn at each length, `repeat` times over, and give the best of each."""
+    for each in contenders:
+        tell(f"{each.name}: warming up")
+        each.read(_text(WARM_UP, vocab))
+        each.write(WARM_UP)
+    for length in lengths:
+        ids = _text(length, vocab)
+        best: dict[str, tuple[float, float]] = {}
+        for round_ in range(repeat):
+            for each in contenders:
+                tell(f"{each.name}: {length} tokens, round {round_ + 1}")
+                read, write = _seconds(each.read, ids), _seconds(each.write, tokens)
+                before = best.get(each.name, (read, write))
+                best[each.name] = min(read, before[0]), min(write, before[1])
+        for each in contenders:
+            read, write = best[each.name]
+            yield Speed(each.name, length, length / read, tokens / write, each.cache_nbytes())
+
+
+def check_lengths(lengths: list[int], tokens: int, context: int) -> None:
+    """Refuse lengths the context has no room for."""
+    most = max(lengths) + tokens
+    if most > context:
+        raise ContextError(f"a text of {most} tokens does not fit the context of {context}. Give --context {most} or more.")
+
+
+def _text(length: int, vocab: int) -> list[int]:
+    return random.Random(length).choices(range(vocab), k=length)
+
+
+def _seconds(work: Callable[[Any], None], argument: Any) -> float:
+    began = time.perf_counter()
+    work(argument)
+    return time.perf_counter() - began

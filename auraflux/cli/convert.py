@@ -1,0 +1,69 @@
+"""`auraflux convert`: write a model as an MLX folder of codes."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from auraflux.weights.checkpoint import Checkpoint
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.option("--bits", type=int, default=4, show_default=True, help="Of each weight: 2, 3, 4, 5, 6 or 8.")
+@click.option("--group", type=int, default=64, show_default=True, help="Weights that share a scale: 32, 64 or 128.")
+@click.option("--force", is_flag=True, help="Replace a model folder that is already there.")
+def convert(source: str, target: Path, bits: int, group: int, force: bool) -> None:
+    """Quantize a model and write it as an MLX folder.
+
+    SRC is a folder of safetensors, a GGUF file or a name; DST is the folder to write, which auraflux and mlx-lm load. Weights
+    that are quantized to as few bits, or fewer, stay as they are, and so do quantized embeddings. DST appears when it is whole.
+    """
+    from auraflux.models import family
+    from auraflux.run.progress import on_terminal
+    from auraflux.weights.checkpoint import open_checkpoint
+    from auraflux.weights.convert import convert as write
+    from auraflux.weights.pull import locate
+
+    with on_terminal() as report:
+        checkpoint = open_checkpoint(locate(source, report))
+        total, done = sum(checkpoint.sizes().values()), 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            report("converting", done, total)
+
+        def add(folder: Path) -> None:
+            _write_tokenizer(checkpoint, folder)
+
+        kind = family(checkpoint.config)
+        write(checkpoint, kind, target, bits=bits, group=group, force=force, advance=advance, add=add)
+    for note in checkpoint.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"{target}: {sum(path.stat().st_size for path in target.iterdir()) / 2**20:.1f} MiB")
+
+
+def _write_tokenizer(checkpoint: "Checkpoint", folder: Path) -> None:
+    """Write the vocabulary and chat template of a GGUF file as a folder has them."""
+    from auraflux.errors import FormatError
+    from auraflux.run.tokenizer import Tokenizer
+    from auraflux.run.vocabulary import adds_bos, read_vocabulary
+    from auraflux.weights.gguf import GGUFFile
+
+    if not isinstance(checkpoint, GGUFFile):
+        return
+    try:
+        words = read_vocabulary(checkpoint.metadata)
+        found = Tokenizer.from_gguf(checkpoint.metadata)
+    except FormatError as err:
+        checkpoint.notes.append(f"the tokenizer was left out. {err}")
+        return
+    words.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos(checkpoint.metadata), **found.names}
+    if "default" in found.templates:
+        config["chat_template"] = found.templates["default"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False))

@@ -1,0 +1,81 @@
+"""`auraflux generate`: continue a text, or answer a question, once."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.errors import InputError
+
+if TYPE_CHECKING:
+    from auraflux.run.generate import Stats
+    from auraflux.run.language import LanguageModel
+
+
+@click.command()
+@model_argument
+@click.option("--prompt", "-p", "prompts", multiple=True, help="The text to continue; - reads stdin. Several run together.")
+@click.option("--chat", is_flag=True, help="Take the prompt as a message to answer, in the model's chat format.")
+@click.option("--system", metavar="TEXT", help="What the model is told before the message; implies --chat.")
+@options(LOADING)
+@options(SAMPLING)
+@click.option("--json", "as_json", is_flag=True, help="Print text and figures as JSON when all is done.")
+def generate(model: str | None, prompts: tuple[str, ...], chat: bool, system: str | None, as_json: bool, **chosen: Any) -> None:
+    """Continue a text with MODEL: a folder, a GGUF file or a name; without one, the built-in default.
+
+    The text goes to stdout as it is written, the figures to stderr.
+    """
+    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    if not texts:
+        raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
+    settings = sampling(chosen)
+    loaded = load_model(model, chosen)
+    chat = chat or system is not None
+    asked: list[Any] = [_ask(loaded, text, system) for text in texts] if chat else texts
+    if len(asked) == 1:
+        written = _stream(loaded, asked[0], settings, as_json)
+    else:
+        written = loaded.generate_batch(asked, **settings)
+        for text, answer in zip(texts, written, strict=True):
+            if not as_json:
+                click.echo(f"> {text}\n{answer}\n")
+    if as_json:
+        click.echo(json.dumps({"texts": written, "stats": asdict(loaded.stats)}, indent=2, ensure_ascii=False))
+    else:
+        click.echo(figures(loaded.stats, chosen["kv"]), err=True)
+
+
+def _ask(loaded: "LanguageModel", text: str, system: str | None) -> list[int]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return loaded.chat_ids([*messages, {"role": "user", "content": text}])
+
+
+def _stream(loaded: "LanguageModel", prompt: Any, settings: dict[str, Any], quiet: bool) -> list[str]:
+    """Show the text as it comes."""
+    pieces = []
+    for piece in loaded.generate(prompt, **settings):
+        pieces.append(piece)
+        if not quiet:
+            click.echo(piece, nl=False)
+    if not quiet:
+        click.echo()
+    return ["".join(pieces)]
+
+
+def figures(stats: "Stats", kv: str) -> str:
+    """One line about a generation."""
+    parts = [f"prompt {stats.prompt_tokens} tokens, {stats.prefill_rate:.1f}/s"]
+    if stats.reused_tokens:
+        parts[0] += f" ({stats.reused_tokens} more were still there)"
+    parts.append(f"written {stats.tokens} tokens, {stats.decode_rate:.1f}/s")
+    held = f"cache {megabytes(stats.cache_nbytes)}"
+    if kv != "none" and stats.cache_nbytes:
+        held += f" ({kv}); uncompressed {megabytes(stats.plain_nbytes)}, {stats.plain_nbytes / stats.cache_nbytes:.1f}x"
+    return " · ".join([*parts, held])
+
+
+def megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB" if nbytes < 1e8 else f"{nbytes / 1e9:.2f} GB"

@@ -1,0 +1,158 @@
+"""`auraflux inspect`: what a model is, and how much memory it needs here."""
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from auraflux.weights.plan import Share
+
+MARKS = {"now": "[green]✓[/green]", "alone": "[yellow]~[/yellow]", "no": "[red]✗[/red]"}
+
+
+@click.command()
+@click.argument("path", metavar="[MODEL]", required=False)
+@click.option("--quantize", type=int, metavar="BITS", help="Count dense weights as if they were loaded with so many bits.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(path: str | None, quantize: int | None, as_json: bool) -> None:
+    """Show what a model consists of, and the memory it needs.
+
+    MODEL is a folder, a GGUF file or a name; with none, the built-in default. Memory is that of weights and cache together, for
+    one sequence, with each setting of the cache: windows and recurrent layers do not grow with the context.
+    """
+    from auraflux.run.progress import on_terminal
+    from auraflux.weights.pull import locate
+
+    with on_terminal() as report:
+        found = _look(str(locate(path, report)), quantize)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        _show(found)
+
+
+def _look(path: str, bits: int | None) -> dict[str, Any]:
+    from auraflux.bench.machine import free_nbytes, this_machine
+    from auraflux.models import family
+    from auraflux.quant import check_format
+    from auraflux.weights.checkpoint import open_checkpoint
+    from auraflux.weights.plan import cache_table, contexts, survey
+
+    if bits is not None:
+        check_format(bits, 64)
+    checkpoint = open_checkpoint(path)
+    kind = family(checkpoint.config)
+    config = kind.Config.from_hf(checkpoint.config)
+    shapes = kind.make_caches(config)
+    tensors = survey(checkpoint, kind.rename, bits)
+    memory, free = this_machine().memory_nbytes, free_nbytes()
+    weights = tensors.total.memory_nbytes
+    return {
+        "path": path,
+        "form": checkpoint.form,
+        "model_type": checkpoint.config["model_type"],
+        "family": kind.__name__.rpartition(".")[2],
+        "layers": dict(Counter(shape.title for shape in shapes)),
+        "context": config.context,
+        "notes": checkpoint.notes,
+        "total": vars(tensors.total),
+        "unused": vars(tensors.unused),
+        "parts": {name: vars(share) for name, share in _largest_first(tensors.kinds)},
+        "formats": {name: vars(share) for name, share in _largest_first(tensors.formats)},
+        "machine": {"memory_nbytes": memory, "free_nbytes": free},
+        "memory": [
+            _setting(kv, cache, weights, memory, free) for kv, cache in cache_table(shapes, contexts(config.context)).items()
+        ],
+    }
+
+
+def _largest_first(shares: "dict[str, Share]") -> "list[tuple[str, Share]]":
+    return sorted(shares.items(), key=lambda item: -item[1].nbytes)
+
+
+def _setting(kv: str, cache: dict[int, int] | str, weights: int, memory: int, free: int) -> dict[str, Any]:
+    if isinstance(cache, str):
+        return {"kv": kv, "refused": cache, "contexts": []}
+    needs = [
+        {
+            "context": context,
+            "cache_nbytes": nbytes,
+            "nbytes": weights + nbytes,
+            "fits": "now" if weights + nbytes <= free else "alone" if weights + nbytes <= memory else "no",
+        }
+        for context, nbytes in cache.items()
+    ]
+    return {"kv": kv, "refused": None, "contexts": needs}
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.markup import escape
+
+    from auraflux.cli.screen import stdout
+
+    console = stdout()
+    total = found["total"]
+    layers = ", ".join(f"{count} x {title}" for title, count in found["layers"].items())
+    console.print(f"[bold]{escape(found['path'])}[/bold]")
+    console.print(f"{found['model_type']} ({found['form']}); {layers}; context {found['context']}")
+    console.print(f"{_count(total['parameters'])} parameters, {_size(total['nbytes'])} on disk")
+    for note in found["notes"]:
+        console.print(f"[yellow]note[/yellow] {escape(note)}")
+    console.print(_shares("part", found["parts"], total))
+    console.print(_shares("format", found["formats"], total))
+    if found["unused"]["tensors"]:
+        console.print(f"not used: {found['unused']['tensors']} tensors, {_size(found['unused']['nbytes'])}")
+    console.print(_memory(found))
+    machine = found["machine"]
+    console.print(
+        f"this machine has {_size(machine['memory_nbytes'])} of memory, {_size(machine['free_nbytes'])} free: "
+        f"{MARKS['now']} fits now, {MARKS['alone']} fits when nothing else runs, {MARKS['no']} does not fit"
+    )
+    for setting in found["memory"]:
+        if setting["refused"] is not None:
+            console.print(f"[dim]{escape(setting['refused'])}[/dim]")
+
+
+def _shares(title: str, shares: dict[str, dict[str, int]], total: dict[str, int]) -> Any:
+    from rich.table import Table
+
+    table = Table(title)
+    for name in ("tensors", "parameters", "on disk", "in memory", "bits each"):
+        table.add_column(name, justify="right")
+    for name, share in [*shares.items(), ("[bold]all[/bold]", total)]:
+        each = f"{share['memory_nbytes'] * 8 / max(1, share['parameters']):.2f}"
+        sizes = _size(share["nbytes"]), _size(share["memory_nbytes"])
+        table.add_row(name, str(share["tensors"]), _count(share["parameters"]), *sizes, each)
+    return table
+
+
+def _memory(found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    lengths = max(([need["context"] for need in setting["contexts"]] for setting in found["memory"]), key=len)
+    table = Table("kv", title="weights + cache, by context", title_justify="left")
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right")
+    for setting in found["memory"]:
+        cells = [
+            f"{MARKS[need['fits']]} {_size(need['nbytes'])} [dim](cache {_size(need['cache_nbytes'])})[/dim]"
+            for need in setting["contexts"]
+        ]
+        table.add_row(setting["kv"], *(cells or ["[dim]cannot be honoured[/dim]"]))
+    return table
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"

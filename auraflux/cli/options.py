@@ -1,0 +1,78 @@
+"""Options that several commands share: which model, how it is kept, how tokens are chosen."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from auraflux.run.language import LanguageModel
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+model_argument = click.argument("model", required=False)
+
+LOADING = [
+    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    click.option(
+        "--kv", default="k8v4", show_default=True, metavar="KXVY", help="Bits of keys and values in the cache, or none."
+    ),
+    click.option("--protect-first", type=int, default=0, metavar="N", help="Leave the first N attention layers uncompressed."),
+    click.option("--protect-last", type=int, default=0, metavar="N", help="Leave the last N attention layers uncompressed."),
+    click.option("--newest", type=int, default=0, metavar="N", help="Read the newest N positions uncompressed."),
+    click.option("--sparse-v", type=float, default=0.0, metavar="W", help="Pass over values whose weight is below W."),
+    click.option("--context", type=int, metavar="N", help="Most tokens of a text; by default what model and memory allow."),
+    click.option("--quantize", type=int, metavar="BITS", help="Round dense weights to so many bits while loading."),
+    click.option("--exact", is_flag=True, help="Multiply float32 activations, not int8 ones."),
+]
+SAMPLING = [
+    click.option("--max-tokens", "-n", type=int, metavar="N", help="Most tokens to write; by default until the text ends."),
+    click.option("--temperature", "-t", type=float, help="0 always takes the likeliest token."),
+    click.option("--top-k", type=int, help="Draw from the K likeliest tokens."),
+    click.option("--top-p", type=float, help="Draw from the likeliest tokens that together have this probability."),
+    click.option("--min-p", type=float, help="Draw from tokens with at least this share of the likeliest one's probability."),
+    click.option("--repetition-penalty", type=float, help="Divide scores of tokens that were there; 1 is off."),
+    click.option("--presence-penalty", type=float, help="Lower scores of tokens that were written; 0 is off."),
+    click.option("--frequency-penalty", type=float, help="Lower them once for each time; 0 is off."),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
+]
+CACHE_NAMES = ("protect_first", "protect_last", "newest", "sparse_v")
+LOADING_NAMES = ("device", "quantize", "exact", "context")
+
+
+def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
+    """Give a command all options of a group."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(group):
+            command = option(command)
+        return command
+
+    return add
+
+
+def load_model(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
+    """Load what the options ask for, with progress, and say what should be known about it."""
+    from auraflux.cache import CacheSettings
+    from auraflux.ops._jit import nothing_compiled
+    from auraflux.run.load import load
+
+    settings = CacheSettings(chosen["kv"], **{name: chosen[name] for name in CACHE_NAMES})
+    loaded = load(model, kv=settings, **{name: chosen[name] for name in LOADING_NAMES})
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
+    if loaded.engine.device.type == "cpu" and nothing_compiled():
+        click.echo("note: kernels are compiled for this processor on first use: once, about half a minute.", err=True)
+    return loaded
+
+
+def sampling(chosen: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The sampling settings that were given, over the command's own. Wrong ones are refused before a model is loaded."""
+    from auraflux.run.sampler import Sampling
+
+    names = [field.name for field in fields(Sampling)]
+    found = {**defaults, **{name: chosen[name] for name in names if chosen[name] not in (None, ())}}
+    Sampling(**found)
+    return found

@@ -1,0 +1,19 @@
+"""`auraflux pull`: fetch a model and say where it is."""
+
+import click
+
+
+@click.command()
+@click.argument("name", required=False)
+def pull(name: str | None) -> None:
+    """Fetch a model and print its path.
+
+    NAME is a repository on the Hugging Face hub (org/name, or org/name/file.gguf) or a built-in name; with none, the built-in
+    default is fetched, SmolLM2-135M-Instruct. What is already here is not fetched again.
+    """
+    from auraflux.run.progress import on_terminal
+    from auraflux.weights.pull import locate
+
+    with on_terminal() as report:
+        path = locate(name, report)
+    click.echo(path)

@@ -1,0 +1,272 @@
+"""DeepSeek V3: latent attention, and experts chosen by sigmoid scores from the best groups.
+
+Keys and values of all heads are rows of `kv_b_proj` times one latent. The matrix is never applied to latents: its key rows go
+with the queries, its value rows with what attention has mixed, and the cache holds latents only.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from auraflux.cache import Batch, LatentShape
+from auraflux.errors import FormatError
+from auraflux.models import llama, qwen3_moe
+from auraflux.models.config import Keys
+from auraflux.models.llama import MLP
+from auraflux.models.qwen3_moe import Mixture, Plain
+from auraflux.models.rotation import Rotation, rope_settings, rotation
+from auraflux.ops import Routing, latent_output, latent_query, linear, rms_norm, split_latent
+from auraflux.quant import QTensor
+from auraflux.weights.checkpoint import Stored
+from auraflux.weights.experts import load_experts
+from auraflux.weights.loader import Weights
+
+LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Of latent attention.
+
+    query        the queries' low rank; None where they have none
+    latent       what is kept of keys and values
+    nope, rope   of a head's query: the plain part and the rotated one
+    value        of a head
+    """
+
+    query: int | None
+    latent: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """hidden, inner, vocab are widths; expert_inner is that of one expert, shared_inner of the one every token goes to.
+
+    mixtures  which layers have experts
+    extra     layers after the last, which predict more than one token and are not used
+    scale     of the scores
+    """
+
+    hidden: int
+    inner: int
+    vocab: int
+    layers: int
+    extra: int
+    heads: int
+    widths: Widths
+    scale: float
+    mixtures: tuple[bool, ...]
+    experts: int
+    expert_inner: int
+    shared_inner: int
+    routing: Routing
+    eps: float
+    tied: bool
+    context: int
+    rotation: Rotation
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "Config":
+        keys = Keys(config)
+        for key, accepted in {"hidden_act": "silu", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}.items():
+            keys.refuse(key, accepted)
+        _refuse_fp8(keys)
+        settings, inner = rope_settings(keys), keys["moe_intermediate_size"]
+        rope, experts = keys["qk_rope_head_dim"], keys.get("n_routed_experts", 0)
+        widths = Widths(keys.get("q_lora_rank", None), keys["kv_lora_rank"], keys["qk_nope_head_dim"], rope, keys["v_head_dim"])
+        return cls(
+            hidden=keys["hidden_size"],
+            inner=keys["intermediate_size"],
+            vocab=keys["vocab_size"],
+            layers=keys["num_hidden_layers"],
+            extra=keys.get("num_nextn_predict_layers", 0),
+            heads=keys["num_attention_heads"],
+            widths=widths,
+            scale=(widths.nope + rope) ** -0.5 * _growth(settings) ** 2,
+            mixtures=_mixtures(keys, experts),
+            experts=experts,
+            expert_inner=inner,
+            shared_inner=inner * keys.get("n_shared_experts", 0),
+            routing=_routing(keys),
+            eps=keys["rms_norm_eps"],
+            tied=keys.get("tie_word_embeddings", False),
+            context=keys.get("max_position_embeddings", 4096),
+            rotation=rotation(keys, rope, settings, keys.get("rope_interleave", True)),
+        )
+
+
+def _refuse_fp8(keys: Keys) -> None:
+    method = keys.get("quantization_config", {}).get("quant_method")
+    if method is not None:
+        raise FormatError(f"the weights are quantized by {method!r}, which is not read. Use a bf16 or an MLX folder.")
+
+
+def _growth(settings: dict[str, Any]) -> float:
+    """How much YaRN enlarges queries and keys, beyond what it does to their rotated parts."""
+    slope, factor = settings.get("mscale_all_dim"), settings.get("factor", 1.0)
+    if settings["rope_type"] == "default" or not slope or factor <= 1:
+        return 1.0
+    return 0.1 * slope * math.log(factor) + 1.0
+
+
+def _mixtures(keys: Keys, experts: int) -> tuple[bool, ...]:
+    first, every = keys.get("first_k_dense_replace", 0), keys.get("moe_layer_freq", 1)
+    return tuple(experts > 0 and i >= first and i % every == 0 for i in range(keys["num_hidden_layers"]))
+
+
+def _routing(keys: Keys) -> Routing:
+    return Routing(
+        k=keys["num_experts_per_tok"],
+        scoring="sigmoid",
+        renormalize=keys.get("norm_topk_prob", True),
+        groups=keys.get("n_group", 1),
+        kept_groups=keys.get("topk_group", 1),
+        scale=keys.get("routed_scaling_factor", 1.0),
+    )
+
+
+class Model(qwen3_moe.Model):
+    """Embedding, layers, norm and head."""
+
+    config: Any
+
+    def __init__(self, config: Config, weights: Weights):
+        self.config, self.dtype = config, weights.dtype
+        self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
+        self.layers = [Layer(config, weights, index) for index in range(config.layers)]
+        self.norm = weights.vector("model.norm.weight", config.hidden)
+        self.head = llama.head(weights, self.table, config.vocab, config.hidden, config.tied)
+        for index in range(config.layers, config.layers + config.extra):
+            weights.skip_under(f"model.layers.{index}.")
+
+
+class Layer(qwen3_moe.Layer):
+    """Latent attention, then an MLP or experts."""
+
+    def __init__(self, config: Config, weights: Weights, index: int):
+        name, self.eps = f"model.layers.{index}", config.eps
+        self.mixer_norm = weights.vector(f"{name}.input_layernorm.weight", config.hidden)
+        self.mlp_norm = weights.vector(f"{name}.post_attention_layernorm.weight", config.hidden)
+        self.mixer = Attention(config, weights, f"{name}.self_attn")
+        if config.mixtures[index]:
+            self.mlp = _mixture(config, weights, f"{name}.mlp")
+        else:
+            self.mlp = Plain(MLP(weights, f"{name}.mlp", config.hidden, config.inner))
+
+
+def _mixture(config: Config, weights: Weights, name: str) -> Mixture:
+    shared = None
+    if config.shared_inner:
+        shared = MLP(weights, f"{name}.shared_experts", config.hidden, config.shared_inner)
+    return Mixture(
+        config.routing,
+        weights.matrix(f"{name}.gate", config.experts, config.hidden),
+        load_experts(weights, name, config.experts, config.hidden, config.expert_inner),
+        choice_bias=weights.vector(f"{name}.gate.e_score_correction_bias", config.experts),
+        shared=shared,
+    )
+
+
+class Attention:
+    """Latent attention over the cache."""
+
+    def __init__(self, config: Config, weights: Weights, name: str):
+        self.heads, self.nope, self.scale = config.heads, config.widths.nope, config.scale
+        self.turn = config.rotation.to(weights.device)
+        hidden, widths = config.hidden, config.widths
+        self.query = _queries(config, weights, name)
+        self.kv_a = Projection(weights, f"{name}.kv_a_proj_with_mqa", widths.latent + widths.rope, hidden)
+        self.latent_norm = weights.vector(f"{name}.kv_a_layernorm.weight", widths.latent)
+        # how mlx-lm writes it
+        halves = weights.has(f"{name}.embed_q.weight")
+        self.kv_b = (Halves if halves else Rows)(weights, name, config.heads, widths)
+        self.out = Projection(weights, f"{name}.o_proj", hidden, config.heads * widths.value)
+
+    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
+        q_nope, q_rope, latent, k_rope = split_latent(self.query(x), self.kv_a(x), self.heads, self.nope)
+        latent = rms_norm(latent, self.latent_norm, LATENT_EPS)
+        store.append(batch, latent, self.turn(k_rope[:, None], batch.positions)[:, 0])
+        mixed = store.attend(batch, self.kv_b.query(q_nope), self.turn(q_rope, batch.positions), self.scale)
+        return self.out(self.kv_b.output(mixed).view(len(x), -1))
+
+
+class Projection:
+    """A matrix and its bias, if it has one."""
+
+    def __init__(self, weights: Weights, name: str, rows: int, width: int):
+        self.weight, self.bias = weights.matrix(name, rows, width), weights.bias(name, rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class LowRank:
+    """b(norm(a x))."""
+
+    def __init__(self, weights: Weights, name: str, rows: int, rank: int, width: int):
+        self.a = Projection(weights, f"{name}_a_proj", rank, width)
+        self.norm = weights.vector(f"{name}_a_layernorm.weight", rank)
+        self.b = Projection(weights, f"{name}_b_proj", rows, rank)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.b(rms_norm(self.a(x), self.norm, LATENT_EPS))
+
+
+def _queries(config: Config, weights: Weights, name: str) -> Projection | LowRank:
+    widths = config.widths
+    rows = config.heads * (widths.nope + widths.rope)
+    if widths.query is None:
+        return Projection(weights, f"{name}.q_proj", rows, config.hidden)
+    return LowRank(weights, f"{name}.q", rows, widths.query, config.hidden)
+
+
+class Rows:
+    """kv_b_proj as it is: for each head the rows for keys, then those for values."""
+
+    def __init__(self, weights: Weights, name: str, heads: int, widths: Widths):
+        self.nope, self.rows = widths.nope, widths.nope + widths.value
+        self.weight = weights.matrix(f"{name}.kv_b_proj", heads * self.rows, widths.latent, in_order=True)
+
+    def query(self, q_nope: Tensor) -> Tensor:
+        """Carry queries into the latent space: [T, H, nope] -> [T, H, latent]."""
+        return latent_query(q_nope, self.weight, self.rows)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Make values of mixed latents: [T, H, latent] -> [T, H, value]."""
+        return latent_output(mixed, self.weight, self.nope)
+
+
+class Halves:
+    """kv_b_proj as mlx-lm keeps it: a stack of the heads' key rows, turned over, and one of their value rows."""
+
+    def __init__(self, weights: Weights, name: str, heads: int, widths: Widths):
+        self.keys = _stack(weights, f"{name}.embed_q.weight", heads, widths.latent, widths.nope)
+        self.values = _stack(weights, f"{name}.unembed_out.weight", heads, widths.value, widths.latent)
+
+    def query(self, q_nope: Tensor) -> Tensor:
+        """Carry queries into the latent space: [T, H, nope] -> [T, H, latent]."""
+        # turned over, key rows are used like value rows
+        return latent_output(q_nope, self.keys, 0)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Make values of mixed latents: [T, H, latent] -> [T, H, value]."""
+        return latent_output(mixed, self.values, 0)
+
+
+def _stack(weights: Weights, name: str, heads: int, rows: int, width: int) -> Stored:
+    """One matrix of all heads' rows, [heads * rows, width]."""
+    found = weights.rounded(weights.stored(name, heads, rows, width), name)
+    kept = weights.keep(name, weights.ready(found, in_order=True))
+    return kept.joined() if isinstance(kept, QTensor) else kept.flatten(0, 1)
+
+
+rename = llama.rename
+
+
+def make_caches(config: Config) -> list[LatentShape]:
+    return [LatentShape(config.widths.latent, config.widths.rope)] * config.layers

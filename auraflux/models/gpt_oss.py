@@ -1,0 +1,100 @@
+"""gpt-oss: experts with a clamped activation, attention with sinks, every other layer within a window, biases everywhere."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from auraflux.cache import AttentionShape
+from auraflux.models import llama, qwen3_moe
+from auraflux.models.config import Keys
+from auraflux.models.qwen3_moe import Mixture
+from auraflux.models.rotation import Rotation, rope_settings, rotation
+from auraflux.ops import Clamp, Routing
+from auraflux.weights.experts import load_experts
+from auraflux.weights.loader import Weights
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """hidden, inner, vocab are widths, inner that of one expert; kinds says which layers have the window."""
+
+    hidden: int
+    inner: int
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    window: int
+    kinds: tuple[str, ...]
+    experts: int
+    routing: Routing
+    clamp: Clamp
+    eps: float
+    tied: bool
+    context: int
+    rotation: Rotation
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "Config":
+        keys = Keys(config)
+        keys.refuse("hidden_act", "silu")
+        heads, width = keys["num_attention_heads"], keys.get("head_dim", 64)
+        return cls(
+            hidden=keys["hidden_size"],
+            inner=keys["intermediate_size"],
+            vocab=keys["vocab_size"],
+            layers=keys["num_hidden_layers"],
+            heads=heads,
+            kv_heads=keys.get("num_key_value_heads", heads),
+            head_width=width,
+            window=keys["sliding_window"],
+            kinds=keys.layer_types(SLIDING, FULL),
+            experts=keys["num_local_experts"],
+            routing=Routing(keys["num_experts_per_tok"], "chosen", renormalize=False),
+            clamp=Clamp(keys.get("swiglu_alpha", 1.702), keys.get("swiglu_limit", 7.0)),
+            eps=keys["rms_norm_eps"],
+            tied=keys.get("tie_word_embeddings", False),
+            context=keys.get("max_position_embeddings", 131072),
+            rotation=rotation(keys, width, rope_settings(keys)),
+        )
+
+
+class Model(qwen3_moe.Model):
+    """Embedding, layers, norm and head."""
+
+    config: Any
+
+    def __init__(self, config: Config, weights: Weights):
+        self.config, self.dtype = config, weights.dtype
+        self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
+        self.layers = [Layer(config, weights, f"model.layers.{index}") for index in range(config.layers)]
+        self.norm = weights.vector("model.norm.weight", config.hidden)
+        self.head = llama.head(weights, self.table, config.vocab, config.hidden, config.tied)
+
+
+class Layer(qwen3_moe.Layer):
+    """Attention with sinks, then experts with biases."""
+
+    def __init__(self, config: Config, weights: Weights, name: str):
+        self.eps, hidden, count = config.eps, config.hidden, config.experts
+        self.mixer_norm = weights.vector(f"{name}.input_layernorm.weight", hidden)
+        self.mlp_norm = weights.vector(f"{name}.post_attention_layernorm.weight", hidden)
+        heads = llama.Heads(config.heads, config.kv_heads, config.head_width)
+        turn = config.rotation.to(weights.device)
+        self.mixer = llama.Attention(weights, f"{name}.self_attn", hidden, heads, turn, sinks=True)
+        self.mlp = Mixture(
+            config.routing,
+            weights.matrix(f"{name}.mlp.router", count, hidden),
+            load_experts(weights, f"{name}.mlp", count, hidden, config.inner, stacks="experts", clamp=config.clamp),
+            router_bias=weights.bias(f"{name}.mlp.router", count),
+        )
+
+
+rename = llama.rename
+
+
+def make_caches(config: Config) -> list[AttentionShape]:
+    windows = {SLIDING: config.window, FULL: None}
+    return [AttentionShape(config.kv_heads, config.head_width, window=windows[kind]) for kind in config.kinds]

@@ -1,0 +1,198 @@
+"""Dense transformers with grouped-query attention: Llama and its close relatives Mistral, Qwen2 and Qwen3.
+
+`Attention` and `MLP` also serve the families that change something else.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, zeros_like
+
+from auraflux.cache import AttentionShape, Batch, Cache
+from auraflux.models.config import Keys
+from auraflux.models.rotation import Rotation, rope_settings, rotation
+from auraflux.ops import add_rms_norm, embed, gate_up_swiglu, linear, linears, rms_norm, sigmoid_gate, split_q_gate
+from auraflux.weights.loader import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """hidden, inner, vocab are widths; heads of queries, kv_heads of keys; context is what the model was trained on."""
+
+    hidden: int
+    inner: int
+    vocab: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    window: int | None
+    eps: float
+    tied: bool
+    head_norms: bool
+    context: int
+    rotation: Rotation
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "Config":
+        keys = Keys(config)
+        keys.refuse("hidden_act", "silu")
+        heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
+        width = keys.get("head_dim", hidden // heads)
+        sliding = keys.kind == "mistral" or keys.get("use_sliding_window", False)
+        return cls(
+            hidden=hidden,
+            inner=keys["intermediate_size"],
+            vocab=keys["vocab_size"],
+            layers=keys["num_hidden_layers"],
+            heads=heads,
+            kv_heads=keys.get("num_key_value_heads", heads),
+            head_width=width,
+            window=keys.get("sliding_window", None) if sliding else None,
+            eps=keys["rms_norm_eps"],
+            tied=keys.get("tie_word_embeddings", False),
+            head_norms=keys.kind == "qwen3",
+            context=keys.get("max_position_embeddings", 2048),
+            rotation=rotation(keys, width, rope_settings(keys)),
+        )
+
+
+class Model:
+    """Embedding, layers, norm and head. Families whose layers are their own override `make_layer`.
+
+    shift  of the norms' weights, see `Weights.vector`
+    """
+
+    shift = 0.0
+
+    def __init__(self, config: Any, weights: Weights):
+        self.config, self.dtype = config, weights.dtype
+        self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
+        self.layers = [self.make_layer(weights, index) for index in range(config.layers)]
+        self.norm = weights.vector("model.norm.weight", config.hidden, shift=self.shift)
+        self.head = head(weights, self.table, config.vocab, config.hidden, config.tied)
+
+    def make_layer(self, weights: Weights, index: int) -> Any:
+        return Layer(self.config, weights, f"model.layers.{index}", self.config.rotation.to(weights.device))
+
+    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
+        x = embed(ids, self.table).to(self.dtype)
+        delta = zeros_like(x)
+        for layer, store in zip(self.layers, cache.layers, strict=True):
+            x, delta = layer(x, delta, batch, store)
+        return add_rms_norm(delta, x, self.norm, self.config.eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score the next token: [N, H] -> [N, V] float32."""
+        return linear(hidden, self.head).float()
+
+
+class Layer:
+    """Attention, then an MLP, each added to the residual stream when the next norm reads it."""
+
+    def __init__(self, config: Config, weights: Weights, name: str, turn: Rotation):
+        self.eps = config.eps
+        self.attention_norm = weights.vector(f"{name}.input_layernorm.weight", config.hidden)
+        self.mlp_norm = weights.vector(f"{name}.post_attention_layernorm.weight", config.hidden)
+        heads = Heads(config.heads, config.kv_heads, config.head_width)
+        self.attention: Any = Attention(
+            weights, f"{name}.self_attn", config.hidden, heads, turn, config.eps if config.head_norms else None
+        )
+        self.mlp: Any = MLP(weights, f"{name}.mlp", config.hidden, config.inner)
+
+    def __call__(self, x: Tensor, delta: Tensor, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        h, x = add_rms_norm(delta, x, self.attention_norm, self.eps)
+        h, x = add_rms_norm(self.attention(h, batch, store), x, self.mlp_norm, self.eps)
+        return x, self.mlp(h)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """count of queries, kv of keys and values, all `width` wide."""
+
+    count: int
+    kv: int
+    width: int
+
+
+class Attention:
+    """Grouped-query attention over the cache.
+
+    eps    of norms over each head's query and key; None where there are none
+    scale  of the scores; by default 1/sqrt(width)
+    sinks  whether each head has one
+    gated  whether q_proj holds, beside each head's query, a gate for its output
+    shift  what is missing in the checkpoint's weights of the norms: 1 where they are those of a (1 + w) norm
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        hidden: int,
+        heads: Heads,
+        turn: Rotation,
+        eps: float | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        gated: bool = False,
+        shift: float = 0.0,
+    ):
+        self.heads, self.turn, self.eps, self.softcap, self.gated = heads, turn, eps, softcap, gated
+        self.scale = heads.width**-0.5 if scale is None else scale
+        rows = {"q": heads.count * (2 if gated else 1), "k": heads.kv, "v": heads.kv}
+        names = {kind: f"{name}.{kind}_proj" for kind in rows}
+        self.qkv = [weights.matrix(names[kind], n * heads.width, hidden) for kind, n in rows.items()]
+        self.qkv_bias = [weights.bias(names[kind], n * heads.width) for kind, n in rows.items()]
+        self.out = weights.matrix(f"{name}.o_proj", hidden, heads.count * heads.width)
+        self.out_bias = weights.bias(f"{name}.o_proj", hidden)
+        if eps is not None:
+            self.q_norm = weights.vector(f"{name}.q_norm.weight", heads.width, shift=shift)
+            self.k_norm = weights.vector(f"{name}.k_norm.weight", heads.width, shift=shift)
+        self.sinks = weights.vector(f"{name}.sinks", heads.count) if sinks else None
+
+    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
+        heads, tokens = self.heads, len(x)
+        q, k, v = linears(x, self.qkv, self.qkv_bias)
+        gate = None
+        if self.gated:
+            q, gate = split_q_gate(q, heads.count)
+        q, k, v = (t.view(tokens, -1, heads.width) for t in (q, k, v))
+        if self.eps is not None:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        store.append(batch, self.turn(k, batch.positions), v)
+        out = store.attend(batch, self.turn(q, batch.positions), self.scale, self.sinks, self.softcap)
+        if gate is not None:
+            out = sigmoid_gate(out, gate)
+        return linear(out.view(tokens, -1), self.out, self.out_bias)
+
+
+class MLP:
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
+        self.gate = weights.matrix(f"{name}.gate_proj", inner, hidden)
+        self.up = weights.matrix(f"{name}.up_proj", inner, hidden)
+        self.down = weights.matrix(f"{name}.down_proj", hidden, inner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(gate_up_swiglu(x, self.gate, self.up), self.down)
+
+
+def head(weights: Weights, table: Any, vocab: int, hidden: int, tied: bool) -> Any:
+    """The matrix that scores the next token: the embedding's own where the two are tied."""
+    if not tied:
+        return weights.matrix("lm_head", vocab, hidden)
+    weights.skip("lm_head.weight")
+    return table
+
+
+def rename(name: str) -> str | None:
+    return None if re.search(r"rotary_emb\.inv_freq$", name) else name
+
+
+def make_caches(config: Config) -> list[AttentionShape]:
+    return [AttentionShape(config.kv_heads, config.head_width, window=config.window)] * config.layers

@@ -1,0 +1,193 @@
+"""Qwen3-Next and Qwen3.5, dense or with mixtures: Gated DeltaNet in most layers, attention with gated output in the others.
+
+Hugging Face stores the weights of all norms but the delta layer's own as w of (1 + w); mlx-lm adds the 1 when it converts.
+As mlx-lm does, we tell the two apart by the layout of the convolutions, which it turns at the same time.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import AttentionShape, Batch, RecurrentShape
+from auraflux.models import qwen3_moe
+from auraflux.models.config import Keys
+from auraflux.models.llama import Attention, Heads
+from auraflux.models.qwen3_moe import Layer, MixtureConfig, load_mlp, sparse_layers
+from auraflux.models.rotation import rope_settings, rotation
+from auraflux.ops import Routing, delta_gates, gated_rms_norm, linear, linears, qk_norm
+from auraflux.weights.loader import Weights, dense
+
+TAPS = 4  # of the short convolution
+UNIT_EPS = 1e-6  # added to the sum of squares of a delta layer's query or key
+DELTA, ATTENTION = "linear_attention", "full_attention"
+UNUSED = re.compile(r"(^|\.)mtp\.|^(model\.)?(visual|vision_tower)\.|rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Heads of a delta layer; value head h reads key head h // (value_heads // key_heads)."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def parts(self) -> list[int]:
+        """Channels of queries, keys and values."""
+        keys = self.key_heads * self.key_width
+        return [keys, keys, self.value_heads * self.value_width]
+
+
+@dataclass(frozen=True, eq=False)
+class Config(qwen3_moe.Config):
+    """kinds says of each layer whether it is DELTA or ATTENTION."""
+
+    kinds: tuple[str, ...]
+    delta: DeltaConfig
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "Config":
+        keys = Keys(config)
+        keys.refuse("hidden_act", "silu")
+        keys.refuse("linear_conv_kernel_dim", TAPS)
+        keys.refuse("attn_output_gate", True)
+        heads, mixture = keys["num_attention_heads"], _mixture(keys)
+        sparse = frozenset[int]() if mixture is None else sparse_layers(keys)
+        layers, width, settings = keys["num_hidden_layers"], keys["head_dim"], rope_settings(keys)
+        turned = settings.get("partial_rotary_factor", keys.get("partial_rotary_factor", 0.25))
+        return cls(
+            hidden=keys["hidden_size"],
+            inner=keys["intermediate_size"] if len(sparse) < layers else 0,
+            vocab=keys["vocab_size"],
+            layers=layers,
+            heads=heads,
+            kv_heads=keys.get("num_key_value_heads", heads),
+            head_width=width,
+            window=None,
+            eps=keys["rms_norm_eps"],
+            tied=keys.get("tie_word_embeddings", False),
+            head_norms=True,
+            context=keys.get("max_position_embeddings", 32768),
+            rotation=rotation(keys, int(width * turned), settings),
+            mixture=mixture,
+            sparse=sparse,
+            kinds=_kinds(keys),
+            delta=DeltaConfig(
+                keys["linear_num_key_heads"],
+                keys["linear_num_value_heads"],
+                keys["linear_key_head_dim"],
+                keys["linear_value_head_dim"],
+            ),
+        )
+
+
+def _mixture(keys: Keys) -> MixtureConfig | None:
+    count = keys.get("num_experts", 0)
+    if not count:
+        return None
+    routing = Routing(keys["num_experts_per_tok"], "softmax", renormalize=keys.get("norm_topk_prob", True))
+    return MixtureConfig(count, keys["moe_intermediate_size"], routing, keys.get("shared_expert_intermediate_size", 0) or None)
+
+
+def _kinds(keys: Keys) -> tuple[str, ...]:
+    if "layer_types" in keys:
+        return keys.layer_types(DELTA, ATTENTION)
+    every = keys.get("full_attention_interval", 4)
+    return tuple(DELTA if (i + 1) % every else ATTENTION for i in range(keys["num_hidden_layers"]))
+
+
+class Model(qwen3_moe.Model):
+    """Embedding, layers, norm and head."""
+
+    def __init__(self, config: Config, weights: Weights):
+        self.shift = _norm_shift(config, weights)
+        super().__init__(config, weights)
+
+    def make_layer(self, weights: Weights, index: int) -> Layer:
+        config, name = self.config, f"model.layers.{index}"
+        mixer: Attention | Delta
+        if config.kinds[index] == DELTA:
+            mixer = Delta(weights, f"{name}.linear_attn", config.hidden, config.delta, config.eps)
+        else:
+            heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+            home = f"{name}.self_attn"
+            mixer = Attention(weights, home, config.hidden, heads, turn, config.eps, gated=True, shift=self.shift)
+        return Layer(weights, name, config.hidden, config.eps, mixer, load_mlp(config, weights, index), self.shift)
+
+
+def _norm_shift(config: Config, weights: Weights) -> float:
+    """What the weights of the norms lack."""
+    names = [f"model.layers.{i}.linear_attn.conv1d.weight" for i, kind in enumerate(config.kinds) if kind == DELTA]
+    found = [weights.shape(name) for name in names if weights.has(name)]
+    turned = found[0][-1] == 1 if found else weights.checkpoint.form == "mlx"
+    return 0.0 if turned else 1.0
+
+
+class Delta:
+    """Gated DeltaNet: a short convolution, then a memory that is corrected at every token."""
+
+    def __init__(self, weights: Weights, name: str, hidden: int, config: DeltaConfig, eps: float):
+        self.config, self.eps, self.parts = config, eps, config.parts
+        heads, values = config.value_heads, self.parts[2]
+        rows = {"qkv": sum(self.parts), "z": values, "b": heads, "a": heads}
+        if weights.has(f"{name}.in_proj_qkvz.weight"):
+            order = grouped_rows(config)
+            made = {part: weights.matrix(f"{name}.{_pair(part)}", n, hidden, take=order[part]) for part, n in rows.items()}
+        else:
+            made = {part: weights.matrix(f"{name}.in_proj_{part}", n, hidden) for part, n in rows.items()}
+        self.projections = list(made.values())
+        self.taps = _taps(weights, f"{name}.conv1d.weight", rows["qkv"])
+        self.a_log, self.dt_bias = weights.vector(f"{name}.A_log", heads), weights.vector(f"{name}.dt_bias", heads)
+        self.norm = weights.vector(f"{name}.norm.weight", config.value_width)
+        self.out = weights.matrix(f"{name}.out_proj", hidden, values)
+
+    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
+        config, tokens = self.config, len(x)
+        qkv, z, b, a = linears(x, self.projections)
+        decay, beta = delta_gates(a, b, self.a_log, self.dt_bias)
+        parts = store.convolve(batch, qkv, self.taps).split_with_sizes(self.parts, 1)
+        q, k = (part.contiguous().view(tokens, config.key_heads, config.key_width) for part in parts[:2])
+        v = parts[2].contiguous().view(tokens, config.value_heads, config.value_width)
+        q, k = qk_norm(q, k, UNIT_EPS)
+        out = gated_rms_norm(store.update(batch, q, k, v, decay, beta), z.view_as(v), self.norm, self.eps)
+        return linear(out.view(tokens, -1), self.out)
+
+
+def _pair(part: str) -> str:
+    """Where qwen3_next has a projection."""
+    return "in_proj_qkvz" if part in ("qkv", "z") else "in_proj_ba"
+
+
+def grouped_rows(config: DeltaConfig) -> dict[str, Tensor]:
+    """The rows of each projection in qwen3_next's two, which lie by key head: q, k, v, z of each, and b, a of each."""
+    shared = config.value_heads // config.key_heads
+    wide, values = torch.arange(2 * sum(config.parts[1:])).view(config.key_heads, -1), shared * config.value_width
+    q, k, v, z = (part.flatten() for part in wide.split([config.key_width, config.key_width, values, values], 1))
+    b, a = torch.arange(2 * config.value_heads).view(config.key_heads, 2, shared).transpose(0, 1).flatten(1)
+    return {"qkv": torch.cat([q, k, v]), "z": z, "b": b, "a": a}
+
+
+def _taps(weights: Weights, name: str, channels: int) -> Tensor:
+    """A short convolution, [C, 1, 4] or mlx-lm's [C, 4, 1], as `short_conv` has it."""
+    turned = weights.has(name) and weights.shape(name)[-1] == 1
+    found = dense(weights.stored(name, channels, *((TAPS, 1) if turned else (1, TAPS)))).reshape(channels, TAPS, 1)
+    kept = weights.keep(name, found).to(weights.device, torch.float32)
+    return kept.view(channels, TAPS).T.contiguous()
+
+
+def rename(name: str) -> str | None:
+    if UNUSED.search(name):
+        return None
+    # beside a vision tower transformers says model.language_model.layers, mlx-lm language_model.model.layers
+    return name.removeprefix("language_model.").replace("model.language_model.", "model.")
+
+
+def make_caches(config: Config) -> list[AttentionShape | RecurrentShape]:
+    delta = config.delta
+    attention = AttentionShape(config.kv_heads, config.head_width)
+    recurrent = RecurrentShape(sum(delta.parts), delta.value_heads, delta.key_width, delta.value_width)
+    return [attention if kind == ATTENTION else recurrent for kind in config.kinds]

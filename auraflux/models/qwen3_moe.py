@@ -1,0 +1,155 @@
+"""Qwen3 with a mixture of experts in most layers.
+
+`Model`, `Layer` and `Mixture` also serve other families of mixtures.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from auraflux.cache import AttentionShape, Batch, Cache
+from auraflux.models import llama
+from auraflux.models.config import Keys
+from auraflux.models.llama import MLP, Attention, Heads, rename
+from auraflux.ops import Experts, Routing, add_rms_norm, combine, embed, expert_mlp, linear, linears, rms_norm, route
+from auraflux.weights.checkpoint import Stored
+from auraflux.weights.experts import load_experts
+from auraflux.weights.loader import Weights
+
+__all__ = ["Config", "Model", "make_caches", "rename"]
+
+Mixer = Callable[[Tensor, Batch, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """count experts of width `inner`, and one of width `shared` that all tokens go to, or None."""
+
+    count: int
+    inner: int
+    routing: Routing
+    shared: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Config(llama.Config):
+    """As Llama's; the layers in `sparse` have a mixture instead of an MLP."""
+
+    mixture: MixtureConfig | None
+    sparse: frozenset[int]
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> "Config":
+        keys, plain = Keys(config), llama.Config.from_hf(config)
+        # transformers writes the second name
+        count = keys["num_experts" if "num_experts" in keys else "num_local_experts"]
+        routing = Routing(keys["num_experts_per_tok"], "softmax", renormalize=keys.get("norm_topk_prob", False))
+        mixture = MixtureConfig(count, keys["moe_intermediate_size"], routing)
+        return cls(**{**vars(plain), "head_norms": True}, mixture=mixture, sparse=sparse_layers(keys))
+
+
+def sparse_layers(keys: Keys) -> frozenset[int]:
+    """Every so manieth layer, less those that are named."""
+    step, dense = keys.get("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    return frozenset(range(step - 1, keys["num_hidden_layers"], step)) - frozenset(dense)
+
+
+class Model(llama.Model):
+    """Embedding, layers, norm and head."""
+
+    def make_layer(self, weights: Weights, index: int) -> "Layer":
+        config, name = self.config, f"model.layers.{index}"
+        heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        attention = Attention(weights, f"{name}.self_attn", config.hidden, heads, turn, config.eps)
+        return Layer(weights, name, config.hidden, config.eps, attention, load_mlp(config, weights, index))
+
+    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
+        x = embed(ids, self.table).to(self.dtype)
+        for layer, store in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, batch, store)
+        return rms_norm(x, self.norm, self.config.eps)
+
+
+class Layer:
+    """Attention, or what takes its place, then an MLP or a mixture; each with a norm before it and added to the stream.
+
+    mixer  (x [T, H], batch, the layer's part of the cache) -> [T, H]
+    mlp    (x, residual) -> their sum, all [T, H]
+    shift  of the norms' weights, see `Weights.vector`
+    """
+
+    def __init__(
+        self, weights: Weights, name: str, hidden: int, eps: float, mixer: Mixer, mlp: "Mixture | Plain", shift: float = 0.0
+    ):
+        self.eps, self.mixer, self.mlp = eps, mixer, mlp
+        self.mixer_norm = weights.vector(f"{name}.input_layernorm.weight", hidden, shift=shift)
+        self.mlp_norm = weights.vector(f"{name}.post_attention_layernorm.weight", hidden, shift=shift)
+
+    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
+        h = rms_norm(x, self.mixer_norm, self.eps)
+        h, x = add_rms_norm(self.mixer(h, batch, store), x, self.mlp_norm, self.eps)
+        return self.mlp(h, x)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """An MLP where other layers have a mixture."""
+
+    mlp: MLP
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        return combine(residual, self.mlp(x))
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Experts of which each token goes to a few, and an MLP that all tokens go to where there is one.
+
+    router       [E, H]  scores the experts; router_bias [E] or None
+    choice_bias  [E]     or None, see `route`
+    shared_gate  [1, H]  weighs the shared MLP, token by token; None adds it as it is
+    """
+
+    routing: Routing
+    router: Stored
+    experts: Experts
+    router_bias: Tensor | None = None
+    choice_bias: Tensor | None = None
+    shared: MLP | None = None
+    shared_gate: Stored | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add what becomes of x to the residual stream, both [T, H]."""
+        if self.shared_gate is None:
+            scores, gate = linear(x, self.router, self.router_bias), None
+        else:
+            scores, gate = linears(x, (self.router, self.shared_gate), (self.router_bias, None))
+            gate = gate.view(-1)
+        ids, weights = route(scores, self.routing, self.choice_bias)
+        out = expert_mlp(x, ids, weights, self.experts)
+        return combine(residual, out, None if self.shared is None else self.shared(x), gate)
+
+
+def load_mlp(config: Config, weights: Weights, index: int) -> Mixture | Plain:
+    """What a layer has after its attention, under Qwen's names."""
+    name, hidden, mixture = f"model.layers.{index}.mlp", config.hidden, config.mixture
+    if mixture is None or index not in config.sparse:
+        return Plain(MLP(weights, name, hidden, config.inner))
+    shared = shared_gate = None
+    if mixture.shared is not None:
+        shared = MLP(weights, f"{name}.shared_expert", hidden, mixture.shared)
+        shared_gate = weights.matrix(f"{name}.shared_expert_gate", 1, hidden)
+    return Mixture(
+        mixture.routing,
+        weights.matrix(f"{name}.gate", mixture.count, hidden),
+        load_experts(weights, name, mixture.count, hidden, mixture.inner),
+        shared=shared,
+        shared_gate=shared_gate,
+    )
+
+
+def make_caches(config: Config) -> list[AttentionShape]:
+    return llama.make_caches(config)

@@ -1,0 +1,126 @@
+"""A model with its cache: tokens go in, scores of the next token come out."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import Batch, Cache, CacheSettings, Sequence
+from auraflux.ops import exact
+from auraflux.quant import QTensor
+from auraflux.run.graph import DecodeGraph
+
+
+class Model(Protocol):
+    """What every family's model can do."""
+
+    config: Any
+
+    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Engine:
+    """Runs the tokens of sequences through a model, long prompts in pieces.
+
+    context    most tokens of a sequence
+    sequences  that can be open at once
+    chunk      tokens that go through the model together, over all sequences
+    exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    graphs     replay steps of decoding instead of running their Python every time
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        shapes: list[Any],
+        settings: CacheSettings,
+        *,
+        context: int,
+        sequences: int = 1,
+        chunk: int = 512,
+        exact: bool = False,
+        graphs: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        self.model, self.chunk, self.exact = model, chunk, exact
+        self.cache = Cache(shapes, settings, context=context, sequences=sequences, chunk=chunk, dtype=dtype, device=device)
+        self.device, self.graphs = torch.device(device), graphs
+        self._graph: DecodeGraph | None = None
+
+    def step(self, batch: Batch, ids: list[list[int]]) -> Tensor:
+        """Give each sequence of a batch its next tokens: the final hidden states [T, H].
+
+        Whatever stops it on the way, an interrupt too, the sequences are then as they were, or shorter.
+        """
+        flat = torch.tensor([token for each in ids for token in each], dtype=torch.int64, device=self.device)
+        before = [sequence.length for sequence in batch.sequences]
+        try:
+            batch.extend([len(each) for each in ids])
+            return self.forward(flat, batch)
+        except BaseException:
+            self.undo(batch, before)
+            raise
+
+    @staticmethod
+    def undo(batch: Batch, lengths: list[int]) -> None:
+        """Take back tokens that did not get through all layers."""
+        for sequence, length in zip(batch.sequences, lengths, strict=True):
+            if sequence.length > length:
+                sequence.truncate(length)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V] float32."""
+        with exact(self.exact):
+            return self.model.logits(hidden)
+
+    def decode(self, batch: Batch, ids: list[int]) -> Tensor:
+        """One token of each sequence: the scores of the next, [B, V]."""
+        if self._graph is None or self._graph.batch is not batch:
+            self._graph = DecodeGraph(self, batch)
+        return self._graph(ids)
+
+    def forward(self, flat: Tensor, batch: Batch) -> Tensor:
+        """Run tokens for which there is room: the final hidden states [T, H]."""
+        with exact(self.exact):
+            return self.model(flat, batch, self.cache)
+
+    def prefill(self, sequence: Sequence, ids: list[int], advance: Callable[[int], None] = lambda tokens: None) -> Tensor:
+        """Take a prompt in pieces and keep a checkpoint at its end: the scores of the token after it, [V]."""
+        batch = self.cache.batch([sequence])
+        for start in range(0, len(ids), self.chunk):
+            piece = ids[start : start + self.chunk]
+            hidden = self.step(batch, [piece])
+            advance(len(piece))
+        sequence.checkpoint()
+        return self.score(hidden[-1:])[0]
+
+    def all_scores(self, sequence: Sequence, ids: list[int]) -> Tensor:
+        """The scores after every token of a text, [T, V], read through the cache as generation reads it."""
+        batch = self.cache.batch([sequence])
+        pieces = [ids[start : start + self.chunk] for start in range(0, len(ids), self.chunk)]
+        return torch.cat([self.score(self.step(batch, [piece])) for piece in pieces])
+
+
+def nbytes(model: Any) -> int:
+    """Bytes of all tensors a model holds, each counted once."""
+    seen: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            seen[value.data_ptr()] = value.nbytes
+        elif isinstance(value, QTensor):
+            seen[value.packed.data_ptr()] = value.nbytes
+        elif isinstance(value, dict):
+            for each in value.values():
+                visit(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                visit(each)
+        elif type(value).__module__.startswith("auraflux."):
+            visit(vars(value))
+
+    visit(model)
+    return sum(seen.values())

@@ -1,0 +1,276 @@
+"""Where chat templates run. A template comes with the weights and is a stranger's program.
+
+Jinja's sandbox keeps it from Python's internals and from changing what it is given. Here it is also stopped when it takes too
+long or would build more text than any prompt has: before an operation that makes text, the length of the result is bounded.
+"""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import wraps
+from types import FrameType
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
+
+MAX_LENGTH = 1 << 24
+MAX_BITS = 1 << 12
+# what an element of a list counts, in characters
+NODE = 16
+# filters whose result may be far longer than what goes in, and that no chat needs
+DROPPED = ("batch", "filesizeformat", "pprint", "random", "slice", "sum", "urlize", "wordwrap", "xmlattr")
+# filters that make no text of what they are given
+TEXTLESS = (
+    *("abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last", "length"),
+    *("list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"),
+)
+PADDING = ("center", "ljust", "rjust", "zfill", "to_bytes")
+# a width or precision of five digits, or one that is itself a value
+WIDE = re.compile(r"%(\([^)]*\))?[-#0 +]*(\d{0,4}\.)?(\*|\d{5})|\{[^{}]*:[^{}]*(\d{5}|\{)")
+
+
+class Refused(TemplateError):
+    """The template itself called raise_exception."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """End the template that runs in this thread longer than that.
+
+    Python calls `look` for every line of a template and every call it makes, also where a template only counts.
+    """
+    end, before = time.monotonic() + seconds, sys.gettrace()
+
+    def look(frame: FrameType, event: str, about: Any) -> Any:
+        if time.monotonic() > end:
+            raise SecurityError(f"it did not end within {seconds:g} seconds")
+        return look if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class _Code(CodeGenerator):
+    """Compiles `~` into a call that looks at the length first."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model is trained on; for rendering it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with what chat templates expect to find, and limits."""
+
+    code_generator_class = _Code
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_weighed)
+        self.filters = {name: _bounded(name, made) for name, made in self.filters.items() if name not in DROPPED}
+        self.filters["tojson"] = _tojson
+        self.globals = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
+        self.globals |= {"dict": _dict, "namespace": _Namespace}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        return "".join(_gathered(pieces))
+
+    def joined(self, values: tuple[Any, ...]) -> str:
+        _weigh(values)
+        return "".join(map(str, values))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            _check_length(_length(left) + _length(right))
+        elif operator == "*":
+            _check_length(_length(left) * _times(right) + _length(right) * _times(left))
+            _check_bits(_bits(left) + _bits(right))
+        elif operator == "**":
+            _check_bits(_bits(left) * _times(right))
+        elif isinstance(left, str):
+            _check_format(left, right if isinstance(right, tuple) else (right,))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str | bytes | int):
+            args = tuple(_checked(owner, __obj.__name__, args))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        made = super().wrap_str_format(value)
+        if made is None:
+            return None
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            _check_format(value.__self__, (*args, *kwargs.values()))
+            return made(*args, **kwargs)
+
+        return formatted
+
+
+class _Namespace(Namespace):
+    """A namespace without room for names that Python gives a meaning."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}, which begins with an underscore")
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise Refused(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    _check_format(form, ())
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    _weigh(value)
+    # every line is indented anew at every level
+    _check_length(max(_times(indent), _length(indent), *map(_length, separators or ()), 0) << 12)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that looks at what it is given before it makes text of it."""
+    # some are given their environment first
+    first = 1 if hasattr(made, "jinja_pass_arg") else 0
+
+    @wraps(made)
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        value, given = args[first], (*args[first + 1 :], *kwargs.values())
+        if name == "join":
+            value = _gathered(value)
+            _check_length(len(value) * max([1, *map(_length, given)]))
+            return made(*args[:first], value, *args[first + 1 :], **kwargs)
+        if name not in TEXTLESS and not isinstance(value, str):
+            _weigh(value)
+        if name == "format":
+            _check_format(str(value), given)
+        elif name == "replace":
+            _checked(str(value), "replace", given)
+        elif name in ("center", "indent", "round"):
+            lines = 1 + str(value).count("\n")
+            _check_length(lines * max([0, *(_length(each) + _times(each) for each in given)]))
+            _check_bits(max([0, *map(_times, given)]))
+        return made(*args, **kwargs)
+
+    return filtered
+
+
+def _checked(owner: Any, name: str, given: Sequence[Any]) -> Sequence[Any]:
+    """Refuse a call of a method of a string or number that would make a string too long; give the arguments to call it with."""
+    if name in PADDING:
+        _check_length(max([0, *map(_times, given)]))
+    elif name == "replace" and len(given) >= 2 and isinstance(given[0], type(owner)):
+        _check_length(len(owner) + owner.count(given[0]) * _length(given[1]))
+    elif name == "join" and given:
+        gathered = _gathered(given[0])
+        _check_length(len(owner) * len(gathered))
+        return [gathered, *given[1:]]
+    elif name == "expandtabs":
+        _check_length(len(owner) * max([8, *map(_times, given)]))
+    elif name == "translate" and given and isinstance(given[0], Mapping):
+        _check_length(len(owner) * max([1, *map(_length, given[0].values())]))
+    return given
+
+
+def _check_format(form: str, values: Sequence[Any]) -> None:
+    _weigh(list(values))
+    if WIDE.search(form):
+        raise SecurityError(f"it pads text to a width that is too large or not known: {form[:40]!r}")
+    _check_length((form.count("%") + form.count("{")) * max([1, *map(_length, values)]))
+
+
+def _gathered(pieces: Iterable[Any]) -> list[Any]:
+    """A list of pieces that are not too long together."""
+    kept, length = [], 0
+    for piece in pieces:
+        length += 1 + (len(piece) if isinstance(piece, str) else _weigh(piece))
+        _check_length(length)
+        kept.append(piece)
+    return kept
+
+
+def _weighed(value: Any) -> Any:
+    if not isinstance(value, str):
+        _weigh(value)
+    return value
+
+
+def _weigh(value: Any) -> int:
+    """Estimate the length of a value's text, and refuse one too long: lists may hold the same list many times over."""
+    total, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        total += NODE + (len(one) if isinstance(one, str | bytes) else 0)
+        _check_length(total)
+    return total
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+
+
+def _times(value: Any) -> int:
+    return abs(value) if isinstance(value, int) else 0
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_LENGTH:
+        raise SecurityError(f"it builds more than {MAX_LENGTH:,} characters")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
+        raise SecurityError(f"it computes with numbers of more than {MAX_BITS:,} bits")

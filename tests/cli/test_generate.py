@@ -1,0 +1,137 @@
+"""`auraflux generate` and `auraflux chat`: text on stdout, figures on stderr, one sentence for what does not fit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from auraflux.cli import main
+from tests.run.tiny import tiny
+
+KEEP = ["--context", "64", "--device", "cpu"]
+
+
+def run(*words: str | Path, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words], input=stdin)
+
+
+def spoiled(folder: Path, spoil: Callable[[Path], object]) -> Path:
+    """A copy of the tiny model with something wrong."""
+    shutil.copytree(tiny(), folder)
+    spoil(folder)
+    return folder
+
+
+def without(key: str) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        del config[key]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return spoil
+
+
+def template(source: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def misshapen(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"][:32].clone()
+    tensors["extra"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+
+
+FAULTS = {
+    "no-config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no-key": (without("rms_norm_eps"), "has no 'rms_norm_eps'. The keys it has:"),
+    "cut": (cut, "cannot be read"),
+    "misshapen": (
+        misshapen,
+        "1 missing: model.layers.1.mlp.up_proj.weight; 1 of the wrong shape: model.layers.0.self_attn.q_proj.weight has shape "
+        "[32, 64], [64, 64] is needed; 1 that the model does not know: extra.",
+    ),
+    "template": (template("{% for"), "The chat template has an error"),
+    "hostile-template": (template("{{ ''.__class__.__mro__ }}"), "is unsafe"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_model_is_one_sentence(fault: str, tmp_path: Path):
+    spoil, message = FAULTS[fault]
+    result = run("generate", spoiled(tmp_path / "model", spoil), "--chat", "-p", "hi", *KEEP)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "nowhere/at/all"], "there is no model 'nowhere/at/all'"),
+        (["generate", tiny()], "there is no prompt"),
+        (["generate", tiny(), "-p", "hello " * 90, *KEEP], "and the context is limited to 64"),
+        (["generate", tiny(), "-p", "x", "--kv", "k9v1"], "has no codebook"),
+        (["generate", tiny(), "-p", "x", "--top-p", "7"], "top_p=7.0 must be above 0"),
+        (["generate", tiny(), "-p", "x", "--quantize", "7"], "7 bits in groups of 64 is not a format"),
+        (["bench", "model", tiny(), "--at", "5000"], "does not fit the context of 512"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence(words: list[str], message: str):
+    words = [*words, "-p", "x"] if words[:2] == ["generate", "nowhere/at/all"] else words
+    result = run(*words)
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
+def test_text_is_on_stdout_and_figures_on_stderr():
+    result = run("generate", tiny(), "-p", "The quick", "-n", "5", *KEEP)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip()
+    assert "written 5 tokens" in result.stderr
+    assert "k8v4" in result.stderr
+
+
+def test_json_has_text_and_figures():
+    result = run("generate", tiny(), "-p", "The quick", "-p", "x", "-n", "5", "--json", *KEEP)
+    found = json.loads(result.stdout)
+    assert len(found["texts"]) == 2
+    assert found["stats"]["tokens"] == 10
+
+
+def test_the_prompt_may_come_from_stdin():
+    typed = run("generate", tiny(), "-p", "fox", "-n", "4", *KEEP)
+    assert run("generate", tiny(), "-p", "-", "-n", "4", *KEEP, stdin="fox").stdout == typed.stdout
+
+
+def test_chat_answers_forgets_and_leaves():
+    lines = "hello\n/stats\n/reset\n/nothing\n/help\nhello\n/exit\nnever read\n"
+    result = run("chat", tiny(), "-n", "4", "-t", "0", *KEEP, stdin=lines)
+    assert result.exit_code == 0, result.stderr
+    half = len(result.stdout) // 2
+    assert result.stdout[:half] == result.stdout[half:] != ""
+    for said in ("The conversation is forgotten.", "there is no command /nothing", "Ctrl-C stops an answer"):
+        assert said in result.stderr
+
+
+def test_a_conversation_that_grows_too_long_goes_on_after_a_reset():
+    result = run("chat", tiny(), "-n", "4", *KEEP, stdin="word " * 90 + "\nhello\n")
+    assert result.exit_code == 0
+    assert "error: the prompt has" in result.stderr
+    assert result.stdout.strip()
+
+
+def test_bench_model_prints_rates():
+    result = run("bench", "model", tiny(), "--at", "16", "--tokens", "4", "--repeat", "1", "--json", *KEEP)
+    found = json.loads(result.stdout)
+    assert [row["context"] for row in found["results"]] == [16]
+    assert found["results"][0]["decode_rate"] > 0

@@ -1,0 +1,124 @@
+"""`auraflux pull`, `inspect` and `convert`: what they print, and how they fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from auraflux.cli import Program
+from auraflux.cli.convert import convert
+from auraflux.cli.inspect import inspect
+from auraflux.cli.pull import pull
+from auraflux.run.tokenizer import Tokenizer
+from auraflux.weights import pull as fetching
+from tests.weights.gguf_files import llama_tensors, write_gguf
+
+
+def call(*words: object) -> Result:
+    program = Program(commands={"pull": pull, "inspect": inspect, "convert": convert})
+    return CliRunner().invoke(program, [str(word) for word in words])
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return write_gguf(tmp_path / "m.gguf", llama_tensors(), "Q8_0")
+
+
+def test_pull_prints_the_path(model: Path, monkeypatch):
+    monkeypatch.setattr(fetching, "_built_in", lambda name, report: model)
+    for words in ([], ["smollm2-135m-instruct"]):
+        done = call("pull", *words)
+        assert (done.exit_code, done.stdout) == (0, f"{model}\n")
+
+
+def test_pull_of_nothing_fails_in_one_sentence():
+    done = call("pull", "no-such-model")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: there is no model 'no-such-model': no such folder or file")
+    assert done.stderr.count("\n") == 1
+
+
+def test_inspect_shows_parts_formats_and_memory(model: Path):
+    done = call("inspect", model)
+    assert done.exit_code == 0, done.output
+    for words in ("llama (gguf); 2 x full attention; context 256", "embeddings", "Q8_0", "k8v4", "this machine has"):
+        assert words in done.stdout
+
+
+def test_inspect_in_json(model: Path):
+    found = json.loads(call("inspect", model, "--json").stdout)
+    assert (found["model_type"], found["family"], found["form"], found["context"]) == ("llama", "llama", "gguf", 256)
+    assert found["layers"] == {"full attention": 2}
+    assert [setting["kv"] for setting in found["memory"]] == ["none", "k8v8", "k8v4", "k4v4", "k4v2", "k3v3"]
+    need = found["memory"][0]["contexts"][0]
+    assert need["nbytes"] == found["total"]["memory_nbytes"] + need["cache_nbytes"]
+    assert need["fits"] == "now"
+
+
+def test_inspect_counts_rounding(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", llama_tensors(), "F32")
+    plain, rounded = (
+        json.loads(call("inspect", path, "--json", *words).stdout)["total"]["memory_nbytes"]
+        for words in ([], ["--quantize", 4])
+    )
+    assert rounded < plain / 5
+    assert "7 bits in groups of 64 is not a format" in call("inspect", path, "--quantize", 7).stderr
+
+
+def test_what_does_not_fit_is_marked(model: Path, monkeypatch):
+    monkeypatch.setattr("auraflux.bench.machine.free_nbytes", lambda: 1)
+    assert "~ " in call("inspect", model).stdout
+    found = json.loads(call("inspect", model, "--json").stdout)
+    assert {need["fits"] for setting in found["memory"] for need in setting["contexts"]} == {"alone"}
+
+
+def write_config(folder: Path, text: str | None) -> Path:
+    folder.mkdir()
+    if text is not None:
+        (folder / "config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "has no config.json"),
+        ("{", "cannot be read as JSON"),
+        ('{"model_type": "bert"}', "model_type 'bert' is not supported. Those that are: deepseek_v3, "),
+        ('{"model_type": "llama"}', "has no 'num_attention_heads'. The keys it has: model_type"),
+    ],
+)
+def test_inspect_fails_in_one_sentence(tmp_path, config: str | None, message: str):
+    done = call("inspect", write_config(tmp_path / "model", config))
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_convert_writes_a_folder(model: Path, tmp_path):
+    done = call("convert", model, tmp_path / "mlx", "--bits", 4, "--group", 32)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(f"{tmp_path / 'mlx'}: 0.")
+    assert json.loads(call("inspect", tmp_path / "mlx", "--json").stdout)["form"] == "mlx"
+    done = call("convert", model, tmp_path / "mlx")
+    assert (done.exit_code, done.stderr) == (1, f"error: {tmp_path / 'mlx'} is already there. Use --force to replace it.\n")
+    assert call("convert", model, tmp_path / "mlx", "--force").exit_code == 0
+
+
+def test_convert_writes_the_tokenizer_of_a_gguf_file(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", llama_tensors(), "Q8_0", tokenizer=True)
+    done = call("convert", path, tmp_path / "mlx")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    tokenizer = Tokenizer.from_folder(tmp_path / "mlx")
+    assert tokenizer is not None
+    assert tokenizer.encode("ab a") == [2, 5, 3]
+    assert tokenizer.apply_template([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_convert_says_when_there_is_no_tokenizer(model: Path, tmp_path):
+    done = call("convert", model, tmp_path / "mlx")
+    assert done.exit_code == 0
+    assert done.stderr.startswith("note: the tokenizer was left out.")
+    assert not (tmp_path / "mlx" / "tokenizer.json").exists()

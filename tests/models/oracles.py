@@ -1,0 +1,76 @@
+"""Tiny random models of other people's making, and what this package makes of the same folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import CacheSettings
+from auraflux.models import family
+from auraflux.run.engine import Engine
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.loader import Weights
+
+TOKENS = 150  # past two pages
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write a transformers model with larger weights than at birth, uneven norms, and an opinion about the next token."""
+    generator = torch.Generator().manual_seed(1)
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                spread = 0.05 if "bias" in name else 0.2
+                parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.mul_(4 if parameter is table else 2)
+        if head is not table:
+            # the token before in the vocabulary comes next, more often than not
+            head.add_(4 * table.roll(1, 0))
+    model.save_pretrained(folder)
+    return folder
+
+
+def tokens(model: Any, count: int = TOKENS) -> list[int]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(0, model.config.get_text_config().vocab_size, (count,), generator=generator).tolist()
+
+
+def truth(model: Any, ids: list[int]) -> Tensor:
+    """What transformers says, [T, V]."""
+    with torch.no_grad():
+        return model.eval()(torch.tensor([ids])).logits[0].float()
+
+
+def scores(folder: Path, ids: list[int], *, kv: str = "none", chunk: int = 512, exact: bool = True, **load: Any) -> Tensor:
+    """What this package says after every token, [T, V]."""
+    checkpoint = open_checkpoint(folder)
+    module = family(checkpoint.config)
+    config = module.Config.from_hf(checkpoint.config)
+    weights = Weights(checkpoint, module.rename, **load)
+    model = module.Model(config, weights)
+    weights.done()
+    engine = Engine(model, module.make_caches(config), CacheSettings(kv), context=len(ids), chunk=chunk, exact=exact)
+    return engine.all_scores(engine.cache.open(), ids)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def agreement(found: Tensor, wanted: Tensor) -> float:
+    """The share of positions with the same top token."""
+    return float((found.argmax(-1) == wanted.argmax(-1)).float().mean())
+
+
+def check_family(model: Any, folder: Path) -> None:
+    """Hold a family to transformers: in one piece, in chunks and token by token, and with 8-bit keys and values."""
+    ids = tokens(model)
+    wanted = truth(model, ids)
+    for chunk in (512, 37, 1):
+        assert error(scores(folder, ids, chunk=chunk), wanted) < 2e-4
+    coded = scores(folder, ids, kv="k8v8")
+    assert error(coded, wanted) < 0.02
+    assert agreement(coded, wanted) >= 0.99

@@ -1,0 +1,170 @@
+"""DeepSeek V3 against transformers and mlx-lm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from auraflux.errors import FormatError
+from auraflux.models.deepseek_v3 import Config
+from auraflux.quant import quantize
+from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
+from tests.models.oracles import agreement, check_family, error, save, scores, tokens, truth
+
+SMALL = {
+    "vocab_size": 259,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16}
+
+
+def deepseek(**changes: Any) -> DeepseekV3ForCausalLM:
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL, **changes}))
+    with torch.no_grad():
+        # a choice that hangs in the balance turns a small error into another expert: clear choices, of no great weight
+        model.model.embed_tokens.weight.mul_(8)
+        for layer in model.model.layers[model.config.first_k_dense_replace :]:
+            layer.mlp.gate.weight.mul_(4)
+            layer.mlp.gate.e_score_correction_bias.uniform_(0, 0.2)
+    return model
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "groups": {},
+    "one-group": {"n_group": 1, "topk_group": 1},
+    "no-query-rank": {"q_lora_rank": None},
+    "six-heads": {"num_attention_heads": 6, "num_key_value_heads": 6, "qk_nope_head_dim": 32, "v_head_dim": 32},
+    "halves-rotated": {"rope_interleave": False},
+    "two-shared": {"n_shared_experts": 2, "attention_bias": True},
+    "raw-weights": {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
+    "all-dense-tied": {"first_k_dense_replace": 3, "tie_word_embeddings": True},
+    "yarn": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "yarn-uneven": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    "yarn-plain": {"rope_parameters": YARN},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+    model = deepseek(**VARIANTS[variant])
+    check_family(model, save(model, tmp_path))
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+    """Put other tensors into a folder, and other words into its config."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+
+
+def test_there_may_be_no_shared_expert(tmp_path: Path):
+    model = deepseek()
+    for layer in model.model.layers[1:]:
+        torch.nn.init.zeros_(layer.mlp.shared_experts.down_proj.weight)
+    save(model, tmp_path)
+    kept = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "shared_experts" not in k}
+    rewrite(tmp_path, kept, n_shared_experts=None)
+    ids = tokens(model)
+    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4
+
+
+def test_layers_that_predict_further_are_passed_over(tmp_path: Path):
+    model = deepseek()
+    save(model, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    more = {k.replace("layers.2.", "layers.3."): v.clone() for k, v in found.items() if "layers.2." in k}
+    more["model.layers.3.eh_proj.weight"] = torch.zeros(128, 256)
+    rewrite(tmp_path, found | more, num_nextn_predict_layers=1)
+    ids = tokens(model, 20)
+    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4
+    rewrite(tmp_path, found | more, num_nextn_predict_layers=0)
+    with pytest.raises(FormatError, match=r"that the model does not know: model\.layers\.3\.eh_proj\.weight"):
+        scores(tmp_path, ids)
+
+
+MLX_VARIANTS = {
+    "embed_q-coded": {},
+    # too narrow for a group of 64: mlx-lm leaves the keys' half dense
+    "embed_q-dense": {"qk_nope_head_dim": 32, "n_group": 1, "topk_group": 1},
+    "yarn": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "q_lora_rank": None},
+}
+
+
+@pytest.mark.parametrize("variant", MLX_VARIANTS)
+def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
+    model = deepseek(**MLX_VARIANTS[variant])
+    folder = quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", in_older_words)
+    check_mlx(model, folder)
+
+
+def test_codes_of_kv_b_proj_are_read_as_they_lie(tmp_path: Path):
+    """The folders of mlx-lm before it took the matrix apart."""
+    model = deepseek()
+    save(model, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    for layer, attention in enumerate(each.self_attn for each in model.model.layers):
+        weight, name = attention.kv_b_proj.weight, f"model.layers.{layer}.self_attn.kv_b_proj"
+        codes = quantize(weight.detach(), 4, 64)
+        assert codes.biases is not None
+        found |= {f"{name}.weight": codes.packed.view(torch.uint32), f"{name}.scales": codes.scales}
+        found[f"{name}.biases"] = codes.biases
+        weight.data.copy_(codes.dequantize())
+    rewrite(tmp_path, found, quantization={"group_size": 64, "bits": 4})
+    ids = tokens(model)
+    for chunk in (512, 1):
+        assert error(scores(tmp_path, ids, chunk=chunk), truth(model, ids)) < 2e-4
+
+
+def test_weights_are_rounded_on_the_way(tmp_path: Path):
+    model = deepseek()
+    save(model, tmp_path)
+    ids = tokens(model)
+    wanted = truth(model, ids)
+    assert error(scores(tmp_path, ids, bits=8), wanted) < 0.05
+    found = scores(tmp_path, ids, bits=4)
+    assert error(found, wanted) < 0.35
+    assert agreement(found, wanted) > 0.9
+
+
+def test_every_missing_tensor_is_named(tmp_path: Path):
+    model = deepseek()
+    save(model, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    gone = ["model.layers.0.self_attn.kv_b_proj.weight", "model.layers.2.mlp.gate.e_score_correction_bias"]
+    rewrite(tmp_path, {k: v for k, v in found.items() if k not in gone})
+    with pytest.raises(FormatError, match=f"2 missing: {', '.join(gone)}"):
+        scores(tmp_path, tokens(model, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": None}, "has no 'kv_lora_rank'"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy'; only 'noaux_tc'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
+    ],
+)
+def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(FormatError, match=message):
+        Config.from_hf({**DeepseekV3Config(**SMALL).to_dict(), **change})

@@ -1,0 +1,123 @@
+"""Qwen3 mixtures against transformers and mlx-lm."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from auraflux.errors import FormatError
+from auraflux.models.qwen3_moe import Config
+from auraflux.quant import quantize
+from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
+from tests.models.oracles import check_family, error, save, scores, tokens, truth
+
+SMALL = {
+    "vocab_size": 259,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "norm_topk_prob": True,
+}
+
+
+ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight")
+
+
+def outspoken(model: Any) -> Any:
+    """A model whose scores are further apart than a router that changes its mind can move them."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    return model
+
+
+def qwen3_moe(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return outspoken(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **changes})))
+
+
+VARIANTS = {
+    "grouped": {},
+    "all-heads": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
+    "weights-as-they-are": {"norm_topk_prob": False},
+    "every-second-layer": {"decoder_sparse_step": 2},
+    "dense-first-layer": {"mlp_only_layers": [0]},
+    "tied": {"tie_word_embeddings": True},
+    "all-experts": {"num_experts_per_tok": 8},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
+    model = qwen3_moe(**VARIANTS[variant])
+    check_family(model, save(model, tmp_path))
+
+
+def stack_experts(folder: Path) -> Path:
+    """Lay out experts as Qwen3.5 is published: gate and up of all experts in one tensor."""
+    path = folder / "model.safetensors"
+    found = load_file(path)
+    for name in [name for name in found if name.endswith("experts.0.up_proj.weight")]:
+        home = name.removesuffix(".0.up_proj.weight")
+        count = sum(other.startswith(f"{home}.") for other in found) // 3
+        each = [[found.pop(f"{home}.{e}.{kind}_proj.weight") for kind in ("gate", "up", "down")] for e in range(count)]
+        found[f"{home}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+        found[f"{home}.down_proj"] = torch.stack([down for _, _, down in each])
+    save_file(found, path, metadata={"format": "pt"})
+    return folder
+
+
+def round_weights(model: Any) -> Any:
+    """Round every matrix but the routers to 4 bits, as loading with `bits` does."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fits = parameter.dim() > 1 and not parameter.shape[-1] % 64
+            if fits and not name.endswith(ROUTERS):
+                parameter.copy_(quantize(parameter.detach(), 4, 64).dequantize(torch.float32))
+    return model
+
+
+def check_layouts(model: Any, folder: Path) -> None:
+    """The same scores from experts one by one, stacked, and rounded on the way as from a model that was rounded before."""
+    ids = tokens(model, 40)
+    apart, together = scores(folder, ids), scores(stack_experts(folder), ids)
+    assert torch.equal(apart, together)
+    assert error(scores(folder, ids, bits=4), truth(round_weights(model), ids)) < 1e-5
+
+
+def test_experts_of_every_layout_give_the_same(tmp_path: Path):
+    model = qwen3_moe()
+    check_layouts(model, save(model, tmp_path))
+
+
+def for_mlx(config: dict[str, Any]) -> dict[str, Any]:
+    return {**in_older_words(config), "num_experts": config["num_local_experts"]}
+
+
+@pytest.mark.parametrize("variant", ["grouped", "weights-as-they-are", "dense-first-layer", "tied"])
+def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
+    model = qwen3_moe(**VARIANTS[variant])
+    check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", for_mlx))
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(FormatError, match="'qwen3_moe' has no 'moe_intermediate_size'"):
+        Config.from_hf({**SMALL, "model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "moe_intermediate_size": None})
+
+
+def test_a_missing_expert_is_named(tmp_path: Path):
+    folder = save(qwen3_moe(), tmp_path)
+    found = load_file(folder / "model.safetensors")
+    found.pop("model.layers.1.mlp.experts.5.up_proj.weight")
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"1 missing: model\.layers\.1\.mlp\.experts\.5\.up_proj\.weight\.$"):
+        scores(folder, [1, 2, 3])

@@ -1,0 +1,53 @@
+"""Steps of decoding that are replayed (`run/graph.py`) are the steps they were recorded from, in every family."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from auraflux.cache import CacheSettings
+from auraflux.models import family
+from auraflux.run.engine import Engine
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.loader import Weights
+from tests.models.oracles import save, tokens
+from tests.models.test_deepseek_v3 import deepseek
+from tests.models.test_gemma3_text import gemma
+from tests.models.test_gpt_oss import gpt_oss
+from tests.models.test_llama import llama, qwen2
+from tests.models.test_qwen3_5_moe import qwen3_5_moe
+from tests.models.test_qwen3_moe import qwen3_moe
+
+MODELS = {"llama": llama, "qwen2": qwen2, "qwen3_moe": qwen3_moe, "qwen3_5_moe": qwen3_5_moe, "gpt_oss": gpt_oss}
+MODELS |= {"deepseek_v3": deepseek, "gemma3": gemma}
+PROMPT, STEPS = 50, 90  # past two pages, and past 64 and 128 tokens, where steps are recorded anew
+
+
+def engines(folder: Path, kv: str) -> dict[bool, Engine]:
+    checkpoint = open_checkpoint(folder)
+    module = family(checkpoint.config)
+    config = module.Config.from_hf(checkpoint.config)
+    weights = Weights(checkpoint, module.rename, bits=4, group=32)
+    model, shapes = module.Model(config, weights), module.make_caches(config)
+    weights.done()
+    options: dict[str, Any] = {"context": 256, "sequences": 2}
+    return {graphs: Engine(model, shapes, CacheSettings(kv), graphs=graphs, **options) for graphs in (True, False)}
+
+
+@pytest.mark.parametrize("kv", ["none", "k8v4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replayed_step_is_the_step(name: str, kv: str, tmp_path: Path):
+    torch.manual_seed(0)
+    source = MODELS[name]()
+    text = tokens(source, PROMPT + STEPS)
+    found = {}
+    for graphs, engine in engines(save(source, tmp_path), kv).items():
+        pair = [engine.cache.open(), engine.cache.open()]
+        for sequence, length in zip(pair, (PROMPT, 7), strict=True):
+            engine.prefill(sequence, text[:length])
+        batch = engine.cache.batch(pair)
+        found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
+        assert engine._graph is not None
+        assert (engine._graph.refused is None) == graphs, engine._graph.refused
+    assert torch.equal(found[True], found[False])

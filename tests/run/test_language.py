@@ -1,0 +1,151 @@
+"""A loaded model: scores, text, conversations, batches, and what it refuses."""
+
+import pytest
+import torch
+
+import auraflux
+from auraflux.errors import ContextError, FormatError, InputError, SettingsError
+from auraflux.run.language import LanguageModel
+from tests.run.tiny import tiny
+
+IDS = [5, 80, 301, 17, 44, 120, 9]
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return auraflux.load(tiny(), kv="k8v4", exact=True, context=256, device="cpu")
+
+
+def test_logits_are_those_of_every_position(model: LanguageModel):
+    scores = model.logits(IDS)
+    assert scores.shape == (len(IDS), model.engine.model.config.vocab)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(model.logits(IDS[:3]), scores[:3], rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_are_the_likeliest(model: LanguageModel):
+    found = list(model.tokens(IDS, max_tokens=6))
+    text = [*IDS, *found]
+    assert found == model.logits(text).argmax(-1).tolist()[len(IDS) - 1 : len(text) - 1]
+
+
+def test_pieces_join_to_the_text_of_the_tokens(model: LanguageModel):
+    tokens = list(model.tokens("The quick", max_tokens=12, temperature=1.0, seed=3))
+    text = "".join(model.generate("The quick", max_tokens=12, temperature=1.0, seed=3))
+    assert text == model.tokenizer.decode(tokens)
+
+
+def test_a_seed_decides(model: LanguageModel):
+    first, again, other = ("".join(model.generate("fox", max_tokens=12, temperature=1.5, seed=s)) for s in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_prefix_is_not_computed_again(model: LanguageModel):
+    model.reset()
+    wanted = list(model.tokens([*IDS, 7, 8], max_tokens=5))
+    model.reset()
+    list(model.tokens(IDS, max_tokens=5))
+    assert list(model.tokens([*IDS, 7, 8], max_tokens=5)) == wanted
+    assert model.stats.reused_tokens == len(IDS)
+    assert model.stats.prompt_tokens == 2
+
+
+def test_a_generation_that_is_broken_off_leaves_the_cache_right(model: LanguageModel):
+    wanted = list(model.tokens(IDS, max_tokens=8))
+    for _ in zip(range(3), model.tokens(IDS, max_tokens=8), strict=False):
+        pass
+    assert list(model.tokens(IDS, max_tokens=8)) == wanted
+
+
+def test_an_interrupted_step_is_taken_back(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    wanted = list(model.tokens(IDS, max_tokens=8))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.engine.model.layers[1].mlp), "__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(model.tokens([*IDS, 3, 4], max_tokens=8))
+    assert list(model.tokens(IDS, max_tokens=8)) == wanted
+
+
+def test_chat_goes_on_where_it_was(model: LanguageModel):
+    messages = [{"role": "user", "content": "Hello fox"}]
+    answer = "".join(model.chat(messages, max_tokens=6))
+    more = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "and dog"}]
+    "".join(model.chat(more, max_tokens=6))
+    assert model.stats.reused_tokens >= len(model.chat_ids(messages)) - 1
+
+
+def test_a_batch_is_what_each_would_be_alone(model: LanguageModel):
+    prompts = ["The quick brown", [3, 4, 5, 6], "x"]
+    alone = ["".join(model.generate(prompt, max_tokens=10)) for prompt in prompts]
+    assert model.generate_batch(prompts, max_tokens=10) == alone
+    assert model.generate_batch([]) == []
+
+
+def test_stop_strings_end_the_text(model: LanguageModel):
+    whole = "".join(model.generate("The", max_tokens=20))
+    stop = whole[3:5]
+    assert "".join(model.generate("The", max_tokens=20, stop=(stop,))) == whole[: whole.index(stop)]
+
+
+def test_stats_compare_with_an_uncompressed_cache(model: LanguageModel):
+    list(model.tokens(IDS, max_tokens=4))
+    assert model.stats.tokens == 4
+    # 16 wide: 8 + 4 bits a coordinate and two norms of 4 bytes, against 2 * 16 * 2 bytes
+    assert model.stats.plain_nbytes / model.stats.cache_nbytes == pytest.approx(64 / (16 + 8 + 8))
+
+
+def test_text_ends_where_the_context_does():
+    model = auraflux.load(tiny(), context=16, kv="none", device="cpu")
+    assert len(list(model.tokens(IDS))) == 16 - len(IDS) + 1
+
+
+def test_without_a_tokenizer_it_runs_on_ids():
+    model = auraflux.load(tiny(text=False), context=64, device="cpu")
+    assert model.tokenizer is None
+    assert "".join(model.generate(IDS, max_tokens=3)).split() == [str(token) for token in model.tokens(IDS, max_tokens=3)]
+    with pytest.raises(InputError, match="has no tokenizer files, so text cannot be read"):
+        model.generate("hello")
+    with pytest.raises(InputError, match="so a conversation cannot be read"):
+        model.chat([{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "error", "message"),
+    [
+        ([], {}, InputError, "the prompt is empty"),
+        ([5, 100_000], {}, InputError, "token 100000 is not in the model's vocabulary"),
+        ([5, -1], {}, InputError, "token -1 is not"),
+        ([5] * 300, {}, ContextError, r"the prompt has 300 tokens.*limited to 256.*context=301"),
+        (IDS, {"heat": 1}, InputError, "there is no setting heat"),
+        (IDS, {"temperature": -1.0}, InputError, "temperature=-1.0 must be 0 or more"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model: LanguageModel, prompt: list[int], settings: dict, error: type, message: str):
+    with pytest.raises(error, match=message):
+        model.generate(prompt, **settings)
+
+
+def test_settings_are_refused_before_anything_is_loaded():
+    with pytest.raises(SettingsError, match="kv='k5v5' has no codebook"):
+        auraflux.load(tiny(), kv="k5v5")
+    with pytest.raises(SettingsError, match="context=0 must be at least 1"):
+        auraflux.load(tiny(), context=0)
+    with pytest.raises(InputError, match="there is no device 'gpu'"):
+        auraflux.load(tiny(), device="gpu")
+    with pytest.raises(FormatError, match="there is no model"):
+        auraflux.load("no such model")
+
+
+@pytest.mark.parametrize("kv", ["none", "k8v4", "k4v2"])
+def test_replayed_steps_are_the_same_steps(kv: str):
+    """Past a page, and past the length at which a step is recorded anew."""
+    loaded = {graphs: auraflux.load(tiny(), kv=kv, quantize=4, context=256, device="cpu") for graphs in (True, False)}
+    loaded[False].engine.graphs = False
+    tokens = {graphs: list(model.tokens(IDS, max_tokens=150)) for graphs, model in loaded.items()}
+    assert tokens[True] == tokens[False]
+    assert loaded[True].engine._graph.refused is None
+    assert loaded[False].engine._graph.refused == "it is switched off"

@@ -1,0 +1,81 @@
+"""The one real model every machine can get, beside llama.cpp on the same file."""
+
+import math
+
+import pytest
+import torch
+
+import auraflux
+from auraflux.run.language import LanguageModel
+from auraflux.weights.pull import locate
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, there was a little girl who",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three primary colors are",
+    "In 1969, the first human",
+    "To make a cup of tea, you",
+    "The largest planet in the solar system",
+    "A dog and a cat",
+    "Photosynthesis is the process by which",
+]
+TEXT = (
+    "The water cycle, also known as the hydrologic cycle, describes the continuous movement of water on, above and below the "
+    "surface of the Earth. The mass of water on Earth remains fairly constant over time, but how it is divided between ice, "
+    "fresh water, salt water and the air depends on the climate. Water moves from one place to another, such as from river to "
+    "ocean, or from the ocean to the atmosphere, by evaporation, condensation, precipitation, infiltration, surface runoff and "
+    "flow below the ground. In doing so it goes through different forms: liquid, solid and vapour. When it evaporates it takes "
+    "up energy from its surroundings and cools them. When it condenses, it releases energy and warms them. These exchanges of "
+    "heat influence the climate, and the rain that falls on land feeds the rivers that carry it back to the sea."
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return auraflux.load(exact=True, kv="none", context=1024, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    module = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    return module.Llama(str(locate()), n_ctx=1024, n_threads=2, logits_all=True, verbose=False)
+
+
+def test_it_knows_the_capital_of_france(model: LanguageModel):
+    assert "Paris" in "".join(model.chat([{"role": "user", "content": "What is the capital of France?"}], max_tokens=24))
+
+
+def test_greedy_text_is_that_of_llama_cpp(model: LanguageModel, llama):
+    equal = 0
+    for prompt in PROMPTS:
+        ids = model.tokenizer.encode(prompt)
+        assert ids == llama.tokenize(prompt.encode(), add_bos=False)
+        llama.reset()
+        wanted = [token for token, _ in zip(llama.generate(ids, temp=0.0), range(32), strict=False)]
+        found = list(model.tokens(ids, max_tokens=32))
+        equal += found == wanted[: len(found)]
+    assert equal >= 8
+
+
+def test_perplexity_is_that_of_llama_cpp(model: LanguageModel, llama):
+    ids = model.tokenizer.encode(TEXT)
+    llama.reset()
+    llama.eval(ids)
+    theirs = perplexity(torch.tensor(llama.scores[: len(ids)]), ids)
+    assert perplexity(model.logits(ids), ids) == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize(("kv", "most"), [("k8v8", 1.005), ("k8v4", 1.03), ("k4v4", 1.1)])
+def test_a_compressed_cache_costs_little(model: LanguageModel, kv: str, most: float):
+    ids = model.tokenizer.encode(TEXT)
+    coded = auraflux.load(exact=True, kv=kv, context=1024, device="cpu")
+    assert perplexity(coded.logits(ids), ids) < most * perplexity(model.logits(ids), ids)
+
+
+def perplexity(scores: torch.Tensor, ids: list[int]) -> float:
+    chances = torch.log_softmax(scores[:-1].float(), -1)
+    return math.exp(-float(chances.gather(1, torch.tensor(ids[1:])[:, None]).mean()))

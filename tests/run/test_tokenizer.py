@@ -1,0 +1,324 @@
+"""Tokenizers from folders and GGUF metadata: the tokens transformers gives, the ends of a text, and what is refused."""
+
+import heapq
+import json
+from itertools import pairwise
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from auraflux.errors import FormatError, InputError, TemplateError
+from auraflux.run.tokenizer import Tokenizer
+from auraflux.run.vocabulary import SPLITS, read_vocabulary
+from tests.run.toy_tokenizers import CHATML, LINES, all_toys, byte_level, folder, gguf_metadata, sentence_piece
+
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|im_start|>",
+    "eos_token": {"content": "<|im_end|>", "__type": "AddedToken", "special": True},
+    "chat_template": CHATML,
+}
+BEGINNING = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+CHAT = [{"role": "user", "content": "Hi <|im_end|> 🦙"}]
+PARTS = [*"ab1 \n\t'.é你²", "'ll", "  ", "<|im_end|>", *LINES]
+TEXTS = st.text(max_size=40) | st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
+
+
+def copy_of(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(model.to_str())
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "with a beginning"])
+def test_a_folder_reads_as_with_transformers(tmp_path, begins):
+    model = copy_of(byte_level())
+    if begins:
+        model.post_processor = BEGINNING
+    folder(tmp_path, model, tokenizer_config=CONFIG)
+    ours, theirs = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    for text in (*LINES, "", "<|im_start|>a<think>b 深い    x"):
+        assert ours.encode(text) == theirs.encode(text)
+        ids = ours.encode(text, special=False)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, special=True) == theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert ours.apply_template(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert ours.vocab_size == len(theirs)
+    assert (ours.bos, ours.special_ids) == (theirs.bos_token_id, frozenset(theirs.all_special_ids) | {0})
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "with a beginning"])
+def test_the_configuration_may_ask_for_a_beginning_and_an_end(tmp_path, begins):
+    model = copy_of(byte_level())
+    if begins:
+        model.post_processor = BEGINNING
+    config = CONFIG | {"add_bos_token": True, "add_eos_token": True}
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, model, tokenizer_config=config))
+    assert tokenizer is not None
+    plain = tokenizer.encode("the", special=False)
+    assert tokenizer.encode("the") == [1, *plain, 2]
+    assert tokenizer.encode("") == [1, 2]
+    assert tokenizer.encode("the<|im_end|>") == [1, *plain, 2]
+
+
+def test_texts_are_never_cut_or_filled_up(tmp_path):
+    model = copy_of(byte_level())
+    model.enable_truncation(3)
+    model.enable_padding(length=50)
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, model))
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode(LINES[0])) == LINES[0]
+
+
+def test_tokens_only_the_configuration_knows(tmp_path):
+    model = byte_level()
+    new = {"content": "<|tool|>", "special": True, "normalized": False}
+    place = model.get_vocab_size()
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, model, tokenizer_config={"added_tokens_decoder": {place: new}}))
+    assert tokenizer is not None
+    assert tokenizer.encode("<|tool|>") == [place]
+    assert tokenizer.is_special(place)
+    folder(tmp_path, model, tokenizer_config={"added_tokens_decoder": {place + 7: new}})
+    with pytest.raises(FormatError, match=f"has '<|tool|>' as token {place + 7}, here it would be {place}".replace("|", r"\|")):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_ends_of_a_text(tmp_path):
+    def ends(**files):
+        tokenizer = Tokenizer.from_folder(folder(tmp_path, byte_level(), **files))
+        assert tokenizer is not None
+        return tokenizer.eos_ids
+
+    # <|endoftext|> ends a document in any vocabulary that has it
+    assert ends(tokenizer_config={"eos_token": "<|im_end|>"}) == {0, 2}
+    assert ends(tokenizer_config={}, config={"text_config": {"eos_token_id": 5}}) == {0, 5}
+    assert ends(tokenizer_config={}, generation_config={"eos_token_id": [7, 8]}) == {0, 7, 8}
+    # the template ends a turn with it, though nothing calls it an end
+    assert ends(tokenizer_config={"chat_template": CHATML}, generation_config={"eos_token_id": 0}) == {0, 2}
+    broken = {"chat_template": "{{ raise_exception('no') }}", "eos_token": "<|endoftext|>"}
+    assert ends(tokenizer_config=broken, generation_config={}, config={}) == {0}
+
+
+def test_templates(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, byte_level(), tokenizer_config={"chat_template": named}))
+    assert tokenizer is not None
+    assert tokenizer.apply_template(CHAT) == "plain"
+    assert tokenizer.apply_template(CHAT, tools=[{}, {}]) == "2 tools"
+    assert tokenizer.apply_template(CHAT, template="default", tools=[{}]) == "plain"
+    with pytest.raises(TemplateError, match=r"no chat template 'rag'. It has: default, tool_use\."):
+        tokenizer.apply_template(CHAT, template="rag")
+    (tmp_path / "chat_template.jinja").write_text("from a file: {{ add_generation_prompt }}")
+    again = Tokenizer.from_folder(tmp_path)
+    assert again is not None
+    assert again.apply_template(CHAT, add_generation_prompt=False) == "from a file: False"
+    with pytest.raises(TemplateError, match=r"has no chat template\. Give it a plain prompt"):
+        all_toys()["bytes"].apply_template(CHAT)
+
+
+def test_a_folder_without_tokenizer_files_has_none(tmp_path):
+    assert Tokenizer.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "not json",
+        "[]",
+        "{}",
+        '{"model": {"type": "Magic"}}',
+        "\x80\x00",
+        "[" * 100_000,
+        '{"version": "1.0", "model": null}',
+    ],
+    ids=repr,
+)
+def test_a_broken_tokenizer_file_is_one_sentence(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content[:200_000], encoding="latin-1")
+    with pytest.raises(FormatError, match=r"tokenizer.json is not a tokenizer that can be read") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_configurations(tmp_path):
+    for config, said in (
+        ({"chat_template": 3}, "neither a text nor a list of named texts"),
+        ({"chat_template": [{"name": 1, "template": "x"}]}, "neither a text nor a list of named texts"),
+        ({"added_tokens_decoder": [1]}, "not a list of tokens by number"),
+        ({"added_tokens_decoder": {"x": {}}}, "not a list of tokens by number"),
+    ):
+        folder(tmp_path, byte_level(), tokenizer_config=config)
+        with pytest.raises(FormatError, match=said):
+            Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(FormatError, match=r"tokenizer_config.json cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_decoder_that_needs_its_neighbours_is_refused(tmp_path):
+    model = copy_of(byte_level())
+    model.decoder = decoders.WordPiece()
+    with pytest.raises(FormatError, match=r"cannot be followed token by token: .*WordPiece"):
+        Tokenizer.from_folder(folder(tmp_path, model))
+
+
+def test_text_that_is_no_text():
+    for wrong in ("\ud800", 3, None):
+        with pytest.raises(InputError, match="not a text that can be made into tokens"):
+            all_toys()["bytes"].encode(wrong)
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=TEXTS)
+def test_gguf_metadata_reads_as_the_tokenizer_it_was_made_from(text):
+    """The split "smollm" is that of SmolLM2's tokenizer.json: digits one by one, then GPT-2's."""
+    ids = all_toys()["gguf"].encode(text)
+    assert ids == byte_level().encode(text).ids
+    assert all_toys()["gguf"].decode(ids, special=True) == text
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=TEXTS)
+def test_the_split_of_gpt2_is_that_of_the_tokenizers_package(text):
+    ours = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS["gpt-2"]])
+    theirs = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert [span for _, span in ours.pre_tokenize_str(text)] == [span for _, span in theirs.pre_tokenize_str(text)]
+
+
+SENTENCE = "We'LL pay 12345€ in HelloWorld/\n\n  x=1 नमस्ते 世界"
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("llama-bpe", "We|'LL| pay| |123|45|€| in| HelloWorld|/\n\n| | x|=|1| नमस"),
+        ("qwen2", "We|'LL| pay| |1|2|3|4|5|€| in| HelloWorld|/\n\n| | x|=|1| नमस"),
+        ("qwen35", "We|'LL| pay| |1|2|3|4|5|€| in| HelloWorld|/\n\n| | x|=|1| नमस्ते| 世界"),
+        ("gpt-4o", "We'LL| pay| |123|45|€| in| Hello|World|/\n\n| | x|=|1| नमस्ते| 世界"),
+        ("deepseek-v3", "We|'LL| pay| |123|45|€| in| HelloWorld|/\n\n| | x|=|1| नमस्ते| |世界"),
+        ("smollm", "We|'|LL| pay| |1|2|3|4|5|€| in| HelloWorld|/|\n\n | x|=|1"),
+        ("gpt-2", "We|'|LL| pay| 12345|€| in| HelloWorld|/|\n\n | x|=|1"),
+        ("default", "We|'|LL| pay| |123|45|€| in| HelloWorld|/|\n\n | x|=|1"),
+    ],
+)
+def test_words(pre, words):
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[pre]])
+    assert [word for word, _ in split.pre_tokenize_str(SENTENCE)][: words.count("|") + 1] == words.split("|")
+
+
+def test_what_gguf_metadata_says_of_a_text():
+    tokenizer = Tokenizer.from_gguf(gguf_metadata(**{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 9}))
+    assert (tokenizer.bos, tokenizer.eos_ids) == (1, {0, 2, 9})
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.encode("the", special=False)[0] != 1
+    assert tokenizer.names == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert tokenizer.apply_template([{"role": "user", "content": "Hi"}]).endswith("<|im_start|>assistant\n")
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.vocab_size == len(gguf_metadata()["tokenizer.ggml.tokens"])
+
+
+def spm_metadata(**more):
+    """SentencePiece's view of a vocabulary: no merges, but a score for each token, the earlier the higher."""
+    model = sentence_piece()
+    tokens = [model.id_to_token(number) for number in range(model.get_vocab_size())]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    scores = [0.0] * 259 + [float(259 - number) for number in range(259, len(tokens))]
+    named = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores, "bos_token_id": 1, "eos_token_id": 2}
+    return {f"tokenizer.ggml.{name}": value for name, value in (named | more).items()}
+
+
+def by_score(metadata, text: str) -> list[int]:
+    """SentencePiece's BPE as it is defined: of all neighbours merge those whose token scores best, the leftmost of equals."""
+    number = {token: place for place, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        found = [
+            (-metadata["tokenizer.ggml.scores"][number[left + right]], place)
+            for place, (left, right) in enumerate(pairwise(parts))
+            if number.get(left + right, 0) >= 259
+        ]
+        if not found:
+            break
+        _, place = heapq.nsmallest(1, found)[0]
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    spelled = [[number[part]] if part in number else [3 + byte for byte in part.encode()] for part in parts]
+    return [place for part in spelled for place in part]
+
+
+RUNS = ["▁" * length for length in range(2, 17)]
+
+
+@pytest.fixture(scope="module")
+def with_runs():
+    """Llama's vocabulary has runs of spaces, all with the same score."""
+    plain = spm_metadata()
+    tokens = [token for token in plain["tokenizer.ggml.tokens"] if token not in RUNS] + RUNS
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    scores = [0.0] * 259 + [float(259 - n) for n in range(259, len(tokens) - 15)] + [-1e9] * 15
+    return spm_metadata(tokens=tokens, token_type=kinds, scores=scores)
+
+
+@pytest.fixture(scope="module")
+def runs_tokenizer(with_runs):
+    return Tokenizer.from_gguf(with_runs)
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=st.text("abdeortnh  .é\n", min_size=1, max_size=40) | TEXTS.filter(lambda text: "<" not in text and text))
+def test_scores_merge_as_sentence_piece_does(with_runs, runs_tokenizer, text):
+    ids = runs_tokenizer.encode(text)
+    assert ids == [1, *by_score(with_runs, text)]
+    assert runs_tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 15, 16, 17, 18, 31, 33, 50])
+def test_runs_of_spaces(with_runs, runs_tokenizer, length):
+    text = "the" + " " * length + "dog"
+    assert runs_tokenizer.encode(text, special=False) == by_score(with_runs, text)
+
+
+def test_scores_without_a_space_before_the_text():
+    tokenizer = Tokenizer.from_gguf(spm_metadata(add_space_prefix=False, add_bos_token=False))
+    ids = tokenizer.encode("the dog")
+    assert not tokenizer.piece(ids[0]).startswith(b" ")
+    assert tokenizer.decode(ids) == "the dog"
+    assert tokenizer.decode(tokenizer.encode(" dog")) == " dog"
+
+
+def test_equal_scores_are_refused():
+    scores = spm_metadata()["tokenizer.ggml.scores"]
+    with pytest.raises(FormatError, match=r"the same score -7.0, so it is not known which of the two merges first"):
+        read_vocabulary(spm_metadata(scores=[*scores[:300], *[-7.0] * (len(scores) - 300)]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer.ggml.pre": "made-up"}, "split in the way 'made-up', which is not known; known are .*llama-bpe.*qwen35"),
+        ({"tokenizer.ggml.pre": None}, "split in the way None, which is not known"),
+        ({"tokenizer.ggml.model": "bert"}, "of the kind 'bert'; those that can be read: gpt2, llama"),
+        ({"tokenizer.ggml.model": None}, "of the kind None"),
+        ({"tokenizer.ggml.tokens": None}, "no list of strings under tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": ["a", 3]}, "no list of strings under tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "lists the token 'a' more than once"),
+        ({"tokenizer.ggml.merges": []}, "no list of strings under tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["a zzz"]}, "merges 'a zzz', but has no token 'zzz'"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "merges 'ab', but has no token"),
+        ({"tokenizer.ggml.token_type": [1]}, r"tokens, but types of 1\."),
+        ({"tokenizer.ggml.eos_token_id": 99999}, "eos_token_id = 99999, which is none of its tokens"),
+        ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id = 'x'"),
+        ({"tokenizer.ggml.model": "llama"}, "no score for each of them"),
+    ],
+)
+def test_metadata_that_cannot_be_read(changes, said):
+    with pytest.raises(FormatError, match=said):
+        Tokenizer.from_gguf(gguf_metadata(**changes))
+
+
+def test_the_metadata_is_plain_data():
+    assert json.loads(json.dumps(gguf_metadata())) == gguf_metadata()
