@@ -1,7 +1,13 @@
-"""Tests marked `gpu` are skipped, and say why, where torch finds no GPU."""
+"""Tests marked `gpu` are skipped, and say why, where torch finds no GPU; there Triton's kernels run in its interpreter."""
+
+import os
 
 import pytest
 import torch
+
+# read when a kernel is first imported, so before any test module is
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,125 @@
+"""Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops._compile [FAMILY ...] [--json]`.
+
+Each family's `cuda.py` lists in `KERNELS` what is worth building (see `Build`). Printed are registers a thread, bytes of stack
+(what did not fit into registers) and bytes of shared memory.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from auraflux.ops._dispatch import families
+
+HOPPER = 90
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of one build; `error` says why it did not compile."""
+
+    family: str
+    name: str
+    hot: bool
+    registers: int = 0
+    spilled_nbytes: int = 0
+    shared_nbytes: int = 0
+    error: str | None = None
+
+
+def builds(only: Sequence[str] = ()) -> list[tuple[str, int]]:
+    """Every build there is, as its family and its place in the family's list."""
+    root = Path(__file__).parent
+    wanted = [name for name in families() if (not only or name in only) and (root / name / "cuda.py").exists()]
+    return [(name, place) for name in wanted for place in range(len(_listed(name)))]
+
+
+def _listed(family: str) -> list:
+    return getattr(importlib.import_module(f"auraflux.ops.{family}.cuda"), "KERNELS", [])
+
+
+def compile_one(where: tuple[str, int]) -> Report:
+    family, place = where
+    build = _listed(family)[place]
+    try:
+        return Report(family, build.name, build.hot, *_compile(build))
+    except Exception as err:
+        return Report(family, build.name, build.hot, error=f"{type(err).__name__}: {err}")
+
+
+def _compile(build) -> tuple[int, int, int]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel, types = build.kernel, iter(build.types.split())
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in build.constants:
+            signature[name] = "constexpr"
+            continue
+        kind, _, multiple = next(types).partition(":")
+        signature[name] = kind
+        if multiple or kind.startswith("*"):
+            attributes[(place,)] = [["tt.divisibility", int(multiple or 16)]]
+    if spare := list(types):
+        raise ValueError(f"{build.name}: more types than arguments: {' '.join(spare)}")
+    constants = {(kernel.arg_names.index(name),): value for name, value in build.constants.items()}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=dict(build.options))
+    registers, spilled = _resources(made.asm["cubin"])
+    return registers, spilled, made.metadata.shared
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of stack and local memory, of the one kernel in a cubin."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = RESOURCES.search(text)
+    if found is None:
+        raise ValueError(f"cuobjdump says nothing of registers: {text!r}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def compile_all(only: Sequence[str] = ()) -> list[Report]:
+    found = builds(only)
+    # spawned, not forked: LLVM and torch have threads by now
+    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, max(1, len(found)))) as pool:
+        return pool.map(compile_one, found, chunksize=1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="auraflux.ops._compile", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("family", nargs="*")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET"):
+        parser.error("TRITON_INTERPRET is set; unset it: interpreted kernels cannot be compiled")
+    reports = compile_all(given.family)
+    if given.json:
+        print(json.dumps([asdict(report) for report in reports]))
+        return 0
+    for r in reports:
+        line = r.error or f"{r.registers:4} registers {r.spilled_nbytes:5} B stack {r.shared_nbytes:7} B shared"
+        print(f"{'hot' if r.hot else '   '} {line}  {r.family}.{r.name}")
+    return any(r.error or (r.hot and r.spilled_nbytes) for r in reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""Activations and gates on CUDA: one pass over the elements, float32 inside."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops._triton import Build, cdiv, ready, sigmoid, silu
+
+BLOCK = 1024
+GELU_SLOPE = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
+GELU_CUBE = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _gelu(x):
+    """The tanh form, by (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    return x * sigmoid(GELU_SLOPE * (x + GELU_CUBE * x * x * x))
+
+
+@triton.jit
+def _clamped(gate, up, alpha, limit):
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return (up + 1.0) * gate * sigmoid(alpha * gate)
+
+
+@triton.jit
+def _elements(a, b, out, n, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    x, y = tl.load(a + at, mask=there, other=0.0).to(tl.float32), tl.load(b + at, mask=there, other=0.0).to(tl.float32)
+    if KIND == "swiglu":
+        result = silu(x) * y
+    elif KIND == "geglu":
+        result = _gelu(x) * y
+    elif KIND == "clamped":
+        result = _clamped(x, y, alpha, limit)
+    else:
+        result = x * sigmoid(y)
+    tl.store(out + at, result, mask=there)
+
+
+@triton.jit
+def _split(x, queries, gates, n, width, BLOCK: tl.constexpr):
+    """Element i of the queries lies in head i // width."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    source = x + at + at // width * width
+    tl.store(queries + at, tl.load(source, mask=there), mask=there)
+    tl.store(gates + at, tl.load(source + width, mask=there), mask=there)
+
+
+def _run(kind: str, a: Tensor, b: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    ready(a)
+    out, n = torch.empty_like(a), a.numel()
+    if n:
+        _elements[(cdiv(n, BLOCK),)](a, b, out, n, alpha, limit, kind, BLOCK)
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _run("swiglu", gate, up)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _run("geglu", gate, up)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    return _run("clamped", gate, up, float(alpha), float(limit))
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return _run("sigmoid", x, gate)
+
+
+def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    ready(x)
+    tokens, width = x.shape[0], x.shape[1] // (2 * heads)
+    queries, gates = x.new_empty(tokens, heads, width), x.new_empty(tokens, heads, width)
+    n = queries.numel()
+    if n:
+        _split[(cdiv(n, BLOCK),)](x, queries, gates, n, width, BLOCK)
+    return queries, gates
+
+
+KERNELS = [
+    Build(_elements, "*bf16 *bf16 *bf16 i32:16 fp32 fp32", {"KIND": "swiglu", "BLOCK": BLOCK}, hot=True),
+    Build(_elements, "*bf16 *bf16 *bf16 i32:16 fp32 fp32", {"KIND": "clamped", "BLOCK": BLOCK}, hot=True),
+    Build(_split, "*bf16 *bf16 *bf16 i32:16 i32:16", {"BLOCK": BLOCK}, hot=True),
+]

@@ -1,0 +1,128 @@
+"""Triton kernels of the delta rule over chunks of a prompt, see README.md.
+
+`chunk_kernel` does all that does not touch the memory, for all chunks at once: W = X (strength * decay * k),
+U = X (strength * v) and P = decay * q kᵀ, with X the inverse of I + A. `scan_kernel` then walks a sequence's chunks with the
+memory, transposed, in registers: D = U - W S, out = decay * q S + P D, S = decay * S + kᵀ (decay * D).
+
+Chunks of a ragged batch take slots in scratch memory: those of sequence b begin at `starts[b] // C + b`, which leaves room
+for every sequence's last, partial chunk and needs no count that only the device knows.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_at(slot, starts, sequences, C: tl.constexpr):
+    """The sequence that a slot belongs to: the last whose first slot is not past it."""
+    low, high = slot * 0, slot * 0 + sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        before = tl.load(starts + middle) // C + middle <= slot
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle - 1)
+    return low
+
+
+@triton.jit
+def inverse(a, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr):
+    """(I + a)⁻¹ of a strictly lower triangular a [C, C].
+
+    With x inverting the diagonal blocks of some size, x - x L x inverts those twice as large, L being the part of a that joins
+    pairs of them. Stable also for equal keys, where a power series of a is not.
+    """
+    i = tl.arange(0, C)
+    apart = i[:, None] ^ i[None, :]
+    x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0))
+    right = a.to(DOT)
+    for level in tl.static_range(1, LEVELS):
+        y = tl.dot(x.to(DOT), right, input_precision="tf32x3")
+        y = tl.where(apart >> level == 1, -y, 0.0)
+        x += tl.dot(y.to(DOT), x.to(DOT), input_precision="tf32x3")
+    return x
+
+
+@triton.jit
+def chunk_kernel(
+    q, k, v, decay, beta, starts, w, u, p, gates,
+    sequences, tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    slot, head = tl.program_id(0), tl.program_id(1)
+    b = sequence_at(slot, starts, sequences, C)
+    start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
+    first = start + (slot - start // C - b) * C
+    if first >= end:
+        return
+    i, column = tl.arange(0, C), tl.arange(0, BK)
+    token = (first + i).to(tl.int64)
+    live = token < end
+    # differences of cumulated logarithms, in float64 since a closed gate adds -69 to them
+    step = tl.log(tl.maximum(tl.load(decay + token * heads + head, mask=live, other=1.0).to(tl.float32), 1e-30))
+    log = tl.cumsum(step.to(tl.float64), 0)
+    strength = tl.load(beta + token * heads + head, mask=live, other=0.0).to(tl.float32)
+    inside = live[:, None] & (column < K)[None, :]
+    where = (token * (heads // shared) + head // shared)[:, None] * K + column[None, :]
+    key = tl.load(k + where, mask=inside, other=0.0).to(DOT)
+    query = tl.load(q + where, mask=inside, other=0.0).to(DOT)
+
+    below = i[:, None] - i[None, :]
+    between = tl.exp(tl.minimum((log[:, None] - log[None, :]).to(tl.float32), 0.0))
+    between = tl.where(below >= 0, between, 0.0)
+    a = tl.dot(key, tl.trans(key), input_precision="tf32x3") * strength[:, None] * between
+    x = inverse(tl.where(below > 0, a, 0.0), C, LEVELS, INVERSE) * strength[None, :]
+    base = slot.to(tl.int64) * heads + head
+    square = i[:, None] * C + i[None, :]
+    tl.store(p + base * C * C + square, (tl.dot(query, tl.trans(key), input_precision="tf32x3") * between).to(DOT))
+    since_start = tl.exp(log.to(tl.float32))
+    tl.store(gates + base * 2 * C + i, since_start)
+    tl.store(gates + (base * 2 + 1) * C + i, tl.exp((tl.sum(step.to(tl.float64), 0) - log).to(tl.float32)))
+    read = tl.dot((x * since_start[None, :]).to(DOT), key, input_precision="tf32x3")
+    tl.store(w + base * C * BK + i[:, None] * BK + column[None, :], read.to(DOT))
+    x = x.to(DOT)
+    for left in range(0, V, BV):
+        place = left + tl.arange(0, BV)
+        values = v + (token * heads + head)[:, None] * V + place[None, :]
+        value = tl.load(values, mask=live[:, None] & (place < V)[None, :], other=0.0).to(DOT)
+        new = tl.dot(x, value, input_precision="tf32x3").to(DOT)
+        tl.store(u + base * C * V + i[:, None] * V + place[None, :], new, mask=(place < V)[None, :])
+
+
+@triton.jit
+def scan_kernel(
+    state, q, k, w, u, p, gates, out, starts,
+    tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    head, b = tl.program_id(1), tl.program_id(2)
+    row, column, i = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, BK), tl.arange(0, C)
+    start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
+    memory = state + (b * heads + head).to(tl.int64) * K * V + column[None, :] * V + row[:, None]
+    inside = (row < V)[:, None] & (column < K)[None, :]
+    s = tl.load(memory, mask=inside, other=0.0)  # [BV, BK]
+    # scalars of 64 bits say where a chunk begins, 32 bits reach within it
+    base = (start // C + b).to(tl.int64) * heads + head
+    token, left = start.to(tl.int64), end - start
+    key_heads = heads // shared
+    where = i[:, None] * (key_heads * K) + column[None, :]
+    for _ in range(start, end, C):
+        there = (i < left)[:, None] & (column < K)[None, :]
+        shift = (token * key_heads + head // shared) * K
+        read = tl.load(w + base * C * BK + (i[:, None] * BK + column[None, :]))
+        new = tl.load(u + base * C * V + (i[:, None] * V + row[None, :]), mask=(row < V)[None, :], other=0.0)
+        query = tl.load(q + shift + where, mask=there, other=0.0).to(DOT)
+        key = tl.load(k + shift + where, mask=there, other=0.0).to(DOT)
+        within = tl.load(p + base * C * C + (i[:, None] * C + i[None, :]))
+        since_start = tl.load(gates + base * 2 * C + i)
+        till_end = tl.load(gates + (base * 2 + 1) * C + i)
+        rounded = s.to(DOT)
+        new = tl.trans(new).to(tl.float32) - tl.dot(rounded, tl.trans(read), input_precision="tf32x3")
+        o = tl.dot(rounded, tl.trans(query), input_precision="tf32x3") * since_start[None, :]
+        o = tl.dot(new.to(DOT), tl.trans(within), o, input_precision="tf32x3")
+        there = (i < left)[None, :] & (row < V)[:, None]
+        results = out + (token * heads + head) * V + (i[None, :] * (heads * V) + row[:, None])
+        tl.store(results, o.to(out.dtype.element_ty), mask=there)
+        s *= tl.load(gates + base * 2 * C + C - 1)
+        s = tl.dot((new * till_end[None, :]).to(DOT), key, s, input_precision="tf32x3")
+        base, token, left = base + heads, token + C, left - C
+    tl.store(memory, s, mask=inside)

@@ -1,0 +1,214 @@
+"""Products with weights on CUDA, by the number of tokens.
+
+One is bound by reading codes (`_one.py`). For several, the weight is written out in the activations' dtype, and cuBLAS does the
+rest. The commonest format has kernels of its own on Hopper (`_hopper.py`), which read codes also for several tokens. Dense
+weights go to cuBLAS at once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops._dispatch import Declined
+from auraflux.ops._triton import Build, cdiv, power_of_two, ready
+from auraflux.ops.activation.cuda import swiglu
+from auraflux.ops.linear._codes import check_order, constants, operands, weights_at
+from auraflux.ops.linear._hopper import fits_hopper, matmul16, matvec, multiply_hopper
+from auraflux.ops.linear._one import (
+    multiply_one,
+    multiply_one_gated,
+    multiply_one_three,
+    one_token,
+    one_token_gated,
+    one_token_three,
+    order_x,
+)
+from auraflux.ops.linear.reference import Weight
+from auraflux.quant import QTensor
+
+LARGE = 1 << 23  # weights; from here on two products on Hopper's kernels and a SwiGLU beat one kernel of the general form
+BLOCK = 1024  # elements a program dequantizes
+DENSE_ROWS, DENSE_COLUMNS = 4, 512
+
+
+@triton.jit
+def _dequantize(
+    packed, scales, biases, ids, out, rows, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write out rows of a weight: those of `ids`, or all. An id out of range gives NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source, good = row, True
+    if ids is not None:
+        source = tl.load(ids + row).to(tl.int64)
+        good = (source >= 0) & (source < rows)
+    there = k < K
+    weight = weights_at(packed, scales, biases, source, k, there & good, K, BITS, GROUP, AFFINE)
+    tl.store(out + row * K + k, tl.where(good, weight, float("nan")), mask=there)
+
+
+@triton.jit
+def _take(table, ids, out, rows, K, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(ids + row).to(tl.int64)
+    good = (source >= 0) & (source < rows)
+    tl.store(out + row * K + k, tl.load(table + source * K + k, mask=(k < K) & good, other=float("nan")), mask=k < K)
+
+
+@triton.jit
+def _dense_one(x, weight, out, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One token times a dense weight of another dtype, widened as it is read."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, COLUMNS):
+        k = start + tl.arange(0, COLUMNS)
+        value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        there = (row < rows)[:, None] & (k < K)[None, :]
+        total += tl.load(weight + row.to(tl.int64)[:, None] * K + k[None, :], mask=there, other=0.0).to(tl.float32) * value
+    tl.store(out + row, tl.sum(total, 1), mask=row < rows)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    return linears(x, [weight], [bias])[0]
+
+
+def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
+    _check(x, weights)
+    flat = x.view(-1, x.shape[-1])
+    added = list(biases or [None] * len(weights))
+    alike = _one_format(weights)
+    if len(flat) == 1 and len(alike) == 3 and not fits_hopper(flat, alike[0]):
+        outs = [x.new_empty(1, weight.shape[0]) for weight in weights]
+        multiply_one_three(flat, alike, added, outs)
+    else:
+        outs = [_product(flat, weight, bias) for weight, bias in zip(weights, added, strict=True)]
+    return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
+
+
+def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
+    _check(x, (gate, up))
+    flat = x.view(-1, x.shape[-1])
+    tokens = len(flat)
+    alike = _one_format((gate, up))
+    large = bool(alike) and gate.shape[0] * gate.shape[1] >= LARGE and fits_hopper(flat, alike[0])
+    if alike and tokens == 1 and not large:
+        out = x.new_empty(tokens, gate.shape[0])
+        multiply_one_gated(flat, alike[0], alike[1], out)
+    else:
+        out = swiglu(_product(flat, gate, None), _product(flat, up, None))
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def embed(ids: Tensor, table: Weight) -> Tensor:
+    ready(ids)
+    tokens, (rows, width) = len(ids), table.shape
+    if isinstance(table, QTensor):
+        check_order(table)
+        return _dequantized(table, torch.float32, ids)
+    out = table.new_empty(tokens, width)
+    if out.numel():
+        if not table.dtype.is_floating_point:
+            raise Declined(f"a table of {table.dtype}")
+        block = min(BLOCK, power_of_two(width))
+        _take[(tokens, cdiv(width, block))](table, ids, out, rows, width, block)
+    return out
+
+
+def _check(x: Tensor, weights: Sequence[Weight]) -> None:
+    ready(x)
+    check_order(*(weight for weight in weights if isinstance(weight, QTensor)))
+
+
+def _one_format(weights: Sequence[Weight]) -> list[QTensor]:
+    """The weights where they are quantized alike, else none."""
+    held = [weight for weight in weights if isinstance(weight, QTensor)]
+    return held if len(held) == len(weights) and len({weight.format for weight in held}) == 1 else []
+
+
+def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """x [T, K] times a weight, [T, N] in x's dtype."""
+    tokens, rows = x.shape[0], weight.shape[0]
+    if not tokens or not rows or not x.shape[1]:
+        return x.new_zeros(tokens, rows) + (0 if bias is None else bias.to(x.dtype))
+    if isinstance(weight, QTensor):
+        out = x.new_empty(tokens, rows)
+        if bias is None and fits_hopper(x, weight):
+            multiply_hopper(x, weight, out)
+            return out
+        if tokens == 1:
+            multiply_one(x, weight, bias, out)
+            return out
+        weight = _dequantized(weight, x.dtype)
+    out = _dense(x, weight)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _dense(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype == weight.dtype:
+        return x @ weight.T
+    if x.shape[0] > 1:
+        return x.float() @ weight.float().T
+    rows, width = weight.shape
+    out = x.new_empty(1, rows, dtype=torch.float32)
+    _dense_one[(cdiv(rows, DENSE_ROWS),)](x, weight, out, rows, width, DENSE_ROWS, DENSE_COLUMNS)
+    return out
+
+
+def _dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+    rows, width = weight.shape
+    count = rows if ids is None else len(ids)
+    out = torch.empty(count, width, dtype=dtype, device=weight.device)
+    if out.numel():
+        block = min(BLOCK, power_of_two(width))
+        grid = (count, cdiv(width, block))
+        _dequantize[grid](*operands(weight), ids, out, rows, width, **constants(weight), BLOCK=block)
+    return out
+
+
+def _builds() -> list[Build]:
+    four = {"BITS": 4, "GROUP": 64, "AFFINE": True}
+    one = {"EVEN": True, "COLUMNS": 128, "ROWS": 4}
+    codes, mx = "*i32 *bf16 *bf16", "*i32 *u8 *u8"
+    each = f"{codes} *bf16 i32"
+    none, warp = {"bias": None}, {"num_warps": 1}
+    return [
+        Build(order_x, "*bf16 *fp32 i32:16", {"UNIT": 8, "BLOCK": 64}, hot=True, options={"num_warps": 2}),
+        Build(one_token, f"*fp32 {codes} *bf16 i32 i32:16", {**none, **four, **one}, hot=True, options=warp),
+        Build(one_token, f"*fp32 {codes} *bf16 i32 i32:16", {**none, **four, "BITS": 5, **one, "COLUMNS": 64}, hot=True),
+        Build(
+            one_token,
+            f"*fp32 {mx} *bf16 *bf16 i32 i32:16",
+            {"BITS": 4, "GROUP": 32, "AFFINE": False, **one},
+            hot=True,
+            options=warp,
+        ),
+        Build(one_token_gated, f"*fp32 {codes} {codes} *bf16 i32 i32:16", {**four, **one}, hot=True, options=warp),
+        Build(
+            one_token_three,
+            f"*fp32 {each} {each} {each} i32:16",
+            {"bias0": None, "bias1": None, "bias2": None, **four, **one},
+            hot=True,
+            options=warp,
+        ),
+        Build(
+            matvec, "*bf16 *i8 *i64 *i64 *bf16", {"K": 8192, "W": 4, "D": 3}, hot=True, options={"num_warps": 4, "maxnreg": 128}
+        ),
+        Build(
+            matmul16,
+            "*bf16 *i8 *i64 *i64 *bf16 i32 i32:16",
+            {"K": 8192, "R": 4, "TILES": 2, "W": 8, "D": 1},
+            hot=True,
+            options={"num_warps": 8},
+        ),
+        Build(_dequantize, f"{codes} *bf16 i32:16 i32:16", {"ids": None, **four, "BLOCK": BLOCK}, hot=True),
+        Build(_take, "*bf16 *i64 *bf16 i32 i32:16", {"BLOCK": BLOCK}),
+        Build(_dense_one, "*fp32 *bf16 *fp32 i32 i32:16", {"ROWS": DENSE_ROWS, "COLUMNS": DENSE_COLUMNS}),
+    ]
+
+
+KERNELS = _builds()

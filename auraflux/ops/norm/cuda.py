@@ -1,0 +1,118 @@
+"""Norms on CUDA: a program per row, the row in registers, sums in float32."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops._dispatch import Declined
+from auraflux.ops._triton import Build, cdiv, power_of_two, ready, silu
+
+WIDEST = 1 << 15  # elements of a row that a program holds
+SMALL = 256  # rows up to this width go several to a program
+ELEMENTS = 1024  # of them
+
+
+@triton.jit
+def _unit_rows(x, rows, width, scale, inside, ROWS: tl.constexpr, WIDTH: tl.constexpr, pid):
+    """Rows of one program, divided by the root of scale * sum of squares + inside; their places and which are there."""
+    row = pid * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    there = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None].to(tl.int64) * width + column[None, :]
+    wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) * scale + inside)
+    return wide * factor[:, None], at, there
+
+
+@triton.jit
+def _rms(x, weight, z, out, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    unit, at, there = _unit_rows(x, rows, width, 1.0 / width, eps, ROWS, WIDTH, tl.program_id(0))
+    column = tl.arange(0, WIDTH)
+    unit *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if z is not None:
+        unit *= silu(tl.load(z + at, mask=there, other=0.0).to(tl.float32))
+    tl.store(out + at, unit, mask=there)
+
+
+@triton.jit
+def _add_rms(x, residual, weight, out, total, width, eps, WIDTH: tl.constexpr):
+    column = tl.arange(0, WIDTH)
+    there = column < width
+    at = tl.program_id(0).to(tl.int64) * width + column
+    both = tl.load(x + at, mask=there, other=0.0).to(tl.float32) + tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    # the sum is rounded to the narrow type before it is normalised, as the next layer will read it
+    narrow = both.to(total.dtype.element_ty)
+    tl.store(total + at, narrow, mask=there)
+    wide = narrow.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(out + at, wide * factor * tl.load(weight + column, mask=there, other=0.0).to(tl.float32), mask=there)
+
+
+@triton.jit
+def _qk(q, k, q_out, k_out, q_rows, k_rows, width, inside, q_length, q_programs, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid < q_programs:
+        unit, at, there = _unit_rows(q, q_rows, width, 1.0, inside, ROWS, WIDTH, pid)
+        tl.store(q_out + at, unit * q_length, mask=there)
+    else:
+        unit, at, there = _unit_rows(k, k_rows, width, 1.0, inside, ROWS, WIDTH, pid - q_programs)
+        tl.store(k_out + at, unit, mask=there)
+
+
+def _block(x: Tensor) -> tuple[int, int, int]:
+    """Rows a program, their width rounded up, and warps."""
+    ready(x)
+    wide = power_of_two(x.shape[-1])
+    if wide > WIDEST:
+        raise Declined(f"rows of {x.shape[-1]} are wider than {WIDEST}")
+    rows = max(1, ELEMENTS // wide) if wide <= SMALL else 1
+    return rows, wide, min(16, max(1, rows * wide // 256))
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _rms_norm(x, weight, None, eps)
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _rms_norm(x, weight, z, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, z: Tensor | None, eps: float) -> Tensor:
+    block, wide, warps = _block(x)
+    out, rows = torch.empty_like(x), _rows(x)
+    if rows:
+        _rms[(cdiv(rows, block),)](x, weight, z, out, rows, x.shape[-1], eps, block, wide, num_warps=warps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    _, wide, _ = _block(x)
+    out, total, rows = torch.empty_like(x), torch.empty_like(x), _rows(x)
+    if rows:
+        _add_rms[(rows,)](x, residual, weight, out, total, x.shape[-1], eps, wide, num_warps=min(16, max(1, wide // 256)))
+    return out, total
+
+
+def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tensor, Tensor]:
+    block, wide, warps = _block(q)
+    q_out, k_out, width = torch.empty_like(q), torch.empty_like(k), q.shape[-1]
+    q_programs, k_programs = cdiv(_rows(q), block), cdiv(_rows(k), block)
+    if q_programs + k_programs:
+        sizes = _rows(q), _rows(k), width, eps * width if mean else eps, width**-0.5, q_programs
+        _qk[(q_programs + k_programs,)](q, k, q_out, k_out, *sizes, block, wide, num_warps=warps)
+    return q_out, k_out
+
+
+KERNELS = [
+    Build(
+        _rms, "*bf16 *bf16 *bf16 i32 i32:16 fp32", {"z": None, "ROWS": 1, "WIDTH": 4096}, hot=True, options={"num_warps": 16}
+    ),
+    Build(_rms, "*bf16 *fp32 *bf16 *bf16 i32 i32:16 fp32", {"ROWS": 8, "WIDTH": 128}, hot=True),
+    Build(_add_rms, "*bf16 *bf16 *bf16 *bf16 *bf16 i32:16 fp32", {"WIDTH": 4096}, hot=True, options={"num_warps": 16}),
+    Build(_qk, "*bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 fp32 fp32 i32", {"ROWS": 8, "WIDTH": 128}, hot=True),
+]

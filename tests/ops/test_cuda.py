@@ -1,0 +1,109 @@
+"""Every op, every case on CUDA kernels: in Triton's interpreter on small shapes, and on the GPU where there is one."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from auraflux.bench.arguments import moved
+from auraflux.ops._cases import Case, all_cases, compare, in_row_order, tensors
+
+pytest.importorskip("triton")
+CASES = all_cases()
+NAMES = {case.id for case in CASES}
+# a program of the interpreter takes milliseconds, and large arguments are many programs
+LARGEST_NBYTES = 1 << 18
+MOST_CASES = 3  # of an op in the quick tests
+
+
+@pytest.fixture(autouse=True)
+def _poison_unwritten_memory():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def _sound_interpreter(monkeypatch: pytest.MonkeyPatch):
+    """Repair Triton 3.6's interpreter: float32 is rounded to bfloat16, not cut off; matrices of bfloat16 are not multiplied as
+    integers; and numpy 2.4 makes a number of an array only when asked for its item, as loops to a computed bound need."""
+    from triton.runtime import interpreter
+
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def converted(values, source, target, mode):
+        if (source.name, target.name) == ("fp32", "bf16"):
+            bits = np.ascontiguousarray(values).view(np.uint32)
+            nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+            return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return values.view(np.uint16).astype(np.uint32) << 16
+        return convert(values, source, target, mode)
+
+    def product(self, a, b, *rest):
+        wide = [self.cast_impl(x, interpreter.tl.float32) if x.dtype.scalar.name == "bf16" else x for x in (a, b)]
+        return dot(self, *wide, *rest)
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
+
+
+def small(case: Case) -> bool:
+    # a contract of its own is the CPU's: where both are listed, the kernel is the same here
+    return not case.bench and not case.slow and case.id.removesuffix("-fast") not in NAMES - {case.id}
+
+
+def interpreted_cases() -> list:
+    """A few of every op, spread over its list; the others among the slow tests."""
+    found = []
+    for name in dict.fromkeys(case.op.name for case in CASES):
+        mine = [case for case in CASES if case.op.name == name and small(case)]
+        chosen = {case.id for case in mine[:: max(1, -(-len(mine) // MOST_CASES))]}
+        found += [pytest.param(case, id=case.id, marks=[] if case.id in chosen else [pytest.mark.slow]) for case in mine]
+    return found
+
+
+def hold(case: Case, device: str) -> None:
+    if case.op.kernel("cuda") is None:
+        pytest.skip("no cuda kernel: the reference serves this op")
+    found = compare(case, "cuda", partial(moved, device=device))
+    if found.declined is not None:
+        pytest.skip(f"declined: {found.declined}")
+    assert found.error <= case.tol, f"{found.where}: relative RMS {found.error:.3g} over {case.tol:g}"
+
+
+# numpy computes masked lanes too, and warns of what it finds there
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("_sound_interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
+@pytest.mark.parametrize("case", interpreted_cases())
+def test_interpreted_kernel_matches_reference(case: Case):
+    if sum(tensor.nbytes for _, tensor in tensors(case.args())) > LARGEST_NBYTES:
+        pytest.skip("too large for the interpreter")
+    with np.errstate(all="ignore"):
+        hold(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+)
+def test_kernel_on_the_gpu_matches_reference(case: Case):
+    hold(case, "cuda")
+
+
+def test_row_order_reaches_nested_weights():
+    for case in CASES:
+        if case.id in ("linears-mixed-bits", "gate_up_swiglu-many-tokens"):
+            args = in_row_order(case.args())
+            weights = args.get("weights") or (args["gate"], args["up"])
+            assert [weight.lanes for weight in weights] == [1] * len(weights)
