@@ -14,8 +14,8 @@ from torch import Tensor
 from auraflux.cache.batch import Batch
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.turboquant import CodedLayer
-from auraflux.ops.attention.pages import KVPages, rows_of, spans
-from auraflux.ops.attention.reference import merge_partials
+from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.attention.reference import attention_partials, merge_partials
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference import rotate, turboquant_partials
 
@@ -44,56 +44,38 @@ class RecentLayer:
     ) -> Tensor:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
         codes, recent = batch.view(self)
-        parts = [
-            self._older(codes, q, batch.starts, scale, softcap),
-            newest_partials(q, recent, batch.starts, scale, self.newest, softcap),
-        ]
-        if sinks is not None:
-            sink = sinks.expand(len(q), -1)
-            parts.append((q.new_zeros(q.shape, dtype=torch.float32), sink, torch.ones_like(sink)))
-        o, m, l = (torch.stack(part, 2).flatten(0, 1) for part in zip(*parts, strict=True))  # noqa: E741
+        parts = [attention_partials(q, recent, batch.starts, scale, self.newest, sinks, softcap)]
+        older = self._older(codes, q, batch.starts, scale, softcap)
+        if older is not None:
+            parts.append(older)
+        o, m, l = (torch.cat(part, 1) for part in zip(*parts, strict=True))  # noqa: E741
         return merge_partials(o, m, l).view(q.shape).to(q.dtype)
 
-    def _older(self, codes: CodePages, q: Tensor, starts: Tensor, scale: float, softcap: float | None) -> Partials:
+    def _older(self, codes: CodePages, q: Tensor, starts: Tensor, scale: float, softcap: float | None) -> Partials | None:
         """Attend to the codes at least `newest` back: a query at p does as if it stood at p - newest in a shorter sequence."""
-        o = q.new_zeros(q.shape, dtype=torch.float32)
-        m, l = o.new_full(q.shape[:2], -torch.inf), o.new_zeros(q.shape[:2])  # noqa: E741
         rows: list[int] = []
         old_starts = [0]
         for length, (start, end) in zip(codes.lengths.tolist(), pairwise(starts.tolist()), strict=True):
             rows += range(end - max(0, min(end - start, length - self.newest)), end)
             old_starts.append(len(rows))
         if not rows:
-            return o, m, l
+            return None
         shorter = replace(codes, lengths=(codes.lengths - self.newest).clamp(min=0))
         span = self.coded.group.span
         window = None if span is None else span - self.newest
+        options = window, None, softcap, self.coded.threshold
+        if len(rows) == len(q):
+            o, m, l = turboquant_partials(q, shorter, starts, scale, shorter.capacity, *options)  # noqa: E741
+            return rotate(o, codes.seed, inverse=True), m, l
         tokens = torch.tensor(rows, device=q.device)
         begins = torch.tensor(old_starts, dtype=torch.int32, device=q.device)
-        options = window, None, softcap, self.coded.threshold
         found = turboquant_partials(q[tokens], shorter, begins, scale, shorter.capacity, *options)
-        o[tokens], m[tokens], l[tokens] = (part.squeeze(1).unflatten(0, (len(rows), -1)) for part in found)
-        return rotate(o, codes.seed, inverse=True), m, l
+        return self._spread(found, tokens, q, codes.seed)
 
-
-def newest_partials(
-    q: Tensor, pages: KVPages, starts: Tensor, scale: float, newest: int, softcap: float | None = None
-) -> Partials:
-    """Attend to the uncompressed keys less than `newest` back, in torch: (o [T, Hq, Dv], m [T, Hq], l [T, Hq]), float32."""
-    heads = pages.k.shape[1]
-    o = q.new_zeros(*q.shape[:2], pages.v.shape[3], dtype=torch.float32)
-    m, l = o.new_full(q.shape[:2], -torch.inf), o.new_zeros(q.shape[:2])  # noqa: E741
-    for b, start, new, first, length in spans(pages, starts, q.shape[0], newest - 1):
-        page, slot = rows_of(pages, b, first, length)
-        k, v = pages.k[page, :, slot].float(), pages.v[page, :, slot].float()
-        mine = slice(start, start + new)
-        scores = torch.einsum("nhgd,thd->nhgt", q[mine].float().unflatten(1, (heads, -1)), k).flatten(1, 2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        back = torch.arange(length - new, length, device=q.device)[:, None] - torch.arange(first, length, device=q.device)
-        scores = scores.masked_fill(((back < 0) | (back >= newest))[:, None], -torch.inf)
-        m[mine] = scores.amax(-1)
-        weights = torch.exp(scores - m[mine, :, None])
-        l[mine] = weights.sum(-1)
-        o[mine] = torch.einsum("nhgt,thd->nhgd", weights.unflatten(1, (heads, -1)), v).flatten(1, 2)
-    return o, m, l
+    def _spread(self, found: Partials, tokens: Tensor, q: Tensor, seed: int) -> Partials:
+        """Give what some tokens found to all; the others saw nothing."""
+        o = q.new_zeros(q.shape, dtype=torch.float32)
+        m, l = o.new_full(q.shape[:2], -torch.inf), o.new_zeros(q.shape[:2])  # noqa: E741
+        o[tokens] = rotate(found[0], seed, inverse=True).view(len(tokens), *q.shape[1:])
+        m[tokens], l[tokens] = (part.view(len(tokens), -1) for part in found[1:])
+        return o.flatten(0, 1).unsqueeze(1), m.view(-1, 1), l.view(-1, 1)

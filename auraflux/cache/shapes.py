@@ -121,4 +121,5 @@ class RecurrentShape:
         return "a recurrent state has no codes."
 
     def build(self, cache: "Cache", bits: Bits | None) -> RecurrentLayer:
-        return RecurrentLayer(cache.states, self.channels, self.heads, self.key_width, self.value_width, self.dtype or cache.dtype)
+        sizes = self.channels, self.heads, self.key_width, self.value_width
+        return RecurrentLayer(cache.states, *sizes, self.dtype or cache.dtype)

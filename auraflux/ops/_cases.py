@@ -10,7 +10,7 @@ import importlib
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined, Op, exact, families
+from auraflux.quant import QTensor
 
 Args = dict[str, Any]
 
@@ -75,7 +76,7 @@ def compare(case: Case, backend: str, move: Callable[[Args], Args] = lambda args
     kernel = case.op.kernel(backend)
     if kernel is None:
         return Parity(0.0, "", f"no {backend} kernel")
-    args = case.args()
+    args = in_row_order(case.args()) if backend == "cuda" else case.args()
     mine = move(copy.deepcopy(args))
     if case.op.check is not None:
         case.op.check(**args)
@@ -92,6 +93,19 @@ def compare(case: Case, backend: str, move: Callable[[Args], Args] = lambda args
         if not error <= worst:
             worst, where = error, path
     return Parity(worst, where)
+
+
+def in_row_order(value: Any) -> Any:
+    """The same arguments with the rows of every weight one after the other, as CUDA kernels hold them."""
+    if isinstance(value, QTensor):
+        return value.rows()
+    if isinstance(value, dict):
+        return {key: in_row_order(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(in_row_order(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: in_row_order(getattr(value, field.name)) for field in fields(value) if field.init})
+    return value
 
 
 def relative_rms(found: Tensor, expected: Tensor, what: str = "result") -> float:

@@ -22,16 +22,31 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from auraflux.errors import BackendError
 from auraflux.ops import _dispatch
-from auraflux.ops._jit import LINE, Kernel, _call, _launch_threads, _our_cache, arguments, floats, int64s, octets, recorder
+from auraflux.ops._jit import (
+    LINE,
+    Kernel,
+    _bits,
+    _call,
+    _launch_threads,
+    _our_cache,
+    arguments,
+    floats,
+    int64s,
+    octets,
+    real,
+    recorder,
+)
 
 FIELDS = 3  # of a launch: address of the code, address of its arguments, jobs
 SCRATCH_NBYTES = 1 << 22
 
-EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
+# new memory whose content a launch writes, or that stays as it is: `lift_fresh` is how torch.tensor ends
+NEW = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"}
 VIEWS = {
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "slice", "select", "unsqueeze", "squeeze", "expand", "detach"),
-    *("alias", "as_strided", "split", "split_with_sizes", "unbind", "transpose", "t", "permute", "lift_fresh"),
+    *("alias", "as_strided", "split", "split_with_sizes", "unbind", "transpose", "t", "permute"),
 }
 ZEROS = {"zeros", "zeros_like", "new_zeros", "zero_"}
 READS = {Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__, Tensor.__index__}
@@ -47,10 +62,29 @@ def _fill_zero(args, job, jobs):
 
 @Kernel
 def _add(args, job, jobs):
-    target, source, count = arguments(args, 3)
-    out, more = floats(target, count), floats(source, count)
+    target, source, rows, width = arguments(args, 4)
+    more = floats(source, width)
+    for row in range(rows):
+        out = floats(target + 4 * row * width, width)
+        for i in range(width):
+            out[i] += more[i]
+
+
+@Kernel
+def _copy_rows(args, job, jobs):
+    source, stride, target, rows, width = arguments(args, 5)
+    for row in range(rows):
+        x, out = floats(source + 4 * row * stride, width), floats(target + 4 * row * width, width)
+        for i in range(width):
+            out[i] = x[i]
+
+
+@Kernel
+def _scale(args, job, jobs):
+    source, factor, target, count = arguments(args, 4)
+    x, out = floats(source, count), floats(target, count)
     for i in range(count):
-        out[i] += more[i]
+        out[i] = x[i] * real(factor)
 
 
 with _our_cache():
@@ -109,18 +143,26 @@ class Recording:
         finally:
             self._paused = False
 
-    def watch(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+    def watch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """See to what torch has done."""
         if self._paused or name in VIEWS:
             return
-        if name in EMPTY:
+        if name in NEW:
             self._kept.append(out)
         elif name in ZEROS and out.is_contiguous():
             self._kept.append(out)
             self._launch(_fill_zero, out.data_ptr(), out.nbytes)
-        elif name == "add_" and _alike(*args[:2]):
+        elif name == "mul" and isinstance(args[1], float) and _alike(args[0], out):
+            self._kept.append(out)
+            self._launch(_scale, args[0].data_ptr(), _bits(args[1]), out.data_ptr(), out.numel())
+        elif name == "add_" and not kwargs and _adds_rows(*args[:2]):
             self._kept.append(args[1])
-            self._launch(_add, args[0].data_ptr(), args[1].data_ptr(), args[0].numel())
+            rows = args[0].numel() // args[1].numel()
+            self._launch(_add, args[0].data_ptr(), args[1].data_ptr(), rows, args[1].numel())
+        elif name == "clone" and (stride := _row_stride(args[0])) is not None and out.is_contiguous():
+            self._kept.append(out)
+            rows = out.numel() // out.shape[-1]
+            self._launch(_copy_rows, args[0].data_ptr(), stride, out.data_ptr(), rows, out.shape[-1])
         else:
             self.spoil(f"torch's {name} runs between the kernels")
 
@@ -140,6 +182,21 @@ def _alike(x: Any, y: Any) -> bool:
     return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
 
 
+def _adds_rows(x: Any, y: Any) -> bool:
+    """Whether y is added to every row of x, or to all of it."""
+    return _alike(x, y) or (
+        isinstance(y, Tensor) and y.dim() == 1 and x.numel() > 0 and _alike(x.flatten(0, -2)[0], y) and x.is_contiguous()
+    )
+
+
+def _row_stride(x: Tensor) -> int | None:
+    """Floats from one row to the next, if there is one distance for all."""
+    if x.dtype is not torch.float32 or x.dim() < 2 or x.stride(-1) != 1 or x.numel() == 0:
+        return None
+    strides = [x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2) if x.shape[i] > 1]
+    return x.stride(-2) if all(strides) else None
+
+
 class _Operations(TorchDispatchMode):
     def __init__(self, recording: Recording):
         super().__init__()
@@ -147,7 +204,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.recording.watch(func.overloadpacket.__name__, args, out)
+        self.recording.watch(func.overloadpacket.__name__, args, kwargs or {}, out)
         return out
 
 
@@ -167,6 +224,8 @@ class _Reading(TorchFunctionMode):
 @contextmanager
 def record() -> Iterator[Recording]:
     """Note the launches of the block, which runs as usual. One at a time, and only this thread's."""
+    if recorder.recording is not None:
+        raise BackendError("this thread is recording already; launches cannot belong to two recordings.")
     recording = Recording()
     recorder.recording, _dispatch.watched[threading.get_ident()] = recording, recording
     try:

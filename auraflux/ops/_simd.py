@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from auraflux.errors import BackendError
-from auraflux.ops._jit import config
+from auraflux.ops._jit import LINE, config
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -70,6 +70,39 @@ def pick(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: list[int]) -> ir.Valu
 
 def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
+
+
+def prefetch(b: ir.IRBuilder, addresses: list[ir.Value], nbytes: ir.Value | int) -> None:
+    """Ask for the lines of so many bytes from each address on; any address will do."""
+    for_reading, keep_near, data = (ir.Constant(I32, n) for n in (0, 3, 1))
+
+    def ask(offset: ir.Value) -> None:
+        for address in addresses:
+            pointer = b.inttoptr(b.add(address, offset), I8.as_pointer())
+            call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, for_reading, keep_near, data)
+
+    if isinstance(nbytes, int):
+        for offset in range(0, nbytes, LINE):
+            ask(at(offset))
+        return
+    with cgutils.for_range(b, b.sdiv(b.add(nbytes, at(LINE - 1)), at(LINE))) as loop:
+        ask(b.mul(loop.index, at(LINE)))
+
+
+def sum_four(b: ir.IRBuilder, rows: list[ir.Value]) -> ir.Value:
+    """The sums across the lanes of four vectors, as one vector of four."""
+    total = _add_neighbours(b, _add_neighbours(b, *rows[:2]), _add_neighbours(b, *rows[2:]))
+    while total.type.count > 4:
+        half = total.type.count // 2
+        total = b.fadd(pick(b, total, total, list(range(half))), pick(b, total, total, list(range(half, 2 * half))))
+    return total
+
+
+def _add_neighbours(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    # within 128 bits, where shuffles are cheap on x86 and ARM has one instruction for the whole
+    lanes = x.type.count
+    even = [n for first in range(0, lanes, 4) for n in (first, first + 2, lanes + first, lanes + first + 2)]
+    return b.fadd(pick(b, x, y, even), pick(b, x, y, [n + 1 for n in even]))
 
 
 def variable(b: ir.IRBuilder, value: ir.Value) -> ir.Value:

@@ -10,7 +10,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from auraflux.ops._jit import Kernel, exp, floats, int32s, int64s, jit, real
+from auraflux.ops._jit import Kernel, floats, int32s, int64s, jit, real
+from auraflux.ops._math import exp
 from auraflux.ops.attention._jobs import finish, opened, slot_of, span, take
 from auraflux.ops.attention._softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.attention._tiles import LANES, TOKENS, element_of, score_block, size_of, value_block

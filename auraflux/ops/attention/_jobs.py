@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from auraflux.ops._jit import LINE, Kernel, arguments, floats, held, int32s, int64s, jit, recorder, workspace
-from auraflux.ops.attention._softmax import NOTHING, merge_row
+from auraflux.ops.attention._softmax import NOTHING, divide, join_row
 from auraflux.ops.attention._tiles import fetch_add
 
 ITEMS_PER_THREAD = 4
@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     page                  tokens in a page
     reach                 how many positions before its own a query sees
     sinks                 0 for none
+    peaks, totals         0, or where the largest scores and the sums of weights go; `out` is then not divided by the latter
     scale, softcap        floats, which arrive as bits; softcap 0 for none
     """
 
@@ -50,6 +51,8 @@ class Batch(NamedTuple):
     reach: int
     sinks: int
     out: int
+    peaks: int
+    totals: int
     value_width: int
     scale: float
     softcap: float
@@ -116,30 +119,6 @@ class Span(NamedTuple):
 
 
 BATCH, FIELDS, LINE_FIELDS = len(Batch._fields), len(Batch._fields) + len(Plan._fields), len(Line._fields)
-
-
-@jit
-def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, count, reach):
-    """Give how many pairs of a query and a key there may be, or -1 if any of this leads outside the pages."""
-    lengths, starts = int32s(lengths_at, sequences), int32s(starts_at, sequences + 1)
-    if starts[0] != 0 or starts[sequences] != tokens:
-        return -1
-    pairs = 0
-    for b in range(sequences):
-        new, length = np.int64(starts[b + 1]) - starts[b], np.int64(lengths[b])
-        if new < 0 or (new > 0 and length < new):
-            return -1
-        if new == 0:
-            continue
-        first, needed = max(0, length - new - reach), (length + page - 1) // page
-        if needed > width:
-            return -1
-        table = int32s(table_at + 4 * b * width, width)
-        for i in range(first // page, needed):
-            if table[i] < 0 or table[i] >= count:
-                return -1
-        pairs += new * (length - first)
-    return pairs
 
 
 @Kernel
@@ -264,6 +243,11 @@ def finish(batch, plan, item, where):
         row = where.row + r
         query_head = item.head * group + row % group
         sink = floats(batch.sinks, batch.heads)[query_head] if batch.sinks else NOTHING
-        out = batch.out + 4 * ((where.start + row // group) * batch.heads + query_head) * width
-        peaks = item.slots + 4 * (rows * width + r)
-        merge_row(item.slots + 4 * r * width, step, peaks, peaks + 4 * rows, step, item.parts, width, sink, out)
+        place = (where.start + row // group) * batch.heads + query_head
+        out, peaks = batch.out + 4 * place * width, item.slots + 4 * (rows * width + r)
+        parts = item.slots + 4 * r * width, step, peaks, peaks + 4 * rows, step, item.parts
+        peak, total, live = join_row(*parts, width, sink, out)
+        if batch.peaks:
+            floats(batch.peaks + 4 * place, 1)[0], floats(batch.totals + 4 * place, 1)[0] = peak, total
+        elif live:
+            divide(out, width, total)

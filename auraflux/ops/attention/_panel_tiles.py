@@ -5,7 +5,7 @@ Nothing is summed across lanes, any head width will do, and a tile of the result
 
 from numba.core import cgutils
 
-from auraflux.ops._jit import BOTTOM, LN2_HIGH, LN2_LOW, LOG2E, P0, P1, P2, P3, P4, P5
+from auraflux.ops._math import BOTTOM, LN2_HIGH, LN2_LOW, LOG2E, P0, P1, P2, P3, P4, P5
 from auraflux.ops._simd import F32, I32, ISA, MAGIC, at, fma, kernel, load, splat, spread, store, variable
 from auraflux.ops.attention._tiles import BYTES, LANES
 

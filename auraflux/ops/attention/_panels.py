@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from auraflux.ops._jit import Kernel, bits_of_float, floats, int32s, jit, real
+from auraflux.ops._jit import Kernel, floats, int32s, jit, real
+from auraflux.ops._math import bits_of_float
 from auraflux.ops.attention._jobs import finish, opened, slot_of, span, take
 from auraflux.ops.attention._panel_tiles import PANEL, TALL, score_panel, value_panel, weigh_panel
 from auraflux.ops.attention._softmax import NOTHING, ZERO, fill, softcapped

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from auraflux.ops._jit import exp, floats, jit
+from auraflux.ops._jit import floats, jit
+from auraflux.ops._math import exp
 
 ONE, TWO, ZERO = np.float32(1), np.float32(2), np.float32(0)
 NOTHING = np.float32(-np.inf)
@@ -29,8 +30,18 @@ def fill(address, count, value):
 
 
 @jit
-def merge_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
-    """Join a row's partial sums, and a sink (-inf for none); blocks are `o_step` and `step` bytes apart."""
+def divide(address, count, value):
+    target = floats(address, count)
+    for i in range(count):
+        target[i] /= value
+
+
+@jit
+def join_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
+    """Join a row's partial sums, and a sink (-inf for none); blocks are `o_step` and `step` bytes apart.
+
+    Gives the largest score, the sum of weights, and whether there was anything.
+    """
     out = floats(out_at, width)
     fill(out_at, width, ZERO)
     peak, live = sink, sink != NOTHING
@@ -41,7 +52,7 @@ def merge_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
             # not-a-number stays: once in, no comparison takes it out again
             peak = top if top > peak or top != top else peak
     if not live:
-        return
+        return NOTHING, ZERO, False
     base = peak if peak != NOTHING else ZERO
     total = exp(sink - base)
     for i in range(blocks):
@@ -52,5 +63,12 @@ def merge_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
             part = floats(o + i * o_step, width)
             for d in range(width):
                 out[d] += weight * part[d]
-    for d in range(width):
-        out[d] /= total
+    return peak, total, True
+
+
+@jit
+def merge_row(o, o_step, m, l, step, blocks, width, sink, out_at):  # noqa: E741
+    """Join a row's partial sums, and a sink, into the weighted mean; zeros where there was nothing."""
+    _, total, live = join_row(o, o_step, m, l, step, blocks, width, sink, out_at)
+    if live:
+        divide(out_at, width, total)

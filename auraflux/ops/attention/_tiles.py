@@ -31,17 +31,17 @@ from auraflux.ops._simd import (
     kernel,
     load,
     machine,
-    pick,
+    prefetch,
     splat,
     spread,
     store,
+    sum_four,
     variable,
     vector,
 )
 
 LANES = ISA.lanes
 BYTES = 4 * LANES
-LINE = 64  # bytes that one prefetch brings
 TOKENS = 4  # keys scored together, so that their sums across lanes share the work
 
 ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
@@ -142,33 +142,10 @@ def fetch_add(typingctx, address, amount):
     return types.int64(types.int64, types.int64), codegen
 
 
-def _prefetch(b, addresses, nbytes):
-    """Ask for the memory from some addresses on."""
-    with cgutils.for_range(b, b.sdiv(nbytes, at(LINE))) as lines:
-        for address in addresses:
-            pointer = b.inttoptr(b.add(address, b.mul(lines.index, at(LINE))), ir.IntType(8).as_pointer())
-            call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *[ir.Constant(I32, n) for n in (0, 3, 1)])
-
-
 def _place(b, number, last):
     """Where a vector lies in a row, in elements: the last one ends with the row, and overlaps its neighbour if it must."""
     here = b.mul(number, at(LANES))
     return b.select(b.icmp_signed("<", here, last), here, last)
-
-
-def _sum_four(b, rows):
-    """The sums across the lanes of four vectors, as one vector of four."""
-    total = _add_neighbours(b, _add_neighbours(b, *rows[:2]), _add_neighbours(b, *rows[2:]))
-    while total.type.count > 4:
-        half = total.type.count // 2
-        total = b.fadd(pick(b, total, total, list(range(half))), pick(b, total, total, list(range(half, 2 * half))))
-    return total
-
-
-def _add_neighbours(b, x, y):
-    # within 128 bits, where shuffles are cheap on x86 and ARM has one instruction for the whole
-    even = [n for first in range(0, LANES, 4) for n in (first, first + 2, LANES + first, LANES + first + 2)]
-    return b.fadd(pick(b, x, y, even), pick(b, x, y, [n + 1 for n in even]))
 
 
 @typed(1)
@@ -186,7 +163,7 @@ def score_block(b, element, heads, q, q_step, rows, count, vectors, last, out, o
     with cgutils.for_range(b, b.sdiv(count, at(TOKENS))) as outer:
         first = b.mul(outer.index, at(TOKENS))
         where = [load(b, rows, b.mul(b.add(first, at(i)), at(8)), I64) for i in range(TOKENS)]
-        _prefetch(b, [load(b, ahead, b.mul(b.add(first, at(i)), at(8)), I64) for i in range(TOKENS)], ahead_nbytes)
+        prefetch(b, [load(b, ahead, b.mul(b.add(first, at(i)), at(8)), I64) for i in range(TOKENS)], ahead_nbytes)
         sums = [[variable(b, splat(ISA.floats, 0.0)) for _ in range(TOKENS)] for _ in range(heads)]
         with cgutils.for_range(b, vectors) as loop:
             offset = b.mul(_place(b, loop.index, last), at(SIZES[element]))
@@ -196,7 +173,7 @@ def score_block(b, element, heads, q, q_step, rows, count, vectors, last, out, o
                 for i in range(TOKENS):
                     b.store(fma(b, query, key[i], b.load(sums[h][i])), sums[h][i])
         for h in range(heads):
-            scores = _sum_four(b, [b.load(s) for s in sums[h]])
+            scores = sum_four(b, [b.load(s) for s in sums[h]])
             store(b, scores, out, b.add(b.mul(out_step, at(h)), b.mul(first, at(4))))
             b.store(call(b, "llvm.maxnum.v4f32", four, scores, b.load(tops[h])), tops[h])
     for h in range(heads):
@@ -223,7 +200,7 @@ def value_block(
         sums[h, v] = variable(b, b.fmul(load(b, out, slot, ISA.floats), factor))
     with cgutils.for_range(b, count) as loop:
         row = load(b, rows, b.mul(loop.index, at(8)), I64)
-        _prefetch(b, [load(b, ahead, b.mul(loop.index, at(8)), I64)], ahead_nbytes)
+        prefetch(b, [load(b, ahead, b.mul(loop.index, at(8)), I64)], ahead_nbytes)
         value = [_load_floats(b, element, row, place) for place in places]
         for h in range(heads):
             offset = b.add(b.mul(weight_step, at(h)), b.mul(loop.index, at(4)))

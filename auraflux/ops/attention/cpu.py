@@ -6,35 +6,32 @@ The cache is read in its own dtype; queries and results are float32 within.
 import torch
 from torch import Tensor
 
-from auraflux.errors import InputError
-from auraflux.ops._jit import Kernel, arguments, as_float, int32s, jit, like, octets, share, threads
+from auraflux.ops._jit import Kernel, arguments, as_float, jit, like, octets, share, threads
 from auraflux.ops.attention._decode import decode_kernel, decode_scratch
-from auraflux.ops.attention._jobs import Batch, run, survey
+from auraflux.ops.attention._index import EVERYTHING, count_pairs, index_of, page_row
+from auraflux.ops.attention._jobs import Batch, run
 from auraflux.ops.attention._latent_weight import latent_output, latent_query
 from auraflux.ops.attention._panel_tiles import PANEL
 from auraflux.ops.attention._panels import ROWS, attend_panels, panel_scratch
 from auraflux.ops.attention._softmax import NOTHING, merge_row
 from auraflux.ops.attention._tiles import LANES, number_of
-from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, spans
+from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 
-__all__ = ["append_kv", "append_latent", "attention", "latent_attention", "latent_output", "latent_query", "merge_partials"]
+__all__ = [
+    "append_kv",
+    "append_latent",
+    "attention",
+    "attention_partials",
+    "latent_attention",
+    "latent_output",
+    "latent_query",
+    "merge_partials",
+]
 
 # below these, waking the threads costs more than the work
 PRODUCTS_PARALLEL = 1 << 18
 BYTES_PARALLEL = 1 << 18
 SUMS_PARALLEL = 1 << 16
-EVERYTHING = 1 << 40  # positions; further back than any sequence is long
-
-
-def _pairs(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> int:
-    """Count the pairs of a query and a key, once it is sure that no kernel will leave the pages."""
-    (count, size), (sequences, width) = pages.pool, pages.table.shape
-    index = pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr()
-    found = survey(*index, sequences, tokens, size, count, EVERYTHING if reach is None else reach)
-    if found < 0:
-        spans(pages, starts, tokens, reach)
-        raise InputError("the page table, lengths and starts do not fit each other.")
-    return found
 
 
 def _attend(
@@ -47,35 +44,27 @@ def _attend(
     reach: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    ends: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attend with float32 queries; with q2 the two pools together are the key, and the first the value."""
+    """Attend with float32 queries; with q2 the two pools together are the key, and the first the value.
+
+    With `ends` the largest scores and the sums of weights go there, and what is returned is not divided by the latter.
+    """
     (tokens, heads, width), (a, b) = q.shape, pools
     width2 = 0 if q2 is None else q2.shape[2]
     value_width, key_heads = (b.shape[-1], a.shape[1]) if q2 is None else (width, 1)
-    pairs = _pairs(pages, starts, tokens, reach)
+    pairs = count_pairs(pages, starts, tokens, reach)
     out = torch.empty(tokens, heads, value_width)
-    sequences, table_width = pages.table.shape
+    peaks, totals = (0, 0) if ends is None else (ends[0].data_ptr(), ends[1].data_ptr())
     batch = Batch(
-        q=q.data_ptr(),
-        q2=0 if q2 is None else q2.data_ptr(),
-        width=width,
-        width2=width2,
-        heads=heads,
-        a=a.data_ptr(),
-        b=b.data_ptr(),
-        width_a=width,
-        width_b=b.shape[-1],
-        key_heads=key_heads,
-        element=number_of(a.dtype),
-        page=a.shape[-2],
-        table=pages.table.data_ptr(),
-        table_width=table_width,
-        lengths=pages.lengths.data_ptr(),
-        starts=starts.data_ptr(),
-        sequences=sequences,
+        *(q.data_ptr(), 0 if q2 is None else q2.data_ptr(), width, width2, heads),
+        *(a.data_ptr(), b.data_ptr(), width, b.shape[-1], key_heads, number_of(a.dtype)),
+        *index_of(pages, starts),
         reach=EVERYTHING if reach is None else reach,
         sinks=0 if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
+        peaks=peaks,
+        totals=totals,
         value_width=value_width,
         scale=float(scale),
         softcap=float(softcap or 0),
@@ -101,10 +90,32 @@ def attention(
     softcap: float | None = None,
 ) -> Tensor:
     if window == 0:
-        _pairs(pages, starts, q.shape[0], 0)
+        count_pairs(pages, starts, q.shape[0], 0)
         return q.new_zeros(*q.shape[:2], pages.v.shape[3])
     reach = None if window is None else window - 1
     return like(_attend(as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap), q)
+
+
+def attention_partials(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = q.shape[0] * q.shape[1], pages.v.shape[3]
+    if window == 0:
+        count_pairs(pages, starts, q.shape[0], 0)
+        o, l = torch.zeros(rows, 1, width), torch.zeros(rows, 1)  # noqa: E741
+        if sinks is None:
+            return o, torch.full((rows, 1), -torch.inf), l
+        return o, sinks.repeat(q.shape[0]).unsqueeze(1), l + 1
+    m, l = torch.empty(rows, 1), torch.empty(rows, 1)  # noqa: E741
+    reach = None if window is None else window - 1
+    o = _attend(as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap, (m, l))
+    return o.view(rows, 1, width), m, l
 
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
@@ -113,20 +124,11 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, start
 
 
 @jit
-def _append(token, source, target, nbytes, heads, page, table, table_width, lengths_at, starts_at, sequences):
+def _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
     """Copy one token's rows, one for each head, to its place in the pages."""
-    starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
-    low, high = 0, sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if starts[middle] <= token:
-            low = middle
-        else:
-            high = middle
-    position = lengths[low] - starts[low + 1] + token
-    number = int32s(table + 4 * low * table_width, table_width)[position // page]
+    number, slot = page_row(token, page, table, table_width, lengths, starts, sequences)
     for head in range(heads):
-        row = (number * heads + head) * page + position % page
+        row = (number * heads + head) * page + slot
         old, new = octets(target + row * nbytes, nbytes), octets(source + (token * heads + head) * nbytes, nbytes)
         for i in range(nbytes):
             old[i] = new[i]
@@ -141,10 +143,8 @@ def _append_all(args, job, jobs):
 
 def append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy new rows to the pools they belong to, in the pools' dtype."""
-    tokens, table = pairs[0][0].shape[0], pages.table
-    _pairs(pages, starts, tokens, 0)
-    sequences, table_width = table.shape
-    index = pages.pool[1], table.data_ptr(), table_width, pages.lengths.data_ptr(), starts.data_ptr(), sequences
+    tokens, index = pairs[0][0].shape[0], index_of(pages, starts)
+    count_pairs(pages, starts, tokens, 0)
     for new, pool in pairs:
         rows = new if new.dtype is pool.dtype else new.to(pool.dtype)
         nbytes = pool.shape[-1] * pool.element_size()

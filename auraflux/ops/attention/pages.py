@@ -8,6 +8,7 @@ are being appended or asked about.
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,12 @@ def _check_index(table: Tensor, lengths: Tensor, pool: tuple[int, int]) -> None:
     check_shape("lengths", lengths, table.shape[0])
     check_dtype("table", table, torch.int32)
     check_dtype("lengths", lengths, torch.int32)
+
+
+def check_starts(starts: Tensor, pages: Any) -> None:
+    """Refuse starts that are not one more than the sequences, whose pages may be of any kind."""
+    check_dtype("starts", starts, torch.int32)
+    check_shape("starts", starts, pages.lengths.shape[0] + 1)
 
 
 def spans(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:

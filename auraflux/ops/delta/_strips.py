@@ -4,22 +4,15 @@ Columns of the state do not meet, so a strip narrow enough for the first cache i
 written back before the next one is touched. While it is written the next strip is fetched: memory is then never idle.
 """
 
-from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops._jit import jit
-from auraflux.ops._simd import F32, I8, I32, ISA, at, call, fma, kernel, load, splat, spread, store, variable
+from auraflux.ops._simd import F32, ISA, at, fma, kernel, load, prefetch, splat, spread, store, variable
 
 LANES = ISA.lanes
 STRIP_VECTORS = {16: 4, 8: 4, 4: 8}[LANES]  # two sums each: half of the registers
 STRIP = STRIP_VECTORS * LANES
-VECTOR_BYTES, LINE_BYTES = 4 * LANES, 64
-
-
-def _fetch(b, address, offset):
-    for_reading, keep_near, data = (ir.Constant(I32, n) for n in (0, 3, 1))
-    pointer = b.inttoptr(b.add(address, offset), I8.as_pointer())
-    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, for_reading, keep_near, data)
+VECTOR_BYTES = 4 * LANES
 
 
 @kernel(1)
@@ -44,9 +37,8 @@ def _step(b, vectors, state, q, k, v, decay, beta, overlap, out, depth, row_byte
     with cgutils.for_range(b, depth) as loop:
         key = spread(b, load(b, k, b.mul(loop.index, at(4)), F32), LANES)
         row = b.add(state, b.mul(loop.index, row_bytes))
+        prefetch(b, [b.add(row, ahead)], vectors * VECTOR_BYTES)
         for i, change in enumerate(changes):
-            if i * VECTOR_BYTES % LINE_BYTES == 0:
-                _fetch(b, b.add(row, ahead), at(i * VECTOR_BYTES))
             old = load(b, row, i * VECTOR_BYTES, ISA.floats)
             store(b, fma(b, key, change, b.fmul(old, decay)), row, i * VECTOR_BYTES)
 

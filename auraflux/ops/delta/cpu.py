@@ -9,21 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import (
-    Kernel,
-    arguments,
-    as_float,
-    exp,
-    floats,
-    int32s,
-    jit,
-    like,
-    share,
-    sigmoid,
-    silu,
-    threads,
-    workspace,
-)
+from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads, workspace
+from auraflux.ops._math import exp, sigmoid, silu
 from auraflux.ops.delta._chunks import run_chunks, scratch_floats
 from auraflux.ops.delta._strips import LANES, STRIP, step_strip, step_vector
 

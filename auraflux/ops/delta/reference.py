@@ -47,6 +47,9 @@ def _check_starts(starts: Tensor, sequences: int, tokens: int, near: Tensor) -> 
     if starts.device.type != "cpu" and starts.device != near.device:
         raise InputError(f"'starts' is on {starts.device}, the first argument on {near.device}. Move one of them.")
     check_dense(starts=starts)
+    if not starts.is_cpu:
+        # reading them would halt the device, or break a recording of its work; kernels keep to the tokens there are
+        return
     places = starts.tolist()
     if places[0] != 0 or places[-1] != tokens or places != sorted(places):
         raise InputError(f"'starts' is {places}; it must rise from 0 to the number of tokens, {tokens}.")

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import Kernel, arguments, float_of_bits, floats, halves, int32s, int64s, jit, octets, share, threads
+from auraflux.ops._jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads
+from auraflux.ops._math import float_of_bits
 from auraflux.ops.linear.reference import Weight
 from auraflux.quant import QTensor, mxfp4
 

@@ -1,7 +1,6 @@
 """Products with weights on CPU. Quantized weights run compiled drivers (`products.py`), dense ones torch's BLAS.
 
-The exception is a bf16 weight met by few tokens: widening all of it first would take longer than the product, so it is
-widened as it is read.
+The exception are dense weights met by few tokens, as routers are: they are read row by row, bf16 widened on the way.
 """
 
 from array import array
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._jit import Kernel, arguments, as_float, float_of_bits, floats, halves, held, like, share, threads
+from auraflux.ops._jit import Kernel, arguments, as_float, floats, halves, held, like, share, threads
+from auraflux.ops._math import float_of_bits
 from auraflux.ops.activation.cpu import swiglu
 from auraflux.ops.linear._embed import embed
 from auraflux.ops.linear.products import BLOCK, driver_for, padded, token_indices
@@ -21,7 +21,7 @@ from auraflux.quant import QTensor
 
 __all__ = ["embed", "gate_up_swiglu", "linear", "linears"]
 
-FEW_TOKENS = 8  # up to here a dense bf16 weight is widened as it is read
+FEW_TOKENS = 8  # up to here a dense weight is read once, row by row
 PARALLEL_FROM = 1 << 16  # weights; below this, waking the threads costs more than the work
 
 
@@ -108,11 +108,27 @@ def _bf16_rows(args, job, jobs):
             floats(out + 4 * token * rows, rows)[row] = total
 
 
+@Kernel
+def _f32_rows(args, job, jobs):
+    x, tokens, width, weight, rows, out = arguments(args, 6)
+    for row in share(rows, job, jobs):
+        w = floats(weight + 4 * row * width, width)
+        for token in range(tokens):
+            acts = floats(x + 4 * token * width, width)
+            total = np.float32(0)
+            for i in range(width):
+                total += w[i] * acts[i]
+            floats(out + 4 * token * rows, rows)[row] = total
+
+
+ROWS_OF = {torch.bfloat16: _bf16_rows, torch.float32: _f32_rows}
+
+
 def multiply_dense(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] float32, weight [N, K] -> [T, N]."""
-    if weight.dtype is torch.bfloat16 and x.shape[0] <= FEW_TOKENS:
+    if weight.dtype in ROWS_OF and x.shape[0] <= FEW_TOKENS:
         out = torch.empty(x.shape[0], weight.shape[0])
         jobs = threads() if weight.numel() >= PARALLEL_FROM else 1
-        _bf16_rows(jobs, x.data_ptr(), *x.shape, weight.data_ptr(), weight.shape[0], out.data_ptr())
+        ROWS_OF[weight.dtype](jobs, x.data_ptr(), *x.shape, weight.data_ptr(), weight.shape[0], out.data_ptr())
         return out
     return torch.nn.functional.linear(x, as_float(weight))

@@ -117,7 +117,8 @@ def _check_embed(ids: Tensor, table: Weight) -> None:
     check_dtype("ids", ids, torch.int32, torch.int64)
     if len(table.shape) != 2:
         raise InputError(f"'table' has shape {list(table.shape)}; a matrix [V, D] is needed.")
-    if ids.numel():
+    # asking a GPU for its values would stop the step; its kernel gives NaN for an id that is out of range
+    if ids.is_cpu and ids.numel():
         # for a few, Python's own are quicker
         found = ids.tolist() if ids.numel() <= 16 else ids.aminmax()
         low, high = min(found), max(found)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops._jit import LINE
 from auraflux.ops._simd import (
     F32,
     I8,
@@ -29,6 +28,7 @@ from auraflux.ops._simd import (
     kernel,
     load,
     pick,
+    prefetch,
     splat,
     spread,
     store,
@@ -99,11 +99,8 @@ def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]
 
 
 def fetch_ahead(b: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
-    """Ask for the lines AHEAD of these bytes; any address will do."""
-    for_reading, keep_near, data = (ir.Constant(I32, n) for n in (0, 3, 1))
-    for line in range(0, nbytes, LINE):
-        pointer = b.inttoptr(b.add(address, at(AHEAD + line)), I8.as_pointer())
-        call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, for_reading, keep_near, data)
+    """Ask for the lines AHEAD of these bytes."""
+    prefetch(b, [b.add(address, at(AHEAD))], nbytes)
 
 
 def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:

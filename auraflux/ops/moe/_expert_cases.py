@@ -97,5 +97,13 @@ EXPERT_CASES = [
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
     case("dense-bf16", lambda: routed(9, 3, dense_stack(6, 63, 100, BF16))),
     case("bf16", lambda: routed(3, 2, layer(4, 64, 128), BF16), tol=4e-3),
+    case("many-mxfp4-biases-clamp", lambda: routed(40, 3, gpt_oss(6, 64, 96))),
+    case("many-dense-f32", lambda: routed(40, 3, dense_stack(6, 63, 100, torch.float32))),
+    case("many-dense-bf16", lambda: routed(40, 3, dense_stack(6, 63, 100, BF16))),
+    case("many-blobs", lambda: routed(40, 3, from_blobs(6, 64, 128))),
+    case("many-2-and-5-bits", lambda: routed(40, 2, layer(4, 64, 128, bits=2, down_bits=5))),
+    case("many-3-and-8-bits", lambda: routed(40, 2, layer(4, 64, 128, bits=3, down_bits=8))),
+    # for matrix units weights and what lies between are rounded too
+    case("many-bf16", lambda: routed(40, 2, layer(4, 64, 128), BF16), tol=6e-3),
     case("no-tokens", lambda: routed(0, 2, layer(4, 64, 128))),
 ]

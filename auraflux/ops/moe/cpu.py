@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import Kernel, arguments, as_float, exp, floats, int32s, jit, like, real, share, sigmoid, threads
+from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, jit, like, real, share, threads
+from auraflux.ops._math import exp, sigmoid
 from auraflux.ops.moe._experts import expert_mlp
 from auraflux.ops.moe.routing import SCORINGS, Routing
 

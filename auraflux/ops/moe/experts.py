@@ -108,7 +108,7 @@ def _over(bank: Tensor, offset: int, array: Tensor) -> Tensor:
     size = array.element_size()
     if (bank.storage_offset() + offset) % size or bank.stride(0) % size:
         raise FormatError(f"arrays of {size}-byte elements do not start at multiples of {size} in these blobs.")
-    whole = torch.empty(0, dtype=array.dtype).set_(bank.untyped_storage())
+    whole = torch.empty(0, dtype=array.dtype, device=bank.device).set_(bank.untyped_storage())
     strides = [math.prod(array.shape[i + 1 :]) for i in range(array.dim())]
     start = (bank.storage_offset() + offset) // size
     return whole.as_strided((bank.shape[0], *array.shape), (bank.stride(0) // size, *strides), start)

@@ -3,11 +3,11 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import Kernel, arguments, floats, int32s, int64s, jit, share
+from auraflux.ops._jit import Kernel, arguments, floats, int64s, share
+from auraflux.ops.attention._index import page_row
 from auraflux.ops.turboquant._codec import BLOCK, CHUNK, encode_block, turn_row, unpack_row
 from auraflux.ops.turboquant._quantize import search_table
 from auraflux.ops.turboquant.codebook import _tables
@@ -108,21 +108,6 @@ def build_decode(width: int) -> Kernel:
     return decode_rows
 
 
-@jit
-def page_row(token, starts_at, lengths_at, sequences, table_at, table_width, page):
-    """(page, slot) of a new token."""
-    starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
-    low, high = 0, sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if starts[middle] <= token:
-            low = middle
-        else:
-            high = middle
-    position = np.int64(lengths[low]) - starts[low + 1] + token
-    return np.int64(int32s(table_at + 4 * low * table_width, table_width)[position // page]), position % page
-
-
 @lru_cache
 def build_append(width: int) -> Kernel:
     @Kernel
@@ -140,7 +125,7 @@ def build_append(width: int) -> Kernel:
                 count = min(BLOCK, mine.stop - first)
                 for r in range(count):
                     row = first + r
-                    number, slot = page_row(row // heads, starts, lengths, sequences, table, table_width, page)
+                    number, slot = page_row(row // heads, page, table, table_width, lengths, starts, sequences)
                     target = (number * heads + row % heads) * page + slot
                     lists[r] = x + 4 * row * width
                     lists[BLOCK + r], lists[2 * BLOCK + r] = codes + 4 * target * words, norms + 4 * target

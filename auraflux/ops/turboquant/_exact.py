@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from auraflux.ops._jit import Kernel, arguments, exp, floats, jit, real, share
+from auraflux.ops._jit import Kernel, arguments, floats, jit, real, share
+from auraflux.ops._math import exp
 from auraflux.ops.attention._softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.turboquant._items import ROWS, padded, place_of, row_nbytes, run_of
 from auraflux.ops.turboquant._levels import level_rows

@@ -6,7 +6,8 @@ per block, add the weighted values. Heads that share a key head go over a block 
 
 import numpy as np
 
-from auraflux.ops._jit import bits_of_float, exp, float_of_bits, floats, int32s, int64s, jit, octets, rint
+from auraflux.ops._jit import floats, int32s, int64s, jit, octets
+from auraflux.ops._math import bits_of_float, exp, float_of_bits, rint
 from auraflux.ops.attention._softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.turboquant._codes import HIGH, UNITS, WIDE_BITS, widen_codes
 from auraflux.ops.turboquant._fast_softmax import block_top, block_weights

@@ -8,10 +8,8 @@ Queries are two signed bytes, high and low, weights two of seven bits. Where the
 keys are stored plus 128, and 128 times the sum of a query is taken back.
 """
 
-from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops._jit import LINE
 from auraflux.ops._simd import (
     F32,
     I8,
@@ -19,10 +17,10 @@ from auraflux.ops._simd import (
     I64,
     ISA,
     at,
-    call,
     kernel,
     load,
     pick,
+    prefetch,
     splat,
     spread,
     store,
@@ -48,11 +46,8 @@ def _choose(b, bits, heads, build):
 
 def _prefetch(b, rows, group, nbytes):
     """Ask for a group's rows of so many bytes."""
-    with cgutils.for_range(b, b.sdiv(b.add(nbytes, at(LINE - 1)), at(LINE))) as line:
-        for t in range(LANES):
-            row = load(b, rows, b.mul(b.add(b.mul(group, at(LANES)), at(t)), at(8)), I64)
-            pointer = b.inttoptr(b.add(row, b.mul(line.index, at(LINE))), I8.as_pointer())
-            call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *[ir.Constant(I32, n) for n in (0, 3, 1)])
+    first = b.mul(group, at(LANES))
+    prefetch(b, [load(b, rows, b.mul(b.add(first, at(t)), at(8)), I64) for t in range(LANES)], nbytes)
 
 
 def _quads(b, address, count):

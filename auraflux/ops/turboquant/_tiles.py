@@ -5,26 +5,11 @@ Rows are padded to whole chunks of 32 coordinates; queries are zero there.
 
 from numba.core import cgutils
 
-from auraflux.ops._simd import F32, ISA, at, fma, kernel, load, pick, splat, spread, store, variable
+from auraflux.ops._simd import F32, ISA, at, fma, kernel, load, splat, spread, store, sum_four, variable
 
 LANES = ISA.lanes
 BYTES = 4 * LANES
 WIDE = 4 if LANES == 4 else 2  # vectors of a sum that are kept in registers together
-
-
-def _sum_four(b, rows):
-    """The sums across the lanes of four vectors, as one vector of four."""
-    total = _add_neighbours(b, _add_neighbours(b, *rows[:2]), _add_neighbours(b, *rows[2:]))
-    while total.type.count > 4:
-        half = total.type.count // 2
-        total = b.fadd(pick(b, total, total, list(range(half))), pick(b, total, total, list(range(half, 2 * half))))
-    return total
-
-
-def _add_neighbours(b, x, y):
-    # within 128 bits, where shuffles are cheap on x86 and ARM has one instruction for the whole
-    even = [n for first in range(0, LANES, 4) for n in (first, first + 2, LANES + first, LANES + first + 2)]
-    return b.fadd(pick(b, x, y, even), pick(b, x, y, [n + 1 for n in even]))
 
 
 @kernel(constants=1)
@@ -41,7 +26,7 @@ def score_tile(b, rows, q, levels, step, quads, out, out_step):
                 for i in range(4):
                     b.store(fma(b, query, keys[i], b.load(sums[r][i])), sums[r][i])
         for r in range(rows):
-            total = _sum_four(b, [b.load(s) for s in sums[r]])
+            total = sum_four(b, [b.load(s) for s in sums[r]])
             store(b, total, out, b.add(b.mul(out_step, at(r)), b.mul(outer.index, at(16))))
 
 

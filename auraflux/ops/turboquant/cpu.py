@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.errors import InputError
 from auraflux.ops._dispatch import is_exact
 from auraflux.ops._jit import LINE, as_float, like, threads, workspace
-from auraflux.ops.attention._jobs import Batch, run, survey
+from auraflux.ops.attention._index import EVERYTHING, count_pairs, index_of
+from auraflux.ops.attention._jobs import Batch, run
 from auraflux.ops.attention._panel_tiles import PANEL
 from auraflux.ops.attention._panels import ROWS, panel_scratch
 from auraflux.ops.attention._tiles import number_of
@@ -38,7 +38,6 @@ from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
 JOBS_PER_THREAD = 4
 POSITIONS_PER_JOB = 256  # at least, where positions are split
-EVERYTHING = 1 << 40  # positions; further back than any sequence is long
 
 
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
@@ -72,12 +71,12 @@ def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Te
 
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     tokens, heads, width = k.shape
-    _pairs(pages, starts, tokens, 0)
+    count_pairs(pages, starts, tokens, 0)
     jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), scratch_nbytes(width), as_float(k), as_float(v)
     keys = wide_k.data_ptr(), pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), pages.key_bits
     values = wide_v.data_ptr(), pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), pages.value_bits
     sides = *keys, *levels_for(pages.key_bits, width), *values, *levels_for(pages.value_bits, width)
-    place = tokens, heads, turn_for(width, pages.seed).forward, *_index(pages, starts)
+    place = tokens, heads, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *sides)
 
 
@@ -85,29 +84,12 @@ def _jobs(coordinates: int) -> int:
     return threads() if coordinates >= PARALLEL_FROM else 1
 
 
-def _index(pages: CodePages | LatentCodes, starts: Tensor) -> tuple[int, ...]:
-    """Rows in a page, addresses of the table, its width, addresses of lengths and starts, how many sequences."""
-    sequences, width = pages.table.shape
-    return pages.pool[1], pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr(), sequences
-
-
-def _pairs(pages: CodePages | LatentCodes, starts: Tensor, tokens: int, reach: int | None) -> int:
-    """Count the pairs of a query and a key, once it is sure that no kernel will leave the pages."""
-    (count, size), (sequences, width) = pages.pool, pages.table.shape
-    index = pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr()
-    found = survey(*index, sequences, tokens, size, count, EVERYTHING if reach is None else reach)
-    if found < 0:
-        pages.spans(starts, tokens, reach)
-        raise InputError("the page table, lengths and starts do not fit each other.")
-    return found
-
-
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
     tokens, width = latent.shape
     rotated_keys: Any = pages
     append_rows(rotated_keys, starts, 1, [(k_rope, pages.rope)])
     wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), scratch_nbytes(width)
-    place = tokens, 1, turn_for(width, pages.seed).forward, *_index(pages, starts)
+    place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     side = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits, *levels_for(pages.bits, width)
     # a kernel always takes the same number of arguments: the second side is not looked at
     build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *side, *side)
@@ -115,31 +97,18 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
-    pairs = _pairs(pages, starts, tokens, None)
+    pairs = count_pairs(pages, starts, tokens, None)
     q, q2 = rotate(as_float(q_latent), pages.seed), as_float(q_rope)
     out = torch.empty_like(q)
-    sequences, table_width = pages.table.shape
     batch = Batch(
-        q=q.data_ptr(),
-        q2=q2.data_ptr(),
-        width=width,
-        width2=rope,
-        heads=heads,
-        a=pages.codes.data_ptr(),
-        b=pages.rope.data_ptr(),
-        width_a=width,
-        width_b=rope,
-        key_heads=1,
-        element=number_of(pages.rope.dtype),
-        page=pages.pool[1],
-        table=pages.table.data_ptr(),
-        table_width=table_width,
-        lengths=pages.lengths.data_ptr(),
-        starts=starts.data_ptr(),
-        sequences=sequences,
+        *(q.data_ptr(), q2.data_ptr(), width, rope, heads),
+        *(pages.codes.data_ptr(), pages.rope.data_ptr(), width, rope, 1, number_of(pages.rope.dtype)),
+        *index_of(pages, starts),
         reach=EVERYTHING,
         sinks=0,
         out=out.data_ptr(),
+        peaks=0,
+        totals=0,
         value_width=width,
         scale=float(scale),
         softcap=0.0,
@@ -173,7 +142,7 @@ def turboquant_partials(
     threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, width = q.shape
-    pairs = _pairs(pages, starts, tokens, _reach(window))
+    pairs = count_pairs(pages, starts, tokens, _reach(window))
     parts = max(1, -(-pages.capacity // block))
     slots = parts + (sinks is not None)
     o, m, l = (torch.empty(tokens, heads, slots, *tail) for tail in ((width,), (), ()))  # noqa: E741
@@ -195,7 +164,7 @@ def turboquant_attention(
     threshold: float = 0.0,
 ) -> Tensor:
     tokens, heads, width = q.shape
-    pairs = _pairs(pages, starts, tokens, _reach(window))
+    pairs = count_pairs(pages, starts, tokens, _reach(window))
     jobs, parts = _jobs(pairs * heads * width), 1
     if jobs > 1:
         items = pages.heads * -(-tokens * heads // pages.heads // ROWS)
@@ -237,7 +206,7 @@ def _attend(
         space,
         heads,
         width,
-        *_index(pages, starts),
+        *index_of(pages, starts),
         pages.heads,
         *(pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), key_book, pages.key_bits),
         *(pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), value_book, pages.value_bits),

@@ -9,88 +9,34 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
-from auraflux.ops.attention.reference import _attend, _visible, merge_partials
-from auraflux.ops.turboquant.codebook import check_bits, codebook, nearest
-from auraflux.ops.turboquant.pages import CodePages, LatentCodes, pack, row_words, unpack
-from auraflux.ops.turboquant.rotation import check_rotation, hadamard, rotation
+from auraflux.ops.attention.pages import DTYPES, check_starts
+from auraflux.ops.attention.reference import merge_partials
+from auraflux.ops.attention.softmax import visible
+from auraflux.ops.turboquant.codebook import check_bits, codebook
+from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
+from auraflux.ops.turboquant.reference_codec import decode, encode, rotate
+from auraflux.ops.turboquant.reference_latent import append_latent_codes, turboquant_latent_attention
+from auraflux.ops.turboquant.rotation import check_rotation
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check_rotate(x: Tensor, seed: int, inverse: bool = False) -> None:
-    check_dense(x=x)
-    check_dtype("x", x, *FLOATS)
-    if x.ndim == 0:
-        raise InputError("'x' has no axes; [..., D] is needed.")
-    check_rotation(x.shape[-1], seed)
-
-
-@op(origins=("fwht_shared",), check=_check_rotate)
-def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
-    """Turn vectors by the seed's rotation, or turn them back.
-
-    x       [..., D]  D from 8 to 1024
-    returns [..., D]  in x's dtype
-    """
-    turn = rotation(x.shape[-1], seed, x.device)
-    if turn.signs is not None:
-        turned = hadamard(x.float()) * turn.signs if inverse else hadamard(x.float() * turn.signs)
-    else:
-        assert turn.matrix is not None
-        matrix = turn.matrix if inverse else turn.matrix.T
-        # sums in float64, rounded once: no order of summation changes the codes of the result
-        turned = (x.double() @ matrix.double()).float()
-    return turned.to(x.dtype)
-
-
-def _check_encode(x: Tensor, bits: int, seed: int) -> None:
-    _check_rotate(x, seed)
-    check_bits("bits", bits)
-
-
-@op(check=_check_encode)
-def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Round the rotated direction of each vector to codebook levels and keep the norm that restores its length.
-
-    x       [..., D]
-    returns (codes int32 [..., ceil(D * bits / 32)], norms float32 [...]); a vector of zeros has norm 0
-    """
-    # float64 holds the squares of every float32, and its sums do not depend on their order once rounded
-    wide = x.double()
-    length = wide.square().sum(-1, keepdim=True).sqrt()
-    unit = torch.where(length == 0, 0.0, wide * (1 / length)).float()
-    codes = nearest(rotate.reference(unit, seed), bits)
-    rounded = codebook(bits, x.shape[-1], x.device)[codes].double().square().sum(-1).sqrt()
-    return pack(codes, bits), (length.squeeze(-1) / rounded).float()
-
-
-def _check_decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> None:
-    check_dense(codes=codes, norms=norms)
-    check_bits("bits", bits)
-    check_rotation(width, seed)
-    check_dtype("codes", codes, torch.int32)
-    check_dtype("norms", norms, torch.float32)
-    check_shape("codes", codes, *norms.shape, row_words(bits, width))
-
-
-@op(check=_check_decode)
-def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
-    """Give the vectors that codes and norms stand for.
-
-    codes   [..., words]  int32
-    norms   [...]         float32
-    returns [..., D]      float32
-    """
-    levels = codebook(bits, width, codes.device)[unpack(codes, bits, width)]
-    return rotate.reference(levels, seed, inverse=True) * norms.unsqueeze(-1)
+__all__ = [
+    "append_codes",
+    "append_latent_codes",
+    "decode",
+    "encode",
+    "rotate",
+    "turboquant_attention",
+    "turboquant_latent_attention",
+    "turboquant_partials",
+    "turboquant_values",
+]
 
 
 def _check_append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     check_dense(k=k, v=v, starts=starts, pages=pages.table)
     for name, tensor in (("k", k), ("v", v)):
-        check_dtype(name, tensor, *FLOATS)
+        check_dtype(name, tensor, *DTYPES)
         check_shape(name, tensor, k.shape[0], pages.heads, pages.width)
-    _check_starts(pages, starts)
+    check_starts(starts, pages)
 
 
 @op(check=_check_append_codes)
@@ -117,7 +63,7 @@ def _check_turboquant_values(
     check_dense(weights=weights, codes=codes, norms=norms)
     check_bits("bits", bits)
     check_rotation(width, 0)
-    check_dtype("weights", weights, *FLOATS)
+    check_dtype("weights", weights, *DTYPES)
     check_dtype("codes", codes, torch.int32)
     check_dtype("norms", norms, torch.float32)
     check_shape("norms", norms, None, None)
@@ -197,7 +143,8 @@ def turboquant_partials(
             scores = _scores(turned[mine], pages, page, slot) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            scores = scores.masked_fill(_hidden(new, length, first, last, window, q.device), -torch.inf)
+            seen = visible(new, length, first, last, window, q.device)
+            scores = scores.masked_fill(~seen[:, None], -torch.inf)
             top = scores.amax(-1, keepdim=True)
             weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
             share = weights.sum(-1)
@@ -228,13 +175,6 @@ def _values(weights: Tensor, pages: CodePages, page: Tensor, slot: Tensor) -> Te
     return torch.einsum("nhgt,thd->nhgd", weighed, levels).flatten(1, 2)
 
 
-def _hidden(new: int, length: int, first: int, last: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the positions [first, last) each of the last `new` tokens of a sequence does not see: [new, 1, last - first]."""
-    position = torch.arange(length - new, length, device=device).view(-1, 1, 1)
-    key = torch.arange(first, last, device=device)
-    return key > position if window is None else (key > position) | (key + window <= position)
-
-
 def _check_turboquant_attention(
     q: Tensor,
     pages: CodePages,
@@ -246,10 +186,10 @@ def _check_turboquant_attention(
     threshold: float = 0.0,
 ) -> None:
     check_dense(q=q, starts=starts, sinks=sinks, pages=pages.table)
-    check_dtype("q", q, *FLOATS)
+    check_dtype("q", q, *DTYPES)
     check_shape("q", q, None, None, pages.width)
     _check_groups("q", q.shape[1], pages.heads)
-    _check_starts(pages, starts)
+    check_starts(starts, pages)
     if sinks is not None:
         check_dtype("sinks", sinks, torch.float32)
         check_shape("sinks", sinks, q.shape[1])
@@ -299,72 +239,6 @@ def turboquant_attention(
     partials = turboquant_partials.reference(q, pages, starts, scale, max(1, pages.capacity), *options)
     out = merge_partials.reference(*partials).view(q.shape)
     return rotate.reference(out, pages.seed, inverse=True).to(q.dtype)
-
-
-def _check_append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
-    check_dense(latent=latent, k_rope=k_rope, starts=starts, pages=pages.table)
-    check_dtype("latent", latent, *FLOATS)
-    check_dtype("k_rope", k_rope, *FLOATS)
-    check_shape("latent", latent, None, pages.width)
-    check_shape("k_rope", k_rope, latent.shape[0], pages.rope.shape[2])
-    _check_starts(pages, starts)
-
-
-@op(check=_check_append_latent_codes)
-def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
-    """Encode the latents of new tokens and store them, and the rotated keys as they are, at the end of their sequences.
-
-    latent  [T, C]
-    k_rope  [T, R]
-    pages   updated in place, each row as a whole; its lengths count the new tokens already
-    starts  [B + 1]  int32
-    """
-    batch = pages.spans(starts, latent.shape[0], reach=0)
-    codes, norms = encode.reference(latent, pages.bits, pages.seed)
-    for b, start, new, first, length in batch:
-        page, slot = pages.rows_of(b, first, length)
-        mine = slice(start, start + new)
-        pages.codes[page, slot], pages.norms[page, slot] = codes[mine], norms[mine]
-        pages.rope[page, slot] = k_rope[mine].to(pages.rope.dtype)
-
-
-def _check_turboquant_latent_attention(
-    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float
-) -> None:
-    check_dense(q_latent=q_latent, q_rope=q_rope, starts=starts, pages=pages.table)
-    check_dtype("q_latent", q_latent, *FLOATS)
-    check_dtype("q_rope", q_rope, *FLOATS)
-    check_shape("q_latent", q_latent, None, None, pages.width)
-    check_shape("q_rope", q_rope, *q_latent.shape[:2], pages.rope.shape[2])
-    _check_starts(pages, starts)
-
-
-@op(check=_check_turboquant_latent_attention)
-def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
-    """Attend with absorbed queries to coded latents, at each query's position and before it.
-
-    q_latent [T, H, C]  not rotated; from `latent_query`
-    q_rope   [T, H, R]
-    starts   [B + 1]    int32
-    returns  [T, H, C]  in q_latent's dtype, for `latent_output`
-    """
-    turned, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
-    out = torch.zeros_like(turned)
-    book = codebook(pages.bits, pages.width, turned.device)
-    for b, start, new, first, length in pages.spans(starts, q_latent.shape[0], reach=None):
-        page, slot = pages.rows_of(b, first, length)
-        mine, norms = slice(start, start + new), pages.norms[page, slot]
-        levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
-        scores = torch.einsum("nhc,tc->hnt", turned[mine], levels) * norms
-        scores = (scores + torch.einsum("nhr,tr->hnt", rotated_keys[mine], pages.rope[page, slot].float())) * scale
-        found = _attend(scores, levels * norms[:, None], _visible(new, first, length, None, turned.device), None)
-        out[mine] = found.transpose(0, 1)
-    return rotate.reference(out, pages.seed, inverse=True).to(q_latent.dtype)
-
-
-def _check_starts(pages: CodePages | LatentCodes, starts: Tensor) -> None:
-    check_dtype("starts", starts, torch.int32)
-    check_shape("starts", starts, pages.table.shape[0] + 1)
 
 
 def _check_groups(name: str, query_heads: int, heads: int) -> None:

@@ -1,0 +1,145 @@
+"""The absorbed form of latent attention: queries are carried into the latent space, and what they find is brought back."""
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.attention.pages import DTYPES, LatentPages, check_starts, rows_of, spans
+from auraflux.ops.attention.softmax import mean, visible, weigh
+from auraflux.quant import QTensor
+
+Weight = Tensor | QTensor
+
+
+def _check_append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Tensor) -> None:
+    check_dense(latent=latent, k_rope=k_rope, pages=pages.latent, starts=starts)
+    check_shape("latent", latent, None, pages.latent.shape[2])
+    check_shape("k_rope", k_rope, latent.shape[0], pages.rope.shape[2])
+    check_dtype("latent", latent, *DTYPES)
+    check_dtype("k_rope", k_rope, *DTYPES)
+    check_starts(starts, pages)
+
+
+@op(origins=("mla_kv_cache_append",), check=_check_append_latent)
+def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Tensor) -> None:
+    """Write new latents and rotated keys to the last positions of their sequences.
+
+    latent  [T, C]
+    k_rope  [T, R]
+    pages   updated in place; its lengths count the new tokens already
+    starts  [B + 1]  int32
+    """
+    for b, start, new, first, length in spans(pages, starts, latent.shape[0], 0):
+        page, slot = rows_of(pages, b, first, length)
+        pages.latent[page, slot] = latent[start : start + new].to(pages.latent.dtype)
+        pages.rope[page, slot] = k_rope[start : start + new].to(pages.rope.dtype)
+
+
+def _check_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> None:
+    check_dense(q_latent=q_latent, q_rope=q_rope, pages=pages.latent, starts=starts)
+    check_shape("q_latent", q_latent, None, None, pages.latent.shape[2])
+    check_shape("q_rope", q_rope, *q_latent.shape[:2], pages.rope.shape[2])
+    check_dtype("q_latent", q_latent, *DTYPES)
+    check_dtype("q_rope", q_rope, *DTYPES)
+    check_starts(starts, pages)
+
+
+@op(origins=("mla_sdpa_folded", "mla_sdpa_tile_accumulate", "mla_sdpa_tile_finalize"), check=_check_latent_attention)
+def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
+    """Attend with absorbed queries to the latents themselves, at each query's position and before it.
+
+    q_latent [T, H, C]  from `latent_query`
+    q_rope   [T, H, R]
+    starts   [B + 1]    int32
+    returns  [T, H, C]  in q_latent's dtype, for `latent_output`
+    """
+    out = torch.zeros_like(q_latent)
+    for b, start, new, first, length in spans(pages, starts, q_latent.shape[0], None):
+        page, slot = rows_of(pages, b, first, length)
+        latent, rope = pages.latent[page, slot].float(), pages.rope[page, slot].float()
+        mine = slice(start, start + new)
+        scores = torch.einsum("nhc,tc->hnt", q_latent[mine].float(), latent)
+        scores = (scores + torch.einsum("nhr,tr->hnt", q_rope[mine].float(), rope)) * scale
+        mixed, _, total = weigh(scores, latent, visible(new, length, first, length, None, latent.device))
+        out[mine] = mean(mixed, total).transpose(0, 1).to(out.dtype)
+    return out
+
+
+def _check_latent_query(q_nope: Tensor, weight: Weight, rows: int) -> None:
+    check_shape("q_nope", q_nope, None, None, None)
+    _check_latent_weight("q_nope", q_nope, weight)
+    _, heads, nope = q_nope.shape
+    if weight.shape[0] != heads * rows or not nope <= rows:
+        raise InputError(
+            f"the weight has {weight.shape[0]} rows; {heads} heads of {rows} rows, the first {nope} for keys, do not fit."
+        )
+
+
+def _check_latent_weight(name: str, x: Tensor, weight: Weight) -> None:
+    check_dense(**{name: x, "weight": weight})
+    check_dtype(name, x, *DTYPES)
+    if len(weight.shape) != 2:
+        raise InputError(f"the weight has shape {list(weight.shape)}; a matrix is needed.")
+
+
+def _matrix(weight: Weight) -> Tensor:
+    return weight.dequantize(torch.float32) if isinstance(weight, QTensor) else weight.float()
+
+
+@op(origins=("mla_q_prime_4bit",), check=_check_latent_query)
+def latent_query(q_nope: Tensor, weight: Weight, rows: int) -> Tensor:
+    """Carry queries into the latent space: each head's with the key rows of its part of `kv_b_proj`.
+
+    q_nope  [T, H, N]
+    weight  [H * rows, C]  dense or quantized; row h*rows + i belongs to coordinate i of head h
+    rows    of one head: N for keys, then those for values
+    returns [T, H, C]      in q_nope's dtype
+    """
+    keys = _matrix(weight).unflatten(0, (-1, rows))[:, : q_nope.shape[2]]
+    return torch.einsum("thi,hic->thc", q_nope.float(), keys).to(q_nope.dtype).contiguous()
+
+
+def _check_latent_output(v: Tensor, weight: Weight, nope: int) -> None:
+    check_shape("v", v, None, None, weight.shape[-1])
+    _check_latent_weight("v", v, weight)
+    heads = v.shape[1]
+    if weight.shape[0] % heads or not 0 <= nope < weight.shape[0] // heads:
+        raise InputError(f"the weight has {weight.shape[0]} rows; {heads} heads with values after {nope} rows do not fit.")
+
+
+@op(origins=("mla_out_per_head_4bit",), check=_check_latent_output)
+def latent_output(v: Tensor, weight: Weight, nope: int) -> Tensor:
+    """Bring mixed latents back to each head's values, with the value rows of its part of `kv_b_proj`.
+
+    v       [T, H, C]  from `latent_attention`
+    weight  [H * rows, C]  dense or quantized; row h*rows + nope + f gives value f of head h
+    returns [T, H, rows - nope]  in v's dtype
+    """
+    values = _matrix(weight).unflatten(0, (v.shape[1], -1))[:, nope:]
+    return torch.einsum("thc,hfc->thf", v.float(), values).to(v.dtype).contiguous()
+
+
+def _check_split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> None:
+    check_shape("q", q, None, None)
+    check_shape("kv", kv, q.shape[0], None)
+    check_dense(q=q, kv=kv)
+    rope = q.shape[1] // heads - nope
+    if q.shape[1] % heads or not 0 < rope < kv.shape[1]:
+        raise InputError(
+            f"q is {q.shape[1]} wide, kv {kv.shape[1]}: {heads} heads of {nope} and their rotated part do not fit."
+        )
+
+
+@op(origins=("mla_split_q_kv",), check=_check_split_latent)
+def split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take the projections of latent attention apart.
+
+    q       [T, heads * (nope + R)]  per head the plain part, then the one to rotate
+    kv      [T, C + R]               the latent, then the key to rotate
+    returns ([T, heads, nope], [T, heads, R], [T, C], [T, R]), each contiguous
+    """
+    q = q.unflatten(1, (heads, -1))
+    rope = q.shape[2] - nope
+    parts = (q[..., :nope], q[..., nope:], kv[:, :-rope], kv[:, -rope:])
+    return tuple(part.contiguous() for part in parts)  # type: ignore[return-value]

@@ -1,0 +1,203 @@
+"""Makers of arguments for the ops on codes, and counts of what those must move and do; used by `cases` and by tests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._cases import Args
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
+
+BF16 = torch.bfloat16
+WIDTHS = (64, 80, 96, 128, 256, 512)
+SEED = 7
+
+
+def vectors(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).to(dtype)
+
+
+def encoded(*shape: int, bits: int = 4, dtype: torch.dtype = torch.float32) -> Args:
+    return {"x": vectors(*shape, dtype=dtype), "bits": bits, "seed": SEED}
+
+
+def awkward(width: int) -> Args:
+    """Zeros, one channel alone, a large outlier, a very short and a very long vector, and none of that."""
+    args = encoded(6, width, bits=3)
+    x = args["x"]
+    x[0] = 0.0
+    x[1] = torch.eye(width)[3]
+    x[2, 5] = 100.0
+    x[3] *= 1e-30
+    x[4] *= 1e30
+    return args
+
+
+def coded(*shape: int, bits: int, width: int, **options: int) -> Args:
+    codes = torch.randint(-(1 << 31), 1 << 31, (*shape, row_words(bits, width))).int()
+    return {"codes": codes, "norms": torch.rand(shape) + 0.5, "bits": bits, "width": width, **options}
+
+
+def values(query_heads: int, heads: int, tokens: int, bits: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
+    weights = torch.softmax(2 * torch.randn(query_heads, tokens), -1).to(dtype)
+    return {"weights": weights, **coded(heads, tokens, bits=bits, width=width)}
+
+
+def code_pages(
+    lengths: list[int], heads: int, width: int, bits: tuple[int, int] = (4, 4), page: int = 16, gone: list[int] | None = None
+) -> CodePages:
+    """Fill a pool with random codes; pages lie in random order. Entries past a length, or among the first `gone`, are wild."""
+    pool, table = page_table(lengths, page, gone)
+    keys, vals = (coded(pool, heads, page, bits=b, width=width) for b in bits)
+    return CodePages(
+        keys["codes"],
+        keys["norms"],
+        vals["codes"],
+        vals["norms"],
+        table,
+        torch.tensor(lengths, dtype=torch.int32),
+        *bits,
+        width,
+        SEED,
+    )
+
+
+def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> tuple[int, Tensor]:
+    """Give the pages of a pool with one to spare, and a table of them."""
+    counts = [-(-length // page) for length in lengths]
+    pool = sum(counts) + 1
+    free = torch.randperm(pool).int().tolist()
+    table = torch.full((len(lengths), max(counts) + 1), -12345, dtype=torch.int32)
+    for b, count in enumerate(counts):
+        skipped = 0 if gone is None else gone[b]
+        table[b, skipped:count] = torch.tensor([free.pop() for _ in range(skipped, count)], dtype=torch.int32)
+    return pool, table
+
+
+def latent_codes(
+    lengths: list[int], width: int, rope: int, bits: int = 4, page: int = 16, cache: torch.dtype = torch.float32
+) -> LatentCodes:
+    pool, table = page_table(lengths, page)
+    rows = coded(pool, page, bits=bits, width=width)
+    keys = vectors(pool, page, rope, dtype=cache)
+    return LatentCodes(rows["codes"], rows["norms"], keys, table, torch.tensor(lengths, dtype=torch.int32), bits, width, SEED)
+
+
+def edges(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+def append(
+    lengths: list[int], counts: list[int], heads: int, width: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> Args:
+    k, v = vectors(sum(counts), heads, width, dtype=dtype), vectors(sum(counts), heads, width, dtype=dtype)
+    return {"k": k, "v": v, "pages": code_pages(lengths, heads, width, **options), "starts": edges(counts)}
+
+
+def attend(
+    lengths: list[int],
+    counts: list[int],
+    heads: tuple[int, int],
+    width: int,
+    bits: tuple[int, int] = (4, 4),
+    page: int = 16,
+    gone: list[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    block: int | None = None,
+    window: int | None = None,
+    sinks: bool = False,
+    softcap: float | None = None,
+    threshold: float | None = None,
+) -> Args:
+    """Make queries of the last `counts` tokens of sequences of the given lengths; heads are (query heads, coded heads)."""
+    args = {
+        "q": vectors(sum(counts), heads[0], width, dtype=dtype, scale=2.0),
+        "pages": code_pages(lengths, heads[1], width, bits, page, gone),
+        "starts": edges(counts),
+        "scale": width**-0.5,
+    }
+    options = {
+        "block": block,
+        "window": window,
+        "sinks": torch.randn(heads[0]) if sinks else None,
+        "softcap": softcap,
+        "threshold": threshold,
+    }
+    return args | {name: value for name, value in options.items() if value is not None}
+
+
+def append_latent(
+    lengths: list[int], counts: list[int], width: int, rope: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> Args:
+    latent, k_rope = vectors(sum(counts), width, dtype=dtype), vectors(sum(counts), rope, dtype=dtype)
+    pages = latent_codes(lengths, width, rope, **options)
+    return {"latent": latent, "k_rope": k_rope, "pages": pages, "starts": edges(counts)}
+
+
+def attend_latent(
+    lengths: list[int],
+    counts: list[int],
+    heads: int,
+    width: int,
+    rope: int,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Args:
+    return {
+        "q_latent": vectors(sum(counts), heads, width, dtype=dtype),
+        "q_rope": vectors(sum(counts), heads, rope, dtype=dtype),
+        "pages": latent_codes(lengths, width, rope, **options),
+        "starts": edges(counts),
+        "scale": (width + rope) ** -0.5 * 2,
+    }
+
+
+def append_latent_nbytes(args: Args) -> int:
+    """Latents and rotated keys once, and the rows they become."""
+    pages: LatentCodes = args["pages"]
+    row = 4 * pages.codes.shape[-1] + 4 + pages.rope.shape[-1] * pages.rope.element_size()
+    return args["latent"].nbytes + args["k_rope"].nbytes + args["latent"].shape[0] * row
+
+
+def attend_latent_nbytes(args: Args) -> int:
+    """Codes, norms and rotated keys of every position once, queries and results."""
+    pages: LatentCodes = args["pages"]
+    row = 4 * pages.codes.shape[-1] + 4 + pages.rope.shape[-1] * pages.rope.element_size()
+    return int(pages.lengths.sum()) * row + 2 * args["q_latent"].nbytes + args["q_rope"].nbytes
+
+
+def attend_latent_flops(args: Args) -> int:
+    _, heads, width = args["q_latent"].shape
+    return 2 * causal_pairs(args) * heads * (2 * width + args["q_rope"].shape[2])
+
+
+def decode_at(thousands: int, key_bits: int, value_bits: int) -> Args:
+    return attend([1024 * thousands], [1], (32, 8), 128, (key_bits, value_bits), page=64)
+
+
+def prefill_of(tokens: int, key_bits: int) -> Args:
+    return attend([tokens], [512], (32, 8), 128, (key_bits, 4), page=64)
+
+
+def append_nbytes(args: Args) -> int:
+    """Keys and values once, and the rows they become."""
+    pages: CodePages = args["pages"]
+    row = 4 * (pages.key_codes.shape[-1] + pages.value_codes.shape[-1] + 2)
+    return 2 * args["k"].nbytes + args["k"].shape[0] * pages.heads * row
+
+
+def attend_nbytes(args: Args) -> int:
+    """Codes and norms of every position of every sequence once, queries and results."""
+    pages: CodePages = args["pages"]
+    row = 4 * (pages.key_codes.shape[-1] + pages.value_codes.shape[-1] + 2)
+    return int(pages.lengths.sum()) * pages.heads * row + 2 * args["q"].nbytes
+
+
+def attend_flops(args: Args) -> int:
+    """Scores and values of the visible pairs: causal, without a window."""
+    return 4 * causal_pairs(args) * args["q"].shape[1] * args["q"].shape[2]
+
+
+def causal_pairs(args: Args) -> int:
+    counts = args["starts"].diff().tolist()
+    return sum(n * length - n * (n - 1) // 2 for n, length in zip(counts, args["pages"].lengths.tolist(), strict=True))

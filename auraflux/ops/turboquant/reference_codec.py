@@ -1,0 +1,79 @@
+"""The codec: vectors as a norm and one code per rotated coordinate, and back."""
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.attention.pages import DTYPES
+from auraflux.ops.turboquant.codebook import check_bits, codebook, nearest
+from auraflux.ops.turboquant.pages import pack, row_words, unpack
+from auraflux.ops.turboquant.rotation import check_rotation, hadamard, rotation
+
+
+def _check_rotate(x: Tensor, seed: int, inverse: bool = False) -> None:
+    check_dense(x=x)
+    check_dtype("x", x, *DTYPES)
+    if x.ndim == 0:
+        raise InputError("'x' has no axes; [..., D] is needed.")
+    check_rotation(x.shape[-1], seed)
+
+
+@op(origins=("fwht_shared",), check=_check_rotate)
+def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
+    """Turn vectors by the seed's rotation, or turn them back.
+
+    x       [..., D]  D from 8 to 1024
+    returns [..., D]  in x's dtype
+    """
+    turn = rotation(x.shape[-1], seed, x.device)
+    if turn.signs is not None:
+        turned = hadamard(x.float()) * turn.signs if inverse else hadamard(x.float() * turn.signs)
+    else:
+        assert turn.matrix is not None
+        matrix = turn.matrix if inverse else turn.matrix.T
+        # sums in float64, rounded once: no order of summation changes the codes of the result
+        turned = (x.double() @ matrix.double()).float()
+    return turned.to(x.dtype)
+
+
+def _check_encode(x: Tensor, bits: int, seed: int) -> None:
+    _check_rotate(x, seed)
+    check_bits("bits", bits)
+
+
+@op(check=_check_encode)
+def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Round the rotated direction of each vector to codebook levels and keep the norm that restores its length.
+
+    x       [..., D]
+    returns (codes int32 [..., ceil(D * bits / 32)], norms float32 [...]); a vector of zeros has norm 0
+    """
+    # float64 holds the squares of every float32, and its sums do not depend on their order once rounded
+    wide = x.double()
+    length = wide.square().sum(-1, keepdim=True).sqrt()
+    unit = torch.where(length == 0, 0.0, wide * (1 / length)).float()
+    codes = nearest(rotate.reference(unit, seed), bits)
+    rounded = codebook(bits, x.shape[-1], x.device)[codes].double().square().sum(-1).sqrt()
+    return pack(codes, bits), (length.squeeze(-1) / rounded).float()
+
+
+def _check_decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> None:
+    check_dense(codes=codes, norms=norms)
+    check_bits("bits", bits)
+    check_rotation(width, seed)
+    check_dtype("codes", codes, torch.int32)
+    check_dtype("norms", norms, torch.float32)
+    check_shape("codes", codes, *norms.shape, row_words(bits, width))
+
+
+@op(check=_check_decode)
+def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+    """Give the vectors that codes and norms stand for.
+
+    codes   [..., words]  int32
+    norms   [...]         float32
+    returns [..., D]      float32
+    """
+    levels = codebook(bits, width, codes.device)[unpack(codes, bits, width)]
+    return rotate.reference(levels, seed, inverse=True) * norms.unsqueeze(-1)

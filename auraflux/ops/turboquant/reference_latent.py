@@ -1,0 +1,72 @@
+"""Latents as codes: one vector for all heads that is key and value at once, and a rotated key kept as it is."""
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.attention.pages import DTYPES, check_starts
+from auraflux.ops.attention.softmax import mean, visible, weigh
+from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.pages import LatentCodes, unpack
+from auraflux.ops.turboquant.reference_codec import encode, rotate
+
+
+def _check_append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    check_dense(latent=latent, k_rope=k_rope, starts=starts, pages=pages.table)
+    check_dtype("latent", latent, *DTYPES)
+    check_dtype("k_rope", k_rope, *DTYPES)
+    check_shape("latent", latent, None, pages.width)
+    check_shape("k_rope", k_rope, latent.shape[0], pages.rope.shape[2])
+    check_starts(starts, pages)
+
+
+@op(check=_check_append_latent_codes)
+def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    """Encode the latents of new tokens and store them, and the rotated keys as they are, at the end of their sequences.
+
+    latent  [T, C]
+    k_rope  [T, R]
+    pages   updated in place, each row as a whole; its lengths count the new tokens already
+    starts  [B + 1]  int32
+    """
+    batch = pages.spans(starts, latent.shape[0], reach=0)
+    codes, norms = encode.reference(latent, pages.bits, pages.seed)
+    for b, start, new, first, length in batch:
+        page, slot = pages.rows_of(b, first, length)
+        mine = slice(start, start + new)
+        pages.codes[page, slot], pages.norms[page, slot] = codes[mine], norms[mine]
+        pages.rope[page, slot] = k_rope[mine].to(pages.rope.dtype)
+
+
+def _check_turboquant_latent_attention(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float
+) -> None:
+    check_dense(q_latent=q_latent, q_rope=q_rope, starts=starts, pages=pages.table)
+    check_dtype("q_latent", q_latent, *DTYPES)
+    check_dtype("q_rope", q_rope, *DTYPES)
+    check_shape("q_latent", q_latent, None, None, pages.width)
+    check_shape("q_rope", q_rope, *q_latent.shape[:2], pages.rope.shape[2])
+    check_starts(starts, pages)
+
+
+@op(check=_check_turboquant_latent_attention)
+def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    """Attend with absorbed queries to coded latents, at each query's position and before it.
+
+    q_latent [T, H, C]  not rotated; from `latent_query`
+    q_rope   [T, H, R]
+    starts   [B + 1]    int32
+    returns  [T, H, C]  in q_latent's dtype, for `latent_output`
+    """
+    turned, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
+    out = torch.zeros_like(turned)
+    book = codebook(pages.bits, pages.width, turned.device)
+    for b, start, new, first, length in pages.spans(starts, q_latent.shape[0], reach=None):
+        page, slot = pages.rows_of(b, first, length)
+        mine, norms = slice(start, start + new), pages.norms[page, slot]
+        levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
+        scores = torch.einsum("nhc,tc->hnt", turned[mine], levels) * norms
+        scores = (scores + torch.einsum("nhr,tr->hnt", rotated_keys[mine], pages.rope[page, slot].float())) * scale
+        mixed, _, total = weigh(scores, levels * norms[:, None], visible(new, length, first, length, None, turned.device))
+        out[mine] = mean(mixed, total).transpose(0, 1)
+    return rotate.reference(out, pages.seed, inverse=True).to(q_latent.dtype)
