@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from auraflux.bench.machine import free_nbytes, last_cache_nbytes
+from auraflux.machine import free_nbytes, last_cache_nbytes
 from auraflux.ops._jit import Kernel, arguments, int64s, threads
 
 ACCUMULATORS = 16

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import auraflux
-from auraflux.bench.machine import Machine, this_machine, versions
 from auraflux.bench.ops import PeerResult, Result
 from auraflux.bench.timing import Timing
 from auraflux.errors import InputError
+from auraflux.machine import Machine, this_machine, versions
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "mlx", "onnxruntime", "transformers")
 

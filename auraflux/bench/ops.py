@@ -14,11 +14,11 @@ import numba
 import torch
 
 from auraflux.bench.arguments import Rotation, bytes_moved, copies_to_rotate, moved, storage_nbytes
-from auraflux.bench.machine import free_nbytes, last_cache_nbytes
 from auraflux.bench.parity import first_line, judge
 from auraflux.bench.peers import PEERS, Peer
 from auraflux.bench.timing import Contender, Timing, race
 from auraflux.errors import InputError
+from auraflux.machine import free_nbytes, last_cache_nbytes
 from auraflux.ops._cases import Args, Case, all_cases, relative_rms
 from auraflux.ops._dispatch import exact, use_backend
 

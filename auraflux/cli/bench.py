@@ -47,9 +47,9 @@ def bench_ops(
     """
     from auraflux.bench.document import document, place
     from auraflux.bench.document import save as write
-    from auraflux.bench.machine import load, this_machine
     from auraflux.bench.ops import bench_cases
     from auraflux.bench.parity import check_device
+    from auraflux.machine import load, this_machine
 
     check_device(device)
     target = place(save, this_machine()) if save is not None else None

@@ -65,7 +65,7 @@ def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
 
 def _document(loaded: "LanguageModel", found: "list[Speed]") -> dict[str, Any]:
     from auraflux.bench.document import commit
-    from auraflux.bench.machine import load, this_machine
+    from auraflux.machine import load, this_machine
     from auraflux.run.engine import nbytes
 
     return {

@@ -75,7 +75,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _machine() -> Iterator[Finding]:
-    from auraflux.bench.machine import free_nbytes, this_machine
+    from auraflux.machine import free_nbytes, this_machine
 
     machine = this_machine()
     yield Finding("cpu", "ok", machine.cpu)
@@ -88,7 +88,7 @@ def _machine() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     import auraflux
-    from auraflux.bench.machine import versions
+    from auraflux.machine import versions
 
     yield Finding("auraflux", "ok", auraflux.__version__)
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
@@ -149,7 +149,7 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    from auraflux.bench.machine import versions
+    from auraflux.machine import versions
 
     for name, version in versions(*OPTIONAL).items():
         yield _package(name, version, "optional", f"for {OPTIONAL[name]}: pip install {PIP_NAMES.get(name, name)}")

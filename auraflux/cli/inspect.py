@@ -34,7 +34,7 @@ def inspect(path: str | None, quantize: int | None, as_json: bool) -> None:
 
 
 def _look(path: str, bits: int | None) -> dict[str, Any]:
-    from auraflux.bench.machine import free_nbytes, this_machine
+    from auraflux.machine import free_nbytes, this_machine
     from auraflux.models import family
     from auraflux.quant import check_format
     from auraflux.weights.checkpoint import open_checkpoint

@@ -1,6 +1,5 @@
 """`load`: from a path or a name to a model that is ready to write."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.errors import BackendError, InputError, SettingsError
+from auraflux.machine import free_nbytes
 from auraflux.models import family
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
@@ -43,12 +43,12 @@ def load(
     """
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
     target = _device(device)
-    dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
     with on_terminal(report) as tell:
         checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), tell))
         module = family(checkpoint.config)
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)
+        dtype = _dtype(target, shapes)
         longest = _context(context, config.context, shapes, settings, dtype)
         tokenizer = _tokenizer(checkpoint)
         model = _model(module, config, checkpoint, quantize, dtype, target, tell)
@@ -96,6 +96,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _dtype(device: torch.device, shapes: list[Any]) -> torch.dtype:
+    """Of activations. Recurrent layers get float32 on a GPU too: in bf16 their scores were off by half there (H200)."""
+    if device.type == "cpu" or any(not shape.attends for shape in shapes):
+        return torch.float32
+    return torch.bfloat16
+
+
 def _context(wanted: int | None, trained: int, shapes: list[Any], settings: CacheSettings, dtype: torch.dtype) -> int:
     """Most tokens of a sequence; refuses settings that the model's layers cannot have before anything is loaded."""
     per_token = Cache(shapes, settings, context=1, dtype=dtype).token_nbytes
@@ -103,8 +110,7 @@ def _context(wanted: int | None, trained: int, shapes: list[Any], settings: Cach
         if wanted < 1:
             raise SettingsError(f"context={wanted} must be at least 1.")
         return wanted
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(trained, free // SHARE // max(per_token, 1)))
+    return max(1, min(trained, free_nbytes() // SHARE // max(per_token, 1)))
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from auraflux.bench.document import place, row, save
-from auraflux.bench.machine import this_machine
 from auraflux.bench.ops import PeerResult, Result
 from auraflux.bench.timing import Timing
 from auraflux.errors import InputError
+from auraflux.machine import this_machine
 
 
 def test_row_gives_rates_and_ratios():

@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from auraflux.bench import machine
+from auraflux import machine
 from auraflux.cli import main
 
 

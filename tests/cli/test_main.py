@@ -86,8 +86,10 @@ def test_interruption_is_quiet(extra):
 
 def test_interrupting_a_process():
     code = (
-        "import click, time\n"
+        "import click, signal, time\n"
         "from auraflux.cli import main\n"
+        # what runs in the background of a shell inherits that interrupts are ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "wait = lambda: (click.echo('ready'), time.sleep(60))\n"
         "main.add_command(click.Command('wait', callback=wait))\n"
         "main(['wait'])\n"

@@ -67,7 +67,7 @@ def test_inspect_counts_rounding(tmp_path):
 
 
 def test_what_does_not_fit_is_marked(model: Path, monkeypatch):
-    monkeypatch.setattr("auraflux.bench.machine.free_nbytes", lambda: 1)
+    monkeypatch.setattr("auraflux.machine.free_nbytes", lambda: 1)
     assert "~ " in call("inspect", model).stdout
     found = json.loads(call("inspect", model, "--json").stdout)
     assert {need["fits"] for setting in found["memory"] for need in setting["contexts"]} == {"alone"}
