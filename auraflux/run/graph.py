@@ -60,6 +60,7 @@ class DecodeGraph:
         if recording.spoiled is not None:
             self.refused = recording.spoiled
             log.info("steps are not replayed: %s", self.refused)
+            return scores
         self._recording, self._scores = recording, scores
         self._fits_until = 1 << longest.bit_length()
         return scores.clone()

@@ -56,10 +56,7 @@ class LanguageModel:
 
     def tokens(self, prompt: Prompt, **sampling: Any) -> Iterator[int]:
         """Continue a prompt: tokens as they come."""
-        written = 0
-        for stream, _ in self._write(self._ids(prompt), sampling):
-            yield from stream.tokens[written:]
-            written = len(stream.tokens)
+        return _tokens_of(self._write(self._ids(prompt), sampling))
 
     def chat(self, messages: Sequence[Message], **sampling: Any) -> Iterator[str]:
         """Answer the last of some messages ({"role": ..., "content": ...}): pieces of text as they come.
@@ -85,28 +82,33 @@ class LanguageModel:
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation up to where the answer begins."""
         tokenizer = self._need_tokenizer("a conversation")
-        return tokenizer.encode(tokenizer.apply_template(list(messages)), special=False)
+        return self._checked(tokenizer.encode(tokenizer.apply_template(list(messages)), special=False))
 
     def reset(self) -> None:
         """Forget what earlier calls left in the cache."""
         self._session.reset()
 
     def _write(self, prompt: list[int], sampling: dict[str, Any]) -> Iterator[tuple[Stream, str]]:
-        settings = _sampling(sampling)
-        self._check(prompt)
-        return self._written(prompt, settings)
+        return self._written(prompt, _sampling(sampling))
 
     def _written(self, prompt: list[int], settings: Sampling) -> Iterator[tuple[Stream, str]]:
         session = self._session
         held = session.align(prompt)
-        stream = self._stream(session.sequence, prompt[held:], settings, prompt[:held])
+        stream = session.writer = self._stream(session.sequence, prompt[held:], settings, prompt[:held])
         session.extend(stream.prompt)
         self.stats = Stats(reused_tokens=held)
         try:
-            yield from write(self.engine, [stream], self.stats)
+            for found in write(self.engine, [stream], self.stats):
+                yield found
+                if session.writer is not stream:
+                    raise InputError(
+                        "the model was given another prompt, or reset, before this text was finished. Finish one first, or "
+                        "use generate_batch."
+                    )
         finally:
-            session.extend(stream.tokens)
-            self._measure(self.engine)
+            if session.writer is stream:
+                session.extend(stream.tokens)
+                self._measure(self.engine)
 
     def _stream(self, sequence: Any, prompt: list[int], settings: Sampling, before: list[int] | None = None) -> Stream:
         room = self.context - len(prompt) - len(before or []) + 1
@@ -118,11 +120,12 @@ class LanguageModel:
         self.stats.plain_nbytes = engine.cache.plain_nbytes
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        ids = self._need_tokenizer("text").encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        self._check(ids)
-        return ids
+        if isinstance(prompt, str):
+            return self._checked(self._need_tokenizer("text").encode(prompt))
+        return self._checked([int(token) for token in prompt])
 
-    def _check(self, ids: list[int]) -> None:
+    def _checked(self, ids: list[int]) -> list[int]:
+        """The same tokens, if there are any, the model knows them and they fit."""
         if not ids:
             raise InputError("the prompt is empty: there is nothing to continue.")
         vocab = self.engine.model.config.vocab
@@ -134,11 +137,19 @@ class LanguageModel:
                 f"the prompt has {len(ids)} tokens, and the context is limited to {self.context}. "
                 f"Load the model with context={len(ids) + 1} or more (--context), or shorten the prompt."
             )
+        return ids
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
             raise InputError(f"{self.path} has no tokenizer files, so {what} cannot be read. Give a list of token ids.")
         return self.tokenizer
+
+
+def _tokens_of(written: Iterator[tuple[Stream, str]]) -> Iterator[int]:
+    count = 0
+    for stream, _ in written:
+        yield from stream.tokens[count:]
+        count = len(stream.tokens)
 
 
 def _sampling(given: dict[str, Any]) -> Sampling:

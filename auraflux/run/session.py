@@ -3,15 +3,20 @@
 from itertools import takewhile
 
 from auraflux.run.engine import Engine
+from auraflux.run.stream import Stream
 
 
 class Session:
-    """The tokens a sequence holds, and the sequence."""
+    """The tokens a sequence holds, and the sequence.
+
+    writer  whose text it is at the moment; whoever comes later takes it over
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.sequence = engine.cache.open()
         self.ids: list[int] = []
+        self.writer: Stream | None = None
 
     def align(self, prompt: list[int]) -> int:
         """Cut the sequence back to what the prompt begins with; give how many of the prompt's tokens it then holds.
@@ -31,4 +36,4 @@ class Session:
     def reset(self) -> None:
         """Forget everything."""
         self.sequence.close()
-        self.sequence, self.ids = self.engine.cache.open(), []
+        self.sequence, self.ids, self.writer = self.engine.cache.open(), [], None

@@ -70,6 +70,17 @@ def test_an_interrupted_step_is_taken_back(model: LanguageModel, monkeypatch: py
     assert list(model.tokens(IDS, max_tokens=8)) == wanted
 
 
+@pytest.mark.parametrize("disturb", [lambda model: next(model.tokens([9, 8, 7])), lambda model: model.reset()])
+def test_a_text_that_lost_its_cache_says_so(model: LanguageModel, disturb):
+    wanted = list(model.tokens(IDS, max_tokens=8))
+    first = model.tokens(IDS, max_tokens=8)
+    assert next(first) == wanted[0]
+    disturb(model)
+    with pytest.raises(InputError, match="was given another prompt, or reset, before this text was finished"):
+        next(first)
+    assert list(model.tokens(IDS, max_tokens=8)) == wanted
+
+
 def test_chat_goes_on_where_it_was(model: LanguageModel):
     messages = [{"role": "user", "content": "Hello fox"}]
     answer = "".join(model.chat(messages, max_tokens=6))

@@ -207,7 +207,6 @@ _MERGED = {"sinks": None, "D": 128, "P": 64, "S": 64, "C": 32}
 _ROWS = "*i32 *i32 *i32 i32 i32 i32"
 _WEIGHT = {"HEADS": 64, "ROWS": 256, "USED": 128, "C": 512, "BITS": 4, "GROUP": 64, "R": 32, "B": 64, "WIDE": False}
 _KV = {"HEADS": 8, "A": 128, "B": 128, "PAGE": 64, "P": 128, "S": 1}
-_SPLIT = {"HEADS": 128, "NOPE": 128, "ROPE": 64, "LATENT": 512, "BLOCK": 1024}
 
 KERNELS = [
     _attend_build("bf16", 16, 64, whole=False, num_warps=4, num_stages=3),
