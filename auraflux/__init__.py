@@ -2,18 +2,19 @@
 
 What a program may use, and nothing else, is in `__all__`:
 
-__version__    the version of this package
-AurafluxError  anything this package refuses to do; the three below are kinds of it
-BackendError   a backend was asked for that this machine or installation does not have
-FormatError    a weight format that does not exist or cannot hold the given data
-InputError     a tensor or option does not fit what the operation needs
-QTensor        a quantized weight
-CacheSettings  how keys and values are kept, in full; `kv=` takes it or a short name
-LanguageModel  what `load` gives: generate, chat, logits, tokens
-exact          inside `with exact():` kernels multiply float32 activations, not int8 ones
-load           a model from a folder, a GGUF file or a name
-quantize       a dense weight as codes
-use_backend    inside `with use_backend("reference"):` ops run on that backend
+__version__     the version of this package
+AurafluxError   anything this package refuses to do; the three below are kinds of it
+BackendError    a backend was asked for that this machine or installation does not have
+FormatError     a weight format that does not exist or cannot hold the given data
+InputError      a tensor or option does not fit what the operation needs
+QTensor         a quantized weight
+CacheSettings   how keys and values are kept, in full; `kv=` takes it or a short name
+ExpertSettings  how the experts of a packed model are kept, in full; `expert_memory=` takes it or a size
+LanguageModel   what `load` gives: generate, chat, logits, tokens
+exact           inside `with exact():` kernels multiply float32 activations, not int8 ones
+load            a model from a folder, a GGUF file or a name
+quantize        a dense weight as codes
+use_backend     inside `with use_backend("reference"):` ops run on that backend
 
 Names that need torch are imported when they are first used, so that `import auraflux` and the command line start at once.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from auraflux.quant import QTensor, quantize
     from auraflux.run.language import LanguageModel
     from auraflux.run.load import load
+    from auraflux.weights.expert_settings import ExpertSettings
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ __all__ = [
     "AurafluxError",
     "BackendError",
     "CacheSettings",
+    "ExpertSettings",
     "FormatError",
     "InputError",
     "LanguageModel",
@@ -49,6 +52,7 @@ __all__ = [
 
 _HOMES = {
     "CacheSettings": "auraflux.cache",
+    "ExpertSettings": "auraflux.weights.expert_settings",
     "LanguageModel": "auraflux.run.language",
     "QTensor": "auraflux.quant",
     "exact": "auraflux.ops._dispatch",

@@ -6,10 +6,12 @@ AurafluxError
 ├── SettingsError   a setting that cannot be honoured (also a ValueError)
 ├── TemplateError   a chat template is missing, broken or refuses the messages (also a ValueError)
 ├── FetchError      a model could not be fetched (also a RuntimeError)
+├── ExpertError     an expert could not be read from disk, or is not what was written there (also a RuntimeError)
 ├── CacheError      a cache has no room (also a RuntimeError)
 │   ├── ContextError  a sequence would grow past the context limit
 │   └── CacheFull     no page or no place for a sequence is free
 └── BackendError    a backend was asked for that this machine or installation does not have (also a RuntimeError)
+    └── DeviceMemoryError  a GPU has no memory left
 
 The command line turns each of them into one sentence and exit code 1.
 """
@@ -39,6 +41,10 @@ class FetchError(AurafluxError, RuntimeError):
     """A model could not be fetched."""
 
 
+class ExpertError(AurafluxError, RuntimeError):
+    """An expert could not be read."""
+
+
 class CacheError(AurafluxError, RuntimeError):
     """A cache has no room."""
 
@@ -53,3 +59,7 @@ class CacheFull(CacheError):
 
 class BackendError(AurafluxError, RuntimeError):
     """A backend is not there."""
+
+
+class DeviceMemoryError(BackendError):
+    """A GPU has no memory left."""

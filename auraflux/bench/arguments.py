@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -17,15 +18,23 @@ MOST_COPIES = 64
 
 def moved(value: Any, device: str) -> Any:
     """The same arguments on another device."""
+    return _each_tensor(value, lambda tensor: tensor.to(device))
+
+
+def cloned(value: Any) -> Any:
+    """Equal arguments elsewhere in memory. What an object has noted about its own memory is not copied."""
+    return _each_tensor(value, Tensor.clone)
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
+        return {key: _each_tensor(item, change) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(moved(item, device) for item in value)
+        return type(value)(_each_tensor(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: moved(getattr(value, field.name), device) for field in fields(value) if field.init}
-        return replace(value, **held)
+        return replace(value, **{f.name: _each_tensor(getattr(value, f.name), change) for f in fields(value) if f.init})
     return value
 
 

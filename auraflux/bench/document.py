@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import auraflux
-from auraflux.bench.ops import PeerResult, Result
+from auraflux.bench.result import PeerResult, Result
 from auraflux.bench.timing import Timing
 from auraflux.errors import InputError
-from auraflux.machine import Machine, this_machine, versions
+from auraflux.machine import this_machine, versions
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "mlx", "onnxruntime", "transformers")
 
@@ -47,8 +47,8 @@ def row(result: Result, ceiling: float) -> dict[str, Any]:
         "contract": result.contract,
         "state": result.state,
         "note": result.note,
-        "error": _finite(result.error),
-        **_times(result.timing),
+        "error": finite(result.error),
+        **times(result.timing),
         "nbytes": result.nbytes,
         "gb_per_s": rate / 1e9 if rate is not None else None,
         "ceiling_share": rate / ceiling if rate is not None else None,
@@ -59,25 +59,28 @@ def row(result: Result, ceiling: float) -> dict[str, Any]:
 
 def _peer(peer: PeerResult, seconds: float | None) -> dict[str, Any]:
     """`ratio` is the peer's time over ours: above 1 we are faster."""
-    ratio = peer.timing.median_s / seconds if peer.timing is not None and seconds is not None else None
     return {
         "name": peer.name,
         "contract": peer.contract,
         "note": peer.note,
-        "error": _finite(peer.error),
-        **_times(peer.timing),
-        "ratio": ratio,
+        "error": finite(peer.error),
+        **times(peer.timing),
+        "ratio": ratio(peer.timing, seconds),
     }
 
 
-def _times(timing: Timing | None) -> dict[str, Any]:
+def ratio(timing: Timing | None, seconds: float | None) -> float | None:
+    return timing.median_s / seconds if timing is not None and seconds is not None else None
+
+
+def times(timing: Timing | None) -> dict[str, Any]:
     if timing is None:
         return {"time_us": None, "low_us": None, "high_us": None, "samples": 0}
     median, low, high = (1e6 * t for t in (timing.median_s, timing.low_s, timing.high_s))
     return {"time_us": median, "low_us": low, "high_us": high, "samples": timing.samples}
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -96,9 +99,9 @@ def commit() -> str | None:
     return head.strip() + (" with changes" if changes else "")
 
 
-def place(path: Path, machine: Machine) -> Path:
+def place(path: Path, slug: str) -> Path:
     """The file to write: the path itself, or one named after the machine when the path is a folder."""
-    target = path / f"{machine.slug}.json" if path.is_dir() else path
+    target = path / f"{slug}.json" if path.is_dir() else path
     if not target.parent.is_dir():
         raise InputError(f"cannot save to {target}: there is no folder {target.parent}.")
     return target

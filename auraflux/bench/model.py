@@ -7,27 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from auraflux.bench.profile import Cost, profile_step
+from auraflux.cache import Sequence
 from auraflux.errors import ContextError
-from auraflux.run.language import LanguageModel
+from auraflux.run.engine import Engine
 
 WARM_UP = 8  # tokens that pay for compiling and for the first touch of the weights
 
 
 @dataclass(frozen=True)
 class Speed:
-    """At one length: tokens per second of reading a prompt of it, and of writing after it."""
+    """At one length: tokens per second, over all texts, of reading prompts of it and of writing after them."""
 
     who: str
     context: int
+    batch: int
     prefill_rate: float
     decode_rate: float
     cache_nbytes: int | None = None
 
 
 class Contender(Protocol):
-    """Something that reads tokens and then writes more."""
+    """Something that reads tokens and then writes more; `batch` texts at once."""
 
     name: str
+    batch: int
 
     def read(self, ids: list[int]) -> None:
         """Forget everything, then take a prompt."""
@@ -39,32 +45,40 @@ class Contender(Protocol):
 
 
 class Ours:
-    """A loaded model."""
+    """Our engine, with `batch` texts at once."""
 
-    def __init__(self, model: LanguageModel):
-        self.engine = model.engine
-        self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.exact else "")
-        self.sequence = self.engine.cache.open()
-        self._next = 0
+    def __init__(self, engine: Engine, batch: int = 1):
+        self.engine, self.batch = engine, batch
+        self.name = f"auraflux {engine.cache.settings.kv}" + (" exact" if engine.exact else "")
+        self.sequences: list[Sequence] = []
+        self._next: list[int] = []
 
     def read(self, ids: list[int]) -> None:
-        self.sequence.close()
-        self.sequence = self.engine.cache.open()
-        self._next = int(self.engine.prefill(self.sequence, ids).argmax())
+        for sequence in self.sequences:
+            sequence.close()
+        self.sequences = [self.engine.cache.open() for _ in range(self.batch)]
+        # no two of them the same
+        texts = [ids[i:] + ids[:i] for i in range(self.batch)]
+        scores = [self.engine.prefill(sequence, text) for sequence, text in zip(self.sequences, texts, strict=True)]
+        self._next = torch.stack(scores).argmax(-1).tolist()
 
     def write(self, count: int) -> None:
-        batch = self.engine.cache.batch([self.sequence])
+        batch = self.engine.cache.batch(self.sequences)
         for _ in range(count):
-            self._next = int(self.engine.decode(batch, [self._next])[0].argmax())
+            self._next = self.engine.decode(batch, self._next).argmax(-1).tolist()
+
+    def costs(self) -> dict[str, Cost]:
+        """What the next step takes, by op."""
+        return profile_step(self.engine, self.engine.cache.batch(self.sequences), self._next)
 
     def cache_nbytes(self) -> int:
-        return self.sequence.nbytes
+        return sum(sequence.nbytes for sequence in self.sequences)
 
 
 class LlamaCpp:
     """llama-cpp-python on the same file, with as many threads."""
 
-    name = "llama.cpp"
+    name, batch = "llama.cpp", 1
 
     def __init__(self, path: Path, context: int, threads: int):
         from llama_cpp import Llama
@@ -107,7 +121,8 @@ def measure(
                 best[each.name] = min(read, before[0]), min(write, before[1])
         for each in contenders:
             read, write = best[each.name]
-            yield Speed(each.name, length, length / read, tokens / write, each.cache_nbytes())
+            rates = each.batch * length / read, each.batch * tokens / write
+            yield Speed(each.name, length, each.batch, *rates, each.cache_nbytes())
 
 
 def check_lengths(lengths: list[int], tokens: int, context: int) -> None:

@@ -37,8 +37,9 @@ def judge(case: Case, backend: str) -> Verdict:
 
 
 def first_line(err: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(err).__name__}: {(str(err).strip().splitlines() or ['no message'])[0]}"
+    """An exception in one line: its first, and the last where the first only announces it."""
+    first, *rest = str(err).strip().splitlines() or ["no message"]
+    return f"{type(err).__name__}: {first}" + (f" {rest[-1].strip()}" if rest and first.endswith(":") else "")
 
 
 def check_device(device: str) -> None:

@@ -1,11 +1,13 @@
-"""The sequences of a step: their page tables, lengths and starts as tensors that stay where they are from step to step."""
+"""The sequences that take a step together."""
 
+from collections.abc import Callable
 from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from auraflux.cache.index import StepIndex
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.sequence import Checkpoints, Part, Sequence
 from auraflux.errors import CacheFull, ContextError, InputError
@@ -20,30 +22,52 @@ class Layer(Protocol):
     token_nbytes: int
 
     def view(self, batch: "Batch") -> Any:
-        """Make what the layer's ops take besides the tokens; it is made once for a batch."""
+        """Make what the layer's ops take besides the tokens; it is made once for an index of a batch."""
+
+    def steady(self, batch: "Batch") -> bool:
+        """Whether the next steps of a batch are this one's work again, so that it can be recorded."""
+        return True
 
 
 class Batch:
     """Sequences that take their steps together. Make it once and use it for as long as they are the same.
 
-    lengths    [B]      int32, the new tokens among them
-    starts     [B + 1]  int32, where each sequence's new tokens begin in the stack
-    positions  [T]      int32, of each new token in its sequence
+    index      what kernels read about the step
+    positions  [T]  int32, of each new token in its sequence
+    counts     of new tokens of each sequence
     single     each sequence has one new token
     """
 
-    def __init__(self, sequences: list[Sequence], context: int, checkpoints: Checkpoints, device: torch.device):
+    index: StepIndex
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        context: int,
+        checkpoints: Checkpoints,
+        find_index: Callable[[int, int], StepIndex],
+    ):
         if not sequences or len(set(sequences)) < len(sequences):
             raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
-        self.sequences, self.context, self.device = sequences, context, device
-        self.lengths = torch.zeros(len(sequences), dtype=torch.int32, device=device)
-        self.starts = torch.zeros(len(sequences) + 1, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(0, dtype=torch.int32, device=device)
-        self._one_each = torch.zeros_like(self.lengths)
+        self.sequences, self.context = sequences, context
         self.single = False
-        self._checkpoints = checkpoints
-        self._tables: dict[LayerGroup, tuple[Tensor, list[int | None]]] = {}
+        self.counts: list[int] = []
+        self._checkpoints, self._find_index = checkpoints, find_index
         self._views: dict[Layer, Any] = {}
+        self._turn_to(max(sequence.length for sequence in sequences))
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.index.lengths
+
+    @property
+    def starts(self) -> Tensor:
+        return self.index.starts
+
+    @property
+    def places(self) -> tuple[int | None, ...]:
+        """Where the sequences hold what is not found through the index."""
+        return tuple(row.place for sequence in self.sequences for row in sequence.rows.values())
 
     def extend(self, counts: list[int]) -> None:
         """Make room for so many new tokens of each sequence; every layer must then be given them. All or nothing."""
@@ -56,14 +80,27 @@ class Batch:
             for row in sequence.rows.values():
                 row.extend(sequence.length, new)
             sequence.length += new
-        self.single = all(new == 1 for new in counts)
-        self.lengths.copy_(torch.tensor([sequence.length for sequence in self.sequences], dtype=torch.int32))
-        self.starts.copy_(torch.tensor([0, *accumulate(counts)], dtype=torch.int32))
-        spans = [range(s.length - new, s.length) for s, new in zip(self.sequences, counts, strict=True)]
-        positions = torch.tensor([*chain.from_iterable(spans)], dtype=torch.int32)
-        self.positions = self._one_each.copy_(positions) if self.single else positions.to(self.device)
-        for group in self._tables:
-            self._refresh(group)
+        self.counts, self.single = counts, all(new == 1 for new in counts)
+        self._write(counts)
+
+    def _write(self, counts: list[int]) -> None:
+        lengths = [sequence.length for sequence in self.sequences]
+        self._turn_to(max(lengths))
+        spans = [range(length - new, length) for length, new in zip(lengths, counts, strict=True)]
+        positions = [*chain.from_iterable(spans)]
+        self.index.write(lengths, [0, *accumulate(counts)], positions if self.single else [])
+        if self.single:
+            self.positions = self.index.positions
+        else:
+            self.positions = torch.tensor(positions, dtype=torch.int32).to(self.index.device, non_blocking=True)
+        for part in self.sequences[0].rows:
+            part.refresh(self.index, self.rows(part))
+
+    def _turn_to(self, longest: int) -> None:
+        """Use the index that reaches as far."""
+        found = self._find_index(len(self.sequences), longest)
+        if getattr(self, "index", None) is not found:
+            self.index, self._views = found, {}
 
     def _check(self, counts: list[int]) -> None:
         if len(counts) != len(self.sequences) or min(counts) < 0:
@@ -102,16 +139,4 @@ class Batch:
 
     def table(self, group: LayerGroup) -> Tensor:
         """The page table of the sequences, int32 [B, M]."""
-        if group not in self._tables:
-            width = -(-self.context // group.size)
-            table = torch.zeros(len(self.sequences), width, dtype=torch.int32, device=self.device)
-            self._tables[group] = table, [None] * len(self.sequences)
-            self._refresh(group)
-        return self._tables[group][0]
-
-    def _refresh(self, group: LayerGroup) -> None:
-        table, stamps = self._tables[group]
-        for b, row in enumerate(self.rows(group)):
-            if row.stamp != stamps[b]:
-                table[b, row.first : row.first + len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
-                stamps[b] = row.stamp
+        return self.index.table(group)

@@ -6,12 +6,15 @@ from typing import Any
 import torch
 
 from auraflux.cache.batch import Batch
+from auraflux.cache.index import StepIndex
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import StateGroup
 from auraflux.cache.sequence import Checkpoints, Part, Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
 from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape
 from auraflux.errors import CacheFull, ContextError, InputError, SettingsError
+
+SHORTEST = 64  # tokens; no index is made for less
 
 LayerShape = AttentionShape | LatentShape | RecurrentShape
 
@@ -54,9 +57,12 @@ class Cache:
         self.dtype, self.device = dtype, torch.device(device)
         self.checkpoints = Checkpoints(settings.checkpoint_stride, settings.checkpoint_nbytes)
         self._groups: dict[int | None, LayerGroup] = {}
+        self._indexes: dict[tuple[int, int], StepIndex] = {}
         plan = settings.plan(shapes)
         self.layers: list[Any] = [shape.build(self, bits) for shape, bits in zip(shapes, plan, strict=True)]
-        self._format = repr((shapes, plan, settings.newest, settings.seed, page, dtype))
+        # codes lie in another order on a GPU than on a CPU
+        kind = self.device.type if any(plan) else None
+        self._format = repr((shapes, plan, settings.newest, settings.seed, page, dtype, kind))
         self._check_budget()
 
     def _check_budget(self) -> None:
@@ -114,7 +120,15 @@ class Cache:
         return Sequence({part: part.open() for part in self.parts}, self.checkpoints, self._format)
 
     def batch(self, sequences: list[Sequence]) -> Batch:
-        return Batch(sequences, self.context, self.checkpoints, self.device)
+        return Batch(sequences, self.context, self.checkpoints, self._index)
+
+    def _index(self, count: int, longest: int) -> StepIndex:
+        """The index for so many sequences up to a length; kernels share their work by how far it reaches."""
+        reach = min(1 << max(longest, SHORTEST - 1).bit_length(), self.context)
+        key = count, reach
+        if key not in self._indexes:
+            self._indexes[key] = StepIndex(count, reach, self.device)
+        return self._indexes[key]
 
     def restore(self, snapshot: Snapshot) -> Sequence:
         """Make a sequence of a snapshot, with pages of its own."""

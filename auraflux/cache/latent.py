@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch
+from auraflux.cache.batch import Batch, Layer
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.turboquant import NORM_NBYTES
 from auraflux.ops.attention.pages import LatentPages
@@ -12,7 +12,7 @@ from auraflux.ops.turboquant.pages import LatentCodes, row_words
 from auraflux.ops.turboquant.reference import append_latent_codes, turboquant_latent_attention
 
 
-class LatentLayer:
+class LatentLayer(Layer):
     """The uncompressed latents and rotated keys of one layer."""
 
     def __init__(self, group: LayerGroup, width: int, rope: int, dtype: torch.dtype):
@@ -33,7 +33,7 @@ class LatentLayer:
         return latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale)
 
 
-class CodedLatentLayer:
+class CodedLatentLayer(Layer):
     """Latents as codes; the rotated keys stay as they are."""
 
     def __init__(self, group: LayerGroup, width: int, rope: int, bits: int, seed: int, dtype: torch.dtype):

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from auraflux.cache.index import StepIndex
+
 ALIGNMENT = 64
 
 
@@ -107,6 +109,10 @@ class LayerGroup:
         kept = sum(count == self.pool.owners(page) for page, count in shared.items())
         return sum(row.needs(length, new) for row, length, new in steps) - kept
 
+    def refresh(self, index: StepIndex, rows: list["PageRow"]) -> None:
+        """Tell the index of a step where its sequences' pages are."""
+        index.refresh(self, rows)
+
     def oldest(self, length: int) -> int:
         """The first position that a query at `length` sees."""
         return 0 if self.span is None else max(0, length - self.span + 1)
@@ -153,7 +159,10 @@ class PageRow:
 
     pages  in order; the i-th holds the positions from (first + i) * size on
     stamp  changes whenever first or pages do
+    place  None: pages are found through a step's index
     """
+
+    place = None
 
     def __init__(self, group: LayerGroup, first: int = 0, pages: list[int] | None = None):
         self.group, self.first, self.pages, self.stamp = group, first, pages or [], 0

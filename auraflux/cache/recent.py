@@ -6,12 +6,11 @@ last `newest`, as a window layer keeps them.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch
+from auraflux.cache.batch import Batch, Layer
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.turboquant import CodedLayer
 from auraflux.ops.attention.pages import KVPages
@@ -22,7 +21,7 @@ from auraflux.ops.turboquant.reference import rotate, turboquant_partials
 Partials = tuple[Tensor, Tensor, Tensor]
 
 
-class RecentLayer:
+class RecentLayer(Layer):
     """Codes of all tokens, and the newest of them uncompressed."""
 
     def __init__(self, coded: CodedLayer, recent: DenseLayer):
@@ -33,6 +32,10 @@ class RecentLayer:
 
     def view(self, batch: Batch) -> tuple[CodePages, KVPages]:
         return self.coded.view(batch), self.recent.view(batch)
+
+    def steady(self, batch: Batch) -> bool:
+        """Once every sequence has older positions than the newest."""
+        return all(sequence.length > self.newest for sequence in batch.sequences)
 
     def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the batch's new tokens: [T, Hkv, D] both."""
@@ -45,18 +48,20 @@ class RecentLayer:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
         codes, recent = batch.view(self)
         parts = [attention_partials(q, recent, batch.starts, scale, self.newest, sinks, softcap)]
-        older = self._older(codes, q, batch.starts, scale, softcap)
+        older = self._older(batch, codes, q, scale, softcap)
         if older is not None:
             parts.append(older)
         o, m, l = (torch.cat(part, 1) for part in zip(*parts, strict=True))  # noqa: E741
         return merge_partials(o, m, l).view(q.shape).to(q.dtype)
 
-    def _older(self, codes: CodePages, q: Tensor, starts: Tensor, scale: float, softcap: float | None) -> Partials | None:
+    def _older(self, batch: Batch, codes: CodePages, q: Tensor, scale: float, softcap: float | None) -> Partials | None:
         """Attend to the codes at least `newest` back: a query at p does as if it stood at p - newest in a shorter sequence."""
         rows: list[int] = []
         old_starts = [0]
-        for length, (start, end) in zip(codes.lengths.tolist(), pairwise(starts.tolist()), strict=True):
-            rows += range(end - max(0, min(end - start, length - self.newest)), end)
+        end = 0
+        for sequence, new in zip(batch.sequences, batch.counts, strict=True):
+            end += new
+            rows += range(end - max(0, min(new, sequence.length - self.newest)), end)
             old_starts.append(len(rows))
         if not rows:
             return None
@@ -65,7 +70,7 @@ class RecentLayer:
         window = None if span is None else span - self.newest
         options = window, None, softcap, self.coded.threshold
         if len(rows) == len(q):
-            o, m, l = turboquant_partials(q, shorter, starts, scale, shorter.capacity, *options)  # noqa: E741
+            o, m, l = turboquant_partials(q, shorter, batch.starts, scale, shorter.capacity, *options)  # noqa: E741
             return rotate(o, codes.seed, inverse=True), m, l
         tokens = torch.tensor(rows, device=q.device)
         begins = torch.tensor(old_starts, dtype=torch.int32, device=q.device)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch
+from auraflux.cache.batch import Batch, Layer
+from auraflux.cache.index import StepIndex
 from auraflux.cache.pages import reserve
 from auraflux.errors import CacheFull
-from auraflux.ops.delta.reference import CONV_WIDTH, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.delta.reference import CONV_WIDTH, delta_layer_step, gated_delta_prefill, short_conv
 
 
 class StateGroup:
@@ -46,6 +47,9 @@ class StateGroup:
 
     def needs(self, steps: list[tuple["StateRow", int, int]]) -> int:
         return 0
+
+    def refresh(self, index: StepIndex, rows: list["StateRow"]) -> None:
+        """States do not move."""
 
     def open(self) -> "StateRow":
         if not self._free:
@@ -80,6 +84,10 @@ class StateRow:
 
     def __init__(self, group: StateGroup, slot: int):
         self.group, self.slot, self.stamp = group, slot, 0
+
+    @property
+    def place(self) -> int:
+        return self.slot
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +130,7 @@ class StateRow:
         self.group.close(self.slot)
 
 
-class RecurrentLayer:
+class RecurrentLayer(Layer):
     """The convolution and delta state of one layer."""
 
     token_nbytes = 0
@@ -132,9 +140,30 @@ class RecurrentLayer:
         self.conv = group.zeros(CONV_WIDTH - 1, channels, dtype=dtype)
         self.delta = group.zeros(heads, key_width, value_width, dtype=torch.float32)
 
-    def view(self, batch: Batch) -> list[int]:
-        """Slots of the batch's sequences."""
-        return [row.slot for row in batch.rows(self.group)]
+    def view(self, batch: Batch) -> slice | Tensor:
+        """Slots of the batch's sequences, as an index of a store."""
+        slots = [row.slot for row in batch.rows(self.group)]
+        if slots == list(range(slots[0], slots[0] + len(slots))):
+            return slice(slots[0], slots[0] + len(slots))
+        return torch.tensor(slots, device=self.conv.device)
+
+    def step(
+        self,
+        batch: Batch,
+        qkv: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        weights: tuple[Tensor, ...],
+        unit_eps: float,
+        eps: float,
+    ) -> Tensor:
+        """Take one token of each sequence through all of the layer between its projections, see `delta_layer_step`.
+
+        weights  taps, a_log, dt_bias and norm
+        """
+        with self._chosen(batch, self.conv) as conv, self._chosen(batch, self.delta) as state:
+            return delta_layer_step(qkv, z, a, b, conv, state, *weights, batch.starts, unit_eps, eps)
 
     def convolve(self, batch: Batch, x: Tensor, weight: Tensor) -> Tensor:
         """Run the new tokens through the short convolution, see `short_conv`: [T, C] -> [T, C]."""
@@ -144,19 +173,13 @@ class RecurrentLayer:
     def update(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Write the new tokens to the delta memory and read it, see `gated_delta_prefill`: [T, H, V]."""
         with self._chosen(batch, self.delta) as state:
-            if batch.single:
-                return gated_delta_step(state, q, k, v, decay, beta)
             return gated_delta_prefill(state, q, k, v, decay, beta, batch.starts)
 
     @contextmanager
     def _chosen(self, batch: Batch, store: Tensor) -> Iterator[Tensor]:
         """The states of the batch's sequences, [B, ...]; what is written to them is kept."""
-        slots: list[int] = batch.view(self)
-        first = slots[0]
-        if slots == list(range(first, first + len(slots))):
-            yield store[first : first + len(slots)]
-            return
-        index = torch.tensor(slots, device=store.device)
-        chosen = store[index]
+        slots: slice | Tensor = batch.view(self)
+        chosen = store[slots]
         yield chosen
-        store[index] = chosen
+        if not isinstance(slots, slice):
+            store[slots] = chosen

@@ -2,20 +2,22 @@
 
 from torch import Tensor, float32, int32
 
-from auraflux.cache.batch import Batch
+from auraflux.cache.batch import Batch, Layer
 from auraflux.cache.pages import LayerGroup
+from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.pages import CodePages, row_words
 from auraflux.ops.turboquant.reference import append_codes, turboquant_attention
 
 NORM_NBYTES = 4
 
 
-class CodedLayer:
+class CodedLayer(Layer):
     """The compressed keys and values of one layer. What is attended to is what the codes stand for, also within a step."""
 
     def __init__(self, group: LayerGroup, heads: int, width: int, bits: tuple[int, int], seed: int, threshold: float = 0.0):
         self.group, self.width, self.seed, self.threshold = group, width, seed, threshold
         self.key_bits, self.value_bits = bits
+        self.arrangement = arrangement_for(group.device, *bits, width, group.size)
         words = [row_words(b, width) for b in bits]
         self.key_codes, self.value_codes = (group.zeros(heads, group.size, n, dtype=int32) for n in words)
         self.key_norms, self.value_norms = (group.zeros(heads, group.size, dtype=float32) for _ in words)
@@ -24,7 +26,7 @@ class CodedLayer:
     def view(self, batch: Batch) -> CodePages:
         stores = self.key_codes, self.key_norms, self.value_codes, self.value_norms
         index = batch.table(self.group), batch.lengths
-        return CodePages(*stores, *index, self.key_bits, self.value_bits, self.width, self.seed)
+        return CodePages(*stores, *index, self.key_bits, self.value_bits, self.width, self.seed, self.arrangement)
 
     def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Encode and store the keys and values of the batch's new tokens: [T, Hkv, D] both."""

@@ -16,6 +16,7 @@ from auraflux.cli.failure import Failure
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
+from auraflux.cli.pack import pack
 from auraflux.cli.pull import pull
 from auraflux.errors import AurafluxError
 
@@ -40,5 +41,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, pull, inspect, convert, ops, doctor, bench):
+for command in (generate, chat, pull, inspect, convert, pack, ops, doctor, bench):
     main.add_command(command)

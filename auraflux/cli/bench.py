@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench_model import bench_model
+from auraflux.cli.bench_stream import bench_stream
 from auraflux.cli.failure import Failure
 
 if TYPE_CHECKING:
-    from auraflux.bench.ops import Result
+    from auraflux.bench.result import Result
     from auraflux.ops._cases import Case
 
 BUSY_FROM = 0.5  # processes per core; from there on, others take part of the time that is measured
@@ -24,37 +25,47 @@ def bench() -> None:
 
 
 bench.add_command(bench_model)
+bench.add_command(bench_stream)
 
 
 @bench.command("ops")
 @click.option("--op", "names", multiple=True, metavar="NAME", help="Only this op; may be given several times.")
-@click.option("--case", metavar="NAME", help="Only the case of this name.")
+@click.option("--case", metavar="NAME", help="Only cases of this name; it may hold * for any text.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
 @click.option("--peers/--no-peers", default=True, show_default=True, help="Time other libraries on the same work.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="Time given to each contender."
+    "--seconds",
+    type=click.FloatRange(min=0.01),
+    help="Time given to each contender; by default 1 on CPU, 0.2 on a GPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--save", type=click.Path(path_type=Path), help="Also write the JSON to a file, or into a folder.")
 def bench_ops(
-    names: tuple[str, ...], case: str | None, device: str, peers: bool, seconds: float, as_json: bool, save: Path | None
+    names: tuple[str, ...], case: str | None, device: str, peers: bool, seconds: float | None, as_json: bool, save: Path | None
 ) -> None:
     """Time the kernels.
 
     Each kernel is held to its reference first; a wrong one is shown as WRONG, not timed, and the exit code is 1. Operands of a
     megabyte and more are rotated through copies larger than the cache. GB/s counts what a call must move, and its share is of
     the fastest read of memory measured in the same run. A peer's ratio is its time over ours: below 1 it is faster.
+
+    On a GPU, calls are timed as CUDA graphs at sizes of large models. Rates are shares of the fastest read or of the fastest
+    bf16 product measured in the same run, whichever is nearer.
     """
     from auraflux.bench.document import document, place
     from auraflux.bench.document import save as write
-    from auraflux.bench.ops import bench_cases
+    from auraflux.bench.ops import BUDGET_S, bench_cases
     from auraflux.bench.parity import check_device
+    from auraflux.cli.bench_gpu import bench_gpu
     from auraflux.machine import load, this_machine
 
     check_device(device)
-    target = place(save, this_machine()) if save is not None else None
+    if device == "cuda":
+        bench_gpu(names, case, peers, seconds, as_json, save)
+        return
+    target = place(save, this_machine().slug) if save is not None else None
     load_before = load()
-    results, ceiling, threads = _run(bench_cases(names, case), device, peers, seconds)
+    results, ceiling, threads = _run(bench_cases(names, case), peers, seconds or BUDGET_S)
     found = document(shlex.join(["auraflux", *sys.argv[1:]]), device, threads, load_before, ceiling, results)
     if target is not None:
         write(found, target)
@@ -66,7 +77,7 @@ def bench_ops(
         raise Failure(f"kernels that differ from their reference: {', '.join(wrong)}.")
 
 
-def _run(cases: "list[Case]", device: str, peers: bool, seconds: float) -> tuple["list[Result]", dict[str, float], int]:
+def _run(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result]", dict[str, float], int]:
     """Measure the ceiling, then the cases, with progress on stderr."""
     import numba
     from rich.console import Console
@@ -81,9 +92,7 @@ def _run(cases: "list[Case]", device: str, peers: bool, seconds: float) -> tuple
         task = progress.add_task("read ceiling", total=len(cases))
         first = read_ceiling()
         results = []
-        for result in run(
-            cases, device, peers, first["all_threads"], seconds, lambda text: progress.update(task, description=text)
-        ):
+        for result in run(cases, peers, first["all_threads"], seconds, lambda text: progress.update(task, description=text)):
             results.append(result)
             progress.advance(task)
         progress.update(task, description="read ceiling again")

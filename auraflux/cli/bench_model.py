@@ -12,20 +12,39 @@ import click
 from auraflux.cli.options import LOADING, load_model, model_argument, options
 
 if TYPE_CHECKING:
-    from auraflux.bench.model import Contender, Speed
+    from auraflux.bench.model import Ours, Speed
+    from auraflux.run.engine import Engine
     from auraflux.run.language import LanguageModel
+
+BITS = 4  # of random weights, unless --quantize says otherwise
 
 
 @click.command("model")
 @model_argument
+@click.option("--shape", metavar="NAME", help="With --random: the shape of a known model, such as qwen3-30b-a3b.")
+@click.option("--random", "invented", is_flag=True, help="Fill --shape with random weights; no checkpoint is needed.")
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="With --random: so many layers instead of all.")
 @click.option("--at", "lengths", multiple=True, type=int, metavar="N", help="Prompt length; may be given several times.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Texts at once.")
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to write at each length.")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds; the best counts.")
+@click.option("--profile/--no-profile", default=True, help="With --random: also show the time of a step by op.")
 @click.option("--peers/--no-peers", default=True, show_default=True, help="Also time llama.cpp on a GGUF file, if installed.")
 @options(LOADING)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_model(
-    model: str | None, lengths: tuple[int, ...], tokens: int, repeat: int, peers: bool, as_json: bool, **chosen: Any
+    model: str | None,
+    shape: str | None,
+    invented: bool,
+    layers: int | None,
+    lengths: tuple[int, ...],
+    batch: int,
+    tokens: int,
+    repeat: int,
+    profile: bool,
+    peers: bool,
+    as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Time reading a prompt and writing after it with MODEL, at several lengths.
 
@@ -35,18 +54,55 @@ def bench_model(
 
     from auraflux.bench.model import Ours, check_lengths, measure
 
-    loaded = load_model(model, chosen)
-    at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
-    check_lengths(at, tokens, loaded.context)
-    contenders: list[Contender] = [Ours(loaded), *(_llama_cpp(loaded, max(at) + tokens) if peers else [])]
+    contenders: list[Any]
+    if invented or shape is not None:
+        at = list(lengths) or [1024]
+        engine = _random_engine(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
+        name, contenders = f"{shape}, random weights", [Ours(engine, batch)]
+    else:
+        loaded = load_model(model, chosen)
+        at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
+        check_lengths(at, tokens, loaded.context)
+        engine, name = loaded.engine if batch == 1 else loaded.make_engine(batch), loaded.path.name
+        contenders = [Ours(engine, batch), *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else [])]
     stderr = Console(stderr=True)
     with stderr.status("") as status:
-        found = list(measure(contenders, at, loaded.engine.model.config.vocab, tokens, repeat, status.update))
-    document = _document(loaded, found)
+        found = list(measure(contenders, at, engine.model.config.vocab, tokens, repeat, status.update))
+    document = _document(name, contenders[0], found, profile and invented)
     if as_json:
         click.echo(json.dumps(document, indent=2))
     else:
         _show(document, found)
+
+
+def _random_engine(
+    model: str | None, shape: str | None, invented: bool, layers: int | None, batch: int, context: int, chosen: dict[str, Any]
+) -> "Engine":
+    from auraflux.bench.random_weights import random_model
+    from auraflux.bench.shapes import shape_of
+    from auraflux.cli.options import cache_settings
+    from auraflux.errors import SettingsError
+    from auraflux.run.device import CHUNK, activation_dtype, device_memory, find_device
+    from auraflux.run.engine import Engine
+
+    if shape is None or not invented or model is not None:
+        raise SettingsError("random weights need --random and --shape NAME, and no MODEL.")
+    config, device = shape_of(shape, layers), find_device(chosen["device"])
+    dtype = activation_dtype(device)
+    with device_memory():
+        made, shapes = random_model(config, chosen["quantize"] or BITS, 64, dtype, device)
+    return Engine(
+        made,
+        shapes,
+        cache_settings(chosen),
+        context=max(context, chosen["context"] or 0),
+        sequences=batch,
+        chunk=CHUNK[device.type],
+        exact=chosen["exact"],
+        graphs=chosen["graphs"],
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
@@ -63,21 +119,37 @@ def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
         return []
 
 
-def _document(loaded: "LanguageModel", found: "list[Speed]") -> dict[str, Any]:
+def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> dict[str, Any]:
     from auraflux.bench.document import commit
+    from auraflux.bench.profile import kernels_per_layer
     from auraflux.machine import load, this_machine
     from auraflux.run.engine import nbytes
 
-    return {
+    engine = ours.engine
+    document = {
         "machine": asdict(this_machine()),
+        "device": _device_name(engine),
         "command": shlex.join(["auraflux", *sys.argv[1:]]),
         "commit": commit(),
         "load": round(load(), 2),
-        "model": loaded.path.name,
-        "weights_nbytes": nbytes(loaded.engine.model),
+        "model": name,
+        "weights_nbytes": nbytes(engine.model),
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "not_replayed_because": engine.decoder.refused,
         "results": [asdict(speed) for speed in found],
     }
+    if profile:
+        costs = ours.costs()
+        document["ops_of_a_step"] = {op: asdict(cost) for op, cost in costs.items()}
+        if engine.device.type == "cuda":
+            document["kernels_per_layer"] = round(kernels_per_layer(costs, len(engine.cache.layers)), 2)
+    return document
+
+
+def _device_name(engine: "Engine") -> str:
+    import torch
+
+    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
 
 
 def _show(document: dict[str, Any], found: "list[Speed]") -> None:
@@ -86,11 +158,14 @@ def _show(document: dict[str, Any], found: "list[Speed]") -> None:
     from auraflux.cli.generate import megabytes
     from auraflux.cli.screen import stdout
 
-    console = stdout()
-    console.print(f"{document['model']} on {document['machine']['cpu']}, {document['machine']['cores']} cores")
+    console, gpu = stdout(), document["device"]
+    where = f"{document['machine']['cpu']}, {document['machine']['cores']} cores" if gpu == "cpu" else gpu
+    console.print(f"{document['model']} on {where}")
     weights, peak = megabytes(document["weights_nbytes"]), megabytes(document["peak_nbytes"])
     console.print(f"weights {weights}, peak memory of the process {peak}, load {document['load']}")
-    table = Table("prompt", "", *("prefill tokens/s", "ratio", "decode tokens/s", "ratio", "cache"))
+    if document["not_replayed_because"] is not None:
+        console.print(f"steps were not replayed: {document['not_replayed_because']}")
+    table = Table("prompt", "texts", "", *("prefill tokens/s", "ratio", "decode tokens/s", "ratio", "cache"))
     ours = {speed.context: speed for speed in found if speed.who.startswith("auraflux")}
     for speed in found:
         mine = ours[speed.context]
@@ -98,5 +173,24 @@ def _show(document: dict[str, Any], found: "list[Speed]") -> None:
         shown = ["" if speed is mine else f"{ratio:.2f}x" for ratio in ratios]
         held = megabytes(speed.cache_nbytes) if speed.cache_nbytes is not None else ""
         rates = f"{speed.prefill_rate:.1f}", f"{speed.decode_rate:.1f}"
-        table.add_row(str(speed.context), speed.who, rates[0], shown[0], rates[1], shown[1], held)
+        table.add_row(str(speed.context), str(speed.batch), speed.who, rates[0], shown[0], rates[1], shown[1], held)
     console.print(table)
+    if "ops_of_a_step" in document:
+        console.print(_cost_table(document))
+
+
+def _cost_table(document: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    title = "one step, without replay"
+    if "kernels_per_layer" in document:
+        title += f": {document['kernels_per_layer']} kernels per layer"
+    table = Table("op", "calls", "kernels", "us", "share", title=title)
+    costs = document["ops_of_a_step"]
+    whole = sum(cost["seconds"] for cost in costs.values()) or 1.0
+    for name, cost in costs.items():
+        kernels = "" if cost["kernels"] is None else str(cost["kernels"])
+        share = cost["seconds"] / whole
+        bar = "█" * round(20 * share)
+        table.add_row(name, str(cost["calls"] or ""), kernels, f"{cost['seconds'] * 1e6:.0f}", f"{share:4.0%} {bar}")
+    return table

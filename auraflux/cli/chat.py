@@ -8,6 +8,7 @@ import click
 
 from auraflux.cli.generate import figures
 from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.traffic import show_traffic
 from auraflux.errors import AurafluxError
 
 if TYPE_CHECKING:
@@ -27,21 +28,25 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
 @click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
 @options(LOADING)
 @options(SAMPLING)
-def chat(model: str | None, system: str | None, **chosen: Any) -> None:
+@click.option("--stats", is_flag=True, help="Show after each answer what was read of a packed model's experts.")
+def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> None:
     """Talk with MODEL: a folder, a GGUF file or a name; without one, the built-in default."""
     settings = sampling(chosen, temperature=0.7, top_p=0.95)
     loaded = load_model(model, chosen)
     click.echo(
         f"{loaded.path.stem}, context {loaded.context} tokens, cache {chosen['kv']}. /help lists the commands.", err=True
     )
-    Conversation(loaded, system, settings, chosen["kv"]).run(_reader())
+    Conversation(loaded, system, settings, chosen["kv"], stats).run(_reader())
 
 
 class Conversation:
-    """The messages so far, and what to do with the next line."""
+    """The messages so far, and what to do with the next line.
 
-    def __init__(self, model: "LanguageModel", system: str | None, settings: dict[str, Any], kv: str):
-        self.model, self.settings, self.kv = model, settings, kv
+    stats  show after each answer what was read of experts
+    """
+
+    def __init__(self, model: "LanguageModel", system: str | None, settings: dict[str, Any], kv: str, stats: bool = False):
+        self.model, self.settings, self.kv, self.stats = model, settings, kv, stats
         self.messages: list[dict[str, str]] = []
         self.reset(system)
 
@@ -70,6 +75,7 @@ class Conversation:
             click.echo("A new conversation begins.", err=True)
         elif word == "/stats":
             click.echo(figures(self.model.stats, self.kv), err=True)
+            show_traffic(self.model.stats.experts)
         elif word == "/help":
             click.echo(HELP, err=True)
         else:
@@ -91,6 +97,8 @@ class Conversation:
         click.echo()
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
         click.secho(figures(self.model.stats, self.kv), dim=True, err=True)
+        if self.stats:
+            show_traffic(self.model.stats.experts)
 
 
 def _reader() -> Callable[[], str | None]:

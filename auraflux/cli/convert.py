@@ -38,7 +38,7 @@ def convert(source: str, target: Path, bits: int, group: int, force: bool) -> No
             report("converting", done, total)
 
         def add(folder: Path) -> None:
-            _write_tokenizer(checkpoint, folder)
+            write_tokenizer(checkpoint, folder)
 
         kind = family(checkpoint.config)
         write(checkpoint, kind, target, bits=bits, group=group, force=force, advance=advance, add=add)
@@ -47,7 +47,7 @@ def convert(source: str, target: Path, bits: int, group: int, force: bool) -> No
     click.echo(f"{target}: {sum(path.stat().st_size for path in target.iterdir()) / 2**20:.1f} MiB")
 
 
-def _write_tokenizer(checkpoint: "Checkpoint", folder: Path) -> None:
+def write_tokenizer(checkpoint: "Checkpoint", folder: Path) -> None:
     """Write the vocabulary and chat template of a GGUF file as a folder has them."""
     from auraflux.errors import FormatError
     from auraflux.run.tokenizer import Tokenizer

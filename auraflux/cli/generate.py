@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.traffic import show_traffic, summary
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="What the model is told before the message; implies --chat.")
 @options(LOADING)
 @options(SAMPLING)
+@click.option("--stats", is_flag=True, help="Also show what was read of a packed model's experts, layer by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print text and figures as JSON when all is done.")
-def generate(model: str | None, prompts: tuple[str, ...], chat: bool, system: str | None, as_json: bool, **chosen: Any) -> None:
+def generate(
+    model: str | None, prompts: tuple[str, ...], chat: bool, system: str | None, stats: bool, as_json: bool, **chosen: Any
+) -> None:
     """Continue a text with MODEL: a folder, a GGUF file or a name; without one, the built-in default.
 
     The text goes to stdout as it is written, the figures to stderr.
@@ -46,6 +50,8 @@ def generate(model: str | None, prompts: tuple[str, ...], chat: bool, system: st
         click.echo(json.dumps({"texts": written, "stats": asdict(loaded.stats)}, indent=2, ensure_ascii=False))
     else:
         click.echo(figures(loaded.stats, chosen["kv"]), err=True)
+        if stats:
+            show_traffic(loaded.stats.experts)
 
 
 def _ask(loaded: "LanguageModel", text: str, system: str | None) -> list[int]:
@@ -74,7 +80,10 @@ def figures(stats: "Stats", kv: str) -> str:
     held = f"cache {megabytes(stats.cache_nbytes)}"
     if kv != "none" and stats.cache_nbytes:
         held += f" ({kv}); uncompressed {megabytes(stats.plain_nbytes)}, {stats.plain_nbytes / stats.cache_nbytes:.1f}x"
-    return " · ".join([*parts, held])
+    parts.append(held)
+    if stats.experts is not None:
+        parts.append(summary(stats.experts.total))
+    return " · ".join(parts)
 
 
 def megabytes(nbytes: int) -> str:

@@ -15,27 +15,33 @@ MARKS = {"now": "[green]✓[/green]", "alone": "[yellow]~[/yellow]", "no": "[red
 @click.command()
 @click.argument("path", metavar="[MODEL]", required=False)
 @click.option("--quantize", type=int, metavar="BITS", help="Count dense weights as if they were loaded with so many bits.")
+@click.option("--expert-memory", metavar="SIZE", help="Of a packed model, also show what this budget for experts means.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str | None, quantize: int | None, as_json: bool) -> None:
+def inspect(path: str | None, quantize: int | None, expert_memory: str | None, as_json: bool) -> None:
     """Show what a model consists of, and the memory it needs.
 
     MODEL is a folder, a GGUF file or a name; with none, the built-in default. Memory is that of weights and cache together, for
     one sequence, with each setting of the cache: windows and recurrent layers do not grow with the context.
+
+    Of a packed model the disk is measured, for a second, and budgets for its experts are shown: which of them are mapped, how
+    many experts are held otherwise, and how long a token's reads take.
     """
     from auraflux.run.progress import on_terminal
     from auraflux.weights.pull import locate
 
     with on_terminal() as report:
-        found = _look(str(locate(path, report)), quantize)
+        found = _look(str(locate(path, report)), quantize, expert_memory)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         _show(found)
 
 
-def _look(path: str, bits: int | None) -> dict[str, Any]:
+def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, Any]:
+    from auraflux.cli import inspect_experts
     from auraflux.machine import free_nbytes, this_machine
     from auraflux.models import family
+    from auraflux.models.config import experts_per_token
     from auraflux.quant import check_format
     from auraflux.weights.checkpoint import open_checkpoint
     from auraflux.weights.plan import cache_table, contexts, survey
@@ -49,6 +55,7 @@ def _look(path: str, bits: int | None) -> dict[str, Any]:
     tensors = survey(checkpoint, kind.rename, bits)
     memory, free = this_machine().memory_nbytes, free_nbytes()
     weights = tensors.total.memory_nbytes
+    experts, k = checkpoint.experts, 0 if checkpoint.experts is None else experts_per_token(checkpoint.config)
     return {
         "path": path,
         "form": checkpoint.form,
@@ -61,6 +68,7 @@ def _look(path: str, bits: int | None) -> dict[str, Any]:
         "unused": vars(tensors.unused),
         "parts": {name: vars(share) for name, share in _largest_first(tensors.kinds)},
         "formats": {name: vars(share) for name, share in _largest_first(tensors.formats)},
+        "experts": None if experts is None else inspect_experts.look(experts, k, free, expert_memory),
         "machine": {"memory_nbytes": memory, "free_nbytes": free},
         "memory": [
             _setting(kv, cache, weights, memory, free) for kv, cache in cache_table(shapes, contexts(config.context)).items()
@@ -90,6 +98,7 @@ def _setting(kv: str, cache: dict[int, int] | str, weights: int, memory: int, fr
 def _show(found: dict[str, Any]) -> None:
     from rich.markup import escape
 
+    from auraflux.cli import inspect_experts
     from auraflux.cli.screen import stdout
 
     console = stdout()
@@ -104,6 +113,8 @@ def _show(found: dict[str, Any]) -> None:
     console.print(_shares("format", found["formats"], total))
     if found["unused"]["tensors"]:
         console.print(f"not used: {found['unused']['tensors']} tensors, {_size(found['unused']['nbytes'])}")
+    if found["experts"] is not None:
+        inspect_experts.show(console, found["experts"])
     console.print(_memory(found))
     machine = found["machine"]
     console.print(
@@ -132,7 +143,8 @@ def _memory(found: dict[str, Any]) -> Any:
     from rich.table import Table
 
     lengths = max(([need["context"] for need in setting["contexts"]] for setting in found["memory"]), key=len)
-    table = Table("kv", title="weights + cache, by context", title_justify="left")
+    what = "weights + cache" if found["experts"] is None else "weights without packed experts + cache"
+    table = Table("kv", title=f"{what}, by context", title_justify="left")
     for length in lengths:
         table.add_column(f"{length:,}", justify="right")
     for setting in found["memory"]:

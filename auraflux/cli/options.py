@@ -7,12 +7,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from auraflux.cache import CacheSettings
     from auraflux.run.language import LanguageModel
+    from auraflux.weights.expert_settings import ExpertSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 model_argument = click.argument("model", required=False)
 
+EXPERTS = [
+    click.option(
+        "--expert-memory", metavar="SIZE", help="Memory for the experts of a packed model, such as 4GB; others stay on disk."
+    ),
+    click.option(
+        "--expert-io",
+        type=click.Choice(["auto", "mapped", "direct"]),
+        default="auto",
+        help="Map expert files, or read experts.",
+    ),
+    click.option("--expert-main-memory", metavar="SIZE", help="For a GPU: main memory for experts on their way there."),
+    click.option("--expert-guess", is_flag=True, help="Read ahead what the next layer's router chooses when it is run early."),
+    click.option("--verify/--no-verify", default=True, help="Hold experts against their checksums when they are first read."),
+]
 LOADING = [
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     click.option(
@@ -24,7 +40,9 @@ LOADING = [
     click.option("--sparse-v", type=float, default=0.0, metavar="W", help="Pass over values whose weight is below W."),
     click.option("--context", type=int, metavar="N", help="Most tokens of a text; by default what model and memory allow."),
     click.option("--quantize", type=int, metavar="BITS", help="Round dense weights to so many bits while loading."),
+    click.option("--graph/--no-graph", "graphs", default=True, help="Replay the steps of decoding (CUDA graphs on a GPU)."),
     click.option("--exact", is_flag=True, help="Multiply float32 activations, not int8 ones."),
+    *EXPERTS,
 ]
 SAMPLING = [
     click.option("--max-tokens", "-n", type=int, metavar="N", help="Most tokens to write; by default until the text ends."),
@@ -39,7 +57,7 @@ SAMPLING = [
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
 ]
 CACHE_NAMES = ("protect_first", "protect_last", "newest", "sparse_v")
-LOADING_NAMES = ("device", "quantize", "exact", "context")
+LOADING_NAMES = ("device", "quantize", "exact", "context", "graphs")
 
 
 def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
@@ -53,14 +71,28 @@ def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Co
     return add
 
 
+def cache_settings(chosen: dict[str, Any]) -> "CacheSettings":
+    """How the options want keys and values kept."""
+    from auraflux.cache import CacheSettings
+
+    return CacheSettings(chosen["kv"], **{name: chosen[name] for name in CACHE_NAMES})
+
+
+def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
+    """How the options want experts kept."""
+    from auraflux.weights.expert_settings import ExpertSettings
+
+    memory, io, main_memory = (chosen[f"expert_{name}"] for name in ("memory", "io", "main_memory"))
+    return ExpertSettings(memory, io, main_memory, guess=chosen["expert_guess"], verify=chosen["verify"])
+
+
 def load_model(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
     """Load what the options ask for, with progress, and say what should be known about it."""
-    from auraflux.cache import CacheSettings
     from auraflux.ops._jit import nothing_compiled
     from auraflux.run.load import load
 
-    settings = CacheSettings(chosen["kv"], **{name: chosen[name] for name in CACHE_NAMES})
-    loaded = load(model, kv=settings, **{name: chosen[name] for name in LOADING_NAMES})
+    given = {name: chosen[name] for name in LOADING_NAMES}
+    loaded = load(model, kv=cache_settings(chosen), expert_memory=expert_settings(chosen), **given)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     if loaded.engine.device.type == "cpu" and nothing_compiled():

@@ -44,3 +44,8 @@ class Keys:
         if strange:
             raise FormatError(f"config.json has layer_types {', '.join(strange)}; {' and '.join(known)} are supported.")
         return kinds
+
+
+def experts_per_token(config: dict[str, Any]) -> int:
+    """Of each layer that has experts, as all families call it."""
+    return Keys(config)["num_experts_per_tok"]

@@ -15,7 +15,7 @@ from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.config import Keys
 from auraflux.models.llama import MLP
-from auraflux.models.qwen3_moe import Mixture, Plain
+from auraflux.models.qwen3_moe import Mixture, Plain, announce
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Routing, latent_output, latent_query, linear, rms_norm, split_latent
 from auraflux.quant import QTensor
@@ -141,6 +141,7 @@ class Model(qwen3_moe.Model):
         self.layers = [Layer(config, weights, index) for index in range(config.layers)]
         self.norm = weights.vector("model.norm.weight", config.hidden)
         self.head = llama.head(weights, self.table, config.vocab, config.hidden, config.tied)
+        announce(self.layers)
         for index in range(config.layers, config.layers + config.extra):
             weights.skip_under(f"model.layers.{index}.")
 

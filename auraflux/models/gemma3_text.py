@@ -132,8 +132,8 @@ class Layer:
             config.eps,
             config.scale,
             config.softcap,
+            shift=1.0,
         )
-        self.attention.q_norm, self.attention.k_norm = 1 + self.attention.q_norm, 1 + self.attention.k_norm
         self.mlp = MLP(weights, f"{name}.mlp", config.hidden, config.inner)
 
     def __call__(self, x: Tensor, delta: Tensor, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:

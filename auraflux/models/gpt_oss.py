@@ -6,7 +6,7 @@ from typing import Any
 from auraflux.cache import AttentionShape
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.config import Keys
-from auraflux.models.qwen3_moe import Mixture
+from auraflux.models.qwen3_moe import Mixture, announce
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Clamp, Routing
 from auraflux.weights.experts import load_experts
@@ -72,6 +72,7 @@ class Model(qwen3_moe.Model):
         self.layers = [Layer(config, weights, f"model.layers.{index}") for index in range(config.layers)]
         self.norm = weights.vector("model.norm.weight", config.hidden)
         self.head = llama.head(weights, self.table, config.vocab, config.hidden, config.tied)
+        announce(self.layers)
 
 
 class Layer(qwen3_moe.Layer):

@@ -12,7 +12,7 @@ from torch import Tensor, zeros_like
 from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models.config import Keys
 from auraflux.models.rotation import Rotation, rope_settings, rotation
-from auraflux.ops import add_rms_norm, embed, gate_up_swiglu, linear, linears, rms_norm, sigmoid_gate, split_q_gate
+from auraflux.ops import add_rms_norm, embed, gate_up_swiglu, linear, linears, sigmoid_gate, split_q_gate
 from auraflux.weights.loader import Weights
 
 
@@ -141,7 +141,7 @@ class Attention:
         gated: bool = False,
         shift: float = 0.0,
     ):
-        self.heads, self.turn, self.eps, self.softcap, self.gated = heads, turn, eps, softcap, gated
+        self.heads, self.turn, self.eps, self.softcap, self.gated = heads, turn, eps or 0.0, softcap, gated
         self.scale = heads.width**-0.5 if scale is None else scale
         rows = {"q": heads.count * (2 if gated else 1), "k": heads.kv, "v": heads.kv}
         names = {kind: f"{name}.{kind}_proj" for kind in rows}
@@ -149,9 +149,10 @@ class Attention:
         self.qkv_bias = [weights.bias(names[kind], n * heads.width) for kind, n in rows.items()]
         self.out = weights.matrix(f"{name}.o_proj", hidden, heads.count * heads.width)
         self.out_bias = weights.bias(f"{name}.o_proj", hidden)
+        self.norms: tuple[Tensor, Tensor] | None = None
         if eps is not None:
-            self.q_norm = weights.vector(f"{name}.q_norm.weight", heads.width, shift=shift)
-            self.k_norm = weights.vector(f"{name}.k_norm.weight", heads.width, shift=shift)
+            q_norm, k_norm = (weights.vector(f"{name}.{kind}_norm.weight", heads.width, shift=shift) for kind in "qk")
+            self.norms = q_norm, k_norm
         self.sinks = weights.vector(f"{name}.sinks", heads.count) if sinks else None
 
     def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
@@ -161,10 +162,9 @@ class Attention:
         if self.gated:
             q, gate = split_q_gate(q, heads.count)
         q, k, v = (t.view(tokens, -1, heads.width) for t in (q, k, v))
-        if self.eps is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        store.append(batch, self.turn(k, batch.positions), v)
-        out = store.attend(batch, self.turn(q, batch.positions), self.scale, self.sinks, self.softcap)
+        q, k = self.turn.both(q, k, batch.positions, self.norms, self.eps)
+        store.append(batch, k, v)
+        out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
         if gate is not None:
             out = sigmoid_gate(out, gate)
         return linear(out.view(tokens, -1), self.out, self.out_bias)

@@ -148,12 +148,17 @@ class Delta:
     def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
         config, tokens = self.config, len(x)
         qkv, z, b, a = linears(x, self.projections)
+        z = z.view(tokens, config.value_heads, config.value_width)
+        if batch.single:
+            weights = self.taps, self.a_log, self.dt_bias, self.norm
+            out = store.step(batch, qkv, z, a, b, weights, UNIT_EPS, self.eps)
+            return linear(out.view(tokens, -1), self.out)
         decay, beta = delta_gates(a, b, self.a_log, self.dt_bias)
         parts = store.convolve(batch, qkv, self.taps).split_with_sizes(self.parts, 1)
         q, k = (part.contiguous().view(tokens, config.key_heads, config.key_width) for part in parts[:2])
         v = parts[2].contiguous().view(tokens, config.value_heads, config.value_width)
         q, k = qk_norm(q, k, UNIT_EPS)
-        out = gated_rms_norm(store.update(batch, q, k, v, decay, beta), z.view_as(v), self.norm, self.eps)
+        out = gated_rms_norm(store.update(batch, q, k, v, decay, beta), z, self.norm, self.eps)
         return linear(out.view(tokens, -1), self.out)
 
 

@@ -3,20 +3,22 @@
 `Model`, `Layer` and `Mixture` also serve other families of mixtures.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models import llama
 from auraflux.models.config import Keys
 from auraflux.models.llama import MLP, Attention, Heads, rename
-from auraflux.ops import Experts, Routing, add_rms_norm, combine, embed, expert_mlp, linear, linears, rms_norm, route
+from auraflux.ops import Routing, add_rms_norm, combine, embed, linear, linears, rms_norm, route
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
+from auraflux.weights.streamed import Guess, LayerExperts, Mix
 
 __all__ = ["Config", "Model", "make_caches", "rename"]
 
@@ -59,6 +61,10 @@ def sparse_layers(keys: Keys) -> frozenset[int]:
 class Model(llama.Model):
     """Embedding, layers, norm and head."""
 
+    def __init__(self, config: Any, weights: Weights):
+        super().__init__(config, weights)
+        announce(self.layers)
+
     def make_layer(self, weights: Weights, index: int) -> "Layer":
         config, name = self.config, f"model.layers.{index}"
         heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
@@ -93,6 +99,17 @@ class Layer:
         h, x = add_rms_norm(self.mixer(h, batch, store), x, self.mlp_norm, self.eps)
         return self.mlp(h, x)
 
+    def guess(self, residual: Tensor) -> Tensor:
+        """The experts that would be chosen if the stream came here as it is: [T, H] -> [T, k]."""
+        return self.mlp.choose(rms_norm(residual, self.mlp_norm, self.eps))
+
+
+def announce(layers: Sequence[Layer]) -> None:
+    """Tell each mixture how to guess what the next one will ask for."""
+    guess: Guess | None = None
+    for layer in reversed(layers):
+        guess = layer.mlp.announce(guess, layer.guess)
+
 
 @dataclass(frozen=True, eq=False)
 class Plain:
@@ -102,6 +119,14 @@ class Plain:
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         return combine(residual, self.mlp(x))
+
+    def announce(self, following: Guess | None, mine: Guess) -> Guess | None:
+        """How to guess the experts of the next mixture, seen from before this layer."""
+        return following
+
+    def choose(self, x: Tensor) -> Tensor:
+        """Nobody."""
+        return x.new_empty(len(x), 0, dtype=torch.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +140,7 @@ class Mixture:
 
     routing: Routing
     router: Stored
-    experts: Experts
+    experts: LayerExperts
     router_bias: Tensor | None = None
     choice_bias: Tensor | None = None
     shared: MLP | None = None
@@ -128,9 +153,20 @@ class Mixture:
         else:
             scores, gate = linears(x, (self.router, self.shared_gate), (self.router_bias, None))
             gate = gate.view(-1)
-        ids, weights = route(scores, self.routing, self.choice_bias)
-        out = expert_mlp(x, ids, weights, self.experts)
-        return combine(residual, out, None if self.shared is None else self.shared(x), gate)
+
+        def shared() -> Tensor | None:
+            return None if self.shared is None else self.shared(x)
+
+        return self.experts.mix(Mix(x, scores, self.routing, self.choice_bias, residual, shared, gate))
+
+    def announce(self, following: Guess | None, mine: Guess) -> Guess:
+        """Hear how to guess the experts of the next mixture; give how to guess those of this one."""
+        self.experts.announce(following)
+        return mine
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The experts that x [T, H] goes to: [T, k]."""
+        return route(linear(x, self.router, self.router_bias), self.routing, self.choice_bias)[0]
 
 
 def load_mlp(config: Config, weights: Weights, index: int) -> Mixture | Plain:

@@ -14,14 +14,14 @@ from auraflux.ops.attention.reference import (
     merge_partials,
     split_latent,
 )
-from auraflux.ops.delta.reference import delta_gates, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
 from auraflux.ops.linear.reference import embed, gate_up_swiglu, linear, linears
 from auraflux.ops.moe.experts import Clamp, Experts
-from auraflux.ops.moe.reference import combine, expert_mlp, route
+from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, qk_norm, rms_norm
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
-from auraflux.ops.rope.reference import rope
+from auraflux.ops.rope.reference import norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 from auraflux.ops.turboquant.reference import (
@@ -58,10 +58,12 @@ __all__ = [
     "combine",
     "decode",
     "delta_gates",
+    "delta_layer_step",
     "embed",
     "encode",
     "exact",
     "expert_mlp",
+    "expert_parts",
     "gate_up_swiglu",
     "gated_delta_prefill",
     "gated_delta_step",
@@ -75,6 +77,8 @@ __all__ = [
     "linears",
     "llama3_frequencies",
     "merge_partials",
+    "mixture",
+    "norm_rope",
     "penalize",
     "qk_norm",
     "rms_norm",
@@ -87,6 +91,7 @@ __all__ = [
     "sigmoid_gate",
     "split_latent",
     "split_q_gate",
+    "sum_parts",
     "swiglu",
     "turboquant_attention",
     "turboquant_latent_attention",

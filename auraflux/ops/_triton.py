@@ -4,6 +4,7 @@ A wrapper calls `ready` on its first tensor, allocates its results with torch an
 the first import, plain Triton kernels run on CPU tensors, one program after the other: slow, and as right as on a GPU.
 """
 
+import os
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+# whether to use kernels that no GPU has held to their reference yet
+UNPROVEN = bool(os.environ.get("AURAFLUX_UNPROVEN"))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (8, 0)  # compute capability: the first whose matrix units take bfloat16
 INTERPRETED_MULTIPROCESSORS = 4  # few, as wrappers then make few large programs

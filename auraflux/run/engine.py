@@ -9,7 +9,8 @@ from torch import Tensor
 from auraflux.cache import Batch, Cache, CacheSettings, Sequence
 from auraflux.ops import exact
 from auraflux.quant import QTensor
-from auraflux.run.graph import DecodeGraph
+from auraflux.run.device import device_memory
+from auraflux.run.graph import Decoder
 
 
 class Model(Protocol):
@@ -28,7 +29,7 @@ class Engine:
     sequences  that can be open at once
     chunk      tokens that go through the model together, over all sequences
     exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
-    graphs     replay steps of decoding instead of running their Python every time
+    graphs     replay steps of decoding (on a GPU, as CUDA graphs) instead of running their Python every time
     """
 
     def __init__(
@@ -46,20 +47,22 @@ class Engine:
         device: torch.device | str = "cpu",
     ):
         self.model, self.chunk, self.exact = model, chunk, exact
-        self.cache = Cache(shapes, settings, context=context, sequences=sequences, chunk=chunk, dtype=dtype, device=device)
+        with device_memory():
+            self.cache = Cache(shapes, settings, context=context, sequences=sequences, chunk=chunk, dtype=dtype, device=device)
         self.device, self.graphs = torch.device(device), graphs
-        self._graph: DecodeGraph | None = None
+        self.decoder = Decoder(self)
 
     def step(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         """Give each sequence of a batch its next tokens: the final hidden states [T, H].
 
         Whatever stops it on the way, an interrupt too, the sequences are then as they were, or shorter.
         """
-        flat = torch.tensor([token for each in ids for token in each], dtype=torch.int64, device=self.device)
+        flat = torch.tensor([token for each in ids for token in each]).to(self.device, non_blocking=True)
         before = [sequence.length for sequence in batch.sequences]
         try:
-            batch.extend([len(each) for each in ids])
-            return self.forward(flat, batch)
+            with device_memory():
+                batch.extend([len(each) for each in ids])
+                return self.forward(flat, batch)
         except BaseException:
             self.undo(batch, before)
             raise
@@ -78,9 +81,7 @@ class Engine:
 
     def decode(self, batch: Batch, ids: list[int]) -> Tensor:
         """One token of each sequence: the scores of the next, [B, V]."""
-        if self._graph is None or self._graph.batch is not batch:
-            self._graph = DecodeGraph(self, batch)
-        return self._graph(ids)
+        return self.decoder(batch, ids)
 
     def forward(self, flat: Tensor, batch: Batch) -> Tensor:
         """Run tokens for which there is room: the final hidden states [T, H]."""

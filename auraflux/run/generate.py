@@ -9,6 +9,7 @@ import torch
 from auraflux.run.engine import Engine
 from auraflux.run.sampler import Sampler
 from auraflux.run.stream import Stream
+from auraflux.weights.traffic import ExpertTraffic
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Stats:
     tokens          chosen, over all texts
     cache_nbytes    of all that the cache holds
     plain_nbytes    that the same positions would take uncompressed, in bf16
+    experts         what was read of a packed model's experts; None where all are in memory
     """
 
     prompt_tokens: int = 0
@@ -29,6 +31,7 @@ class Stats:
     decode_s: float = 0.0
     cache_nbytes: int = 0
     plain_nbytes: int = 0
+    experts: ExpertTraffic | None = None
 
     @property
     def prefill_rate(self) -> float:

@@ -1,66 +1,147 @@
-"""Decoding as a replay: the step of a batch is recorded once and then repeated without its Python."""
+"""Decoding as a replay: a step is recorded once and then repeated without its Python.
+
+On a GPU a recording is a CUDA graph, on a CPU a list of kernel launches (`ops/_record.py`). It reads all that changes from step
+to step through a `StepIndex`, so one serves all batches of as many sequences until one outgrows the index.
+"""
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
+from auraflux.run.device import device_memory
 
 if TYPE_CHECKING:
-    from auraflux.ops._record import Recording
     from auraflux.run.engine import Engine
 
 log = logging.getLogger("auraflux")
 
+KEPT = 32  # recordings; the one that was used longest ago goes first
 
-class DecodeGraph:
-    """The steps of a batch whose sequences each get one token.
 
-    Kernels choose by length how to share their work, so a step is recorded anew whenever the longest sequence has doubled.
+class Replay(Protocol):
+    """A recorded step; `spoiled` says why it cannot be repeated."""
+
+    @property
+    def spoiled(self) -> str | None: ...
+    def replay(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Step:
+    """What is known of steps that read one index and hold their states at the same places.
+
+    ids     [B]     tokens of the step
+    scores  [B, V]  after each replay
+    batch   of the recording: what it refers to must live as long
     """
 
-    def __init__(self, engine: "Engine", batch: Batch):
-        self.engine, self.batch = engine, batch
-        self.ids = torch.zeros(len(batch.sequences), dtype=torch.int64, device=engine.device)
-        # why steps are not replayed; None if they are
-        self.refused: str | None = None if engine.graphs and engine.device.type == "cpu" else "it is switched off"
-        self._recording: Recording | None = None
-        self._scores: Tensor | None = None
-        self._fits_until = 0
-        self._ran = False
+    ids: Tensor
+    compiled: bool = False
+    recording: Replay | None = None
+    scores: Tensor | None = None
+    batch: Batch | None = None
 
-    def __call__(self, ids: list[int]) -> Tensor:
+
+class Decoder:
+    """Gives each sequence of a batch one token, by replay where that can be."""
+
+    def __init__(self, engine: "Engine"):
+        self.engine = engine
+        # why steps are not replayed; None if they are
+        self.refused: str | None = None if engine.graphs else "it is switched off"
+        self._steps: dict[object, Step] = {}
+        self._capture = CudaCapture() if engine.device.type == "cuda" else _record
+
+    def __call__(self, batch: Batch, ids: list[int]) -> Tensor:
         """Scores of the next token, [B, V]."""
-        longest = 1 + max(sequence.length for sequence in self.batch.sequences)
-        # the first step compiles what is not compiled yet; none of that belongs in a recording
-        if self.refused is not None or not self._ran:
-            self._ran = True
-            return self.engine.score(self.engine.step(self.batch, [[token] for token in ids]))
-        self.ids.copy_(torch.tensor(ids))
-        before = [sequence.length for sequence in self.batch.sequences]
+        before = [sequence.length for sequence in batch.sequences]
         try:
-            self.batch.extend([1] * len(ids))
-            if longest > self._fits_until:
-                return self._record(longest)
-            assert self._recording is not None
-            assert self._scores is not None
-            self._recording.replay()
-            return self._scores.clone()
+            with device_memory():
+                return self._decode(batch, ids)
         except BaseException:
-            self.engine.undo(self.batch, before)
+            self.engine.undo(batch, before)
             raise
 
-    def _record(self, longest: int) -> Tensor:
-        from auraflux.ops._record import record
+    def _decode(self, batch: Batch, ids: list[int]) -> Tensor:
+        batch.extend([1] * len(ids))
+        step = self._step(batch)
+        step.ids.copy_(torch.tensor(ids), non_blocking=True)
+        if step.recording is None:
+            return self._run(step, batch)
+        step.recording.replay()
+        assert step.scores is not None
+        return step.scores.clone()
 
-        with record() as recording:
-            scores = self.engine.score(self.engine.forward(self.ids, self.batch))
+    def _step(self, batch: Batch) -> Step:
+        key = batch.index, batch.places
+        step = self._steps.pop(key, None)
+        if step is None:
+            step = Step(torch.zeros(len(batch.sequences), dtype=torch.int64, device=self.engine.device))
+            if len(self._steps) == KEPT:
+                del self._steps[next(iter(self._steps))]
+        self._steps[key] = step
+        return step
+
+    def _run(self, step: Step, batch: Batch) -> Tensor:
+        """Run a step, and record it if it is time to."""
+
+        def work() -> Tensor:
+            return self.engine.score(self.engine.forward(step.ids, batch))
+
+        # the first run compiles what is not compiled yet; none of that belongs in a recording
+        if self.refused is not None or not step.compiled or not all(layer.steady(batch) for layer in self.engine.cache.layers):
+            step.compiled = True
+            return work()
+        recording, scores = self._capture(work)
         if recording.spoiled is not None:
             self.refused = recording.spoiled
-            log.info("steps are not replayed: %s", self.refused)
+            log.warning("steps of decoding are not replayed: %s", self.refused)
             return scores
-        self._recording, self._scores = recording, scores
-        self._fits_until = 1 << longest.bit_length()
+        step.recording, step.scores, step.batch = recording, scores, batch
         return scores.clone()
+
+
+def _record(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+    """Run a step on the CPU and record it."""
+    from auraflux.ops._record import record
+
+    with record() as recording:
+        scores = work()
+    return recording, scores
+
+
+@dataclass(frozen=True)
+class CudaGraph:
+    """A step as one launch."""
+
+    graph: torch.cuda.CUDAGraph
+    spoiled: str | None = None
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CudaCapture:
+    """Captures steps. Their graphs share memory: no result of one is needed any more when another runs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may copy to the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                scores = work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as err:
+            return CudaGraph(graph, spoiled=str(err).partition("\n")[0]), work()
+        # capturing does not run anything
+        graph.replay()
+        return CudaGraph(graph), scores

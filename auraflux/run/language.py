@@ -13,6 +13,8 @@ from auraflux.run.generate import Stats, write
 from auraflux.run.sampler import Sampling
 from auraflux.run.session import Session
 from auraflux.run.stream import Stream
+from auraflux.weights.expert_store import ExpertStore
+from auraflux.weights.traffic import ExpertTraffic
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -25,12 +27,20 @@ class LanguageModel:
     tokenizer  None for a folder without one: such a model reads and writes tokens as numbers
     stats      of the last generation
     notes      what a user should know about how the weights were taken
+    experts    of a packed model; its `traffic()` says what was read so far
     """
 
     def __init__(
-        self, make_engine: Callable[[int], Engine], tokenizer: Any | None, path: Path, ends: frozenset[int], notes: list[str]
+        self,
+        make_engine: Callable[[int], Engine],
+        tokenizer: Any | None,
+        path: Path,
+        ends: frozenset[int],
+        notes: list[str],
+        experts: ExpertStore | None = None,
     ):
-        self._make_engine, self.tokenizer, self.path, self.ends, self.notes = make_engine, tokenizer, path, ends, notes
+        self.make_engine, self.tokenizer, self.path, self.ends, self.notes = make_engine, tokenizer, path, ends, notes
+        self.experts = experts
         # one sequence is kept between calls, one is for `logits`
         self.engine = make_engine(2)
         self.stats = Stats()
@@ -70,13 +80,13 @@ class LanguageModel:
         if not prompts:
             return []
         settings = _sampling(sampling)
-        engine = self._make_engine(len(prompts))
+        engine = self.make_engine(len(prompts))
         streams = [self._stream(engine.cache.open(), self._ids(prompt), settings) for prompt in prompts]
         texts = dict.fromkeys(streams, "")
-        self.stats = Stats()
+        self.stats, before = Stats(), self._traffic()
         for stream, piece in write(engine, streams, self.stats):
             texts[stream] += piece
-        self._measure(engine)
+        self._measure(engine, before)
         return list(texts.values())
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -96,7 +106,7 @@ class LanguageModel:
         held = session.align(prompt)
         stream = session.writer = self._stream(session.sequence, prompt[held:], settings, prompt[:held])
         session.extend(stream.prompt)
-        self.stats = Stats(reused_tokens=held)
+        self.stats, before = Stats(reused_tokens=held), self._traffic()
         try:
             for found in write(self.engine, [stream], self.stats):
                 yield found
@@ -108,14 +118,20 @@ class LanguageModel:
         finally:
             if session.writer is stream:
                 session.extend(stream.tokens)
-                self._measure(self.engine)
+                self._measure(self.engine, before)
 
     def _stream(self, sequence: Any, prompt: list[int], settings: Sampling, before: list[int] | None = None) -> Stream:
         room = self.context - len(prompt) - len(before or []) + 1
         limit = room if settings.max_tokens is None else min(settings.max_tokens, room)
         return Stream(sequence, prompt, settings, limit, self.ends, self.tokenizer, before)
 
-    def _measure(self, engine: Engine) -> None:
+    def _traffic(self) -> ExpertTraffic | None:
+        return None if self.experts is None or self.experts.share.mapped else self.experts.traffic()
+
+    def _measure(self, engine: Engine, before: ExpertTraffic | None) -> None:
+        after = self._traffic()
+        if after is not None and before is not None:
+            self.stats.experts = after - before
         self.stats.cache_nbytes = engine.cache.nbytes
         self.stats.plain_nbytes = engine.cache.plain_nbytes
 

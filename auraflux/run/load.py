@@ -6,14 +6,18 @@ from typing import Any
 import torch
 
 from auraflux.cache import Cache, CacheSettings
-from auraflux.errors import BackendError, InputError, SettingsError
+from auraflux.errors import SettingsError
 from auraflux.machine import free_nbytes
 from auraflux.models import family
+from auraflux.models.config import experts_per_token
+from auraflux.run.device import CHUNK, activation_dtype, device_memory, find_device, free_device_nbytes
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import Checkpoint, open_checkpoint
+from auraflux.weights.expert_settings import ExpertSettings, share_out
+from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
 
@@ -28,7 +32,9 @@ def load(
     exact: bool = False,
     context: int | None = None,
     *,
-    chunk: int = 512,
+    graphs: bool = True,
+    expert_memory: str | int | ExpertSettings | None = None,
+    chunk: int | None = None,
     report: Report | None = None,
 ) -> LanguageModel:
     """Load a model: a folder, a GGUF file, or a name that is fetched on first use; None for the built-in default.
@@ -38,26 +44,59 @@ def load(
     quantize  bits to which dense weights are rounded on the way
     exact     multiply float32 activations; otherwise CPU kernels round them to int8 per group
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds
-    chunk     tokens of a prompt that go through the model together
+    graphs    replay the steps of decoding: on a GPU as CUDA graphs
+    expert_memory  "4GB": that the experts of a packed model may take, or settings in full; others are read as they are chosen
+    chunk     tokens of a prompt that go through the model together; by default 512, on a GPU 2048
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
-    target = _device(device)
+    kept = expert_memory if isinstance(expert_memory, ExpertSettings) else ExpertSettings(expert_memory)
+    target = find_device(device)
     with on_terminal(report) as tell:
         checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), tell))
         module = family(checkpoint.config)
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)
-        dtype = _dtype(target, shapes)
-        longest = _context(context, config.context, shapes, settings, dtype)
+        dtype = activation_dtype(target)
+        free = free_nbytes() if target.type == "cpu" else free_device_nbytes(target) - sum(checkpoint.sizes().values())
+        experts = _experts(checkpoint, kept, target, free)
+        if experts is not None:
+            free = max(free - experts.share.nbytes, free // 2)
+        longest = _context(context, config.context, shapes, settings, dtype, free)
         tokenizer = _tokenizer(checkpoint)
-        model = _model(module, config, checkpoint, quantize, dtype, target, tell)
+        with device_memory():
+            model = _model(module, config, checkpoint, quantize, dtype, target, experts, tell)
+
+    # what is read depends on the tokens, so their steps cannot be repeated blindly
+    graphs = graphs and (experts is None or experts.share.mapped)
 
     def make_engine(sequences: int) -> Engine:
-        options: dict[str, Any] = {"chunk": chunk, "exact": exact, "dtype": dtype, "device": target}
+        options: dict[str, Any] = {
+            "chunk": chunk or CHUNK[target.type],
+            "exact": exact,
+            "graphs": graphs,
+            "dtype": dtype,
+            "device": target,
+        }
         return Engine(model, shapes, settings, context=longest, sequences=sequences, **options)
 
-    return LanguageModel(make_engine, tokenizer, checkpoint.path, _ends(checkpoint, tokenizer), checkpoint.notes)
+    notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
+    return LanguageModel(make_engine, tokenizer, checkpoint.path, _ends(checkpoint, tokenizer), notes, experts)
+
+
+def _experts(checkpoint: Checkpoint, settings: ExpertSettings, device: torch.device, free: int) -> ExpertStore | None:
+    """How the experts of a packed model are kept, where so much memory is free."""
+    files = checkpoint.experts
+    if files is None:
+        if settings != ExpertSettings():
+            raise SettingsError(
+                f"{checkpoint.path} is not packed, so its experts are loaded with all else. To read them from disk as they are "
+                f"chosen, run 'auraflux pack' on it first."
+            )
+        return None
+    share = share_out(files, experts_per_token(checkpoint.config), settings.nbytes(free), settings.io)
+    below = settings.main_nbytes(free_nbytes()) * files.count // files.nbytes
+    return ExpertStore(files, share, settings, device=device, main_slots=below)
 
 
 def _model(
@@ -67,6 +106,7 @@ def _model(
     bits: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    experts: ExpertStore | None,
     report: Report,
 ) -> Any:
     total, done = sum(checkpoint.sizes().values()), 0
@@ -76,41 +116,22 @@ def _model(
         done += nbytes
         report("loading", done, total)
 
-    weights = Weights(checkpoint, module.rename, bits=bits, dtype=dtype, device=device, advance=advance)
+    weights = Weights(checkpoint, module.rename, bits=bits, dtype=dtype, device=device, experts=experts, advance=advance)
     model = module.Model(config, weights)
     weights.done()
     return model
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as err:
-        raise InputError(f"there is no device {name!r}; auto, cpu and cuda are known.") from err
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"models do not run on {name!r}; auto, cpu and cuda are known.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BackendError("device 'cuda' was asked for, but torch finds no NVIDIA GPU.")
-    return device
-
-
-def _dtype(device: torch.device, shapes: list[Any]) -> torch.dtype:
-    """Of activations. Recurrent layers get float32 on a GPU too: in bf16 their scores were off by half there (H200)."""
-    if device.type == "cpu" or any(not shape.attends for shape in shapes):
-        return torch.float32
-    return torch.bfloat16
-
-
-def _context(wanted: int | None, trained: int, shapes: list[Any], settings: CacheSettings, dtype: torch.dtype) -> int:
+def _context(
+    wanted: int | None, trained: int, shapes: list[Any], settings: CacheSettings, dtype: torch.dtype, free: int
+) -> int:
     """Most tokens of a sequence; refuses settings that the model's layers cannot have before anything is loaded."""
     per_token = Cache(shapes, settings, context=1, dtype=dtype).token_nbytes
     if wanted is not None:
         if wanted < 1:
             raise SettingsError(f"context={wanted} must be at least 1.")
         return wanted
-    return max(1, min(trained, free_nbytes() // SHARE // max(per_token, 1)))
+    return max(1, min(trained, free // SHARE // max(per_token, 1)))
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

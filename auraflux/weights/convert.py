@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -59,7 +60,11 @@ class Shards:
 
     def _flush(self) -> None:
         path = self.folder / f"part-{len(self._written)}"
-        save_file(self._waiting, path, metadata={"format": "mlx"})
+        try:
+            save_file(self._waiting, path, metadata={"format": "mlx"})
+        except SafetensorError as err:
+            # what the system said is only in the text
+            raise OSError(str(err)) from err
         # safetensors lets only the owner read what it writes
         path.chmod(self.folder.stat().st_mode & 0o666)
         self._written.append((path, list(self._waiting)))
@@ -117,9 +122,8 @@ class Writing(Weights):
 
     def rounded(self, found: Stored, name: str) -> Stored:
         """Round what is dense, and codes with more bits than were asked for."""
-        assert self.bits is not None
         # mlx-lm has codes for the routers of some families, and reads them dense in all
-        if is_blank(found) or found.shape[-1] % self.group or ROUTERS.search(name):
+        if self.bits is None or is_blank(found) or found.shape[-1] % self.group or ROUTERS.search(name):
             return found
         if not isinstance(found, QTensor):
             return quantize_large(found, self.bits, self.group)
@@ -174,7 +178,9 @@ def convert(
     add      puts further files into the folder, such as a tokenizer
     """
     check_format(bits, group)
-    _check_target(checkpoint, target, force)
+    if checkpoint.experts is not None:
+        raise FormatError(f"{checkpoint.path} holds packed experts. Convert the model that it was packed from.")
+    check_paths(checkpoint, target, force)
     try:
         with _appearing(target) as folder:
             shards = Shards(folder)
@@ -186,20 +192,21 @@ def convert(
                     f"groups of {group} divide the width of no weight in {checkpoint.path}; try a smaller --group."
                 )
             shards.close()
-            config = _config(checkpoint.config, weights.formats)
+            config = mlx_config(checkpoint.config, weights.formats)
             (folder / "config.json").write_text(json.dumps(config, indent=4))
-            _copy_others(checkpoint.path, folder)
+            copy_others(checkpoint.path, folder)
             add(folder)
     except OSError as err:
         raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
     return target
 
 
-def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
+def check_paths(checkpoint: Checkpoint, target: Path, force: bool) -> None:
+    """Refuse to write over what is read, or over something else."""
     if not target.exists():
         return
     if target.resolve() == checkpoint.path.resolve():
-        raise FormatError(f"{target} is the model that is to be converted; name another folder.")
+        raise FormatError(f"{target} is the model that is to be written anew; name another folder.")
     if not force:
         raise FormatError(f"{target} is already there. Use --force to replace it.")
     if not (target / "config.json").exists() and (target.is_file() or any(target.iterdir())):
@@ -216,19 +223,24 @@ def _appearing(target: Path) -> Iterator[Path]:
         made, old = folder / "new", folder / "old"
         made.mkdir()
         yield made
-        if target.exists():
-            os.rename(target, old)
-        try:
-            os.rename(made, target)
-        except BaseException:
-            if old.exists():
-                os.rename(old, target)
-            raise
+        put_in_place(made, target, old)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _config(config: dict[str, Any], formats: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def put_in_place(made: Path, target: Path, old: Path) -> None:
+    """Rename a folder to what it shall be called, and what had that name to `old`."""
+    if target.exists():
+        os.rename(target, old)
+    try:
+        os.rename(made, target)
+    except BaseException:
+        if old.exists():
+            os.rename(old, target)
+        raise
+
+
+def mlx_config(config: dict[str, Any], formats: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """config.json with what mlx-lm calls "quantization": the most frequent format, and every module that has another."""
     usual, _ = Counter(tuple(form.items()) for form in formats.values()).most_common(1)[0]
     entry = {**dict(usual), **{module: form for module, form in formats.items() if tuple(form.items()) != usual}}
@@ -257,7 +269,7 @@ def _older_keys(config: dict[str, Any]) -> dict[str, Any]:
     return {**older, **{key: value for key, value in config.items() if key not in older or value is not None}}
 
 
-def _copy_others(source: Path, folder: Path) -> None:
+def copy_others(source: Path, folder: Path) -> None:
     """Copy tokenizer and settings; no code."""
     if not source.is_dir():
         return

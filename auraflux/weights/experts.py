@@ -7,41 +7,31 @@ stacks       switch_mlp.gate_proj.weight [E, I, H]            mlx-lm; `experts.g
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from auraflux.ops.moe.experts import Clamp, Experts, Stack
+from auraflux.ops.moe.experts import Clamp, Experts
 from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import Stored
-from auraflux.weights.loader import Weights, dense, is_blank
+from auraflux.weights.loader import Source, Weights, dense
+from auraflux.weights.streamed import LayerExperts, Resident
 
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where one projection of all experts is.
-
-    matrix   gives an expert's
-    release  says that it was copied
-    """
-
-    matrix: Callable[[int], Stored]
-    release: Callable[[int], None] = lambda expert: None
-
-
 def load_experts(
     weights: Weights, name: str, count: int, hidden: int, inner: int, *, stacks: str = "switch_mlp", clamp: Clamp | None = None
-) -> Experts:
-    """Take the experts under `name` from a checkpoint of any layout.
+) -> LayerExperts:
+    """Take the experts under `name` from a checkpoint of any layout, or from where it was packed.
 
     stacks  what mlx-lm calls them
     clamp   of gpt-oss; a checkpoint with it has biases too
     """
     home, alone = f"{name}.{stacks}", f"{name}.experts"
+    if weights.experts is not None:
+        biases = _biases(weights, name, home, count, hidden, inner) if clamp else {}
+        return weights.experts.layer(name, count, hidden, inner, biases, clamp)
     if weights.has(f"{home}.gate_proj.weight"):
         sources = _stacks(weights, home, count, hidden, inner)
     elif not weights.has(f"{alone}.gate_up_proj"):
@@ -50,19 +40,22 @@ def load_experts(
         sources = _fused(weights, alone, count, hidden, inner)
     else:
         sources = _alternating(weights, alone, count, hidden, inner)
-    made = {kind: _stack(weights, f"{home}.{kind}_proj.weight", count, source) for kind, source in sources.items()}
+    made = {kind: weights.stack(f"{home}.{kind}_proj.weight", count, source) for kind, source in sources.items()}
     weights.release(f"{alone}.gate_up_proj", f"{alone}.down_proj")
     biases = _biases(weights, name, home, count, hidden, inner) if clamp else {}
-    return Experts(made["gate"], made["up"], made["down"], **biases, clamp=clamp)
+    return Resident(Experts(made["gate"], made["up"], made["down"], **biases, clamp=clamp))
 
 
 def _stacks(weights: Weights, home: str, count: int, hidden: int, inner: int) -> dict[str, Source]:
-    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    return {kind: _whole(weights.stored(f"{home}.{kind}_proj.weight", count, *shape)) for kind, shape in shapes.items()}
+    def source(kind: str, rows: int, width: int) -> Source:
+        name = f"{home}.{kind}_proj.weight"
+        return Source(lambda e: weights.one_of(name, e, count, rows, width), lambda e: weights.release(name))
+
+    return _projections(source, hidden, inner)
 
 
-def _whole(stack: Stored) -> Source:
-    return Source(lambda expert: stack[expert])
+def _projections(source: Callable[[str, int, int], Source], hidden: int, inner: int) -> dict[str, Source]:
+    return {"gate": source("gate", inner, hidden), "up": source("up", inner, hidden), "down": source("down", hidden, inner)}
 
 
 def _one_each(weights: Weights, alone: str, hidden: int, inner: int) -> dict[str, Source]:
@@ -72,13 +65,23 @@ def _one_each(weights: Weights, alone: str, hidden: int, inner: int) -> dict[str
 
         return Source(lambda e: weights.stored(name(e), rows, width), lambda e: weights.release(name(e)))
 
-    return {"gate": source("gate", inner, hidden), "up": source("up", inner, hidden), "down": source("down", hidden, inner)}
+    return _projections(source, hidden, inner)
 
 
 def _fused(weights: Weights, alone: str, count: int, hidden: int, inner: int) -> dict[str, Source]:
     both = weights.stored(f"{alone}.gate_up_proj", count, 2 * inner, hidden)
     down = weights.stored(f"{alone}.down_proj", count, hidden, inner)
-    return {"gate": _whole(_rows(both, slice(inner))), "up": _whole(_rows(both, slice(inner, None))), "down": _whole(down)}
+    return _halves(weights, alone, both, down, slice(inner), slice(inner, None))
+
+
+def _halves(weights: Weights, alone: str, both: Stored, down: Stored, gate: slice, up: slice) -> dict[str, Source]:
+    """Sources in a stack of gate and up, which are some of its rows, and one of down."""
+
+    def source(stack: Stored, kind: str) -> Source:
+        return Source(lambda e: stack[e], lambda e: weights.release(f"{alone}.{kind}"))
+
+    halves = {"gate": source(_rows(both, gate), "gate_up_proj"), "up": source(_rows(both, up), "gate_up_proj")}
+    return {**halves, "down": source(down, "down_proj")}
 
 
 def _rows(stack: Stored, rows: slice) -> Stored:
@@ -94,7 +97,7 @@ def _alternating(weights: Weights, alone: str, count: int, hidden: int, inner: i
         return dense(weights.stored(name, count, width, rows)).transpose(1, 2)
 
     both, down = stored("gate_up_proj", 2 * inner, hidden), stored("down_proj", hidden, inner)
-    return {"gate": _whole(_rows(both, EVEN)), "up": _whole(_rows(both, ODD)), "down": _whole(down)}
+    return _halves(weights, alone, both, down, EVEN, ODD)
 
 
 def _biases(weights: Weights, name: str, home: str, count: int, hidden: int, inner: int) -> dict[str, Tensor]:
@@ -108,36 +111,3 @@ def _biases(weights: Weights, name: str, home: str, count: int, hidden: int, inn
         f"{kind}_bias": weights.keep(f"{home}.{kind}_proj.bias", value.contiguous().to(weights.device, torch.float32))
         for kind, value in found.items()
     }
-
-
-def _stack(weights: Weights, name: str, count: int, source: Source) -> Stack:
-    """All experts' matrices of one projection, made ready one after the other."""
-
-    def ready(expert: int) -> Stored:
-        found = source.matrix(expert)
-        if isinstance(found, Tensor) and not is_blank(found):
-            found = found.contiguous()
-        return weights.ready(weights.rounded(found, name))
-
-    first = ready(0)
-    if is_blank(first):
-        for expert in range(1, count):
-            source.matrix(expert)
-        return first.expand(count, *first.shape)
-    if isinstance(first, QTensor):
-        arrays: dict[str, Any] = {
-            part: torch.empty(count, *array.shape, dtype=array.dtype, device=array.device)
-            for part in ("packed", "scales", "biases")
-            if (array := getattr(first, part)) is not None
-        }
-        for expert in range(count):
-            made = first if expert == 0 else ready(expert)
-            for part, array in arrays.items():
-                array[expert] = getattr(made, part)
-            source.release(expert)
-        return weights.keep(name, replace(first, **arrays, shape=(count, *first.shape)))
-    whole = torch.empty(count, *first.shape, dtype=first.dtype, device=first.device)
-    for expert in range(count):
-        whole[expert] = dense(first if expert == 0 else ready(expert))
-        source.release(expert)
-    return weights.keep(name, whole)

@@ -1,7 +1,6 @@
 """Folders of safetensors with a config.json: Hugging Face's and mlx-lm's."""
 
 import ctypes
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,13 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import Stored
+from auraflux.weights.checkpoint import Stored, read_json
+from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 
 PARTS = (".scales", ".biases")
 # gpt-oss as OpenAI published it: nibbles and exponents of MXFP4, both as bytes
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 DONTNEED, PAGE = 4, 4096
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a FormatError that says what is wrong with it."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
-        raise FormatError(f"{path} cannot be read as JSON: {err}.") from err
-    if not isinstance(found, dict):
-        raise FormatError(f"{path} holds {type(found).__name__}, not an object.")
-    return found
 
 
 class Folder:
@@ -41,7 +30,9 @@ class Folder:
         self.config = read_json(path / "config.json")
         self.notes: list[str] = []
         self.quantization = self._quantization()
-        self.form = "mlx" if self.quantization else "hf"
+        self.experts: ExpertFiles | None = open_experts(path) if has_experts(path) else None
+        # what is packed was written as convert writes it
+        self.form = "mlx" if self.quantization or self.experts else "hf"
         self._files: dict[Path, Any] = {}
 
     def _quantization(self) -> dict[str, Any]:
@@ -97,6 +88,10 @@ class Folder:
                 parts[name] = [name, *found]
         return parts
 
+    def files(self) -> list[Path]:
+        packed = [] if self.experts is None else self.experts.paths
+        return [self.path / "config.json", *sorted(set(self._homes.values())), *packed]
+
     def sizes(self) -> dict[str, int]:
         return {name: sum(map(self._nbytes, parts)) for name, parts in self._parts.items()}
 
@@ -138,6 +133,9 @@ class Folder:
         if parts[0].endswith(BLOCKS):
             return _mxfp4_blocks(*found)
         return self._quantized(name, *found)
+
+    def load_one(self, name: str, index: int) -> Stored:
+        return self.load(name)[index]
 
     def release(self, name: str) -> None:
         for part in self._parts[name]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
 from auraflux.weights.checkpoint import Stored
+from auraflux.weights.expert_files import ExpertFiles
 from auraflux.weights.gguf_words import FREQUENCIES, architecture, make_config, tensor_name
 
 MAGIC = b"GGUF"
@@ -93,6 +94,7 @@ class GGUFFile:
     """
 
     form = "gguf"
+    experts: ExpertFiles | None = None
 
     def __init__(self, path: Path):
         self.path = path
@@ -130,6 +132,9 @@ class GGUFFile:
             for (kind, group), count in sorted(counts.items())
         ]
 
+    def files(self) -> list[Path]:
+        return _parts(self.path)
+
     def sizes(self) -> dict[str, int]:
         return {name: int(tensor.n_bytes) for name, (_, tensor) in self._tensors.items()}
 
@@ -137,10 +142,15 @@ class GGUFFile:
         return tuple(int(size) for size in reversed(self._tensors[name][1].shape))
 
     def load(self, name: str) -> Stored:
-        _, tensor = self._tensors[name]
-        kind, shape = tensor.tensor_type.name, self.shape(name)
         order = self._row_order(name)
-        array = tensor.data if order is None else tensor.data[order]
+        array = self._tensors[name][1].data
+        return self._stored(name, array if order is None else array[order], self.shape(name))
+
+    def load_one(self, name: str, index: int) -> Stored:
+        return self._stored(name, self._tensors[name][1].data[index], self.shape(name)[1:])
+
+    def _stored(self, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> Stored:
+        kind = self._tensors[name][1].tensor_type.name
         if kind in DENSE:
             return _dense(array, kind).view(shape)
         if len(shape) == 1:

@@ -6,7 +6,8 @@ stands in for it, and `done` tells all of it in one error, with the tensors nobo
 
 import re
 from collections.abc import Callable
-from typing import TypeGuard, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import Checkpoint, Stored
+from auraflux.weights.expert_store import ExpertStore, map_experts
 from auraflux.weights.rounding import quantize_large
 
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
@@ -23,6 +25,18 @@ SHOWN = 12  # names of a kind in an error
 ROUTERS = re.compile(r"(mlp\.gate|shared_expert_gate|router)\.weight$")
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where one projection of all experts is.
+
+    matrix   gives an expert's
+    release  says that it was copied
+    """
+
+    matrix: Callable[[int], Stored]
+    release: Callable[[int], None] = lambda expert: None
+
+
 class Weights:
     """Tensors of a checkpoint under a model's own names, made ready for a device.
 
@@ -30,6 +44,7 @@ class Weights:
     bits      to which dense matrices are rounded on the way; None leaves them as they are
     group     inputs that share a scale
     dtype     of the activations they will meet
+    experts   how those of a packed model are kept; by default their files are mapped
     advance   called with the bytes of each tensor that was taken
     """
 
@@ -42,8 +57,12 @@ class Weights:
         group: int = 64,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        experts: ExpertStore | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
     ):
+        if experts is None and checkpoint.experts is not None:
+            experts = map_experts(checkpoint.experts, device)
+        self.experts = experts
         self.checkpoint, self.bits, self.group = checkpoint, bits, group
         self.dtype, self.device, self._advance = dtype, torch.device(device), advance
         self._sizes = checkpoint.sizes()
@@ -109,6 +128,10 @@ class Weights:
         """A tensor as it lies in the checkpoint, for those who arrange it themselves; `release` it afterwards."""
         return self._take(name, shape)
 
+    def one_of(self, name: str, index: int, *shape: int) -> Stored:
+        """One matrix of a stack as it lies in the checkpoint; the shape is that of the stack."""
+        return self._take(name, shape, index)
+
     def release(self, *names: str) -> None:
         """Say that tensors, those of them that are there, were copied."""
         for name in names:
@@ -144,11 +167,50 @@ class Weights:
         self.release(name)
         return value
 
-    def _take(self, name: str, shape: tuple[int | None, ...]) -> Stored:
-        blank = torch.zeros((), device=self.device).expand([size or 1 for size in shape])
+    def stack(self, name: str, count: int, source: Source) -> Stored:
+        """All experts' matrices of one projection, made ready one after the other."""
+
+        def made(expert: int) -> Stored:
+            found = source.matrix(expert)
+            if isinstance(found, Tensor) and not is_blank(found):
+                found = found.contiguous()
+            return self.ready(self.rounded(found, name))
+
+        first = made(0)
+        if is_blank(first):
+            for expert in range(1, count):
+                source.matrix(expert)
+            return first.expand(count, *first.shape)
+        if isinstance(first, QTensor):
+            arrays: dict[str, Any] = {
+                part: torch.empty(count, *array.shape, dtype=array.dtype, device=array.device)
+                for part in ("packed", "scales", "biases")
+                if (array := getattr(first, part)) is not None
+            }
+            for expert in range(count):
+                one = first if expert == 0 else made(expert)
+                for part, array in arrays.items():
+                    array[expert] = getattr(one, part)
+                source.release(expert)
+            return self.keep(name, replace(first, **arrays, shape=(count, *first.shape)))
+        whole = torch.empty(count, *first.shape, dtype=first.dtype, device=first.device)
+        for expert in range(count):
+            whole[expert] = dense(first if expert == 0 else made(expert))
+            source.release(expert)
+        return self.keep(name, whole)
+
+    def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
+        stored = self._found(name, shape)
+        if stored is None:
+            sizes = [size or 1 for size in (shape if index is None else shape[1:])]
+            return torch.zeros((), device=self.device).expand(sizes)
+        return self.checkpoint.load(stored) if index is None else self.checkpoint.load_one(stored, index)
+
+    def _found(self, name: str, shape: tuple[int | None, ...]) -> str | None:
+        """The checkpoint's name of a tensor that fits; otherwise what is wrong is noted."""
         if name not in self._stored:
             self._missing.append(name)
-            return blank
+            return None
         stored = self._stored[name]
         if name in self._left:
             self._left.discard(name)
@@ -157,8 +219,8 @@ class Weights:
         if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             self._wrong.append(f"{stored} has shape {list(found)}, [{wanted}] is needed")
-            return blank
-        return self.checkpoint.load(stored)
+            return None
+        return stored
 
     def done(self) -> None:
         """Raise what was found to be wrong."""
@@ -167,7 +229,7 @@ class Weights:
             f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
             for what, names in (
                 ("missing", sorted(set(self._missing))),
-                ("of the wrong shape", self._wrong),
+                ("of the wrong shape", list(dict.fromkeys(self._wrong))),
                 ("that the model does not know", extra),
             )
             if names

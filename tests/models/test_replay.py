@@ -48,6 +48,5 @@ def test_a_replayed_step_is_the_step(name: str, kv: str, tmp_path: Path):
             engine.prefill(sequence, text[:length])
         batch = engine.cache.batch(pair)
         found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
-        assert engine._graph is not None
-        assert (engine._graph.refused is None) == graphs, engine._graph.refused
+        assert (engine.decoder.refused is None) == graphs, engine.decoder.refused
     assert torch.equal(found[True], found[False])

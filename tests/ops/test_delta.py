@@ -15,8 +15,8 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._cases import Args, relative_rms
 from auraflux.ops._simd import ISA, ISAS, cpu_features
-from auraflux.ops.delta.cases import closing, conv, gates, prefill, starts, step
-from auraflux.ops.delta.reference import delta_gates, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.delta.cases import closing, conv, gates, prefill, starts, step, whole
+from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
 
 LENGTHS = [1, 6, 7, 16, 33, 100]
 
@@ -70,6 +70,39 @@ def test_conv_is_that_of_transformers(length: int):
     out = module.causal_conv1d_update(args["x"].T.unsqueeze(0), state, args["weight"].T.contiguous(), activation="silu")
     assert close(short_conv(**args), out[0].T)
     assert torch.equal(args["state"], state.mT)
+
+
+def test_layer_step_is_written_out_in_float64():
+    args = whole(3, 4, 2, 64, torch.float32)
+    qkv, conv_, state, taps = (args[name].double() for name in ("qkv", "conv", "state", "taps"))
+    mixed = torch.nn.functional.silu((torch.cat([conv_, qkv[:, None]], 1) * taps).sum(1))
+    q, k, v = (part.view(3, -1, 64) for part in mixed.split([128, 128, 256], 1))
+    q, k = ((x * (x.square().sum(-1, True) + 1e-6).rsqrt()).repeat_interleave(2, 1) for x in (q, k))
+    decay = torch.exp(-args["a_log"].exp() * torch.nn.functional.softplus(args["a"] + args["dt_bias"])).double()
+    state = state * decay[..., None, None]
+    change = (v - (k[:, :, None] @ state)[:, :, 0]) * args["b"].double().sigmoid()[..., None]
+    state = state + k[..., None] * change[:, :, None]
+    read = (q[:, :, None] @ state)[:, :, 0] / 8
+    read = read * (read.square().mean(-1, True) + 1e-6).rsqrt() * args["norm"] * torch.nn.functional.silu(args["z"])
+    assert close(delta_layer_step(**args), read.float())
+    assert close(args["state"], state.float())
+    assert torch.equal(args["conv"], torch.cat([conv_[:, 1:], qkv[:, None]], 1).float())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qkv", lambda x: x[:, 1:].contiguous(), "'qkv' has 511 channels; beside 4 value heads of 64 they do not hold"),
+        ("z", lambda x: x[:, :3].contiguous(), r"'z' has shape \[2, 3, 64\]; \[2, 4, 64\]"),
+        ("conv", Tensor.half, "'conv' has dtype float16; float32 is needed"),
+        ("state", lambda x: x[:1], r"'state' has shape \[1, 4, 64, 64\]; \[2, 4, 64, 64\]"),
+        ("starts", lambda x: x[:2], r"'starts' has shape \[2\]; \[3\]"),
+    ],
+)
+def test_layer_step_refuses_what_does_not_fit(name: str, change, message: str):
+    args = whole(2, 4, 2, 64, torch.float32)
+    with pytest.raises(InputError, match=message):
+        delta_layer_step(**{**args, name: change(args[name])})
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from auraflux.errors import FormatError, InputError
-from auraflux.ops import expert_mlp
+from auraflux.ops import expert_mlp, expert_parts, sum_parts
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
-from auraflux.ops.moe._expert_cases import dense_stack, from_blobs, layer, routed
+from auraflux.ops.moe._expert_cases import dense_stack, from_blobs, gpt_oss, layer, routed
 from auraflux.ops.moe.experts import Experts
 
 
@@ -47,6 +47,39 @@ def test_blobs_give_the_same_bits_as_stacks():
     assert not blobs.gate.packed.is_contiguous()
     args = routed(9, 3, blobs)
     assert torch.equal(expert_mlp(**args), expert_mlp(**{**args, "experts": stacked}))
+
+
+EXPERTS = {
+    "codes": lambda: layer(7, 64, 128),
+    "row order": lambda: layer(7, 64, 128, lanes=1),
+    "blobs": lambda: from_blobs(7, 64, 128),
+    "mxfp4": lambda: gpt_oss(7, 64, 96),
+    "dense": lambda: dense_stack(7, 63, 100, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5, 70, 600])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_in_any_turns_give_the_same_bits(kind: str, tokens: int, is_exact: bool):
+    torch.manual_seed(tokens)
+    args = routed(tokens, 3, EXPERTS[kind]())
+    ids, parts = args["ids"], torch.full((tokens, 3, args["experts"].hidden), torch.nan)
+    with exact(is_exact):
+        for turn in ([4, 1], [6], [], [0, 2, 3, 5]):
+            present = torch.isin(ids, torch.tensor(turn, dtype=torch.int32))
+            expert_parts(args["x"], torch.where(present, ids, -1), args["experts"], parts)
+        assert torch.equal(sum_parts(parts, args["weights"], args["x"].dtype), expert_mlp(**args))
+
+
+def test_parts_of_an_expert_that_does_not_exist_are_refused():
+    args = routed(3, 2, layer(4, 64, 128))
+    args["ids"][1, 1] = 4
+    parts = torch.zeros(3, 2, 64)
+    for call in (expert_parts, expert_parts.reference):
+        with pytest.raises(InputError, match="there are 4 experts"):
+            call(args["x"], args["ids"], args["experts"], parts)
+    assert not parts.any()
 
 
 def test_a_weight_of_zero_silences_an_expert():

@@ -154,9 +154,9 @@ def test_settings_are_refused_before_anything_is_loaded():
 @pytest.mark.parametrize("kv", ["none", "k8v4", "k4v2"])
 def test_replayed_steps_are_the_same_steps(kv: str):
     """Past a page, and past the length at which a step is recorded anew."""
-    loaded = {graphs: auraflux.load(tiny(), kv=kv, quantize=4, context=256, device="cpu") for graphs in (True, False)}
-    loaded[False].engine.graphs = False
+    options = {"kv": kv, "quantize": 4, "context": 256, "device": "cpu"}
+    loaded = {graphs: auraflux.load(tiny(), graphs=graphs, **options) for graphs in (True, False)}
     tokens = {graphs: list(model.tokens(IDS, max_tokens=150)) for graphs, model in loaded.items()}
     assert tokens[True] == tokens[False]
-    assert loaded[True].engine._graph.refused is None
-    assert loaded[False].engine._graph.refused == "it is switched off"
+    assert loaded[True].engine.decoder.refused is None
+    assert loaded[False].engine.decoder.refused == "it is switched off"

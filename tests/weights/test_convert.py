@@ -179,7 +179,7 @@ def test_what_is_no_model_is_never_replaced(source: Path, tmp_path):
     (tmp_path / "home" / "letters.txt").touch()
     with pytest.raises(FormatError, match="is not a model folder, so it is not replaced"):
         run(source, tmp_path / "home", force=True)
-    with pytest.raises(FormatError, match="is the model that is to be converted"):
+    with pytest.raises(FormatError, match="is the model that is to be written anew"):
         run(source, source, force=True)
 
 

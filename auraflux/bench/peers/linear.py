@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -95,6 +94,7 @@ def _onnx_graph(weight: QTensor, arrays: Sequence[dict[str, np.ndarray]], accura
 
 def _onnxruntime(accuracy_level: int) -> Callable[[Args, int], Contender]:
     def make(args: Args, copies: int) -> Contender:
+        import numba
         import onnxruntime
 
         weight = args["weight"].rows()

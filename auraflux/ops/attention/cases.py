@@ -268,6 +268,8 @@ CASES = [
     Case(latent_attention, "prefill", lambda: latent_queries([200], [200], 16, 128, 64), flops=latent_flops),
     Case(latent_attention, "ragged", lambda: latent_queries(*RAGGED, 5, 63, 7, 7)),
     Case(latent_attention, "bf16", lambda: latent_queries(*RAGGED, 4, 64, 16, dtype=BF16), tol=4e-3),
+    Case(latent_attention, "few-heads-bf16", lambda: latent_queries([130, 64], [1, 1], 8, 512, 64, 64, BF16), tol=4e-3),
+    Case(latent_attention, "many-heads-bf16", lambda: latent_queries([200, 3], [2, 1], 128, 512, 64, 128, BF16), tol=4e-3),
     Case(latent_attention, "f16-cache", lambda: latent_queries(*RAGGED, 4, 100, 16, cache=F16)),
     Case(append_latent, "one-token", lambda: new_latents([700], [1], 512, 64, 64), bench=True),
     Case(append_latent, "ragged", lambda: new_latents(*RAGGED, 63, 5, 7)),

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.delta.reference import delta_gates, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
 
 BF16 = torch.bfloat16
 
@@ -58,6 +58,32 @@ def gates(tokens: int, heads: int, scale: float = 3.0, dtype: torch.dtype = torc
     return {"a": a, "b": b, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads)}
 
 
+def whole(batch: int, heads: int, key_heads: int, width: int = 128, dtype: torch.dtype = BF16) -> Args:
+    """One token of each sequence, as the projections of a layer give it."""
+    channels = (2 * key_heads + heads) * width
+    gate = gates(batch, heads, dtype=dtype)
+    return {
+        "qkv": torch.randn(batch, channels).to(dtype),
+        "z": torch.randn(batch, heads, width).to(dtype),
+        "a": gate["a"],
+        "b": gate["b"],
+        "conv": torch.randn(batch, 3, channels).to(dtype),
+        "state": torch.randn(batch, heads, width, width) * 0.3,
+        "taps": torch.randn(4, channels) / 2,
+        "a_log": gate["a_log"],
+        "dt_bias": gate["dt_bias"],
+        "norm": 1 + torch.randn(width) / 10,
+        "starts": starts([1] * batch),
+        "unit_eps": 1e-6,
+        "eps": 1e-6,
+    }
+
+
+def whole_nbytes(args: Args) -> int:
+    every = sum(x.numel() * x.element_size() for x in args.values() if isinstance(x, Tensor))
+    return every + sum(args[name].numel() * args[name].element_size() for name in ("state", "conv", "z"))
+
+
 def state_flops(args: Args) -> int:
     # the memory is read at the key and at the query, and written: a multiplication and an addition each
     return 6 * args["v"].shape[0] * args["state"][0].numel()
@@ -92,6 +118,8 @@ CASES = [
     Case(gated_delta_prefill, "narrow", lambda: prefill(2, 19, heads=3, key_heads=1, key_width=5, value_width=3)),
     Case(gated_delta_prefill, "closed-gates", lambda: closing(prefill(100, 3, key_width=64, value_width=64))),
     Case(gated_delta_prefill, "bf16", lambda: prefill(33, 4, dtype=BF16), tol=4e-3),
+    # whole chunks go through the matrix units in bf16 and float16
+    Case(gated_delta_prefill, "bf16-chunks", lambda: prefill(150, 0, 64, 3, dtype=BF16), tol=6e-3),
     Case(short_conv, "one-token", lambda: conv(1, channels=8192), bench=True),
     Case(short_conv, "512-tokens", lambda: conv(512, channels=8192), bench=True),
     Case(short_conv, "ragged", lambda: conv(1, 0, 2, 3, 4, 7, channels=333)),
@@ -103,4 +131,11 @@ CASES = [
     Case(delta_gates, "odd-heads", lambda: gates(7, 63)),
     Case(delta_gates, "large", lambda: gates(33, 16, scale=60.0)),
     Case(delta_gates, "bf16", lambda: gates(5, 100, dtype=BF16)),
+    # in one kernel nothing is rounded to bf16 between the steps
+    Case(delta_layer_step, "one-token", lambda: whole(1, 32, 16), tol=8e-3, bench=True, nbytes=whole_nbytes),
+    Case(delta_layer_step, "batch", lambda: whole(8, 32, 16), tol=8e-3, bench=True, nbytes=whole_nbytes),
+    Case(delta_layer_step, "many-share", lambda: whole(3, 16, 4), tol=8e-3),
+    Case(delta_layer_step, "own-keys", lambda: whole(2, 4, 4), tol=8e-3),
+    Case(delta_layer_step, "narrow", lambda: whole(2, 4, 2, 64), tol=8e-3),
+    Case(delta_layer_step, "f32", lambda: whole(2, 4, 2, 64, torch.float32)),
 ]

@@ -13,6 +13,7 @@ from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, jit, 
 from auraflux.ops._math import exp, sigmoid, silu
 from auraflux.ops.delta._chunks import run_chunks, scratch_floats
 from auraflux.ops.delta._strips import LANES, STRIP, step_strip, step_vector
+from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 
 # below these, waking the threads costs more than the work
 STATE_PARALLEL_FROM = 1 << 16  # elements of state, times tokens
@@ -231,3 +232,10 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     jobs = threads() if a.numel() >= PARALLEL_FROM else 1
     _gates(jobs, tokens, *[x.data_ptr() for x in wide], decay.data_ptr(), beta.data_ptr(), heads)
     return decay, beta
+
+
+def delta_layer_step(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
+    norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
+) -> Tensor:  # fmt: skip
+    return layer_step_by(LAYER_STEPS, qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, starts, unit_eps, eps)

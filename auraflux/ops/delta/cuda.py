@@ -8,7 +8,12 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import Build, cdiv, power_of_two, ready, sigmoid, silu
 from auraflux.ops.delta._cuda_chunks import chunk_kernel, scan_kernel
+from auraflux.ops.delta._cuda_hopper import chunk_tiles, fits_hopper, prefill_hopper, tile_layout
+from auraflux.ops.delta._cuda_scan import scan_tiles
+from auraflux.ops.delta._cuda_step import fits_step, layer_step, step_hopper
+from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 
+NARROW_FROM = 128  # channels; with 32 and 16-bit products, Triton 3.6 gave wrong sums on an H200 from the 17th token on
 WIDEST_KEY = 256
 SCANNED, SCAN_WARPS = 32, 8  # columns of the memory that a program carries through a prompt
 SERIAL_TOKENS = 16  # per sequence; up to here one program convolves a sequence's tokens one by one
@@ -61,7 +66,11 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
     if not out.numel():
         return out
     starts = starts.to(v.device, non_blocking=True)
-    dtype = v.dtype if q.dtype == k.dtype == v.dtype else torch.float32
+    if fits_hopper(state, q, k, v, decay, beta):
+        prefill_hopper(state, q, k, v, decay, beta, starts, out)
+        return out
+    alike = q.dtype == k.dtype == v.dtype and min(K, V) >= NARROW_FROM
+    dtype = v.dtype if alike else torch.float32
     wide = dtype == torch.float32
     C, levels = (32, 5) if wide else (64, 6)
     BK, BV = (max(16, power_of_two(n)) for n in (K, V))
@@ -207,6 +216,25 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     return decay, beta
 
 
+def delta_layer_step(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
+    norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
+) -> Tensor:  # fmt: skip
+    ready(qkv)
+    if not fits_step(qkv, z, a, b, conv, state):
+        return layer_step_by(LAYER_STEPS, qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, starts, unit_eps, eps)
+    out = torch.empty_like(z)
+    if out.numel():
+        step_hopper(qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, unit_eps, eps, out)
+    return out
+
+
+def _tiles_type(columns: int) -> str:
+    return f"tensordesc<bf16[64,{columns}],{tile_layout(columns)!r}>".replace(" ", "")
+
+
+STEP = "*bf16 *bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *fp32 *fp32 *fp32 *bf16 fp32 fp32 fp32"
+WIDE, NARROW = _tiles_type(128), _tiles_type(64)
 CHUNKS = {"K": 128, "V": 128, "C": 64, "BK": 128, "DOT": tl.bfloat16}
 KERNELS = [
     Build(_step_kernel, "*fp32 *bf16 *bf16 *bf16 *fp32 *fp32 *bf16 i32:16 i32 i32:16 i32:16", {"BK": 128, "BV": 16}, hot=True),
@@ -235,6 +263,21 @@ KERNELS = [
         {**CHUNKS, "C": 32, "DOT": tl.float32, "BV": 32},
         options={"num_warps": 8, "num_stages": 2},
     ),
+    Build(
+        chunk_tiles,
+        f"{' '.join([WIDE] * 5)} {NARROW} *fp32 *fp32 *fp32 *i32 i32 i32",
+        {"HEADS": 32, "SHARED": 2, "SINGLE": False},
+        hot=True,
+        options={"maxnreg": 168},
+    ),
+    Build(
+        scan_tiles,
+        f"{' '.join([WIDE] * 3 + [NARROW] * 3)} *bf16 *fp32 *fp32 *i32 i32",
+        {"HEADS": 32, "SHARED": 2, "SINGLE": True, "ST": 3},
+        hot=True,
+    ),
+    Build(layer_step, STEP, {"KEYS": 16, "G": 2, "NS": 4}, hot=True, options={"num_ctas": 8}),
+    Build(layer_step, STEP, {"KEYS": 16, "G": 4, "NS": 2}, hot=True, options={"num_warps": 8, "num_ctas": 8}),
     Build(_serial_kernel, "*bf16 *bf16 *bf16 *i32 *bf16 i32 i32:16", {"BC": 256}, hot=True, options={"num_warps": 2}),
     Build(_tile_kernel, "*bf16 *bf16 *bf16 *i32 *bf16 i32 i32:16", {"sequences": 1, "STEPS": 0, "BT": 16, "BC": 128}, hot=True),
     Build(_keep_kernel, "*bf16 *bf16 *i32 i32 i32:16", {"BC": 256}, hot=True),

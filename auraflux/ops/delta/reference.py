@@ -4,13 +4,16 @@ Ragged batches stack the tokens of all sequences in one axis T; those of sequenc
 The memory and all sums are float32 whatever the dtype of the inputs.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.norm.reference import gated_rms_norm, qk_norm
 
 CONV_WIDTH = 4
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -157,3 +160,75 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     """
     step = torch.nn.functional.softplus(a.float() + dt_bias.float())
     return torch.exp(-a_log.float().exp() * step), torch.sigmoid(b.float())
+
+
+def _check_layer_step(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
+    norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
+) -> None:  # fmt: skip
+    check_dense(qkv=qkv, z=z, a=a, b=b, conv=conv, state=state, taps=taps, a_log=a_log, dt_bias=dt_bias, norm=norm)
+    check_dtype("state", state, torch.float32)
+    check_shape("state", state, None, None, None, None)
+    check_shape("qkv", qkv, None, None)
+    (tokens, channels), (_, heads, key_width, value_width) = qkv.shape, state.shape
+    keys, rest = divmod(channels - heads * value_width, 2 * key_width)
+    if keys < 1 or rest or heads % keys:
+        raise InputError(
+            f"'qkv' has {channels} channels; beside {heads} value heads of {value_width} they do not hold queries and keys "
+            f"of {key_width} for heads that share the value heads evenly."
+        )
+    check_shape("state", state, tokens, heads, key_width, value_width)
+    check_shape("z", z, tokens, heads, value_width)
+    check_shape("a", a, tokens, heads)
+    check_shape("b", b, tokens, heads)
+    check_shape("conv", conv, tokens, CONV_WIDTH - 1, channels)
+    check_shape("taps", taps, CONV_WIDTH, channels)
+    check_shape("a_log", a_log, heads)
+    check_shape("dt_bias", dt_bias, heads)
+    check_shape("norm", norm, value_width)
+    for name, tensor in (("qkv", qkv), ("z", z), ("a", a), ("b", b)):
+        check_dtype(name, tensor, *FLOATS)
+    check_dtype("conv", conv, qkv.dtype)
+    _check_starts(starts, tokens, tokens, qkv)
+
+
+@op(check=_check_layer_step)
+def delta_layer_step(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
+    norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """Take one token of each sequence through a delta layer, from its projections to what its last projection takes.
+
+    qkv      [B, C]        queries and keys of Hk heads, then values of H heads: C = 2 Hk K + H V
+    z        [B, H, V]     gates the result
+    a, b     [B, H]        see `delta_gates`
+    conv     [B, 3, C]     in qkv's dtype, see `short_conv`; updated in place
+    state    [B, H, K, V]  float32, see `gated_delta_step`; updated in place
+    taps     [4, C]
+    a_log, dt_bias [H]
+    norm     [V]           see `gated_rms_norm`
+    starts   [B + 1]       int32, 0 to B
+    unit_eps, eps          of the norm of queries and keys, see `qk_norm`, and of the result
+    returns  [B, H, V]     in qkv's dtype
+    """
+    steps = [step.reference for step in LAYER_STEPS]
+    return layer_step_by(steps, qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, starts, unit_eps, eps)
+
+
+LAYER_STEPS = (delta_gates, short_conv, qk_norm, gated_delta_step, gated_rms_norm)
+
+
+def layer_step_by(
+    steps: Sequence[Callable[..., Any]], qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor,
+    taps: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, starts: Tensor, unit_eps: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """`delta_layer_step` by `LAYER_STEPS`, or by their references."""
+    gates, convolve, unit, update, gated_norm = steps
+    tokens, heads, key_width, value_width = state.shape
+    decay, beta = gates(a, b, a_log, dt_bias)
+    keys = (qkv.shape[1] - heads * value_width) // 2
+    parts = convolve(qkv, conv, taps, starts).split_with_sizes((keys, keys, heads * value_width), 1)
+    q, k = (part.contiguous().view(tokens, -1, key_width) for part in parts[:2])
+    v = parts[2].contiguous().view(tokens, heads, value_width)
+    q, k = unit(q, k, unit_eps)
+    return gated_norm(update(state, q, k, v, decay, beta), z, norm, eps)

@@ -1,17 +1,14 @@
-"""Four-bit affine products for few tokens on Hopper: Gluon, with PTX for what a thread does.
+"""Four-bit affine products for few tokens on Hopper: how a warp multiplies codes is in `_nibbles.py`.
 
-y[m, n] = Σ_k x[m, k] (code[n, k] scale[n, k/64] + bias[n, k/64]); codes eight to a word, low nibble first. Every tensor below
-has one element per thread.
+y[m, n] = Σ_k x[m, k] (code[n, k] scale[n, k/64] + bias[n, k/64]); codes eight to a word, low nibble first.
 
-- A warp multiplies 16 rows by 64 codes, one group, with four `mma.m16n8k16`. Step j takes nibbles j and j + 4 of each word:
-  `(word >> 4j) & 0x000F000F | 0x43004300` is a bf16 pair 128 + code, and x is paired (j, j + 4) to match.
-- The accumulator starts at -128 Σ x (an mma with ones puts Σ x in the right lanes), so it ends at Σ code x.
 - One token needs one column of eight, so `matvec` gives column c the x of group c: eight groups share their x registers.
-- Warps split K and never wait for each other: each fills its own ring in shared memory by `cp.async`, 16-byte chunks
-  xor-swizzled by row against bank conflicts.
+- Warps split K and never wait for each other: each fills its own ring in shared memory by `cp.async`.
 - Weights are requested before `griddepcontrol.wait`, x after it: the gap between launches disappears behind the kernel before.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,228 +17,167 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops._triton import INTERPRETED, capability
+from auraflux.ops.linear._nibbles import (
+    AWAIT,
+    COMMIT,
+    COPY8,
+    COPY16,
+    SYNC,
+    X_GLOBAL,
+    X_SHARED,
+    bf16_at,
+    codes_at,
+    copy,
+    four_at,
+    group_sums,
+    load_x,
+    put,
+    run,
+    shared,
+    sum_x,
+    wait_ptx,
+    word_at,
+)
 from auraflux.quant import QTensor
 
-MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 CHUNK = 16  # tokens of a launch
 MOST_CHUNKS = 4  # at 64 tokens, four launches take 68 µs on an H200, a weight of 8192 x 8192 written out 103
+MOST_WEIGHTS = 4  # that one launch multiplies one token by
 WIDEST = 16384  # inputs of one token that its threads hold
 WARPS = 8
 SHARED_NBYTES = 227 << 10  # of a program
 HOPPER = (9, 0)
 
 
-def _group_ptx(tiles: int) -> Any:
-    """16 rows x 64 codes. Out: 4 sums a tile of 8 tokens. In: codes of rows g and g + 8, 8 pairs of x and 2 starts a tile."""
-    w = 4 * tiles
-    text = f"{{.reg .b32 u0,u1,v0,v1,a0,a1,a2,a3; mov.b64 {{u0,u1}},${w}; mov.b64 {{v0,v1}},${w + 1};"
-    for j in range(4):
-        for a, r in (("a0", "u0"), ("a1", "v0"), ("a2", "u1"), ("a3", "v1")):
-            text += (f"shr.u32 {r},{r},4;" if j else "") + f"lop3.b32 {a},{r},0x000F000F,0x43004300,0xEA;"
-        for m in range(tiles):
-            c, x, n = ",".join(f"${4 * m + i}" for i in range(4)), w + 2 + 8 * m + j, w + 2 + 8 * tiles + 2 * m
-            start = c if j else f"${n},${n + 1},${n},${n + 1}"
-            text += f"{MMA} {{{c}}},{{a0,a1,a2,a3}},{{${x},${x + 4}}},{{{start}}};"
-    return gl.constexpr(text + "}")
-
-
-def _x_ptx(load: str) -> Any:
-    """Two 16-byte loads of x, as pairs (j, j + 4) of each eight."""
-    text = f"{{.reg .b32 r<8>; {load}.v4.b32 {{r0,r1,r2,r3}},[$8]; {load}.v4.b32 {{r4,r5,r6,r7}},[$9];"
-    for i, a in enumerate((0, 1, 4, 5)):
-        text += f"prmt.b32 ${2 * i},r{a},r{a + 2},0x5410; prmt.b32 ${2 * i + 1},r{a},r{a + 2},0x7632;"
-    return gl.constexpr(text + "}")
-
-
-def _copy_ptx(how: str, size: int) -> Any:
-    copy = f"@p cp.async.{how}.shared.global [$1],[$2],{size};"
-    return gl.constexpr(f"{{.reg .pred p; setp.ne.b32 p,$3,0; {copy} mov.b32 $0,0;}}")
-
-
-def _sum_ptx() -> Any:
-    step = f"{MMA} {{$0,$1,d0,d1}},{{one,one,one,one}},"
-    text = "{.reg .b32 one; .reg .f32 z,d0,d1; mov.b32 one,0x3F803F80; mov.f32 z,0f00000000;" + step + "{$2,$6},{z,z,z,z};"
-    return gl.constexpr(text + "".join(f"{step}{{${2 + j},${6 + j}}},{{$0,$1,d0,d1}};" for j in (1, 2, 3)) + "}")
-
-
-def _registers(tiles: int) -> Any:
-    return gl.constexpr("=&f," * 4 * tiles + "l,l," + "r," * 8 * tiles + "f," * (2 * tiles - 1) + "f")
-
-
-GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
-X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
-COPY8, COPY16 = _copy_ptx("ca", 8), _copy_ptx("cg", 16)
-COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
-SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
-# after this x may be read; the next kernel may start at once, since all it reads early is weights
-AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
-
-
 @gluon.constexpr_function
-def _codes_ptx(row_nbytes, rows):
-    """128 bytes of each row; a lane copies 16 bytes of rows r, r + 4, r + 8 ... ($1: to even fours, $2: to odd fours)."""
-    text = "{.reg .pred p; setp.ne.b32 p,$4,0; mov.b32 $0,0;"
+def _halves_ptx(row_nbytes, rows):
+    """128 bytes of each row; a lane copies 16 bytes of rows r, r + 4, r + 8 ... ($1: to even fours, $2: to odd fours).
+
+    The first half of the rows begins at $3, the second at $4.
+    """
+    text = "{.reg .pred p; setp.ne.b32 p,$5,0; mov.b32 $0,0;"
     for i in range(rows // 4):
-        text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],[$3+{4 * i * row_nbytes}],16;"
+        half, at = divmod(4 * i, rows // 2)
+        text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],[${3 + half}+{at * row_nbytes}],16;"
     return text + "}"
 
 
-@gluon.constexpr_function
-def _wait_ptx(pending):
-    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1"
-
-
 @gluon.jit
-def _run(PTX: gl.constexpr, lane):
-    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _copy(PTX: gl.constexpr, to, source, there):
-    args = [to, source.to(gl.int64), there.to(gl.int32)]
-    gl.inline_asm_elementwise(PTX, "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
+def _copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.constexpr):
+    """128 bytes of each of ROWS rows; half of them begin at `first`, half at `second`."""
     r, chunk = lane // 8, lane % 8
     even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
-    args = [even, odd, (source + r * (K // 2) + chunk * 16).to(gl.int64), there.to(gl.int32)]
-    gl.inline_asm_elementwise(_codes_ptx(K // 2, ROWS), "=r,r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+    mine = r * (K // 2) + chunk * 16
+    args = [even, odd, (first + mine).to(gl.int64), (second + mine).to(gl.int64), there.to(gl.int32)]
+    gl.inline_asm_elementwise(_halves_ptx(K // 2, ROWS), "=r,r,r,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _codes_at(at):
-    """Rows g and g + 8 of one group, 16 codes each."""
-    text: gl.constexpr = "ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+1024];"
-    return gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
+def matvec(
+    x, w, s, b, y, w1, s1, b1, y1, w2, s2, b2, y2, w3, s3, b3, y3, end0, end1, end2,
+    COUNT: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """One token, 16 rows a program. Warp v takes runs v, v + W, ... of eight groups; D half runs of codes are in flight.
 
-
-@gluon.jit
-def _four_at(at):
-    return gl.inline_asm_elementwise("ld.shared.b64 $0,[$1];", "=l,r,~{memory}", [at], gl.int64, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _word(at):
-    return gl.inline_asm_elementwise("ld.shared.b32 $0,[$1];", "=r,r,~{memory}", [at], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _put(at, value):
-    text: gl.constexpr = "st.shared.f32 [$1],$2; mov.b32 $0,0;"
-    gl.inline_asm_elementwise(text, "=r,r,f,~{memory}", [at, value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _load_x(PTX: gl.constexpr, REGS: gl.constexpr, first, second):
-    return gl.inline_asm_elementwise(PTX, REGS, [first, second], (gl.int32,) * 8, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _sum_x(x):
-    args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
-    return gl.inline_asm_elementwise(SUM_X, "=&f,=&f,r,r,r,r,r,r,r,r", args, (gl.float32,) * 2, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _group(w, x, X, TILES: gl.constexpr):
-    """Σ code x of one group: rows g and g + 8, tokens 2t and 2t + 1 (and those plus 8 when TILES is 2)."""
-    if TILES == 1:
-        args = [w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], X[0] * -128.0, X[1] * -128.0]
-        sums = gl.inline_asm_elementwise(GROUP8, REGS8, args, (gl.float32,) * 4, is_pure=True, pack=1)
-    else:
-        args = [
-            w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
-            X[0] * -128.0, X[1] * -128.0, X[2] * -128.0, X[3] * -128.0,
-        ]  # fmt: skip
-        sums = gl.inline_asm_elementwise(GROUP16, REGS16, args, (gl.float32,) * 8, is_pure=True, pack=1)
-    return sums
-
-
-@gluon.jit
-def _bf16_at(value, j: gl.constexpr):
-    return ((value >> (16 * j)).to(gl.int32) << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _shared(NBYTES: gl.constexpr, tid):
-    """The kernel's only shared allocation, so it begins where the dynamic segment does; the store makes Triton declare it."""
-    memory = gl.allocate_shared_memory(gl.int8, [NBYTES // 1024 + 2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    memory.index(NBYTES // 1024 + 1).slice(0, tid.shape[0]).store(tid.to(gl.int8))
-    text: gl.constexpr = "mov.u32 $0,global_smem; // $1"
-    return memory, gl.inline_asm_elementwise(text, "=r,r", [tid], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def matvec(x, w, s, b, y, K: gl.constexpr, W: gl.constexpr, D: gl.constexpr):
-    """One token, 16 rows a program. Warp v takes runs v, v + W, ... of eight groups; D half runs of codes are in flight."""
-    RUNS: gl.constexpr = K // 512
+    Up to four weights have their programs one after the other, the first `end0` of them work for the first. GATED takes eight
+    rows of each of two weights, and stores silu(first) * second.
+    """
+    QUADS: gl.constexpr = K // 256
+    RUNS: gl.constexpr = (QUADS + 1) // 2
     MINE: gl.constexpr = (RUNS + W - 1) // W
     PITCH: gl.constexpr = 16 * MINE
     PER: gl.constexpr = D * 2048 + 32 * PITCH
+    ROWS: gl.constexpr = 8 if GATED else 16
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    row0 = gl.program_id(0).to(gl.int64) * 16
-    memory, ring = _shared(PER * W, tid)
+    program = gl.program_id(0)
+    before = 0 * program
+    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end0:
+            w, s, b, y, before = w1, s1, b1, y1, end0
+    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end1:
+            w, s, b, y, before = w2, s2, b2, y2, end1
+    if COUNT > 3:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end2:
+            w, s, b, y, before = w3, s3, b3, y3, end2
+    row0 = (program - before).to(gl.int64) * ROWS
+    memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
     scales = base + D * 2048
-    source = w + row0 * (K // 2) + warp * 256
+    first = w + row0 * (K // 2) + warp * 256
+    second = (w1 if GATED else w + 8 * (K // 2)) + row0 * (K // 2) + warp * 256
     for d in gl.static_range(D):
-        _copy_codes(base + d * 2048, lane, source + (d // 2 * W * 256 + d % 2 * 128), warp + d // 2 * W < RUNS, K, 16)
+        ahead = d // 2 * W * 256 + d % 2 * 128
+        there = 2 * (warp + d // 2 * W) + d % 2 < QUADS
+        _copy_halves(base + d * 2048, lane, first + ahead, second + ahead, there, K, 16)
         if d == 0:
             for k in gl.static_range(MINE):
                 e = lane + 32 * k
-                quad = (warp + e % (2 * MINE) // 2 * W) * 2 + e % 2
-                at = (row0 + e // (2 * MINE)) * (2 * RUNS) + quad
-                _copy(COPY8, scales + e * 8, s + at, quad < 2 * RUNS)
-                _copy(COPY8, scales + 16 * PITCH + e * 8, b + at, quad < 2 * RUNS)
-        _run(COMMIT, lane)
-    _run(AWAIT, lane)
+                quad, row = (warp + e % (2 * MINE) // 2 * W) * 2 + e % 2, e // (2 * MINE)
+                at = (row0 + row) * QUADS + quad
+                s_at, b_at = (s + at).to(gl.int64), (b + at).to(gl.int64)
+                if GATED:
+                    s_at = gl.where(row < 8, s_at, (s1 + (at - 8 * QUADS)).to(gl.int64))
+                    b_at = gl.where(row < 8, b_at, (b1 + (at - 8 * QUADS)).to(gl.int64))
+                copy(COPY8, scales + e * 8, s_at, quad < QUADS)
+                copy(COPY8, scales + 16 * PITCH + e * 8, b_at, quad < QUADS)
+        run(COMMIT, lane)
+    run(AWAIT, lane)
     xs = ()
     for i in gl.static_range(MINE):
-        x_at = (x + gl.minimum(warp + i * W, RUNS - 1) * 512 + g * 64 + t * 16).to(gl.int64)
-        xs += (_load_x(X_GLOBAL, "=r,=r,=r,=r,=r,=r,=r,=r,l,l", x_at, x_at + 16),)  # type: ignore[assignment]
+        x_at = (x + gl.minimum((warp + i * W) * 512 + g * 64, K - 64) + t * 16).to(gl.int64)
+        xs += (load_x(X_GLOBAL, "=r,=r,=r,=r,=r,=r,=r,=r,l,l", x_at, x_at + 16),)  # type: ignore[assignment]
     total0 = (tid * 0).to(gl.float32)
     total1 = total0
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     for i in gl.static_range(MINE):
-        X = _sum_x(xs[i])
+        X = sum_x(xs[i])
         r0, r1, r2, r3 = X[0], X[0], X[0], X[0]
         for h in gl.static_range(2):
             slot = base + (2 * i + h) % D * 2048
-            _run(_wait_ptx(D - 1), lane)
+            run(wait_ptx(D - 1), lane)
             ws = ()
             for j in gl.static_range(4):
-                ws += (_codes_at(slot + (mine ^ (32 * j))),)  # type: ignore[assignment]
+                ws += (codes_at(slot + (mine ^ (32 * j))),)  # type: ignore[assignment]
             if 2 * i + h + D < 2 * MINE:
-                _run(SYNC, lane)
-                ahead = (2 * i + h + D) // 2
-                _copy_codes(slot, lane, source + (ahead * W * 256 + (h + D) % 2 * 128), warp + ahead * W < RUNS, K, 16)
-            _run(COMMIT, lane)
+                run(SYNC, lane)
+                next_run = (2 * i + h + D) // 2
+                further = next_run * W * 256 + (h + D) % 2 * 128
+                more = 2 * (warp + next_run * W) + (h + D) % 2 < QUADS
+                _copy_halves(slot, lane, first + further, second + further, more, K, 16)
+            run(COMMIT, lane)
             for j in gl.static_range(4):
-                c = _group(ws[j], xs[i], X, 1)
+                c = group_sums(ws[j], xs[i], X, 1)
                 keep = t == 2 * h + j // 2
                 if j % 2 == 0:
                     r0, r2 = gl.where(keep, c[0], r0), gl.where(keep, c[2], r2)
                 else:
                     r1, r3 = gl.where(keep, c[1], r1), gl.where(keep, c[3], r3)
         at = scales + g * PITCH + i * 16 + t * 4
-        s0, s1, b0, b1 = _word(at), _word(at + 8 * PITCH), _word(at + 16 * PITCH), _word(at + 24 * PITCH)
-        live = warp + i * W < RUNS
-        sum0 = _bf16_at(s0, 0) * r0 + _bf16_at(s0, 1) * r1 + _bf16_at(b0, 0) * X[0] + _bf16_at(b0, 1) * X[1]
-        sum1 = _bf16_at(s1, 0) * r2 + _bf16_at(s1, 1) * r3 + _bf16_at(b1, 0) * X[0] + _bf16_at(b1, 1) * X[1]
+        s0, s1_, b0, b1_ = word_at(at), word_at(at + 8 * PITCH), word_at(at + 16 * PITCH), word_at(at + 24 * PITCH)
+        # a lane's two groups lie in one quad
+        live = 2 * (warp + i * W) + t // 2 < QUADS
+        sum0 = bf16_at(s0, 0) * r0 + bf16_at(s0, 1) * r1 + bf16_at(b0, 0) * X[0] + bf16_at(b0, 1) * X[1]
+        sum1 = bf16_at(s1_, 0) * r2 + bf16_at(s1_, 1) * r3 + bf16_at(b1_, 0) * X[0] + bf16_at(b1_, 1) * X[1]
         total0 += gl.where(live, sum0, 0.0)
         total1 += gl.where(live, sum1, 0.0)
     gl.thread_barrier()
-    _put(ring + warp * 256 + lane * 4, total0)
-    _put(ring + warp * 256 + lane * 4 + 128, total1)
+    put(ring + warp * 256 + lane * 4, total0)
+    put(ring + warp * 256 + lane * 4 + 128, total1)
     gl.thread_barrier()
     out = (tid * 0).to(gl.float32)
     for k in gl.static_range(4 * W):
-        out += _word(ring + k // 4 * 256 + tid % 16 * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
-    gl.store(y + row0 + tid, out.to(gl.bfloat16), tid < 16)
+        out += word_at(ring + k // 4 * 256 + tid % 16 * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
+    if GATED:
+        up = (tid * 0).to(gl.float32)
+        for k in gl.static_range(4 * W):
+            up += word_at(ring + k // 4 * 256 + (tid % 8 + 8) * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
+        # as two products stored in bf16 would have it
+        out, up = out.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
+        out = out / (1.0 + gl.exp(-out)) * up
+    gl.store(y + row0 + tid, out.to(gl.bfloat16), tid < ROWS)
     memory._keep_alive()
 
 
@@ -249,7 +185,7 @@ def matvec(x, w, s, b, y, K: gl.constexpr, W: gl.constexpr, D: gl.constexpr):
 def _copy_x(slot, lane, source, there, M, K: gl.constexpr, TILES: gl.constexpr):
     """256 values of x of each token, 16-byte chunks swizzled by token."""
     for token in gl.static_range(8 * TILES):
-        _copy(COPY16, slot + token * 512 + ((lane ^ (token % 8)) * 16), source + lane * 8 + token * K, there & (token < M))
+        copy(COPY16, slot + token * 512 + ((lane ^ (token % 8)) * 16), source + lane * 8 + token * K, there & (token < M))
 
 
 @gluon.jit
@@ -266,63 +202,65 @@ def matmul16(x, w, s, b, y, M, N, K: gl.constexpr, R: gl.constexpr, TILES: gl.co
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
     row0 = gl.program_id(0).to(gl.int64) * (16 * R)
-    memory, ring = _shared(PER * W, tid)
+    memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
     scales = base + D * SLOT
-    source = w + row0 * (K // 2)
+    first, second = w + row0 * (K // 2), w + (row0 + 8 * R) * (K // 2)
     for d in gl.static_range(D):
-        _copy_codes(base + d * SLOT, lane, source + (warp + d * W) * 128, warp + d * W < QUADS, K, 16 * R)
+        ahead = (warp + d * W) * 128
+        _copy_halves(base + d * SLOT, lane, first + ahead, second + ahead, warp + d * W < QUADS, K, 16 * R)
     for n in gl.static_range((16 * R * MINE + 31) // 32):
         e = lane + 32 * n
         quad = warp + e % MINE * W
         there = (e < 16 * R * MINE) & (quad < QUADS)
-        _copy(COPY8, scales + e * 8, s + (row0 + e // MINE) * QUADS + quad, there)
-        _copy(COPY8, scales + BIASES + e * 8, b + (row0 + e // MINE) * QUADS + quad, there)
-    _run(AWAIT, lane)
+        copy(COPY8, scales + e * 8, s + (row0 + e // MINE) * QUADS + quad, there)
+        copy(COPY8, scales + BIASES + e * 8, b + (row0 + e // MINE) * QUADS + quad, there)
+    run(AWAIT, lane)
     for d in gl.static_range(D):
         _copy_x(base + d * SLOT + CODES, lane, x + (warp + d * W) * 256, warp + d * W < QUADS, M, K, TILES)
-        _run(COMMIT, lane)
+        run(COMMIT, lane)
     acc = ((tid * 0).to(gl.float32),) * SUMS
     mine, x_mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32, g * 512 + ((2 * t) ^ g) * 16
     slot = base
     for i in range(MINE):
         q = warp + i * W
-        _run(_wait_ptx(D - 1), lane)
+        run(wait_ptx(D - 1), lane)
         ss = ()
         bs = ()
         for r in gl.static_range(2 * R):
             at = scales + ((g + 8 * r) * MINE + i) * 8
-            ss += (_four_at(at),)  # type: ignore[assignment]
-            bs += (_four_at(at + BIASES),)  # type: ignore[assignment]
+            ss += (four_at(at),)  # type: ignore[assignment]
+            bs += (four_at(at + BIASES),)  # type: ignore[assignment]
         for j in gl.static_range(4):
             xs = ()
             X = ()
             new = ()
             for m in gl.static_range(TILES):
                 tile = slot + (CODES + m * 4096 + j * 128)
-                xm = _load_x(X_SHARED, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", tile + x_mine, tile + (x_mine ^ 16))
-                xs, X = xs + xm, X + _sum_x(xm)
+                xm = load_x(X_SHARED, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", tile + x_mine, tile + (x_mine ^ 16))
+                xs, X = xs + xm, X + sum_x(xm)
             for r in gl.static_range(R):
-                c = _group(_codes_at(slot + r * 2048 + (mine ^ (32 * j))), xs, X, TILES)
+                c = group_sums(codes_at(slot + r * 2048 + (mine ^ (32 * j))), xs, X, TILES)
                 for k in gl.static_range(4 * TILES):
-                    a = acc[r * 4 * TILES + k] + _bf16_at(ss[2 * r + k // 2 % 2], j) * c[k]
-                    a += _bf16_at(bs[2 * r + k // 2 % 2], j) * X[k // 4 * 2 + k % 2]
+                    a = acc[r * 4 * TILES + k] + bf16_at(ss[2 * r + k // 2 % 2], j) * c[k]
+                    a += bf16_at(bs[2 * r + k // 2 % 2], j) * X[k // 4 * 2 + k % 2]
                     new += (gl.where(q < QUADS, a, acc[r * 4 * TILES + k]) if QUADS % W else a,)  # type: ignore[assignment]
             acc = new
-        _run(SYNC, lane)
-        _copy_codes(slot, lane, source + (q + D * W) * 128, q + D * W < QUADS, K, 16 * R)
+        run(SYNC, lane)
+        further = (q + D * W) * 128
+        _copy_halves(slot, lane, first + further, second + further, q + D * W < QUADS, K, 16 * R)
         _copy_x(slot + CODES, lane, x + (q + D * W) * 256, q + D * W < QUADS, M, K, TILES)
-        _run(COMMIT, lane)
+        run(COMMIT, lane)
         slot = gl.where(slot == base + (D - 1) * SLOT, base, slot + SLOT)
     gl.thread_barrier()
     for k in gl.static_range(SUMS):
-        _put(ring + (warp * SUMS + k) * 128 + lane * 4, acc[k])
+        put(ring + (warp * SUMS + k) * 128 + lane * 4, acc[k])
     gl.thread_barrier()
     for p in gl.static_range((SUMS + W - 1) // W):
         k2 = warp + p * W
         out = (tid * 0).to(gl.float32)
         for v2 in gl.static_range(W):
-            out += _word(ring + (v2 * SUMS + k2 % SUMS) * 128 + lane * 4).to(gl.float32, bitcast=True)
+            out += word_at(ring + (v2 * SUMS + k2 % SUMS) * 128 + lane * 4).to(gl.float32, bitcast=True)
         row, token2 = row0 + k2 // (4 * TILES) * 16 + g + k2 % 4 // 2 * 8, k2 // 4 % TILES * 8 + 2 * t + k2 % 2
         gl.store(y + token2 * N + row, out.to(gl.bfloat16), (token2 < M) & (k2 < SUMS))
     memory._keep_alive()
@@ -333,7 +271,7 @@ def _plan(tokens: int, rows: int, width: int) -> tuple[int, int, int | None] | N
     if tokens == 1:
         # 128 registers: four programs of four warps on each multiprocessor
         deep, cap = (3, 128) if width <= 8192 else (2, None)
-        return (1, deep, cap) if rows % 16 == 0 and width % 512 == 0 and width <= WIDEST else None
+        return (1, deep, cap) if rows % 16 == 0 and width % 256 == 0 and width <= WIDEST else None
     if rows % 64 or width % 256:
         return None
     if rows >= 8192 and tokens <= 8 and width <= 8192:
@@ -372,14 +310,33 @@ def multiply_hopper(x: Tensor, weight: QTensor, out: Tensor) -> None:
 
 def _multiply_chunk(x: Tensor, weight: QTensor, out: Tensor) -> None:
     tokens, (rows, width) = x.shape[0], weight.shape
-    scales, biases, plan = weight.scales, weight.biases, _plan(tokens, rows, width)
-    assert biases is not None
+    if tokens == 1:
+        multiply_hopper_one(x, [weight], [out])
+        return
+    plan = _plan(tokens, rows, width)
     assert plan is not None
     block, deep, cap = plan
-    args = x, weight.packed.view(torch.int8), scales.view(torch.int64), biases.view(torch.int64), out
+    sizes = tokens, rows, width, block, 1 if tokens <= 8 else 2, WARPS, deep
     grid = (rows // (16 * block),)
-    if tokens == 1:
-        matvec[grid](*args, width, 4, deep, num_warps=4, maxnreg=cap, launch_pdl=True)
-    else:
-        sizes = tokens, rows, width, block, 1 if tokens <= 8 else 2, WARPS, deep
-        matmul16[grid](*args, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    matmul16[grid](x, *_operands(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+
+
+def multiply_hopper_one(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False) -> None:
+    """One token times up to MOST_WEIGHTS weights of one width in one launch; gated: silu(first) * second, into one out."""
+    width = weights[0].shape[1]
+    plan = _plan(1, weights[0].shape[0], width)
+    assert plan is not None
+    _, deep, cap = plan
+    passed: list[Any] = []
+    for number in range(MOST_WEIGHTS):
+        passed += _operands(weights[number]) if number < len(weights) else [None] * 3
+        passed.append(outs[number] if number < len(outs) else None)
+    ends = list(accumulate(weight.shape[0] // 16 for weight in weights))
+    count, grid = (1, ends[0] * 2) if gated else (len(weights), ends[-1])
+    passed += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
+    matvec[(grid,)](x, *passed, count, gated, width, 4, deep, num_warps=4, maxnreg=cap, launch_pdl=True)
+
+
+def _operands(weight: QTensor) -> list[Tensor]:
+    assert weight.biases is not None
+    return [weight.packed.view(torch.int8), weight.scales.view(torch.int64), weight.biases.view(torch.int64)]

@@ -1,5 +1,7 @@
 """Inputs for products with weights: every width, group and scale type, one token to many, both row orders, dense weights."""
 
+from functools import partial
+
 import torch
 
 from auraflux.ops._cases import Args, Case
@@ -37,8 +39,20 @@ def several(tokens: int, rows: tuple[int, ...], width: int, bits: int, last_bits
     return {"x": torch.randn(tokens, width), "weights": (*weights, weight(rows[-1], width, last_bits or bits, **options))}
 
 
+def in_bf16(args: Args) -> Args:
+    return {**args, "x": args["x"].to(BF16)}
+
+
 def with_biases(args: Args) -> Args:
     return {**args, "biases": [torch.randn(args["weights"][0].shape[0]), None, torch.randn(args["weights"][2].shape[0])]}
+
+
+def several_in_bf16(rows: tuple[int, ...]) -> Args:
+    return in_bf16(several(1, rows, 768, 4))
+
+
+def bf16_pair(first: int, second: int, width: int) -> list[torch.Tensor]:
+    return [(torch.randn(rows, width) / width**0.5).to(BF16) for rows in (first, second)]
 
 
 def dense_pair(tokens: int, rows: int, width: int) -> Args:
@@ -125,6 +139,11 @@ CASES = [
     linear_case("bias", lambda: product(3, 63, 128, 4, bias=True)),
     linear_case("bf16", lambda: product(2, 128, 128, 4, dtype=BF16), tol=4e-3),
     linear_case("bf16-one-token", lambda: product(1, 100, 128, 4, dtype=BF16), tol=4e-3),
+    # widths in whole quads of groups, for which Hopper has kernels of its own; the last of 33 tokens is alone in its chunk
+    *[
+        linear_case(f"bf16-{width}-{tokens}", lambda t=tokens, w=width: product(t, 128, w, 4, dtype=BF16), tol=4e-3)
+        for width, tokens in ((256, 1), (768, 1), (2560, 1), (512, 5), (768, 16), (512, 33))
+    ],
     linear_case("many-tokens", lambda: product(150, 65, 128, 4, bias=True)),
     linear_case("bf16-many-tokens", lambda: product(150, 65, 128, 4, dtype=BF16), tol=4e-3),
     linear_case("f16", lambda: product(9, 65, 128, 4, dtype=F16), tol=1e-3),
@@ -142,6 +161,12 @@ CASES = [
     Case(linears, "mixed-bits", lambda: several(3, (63, 32, 32), 128, 4, last_bits=8)),
     Case(linears, "row-order", lambda: several(2, (100, 50, 3), 128, 4, lanes=1)),
     Case(linears, "dense", lambda: {"x": torch.randn(2, 63), "weights": [torch.randn(100, 63), torch.randn(5, 63)]}),
+    *[
+        Case(linears, f"bf16-{len(rows)}", partial(several_in_bf16, rows), tol=4e-3)
+        for rows in ((64, 16), (128, 32, 48), (96, 64, 16, 16))
+    ],
+    Case(linears, "dense-bf16-pair", lambda: in_bf16({"x": torch.randn(1, 333), "weights": bf16_pair(65, 1, 333)}), tol=4e-3),
+    Case(gate_up_swiglu, "bf16-one-token", lambda: in_bf16(pair(1, 96, 768, 4)), tol=1e-2, flops=flops),
     Case(gate_up_swiglu, "one-token", lambda: pair(1, 1536, 576, 4), exact=False, tol=2e-2, flops=flops, bench=True),
     Case(gate_up_swiglu, "many-tokens", lambda: pair(21, 128, 192, 4), flops=flops),
     Case(gate_up_swiglu, "mixed-bits", lambda: pair(3, 63, 128, 4, up_bits=8), flops=flops),

@@ -16,7 +16,7 @@ from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import Build, cdiv, power_of_two, ready
 from auraflux.ops.activation.cuda import swiglu
 from auraflux.ops.linear._codes import check_order, constants, operands, weights_at
-from auraflux.ops.linear._hopper import fits_hopper, matmul16, matvec, multiply_hopper
+from auraflux.ops.linear._hopper import MOST_WEIGHTS, fits_hopper, matmul16, matvec, multiply_hopper, multiply_hopper_one
 from auraflux.ops.linear._one import (
     multiply_one,
     multiply_one_gated,
@@ -29,9 +29,9 @@ from auraflux.ops.linear._one import (
 from auraflux.ops.linear.reference import Weight
 from auraflux.quant import QTensor
 
-LARGE = 1 << 23  # weights; from here on two products on Hopper's kernels and a SwiGLU beat one kernel of the general form
 BLOCK = 1024  # elements a program dequantizes
-DENSE_ROWS, DENSE_COLUMNS = 4, 512
+DENSE_COLUMNS = 2048
+DENSE_BATCH = 4096  # rows of dense weights; for more, cuBLAS is as good at one token
 
 
 @triton.jit
@@ -61,16 +61,19 @@ def _take(table, ids, out, rows, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _dense_one(x, weight, out, rows, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One token times a dense weight of another dtype, widened as it is read."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+def _dense_one(x, weight, weight1, out, out1, rows, K, COLUMNS: tl.constexpr):
+    """One token times one row of a dense weight, or of a second one after the first; of any dtype, widened as it is read."""
+    row = tl.program_id(0)
+    if weight1 is not None:  # noqa: SIM102 - the first is decided when the kernel is compiled
+        if row >= rows:
+            weight, out, row = weight1, out1, row - rows
+    weight += row.to(tl.int64) * K
+    total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, K, COLUMNS):
         k = start + tl.arange(0, COLUMNS)
         value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-        there = (row < rows)[:, None] & (k < K)[None, :]
-        total += tl.load(weight + row.to(tl.int64)[:, None] * K + k[None, :], mask=there, other=0.0).to(tl.float32) * value
-    tl.store(out + row, tl.sum(total, 1), mask=row < rows)
+        total += tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32) * value
+    tl.store(out + row, tl.sum(total, 0))
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -81,10 +84,15 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
     _check(x, weights)
     flat = x.view(-1, x.shape[-1])
     added = list(biases or [None] * len(weights))
-    alike = _one_format(weights)
-    if len(flat) == 1 and len(alike) == 3 and not fits_hopper(flat, alike[0]):
+    alike, plain = _one_format(weights), _small_and_dense(weights)
+    if len(flat) == 1 and 1 < len(alike) <= MOST_WEIGHTS and not any(b is not None for b in added) and _fit(flat, alike):
+        outs = [x.new_empty(1, weight.shape[0]) for weight in weights]
+        multiply_hopper_one(flat, alike, outs)
+    elif len(flat) == 1 and len(alike) == 3 and not fits_hopper(flat, alike[0]):
         outs = [x.new_empty(1, weight.shape[0]) for weight in weights]
         multiply_one_three(flat, alike, added, outs)
+    elif len(flat) == 1 and len(plain) == 2 and not any(b is not None for b in added):
+        outs = _dense_products(flat, plain[0], plain[1])
     else:
         outs = [_product(flat, weight, bias) for weight, bias in zip(weights, added, strict=True)]
     return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
@@ -95,10 +103,12 @@ def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
     flat = x.view(-1, x.shape[-1])
     tokens = len(flat)
     alike = _one_format((gate, up))
-    large = bool(alike) and gate.shape[0] * gate.shape[1] >= LARGE and fits_hopper(flat, alike[0])
-    if alike and tokens == 1 and not large:
+    if alike and tokens == 1:
         out = x.new_empty(tokens, gate.shape[0])
-        multiply_one_gated(flat, alike[0], alike[1], out)
+        if _fit(flat, alike):
+            multiply_hopper_one(flat, alike, [out], gated=True)
+        else:
+            multiply_one_gated(flat, alike[0], alike[1], out)
     else:
         out = swiglu(_product(flat, gate, None), _product(flat, up, None))
     return out.view(*x.shape[:-1], out.shape[-1])
@@ -130,6 +140,16 @@ def _one_format(weights: Sequence[Weight]) -> list[QTensor]:
     return held if len(held) == len(weights) and len({weight.format for weight in held}) == 1 else []
 
 
+def _small_and_dense(weights: Sequence[Weight]) -> list[Tensor]:
+    """The weights where they are dense, small and of one dtype, else none."""
+    found = [weight for weight in weights if isinstance(weight, Tensor) and 0 < weight.shape[0] <= DENSE_BATCH]
+    return found if len(found) == len(weights) and len({weight.dtype for weight in found}) == 1 else []
+
+
+def _fit(x: Tensor, weights: Sequence[QTensor]) -> bool:
+    return all(fits_hopper(x, weight) for weight in weights)
+
+
 def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K] times a weight, [T, N] in x's dtype."""
     tokens, rows = x.shape[0], weight.shape[0]
@@ -149,14 +169,19 @@ def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def _dense(x: Tensor, weight: Tensor) -> Tensor:
-    if x.dtype == weight.dtype:
-        return x @ weight.T
-    if x.shape[0] > 1:
-        return x.float() @ weight.float().T
-    rows, width = weight.shape
-    out = x.new_empty(1, rows, dtype=torch.float32)
-    _dense_one[(cdiv(rows, DENSE_ROWS),)](x, weight, out, rows, width, DENSE_ROWS, DENSE_COLUMNS)
-    return out
+    if x.shape[0] == 1 and (x.dtype != weight.dtype or weight.shape[0] <= DENSE_BATCH):
+        return _dense_products(x, weight)[0]
+    return x @ weight.T if x.dtype == weight.dtype else x.float() @ weight.float().T
+
+
+def _dense_products(x: Tensor, weight: Tensor, second: Tensor | None = None) -> list[Tensor]:
+    """One token times one or two dense weights, in x's dtype."""
+    (rows, width), more = weight.shape, 0 if second is None else second.shape[0]
+    outs = [x.new_empty(1, count) for count in (rows, more)]
+    block = min(DENSE_COLUMNS, power_of_two(width))
+    out1 = None if second is None else outs[1]
+    _dense_one[(rows + more,)](x, weight, second, outs[0], out1, rows, width, block, num_warps=4)
+    return outs[: 1 if second is None else 2]
 
 
 def _dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
@@ -168,6 +193,26 @@ def _dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None)
         grid = (count, cdiv(width, block))
         _dequantize[grid](*operands(weight), ids, out, rows, width, **constants(weight), BLOCK=block)
     return out
+
+
+def _matvec_builds() -> list[Build]:
+    """One weight, three, and two of an MLP."""
+    weight, names = "*i8 *i64 *i64", "wsby"
+    options = {"num_warps": 4, "maxnreg": 128}
+
+    def absent(first: int) -> dict[str, None]:
+        return {f"{name}{number}": None for number in range(first, MOST_WEIGHTS) for name in names}
+
+    none = {"end0": None, "end1": None, "end2": None}
+    sizes = {"W": 4, "D": 3}
+    one = {**absent(1), **none, "COUNT": 1, "GATED": False, "K": 8192, **sizes}
+    three = {**absent(3), "end2": None, "COUNT": 3, "GATED": False, "K": 2048, **sizes}
+    gated = {**absent(2), **none, "y1": None, "COUNT": 1, "GATED": True, "K": 4096, **sizes}
+    return [
+        Build(matvec, f"*bf16 {weight} *bf16", one, hot=True, options=options),
+        Build(matvec, f"*bf16 {' '.join([f'{weight} *bf16'] * 3)} i32 i32", three, hot=True, options=options),
+        Build(matvec, f"*bf16 {weight} *bf16 {weight}", gated, hot=True, options=options),
+    ]
 
 
 def _builds() -> list[Build]:
@@ -195,9 +240,7 @@ def _builds() -> list[Build]:
             hot=True,
             options=warp,
         ),
-        Build(
-            matvec, "*bf16 *i8 *i64 *i64 *bf16", {"K": 8192, "W": 4, "D": 3}, hot=True, options={"num_warps": 4, "maxnreg": 128}
-        ),
+        *_matvec_builds(),
         Build(
             matmul16,
             "*bf16 *i8 *i64 *i64 *bf16 i32 i32:16",
@@ -207,7 +250,14 @@ def _builds() -> list[Build]:
         ),
         Build(_dequantize, f"{codes} *bf16 i32:16 i32:16", {"ids": None, **four, "BLOCK": BLOCK}, hot=True),
         Build(_take, "*bf16 *i64 *bf16 i32 i32:16", {"BLOCK": BLOCK}),
-        Build(_dense_one, "*fp32 *bf16 *fp32 i32 i32:16", {"ROWS": DENSE_ROWS, "COLUMNS": DENSE_COLUMNS}),
+        Build(
+            _dense_one,
+            "*bf16 *bf16 *bf16 i32 i32:16",
+            {"weight1": None, "out1": None, "COLUMNS": DENSE_COLUMNS},
+            hot=True,
+            options={"num_warps": 4},
+        ),
+        Build(_dense_one, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32:16", {"COLUMNS": DENSE_COLUMNS}, hot=True),
     ]
 
 

@@ -1,7 +1,7 @@
 """A few tokens through their experts: programs over (token, slot) pairs, nothing counted or sorted.
 
-A program of `up_few` makes some elements of one pair's hidden vector, one of `down_few` some elements of its result, and
-`sum_slots` adds up a token's. Activations lie with the first elements of all units first, then the second ones, so that threads
+A program of `up_few` makes some elements of one pair's hidden vector, one of `down_few` some elements of its result.
+Activations lie with the first elements of all units first, then the second ones, so that threads
 beside each other read what lies side by side.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from auraflux.ops._triton import INTERPRETED, cdiv, power_of_two
 from auraflux.ops.linear._codes import HALF_SHIFT, code_value, unit_bits, weight_line
-from auraflux.ops.moe._cuda_stacks import activate, add_bias, clamp_of, dense_bias, form, passed, summed, unit
+from auraflux.ops.moe._cuda_stacks import activate, add_bias, clamp_of, dense_bias, form, passed, unit
 from auraflux.ops.moe.experts import Experts
 
 # of a tile; a program of the interpreter takes milliseconds, so there they are few
@@ -60,7 +60,6 @@ def up_few(
 ):  # fmt: skip
     row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
-    # `sum_slots` makes NaN of what an expert that is not there gives
     there = (row < inner) & (expert >= 0) & (expert < experts)
     x += (pair // k).to(tl.int64) * hidden
     at = expert * gate_scale_step
@@ -89,13 +88,13 @@ def down_few(
         x + pair * inner, down + expert * step, scales + at, biases + at, row, there, inner, BITS, GROUP, AFFINE, ROWS, COLUMNS
     )
     total = add_bias(total, bias, expert * hidden + row, there)
-    tl.store(out + pair * hidden + row, total, mask=row < hidden)
+    tl.store(out + pair * hidden + row, total, mask=there)
 
 
-def few(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def few(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     tokens, k = ids.shape
     inner, hidden = experts.inner, experts.hidden
-    between, parts = (torch.empty(tokens * k, width, dtype=torch.float32, device=x.device) for width in (inner, hidden))
+    between = torch.empty(tokens * k, inner, dtype=torch.float32, device=x.device)
     ordered = x.view(tokens, -1, unit(experts.gate)).transpose(1, 2).contiguous()
     up_few[cdiv(inner, UP_ROWS), tokens * k](
         ordered, ids, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias), dense_bias(experts.up_bias),
@@ -106,4 +105,3 @@ def few(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
         between, ids, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count, inner, hidden,
         **form(experts.down), ROWS=DOWN_ROWS, COLUMNS=min(DOWN_UNITS, power_of_two(inner // unit(experts.down))),
     )  # fmt: skip
-    return summed(parts, ids, weights, experts, x)

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from auraflux.ops._triton import cdiv, power_of_two
 from auraflux.ops.linear._codes import code_value, weight_line, weight_value, weights_at
-from auraflux.ops.moe._cuda_stacks import activate, add_bias, clamp_of, dense_bias, form, passed, summed
+from auraflux.ops.moe._cuda_stacks import activate, add_bias, clamp_of, dense_bias, form, passed
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor
 
 COUNTED = 1024  # pairs a program counts or places
 PLANNED = 32  # blocks a program plans
 BLOCKS = (16, 32, 64, 128)  # pairs of one expert that are multiplied together
-ROWS, WARPS, STAGES = 64, 4, 3
+USUAL = 128  # experts; blocks are as large as would fill this many, so that all calls for the same pairs have equal ones
+UP_TILE, DOWN_TILE = (64, 4), (64, 4)  # rows and warps
+STAGES = 3
 
 
 @triton.jit
@@ -136,10 +138,12 @@ def down_many(
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
     total = add_bias(total, bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
     there = (row < hidden)[:, None] & (pair < pairs)[None, :]
-    tl.store(out + pair[None, :] * hidden + row[:, None], total.to(out.dtype.element_ty), mask=there)
+    # rounded as x is, whether the results are kept so or not
+    total = total.to(x.dtype.element_ty).to(out.dtype.element_ty)
+    tl.store(out + pair[None, :] * hidden + row[:, None], total, mask=there)
 
 
-def _grouped(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
+def grouped(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
     """Pairs by blocks of one expert's, and each block's expert; `experts` for blocks that are not used."""
     pairs = ids.numel()
     blocks = min(pairs, pairs // size + experts)
@@ -158,20 +162,22 @@ def _group(stack: Stack) -> int:
     return min(64, stack.group) if isinstance(stack, QTensor) else 64
 
 
-def many(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def many(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     tokens, k = ids.shape
     inner, hidden, pairs = experts.inner, experts.hidden, tokens * k
-    size = next((block for block in BLOCKS if block * experts.count >= pairs), BLOCKS[-1])
-    placed, owner = _grouped(ids, experts.count, size)
-    between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
-    shape = {"ROWS": ROWS, "TOKENS": size, "num_warps": WARPS, "num_stages": STAGES}
-    up_many[cdiv(inner, ROWS), len(owner)](
+    size = next((block for block in BLOCKS if block * USUAL >= pairs), BLOCKS[-1])
+    placed, owner = grouped(ids, experts.count, size)
+    between = x.new_empty(pairs, inner)
+    rows, warps = UP_TILE
+    shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
+    up_many[cdiv(inner, rows), len(owner)](
         x, placed, owner, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias),
         dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *clamp_of(experts),
         experts.clamp is not None, **form(experts.gate), **shape, BK=_group(experts.gate),
     )  # fmt: skip
-    down_many[cdiv(hidden, ROWS), len(owner)](
+    rows, warps = DOWN_TILE
+    shape |= {"ROWS": rows, "num_warps": warps}
+    down_many[cdiv(hidden, rows), len(owner)](
         between, placed, owner, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count,
         pairs, inner, hidden, **form(experts.down), **shape, BK=_group(experts.down),
     )  # fmt: skip
-    return summed(parts, ids, weights, experts, x)

@@ -6,6 +6,7 @@ place of -inf, and what is past the end lies below all keys.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from auraflux.ops._triton import sigmoid
 
@@ -96,6 +97,43 @@ def route_kernel(
     at = token[:, None] * k + slot
     tl.store(ids + at, mine, mask=there)
     tl.store(weights + at, weight * scale, mask=there)
+
+
+@triton.jit
+def rank_kernel(
+    logits, bias, ids, weights, experts, k, scale,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, BE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One token: each expert counts those before it and takes that slot, with no step waiting for another.
+
+    EARLY  let the next kernel start, which waits for the end of this one before it reads what is chosen
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    token, place = tl.program_id(0).to(tl.int64), tl.arange(0, BE)
+    listed = place < experts
+    x = tl.load(logits + token * experts + place, mask=listed, other=float("-inf")).to(tl.float32)
+    choice = x
+    if SCORING == "sigmoid":
+        choice = sigmoid(x)
+        if bias is not None:
+            choice += tl.load(bias + place, mask=listed, other=0.0).to(tl.float32)
+    keys = _keys(choice, place, listed)
+    slot = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    chosen = slot < k
+    if SCORING == "sigmoid":
+        weight = sigmoid(x)
+        total = tl.sum(tl.where(chosen, weight, 0.0), 0) + 1e-20
+    else:
+        top = tl.max(tl.where(chosen, x, float("-inf")) if SCORING == "chosen" else x, 0)
+        weight = tl.exp(x - top)
+        weight /= tl.sum(tl.where(chosen if SCORING == "chosen" else listed, weight, 0.0), 0)
+        total = tl.sum(tl.where(chosen, weight, 0.0), 0)
+        total = tl.where(total > 0, total, 1.0)
+    if RENORMALIZE:
+        weight /= total
+    tl.store(ids + token * k + slot, place, mask=chosen)
+    tl.store(weights + token * k + slot, weight * scale, mask=chosen)
 
 
 @triton.jit

@@ -41,22 +41,26 @@ def add_bias(total, bias, at, there):
 
 @triton.jit
 def sum_slots(parts, ids, weights, out, experts, k, hidden, BLOCK: tl.constexpr):
+    """A token's weighted sum, in the order of its slots; NaN where an expert is not there, if `ids` are given."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for slot in range(k):
-        expert = tl.load(ids + token * k + slot)
-        good = (expert >= 0) & (expert < experts)
-        weight = tl.load(weights + token * k + slot)
-        part = tl.load(parts + (token * k + slot) * hidden + column, mask=(column < hidden) & good, other=float("nan"))
-        total += part.to(tl.float32) * weight
+        there = column < hidden
+        if ids is not None:
+            expert = tl.load(ids + token * k + slot)
+            there &= (expert >= 0) & (expert < experts)
+        part = tl.load(parts + (token * k + slot) * hidden + column, mask=there, other=float("nan"))
+        weight = tl.load(weights + token * k + slot) + tl.zeros_like(total)
+        total = tl.fma(part.to(tl.float32), weight, total)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=column < hidden)
 
 
-def summed(parts: Tensor, ids: Tensor, weights: Tensor, experts: Experts, x: Tensor) -> Tensor:
-    """The weighted sum of each token's parts, in the dtype of x."""
-    (tokens, k), hidden, out = ids.shape, experts.hidden, torch.empty_like(x)
-    sum_slots[tokens, cdiv(hidden, SUMMED)](parts, ids, weights, out, experts.count, k, hidden, SUMMED)
+def summed(parts: Tensor, ids: Tensor | None, weights: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """The weighted sum of each token's parts."""
+    tokens, k, hidden = parts.shape
+    out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
+    sum_slots[tokens, cdiv(hidden, SUMMED)](parts, ids, weights, out, experts, k, hidden, SUMMED)
     return out
 
 

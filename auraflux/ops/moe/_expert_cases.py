@@ -7,7 +7,8 @@ import torch
 from auraflux.ops._cases import Args, Case
 from auraflux.ops._simd import ISA
 from auraflux.ops.moe.experts import Clamp, Experts, blob_of
-from auraflux.ops.moe.reference import expert_mlp
+from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
+from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor, quantize
 
 BF16 = torch.bfloat16
@@ -69,15 +70,42 @@ def touched(args: Args) -> int:
     """Bytes of the experts that are met, and of the tokens."""
     experts = args["experts"]
     size = sum(s.nbytes for s in (experts.gate, experts.up, experts.down)) // experts.count
-    return len(args["ids"].unique()) * size + 2 * args["x"].nbytes
+    return len(_met(args).unique()) * size + 2 * args["x"].nbytes
 
 
 def flops(args: Args) -> int:
-    return 6 * args["ids"].numel() * args["experts"].hidden * args["experts"].inner
+    return 6 * _met(args).numel() * args["experts"].hidden * args["experts"].inner
+
+
+def _met(args: Args) -> torch.Tensor:
+    return args["ids"][args["ids"] >= 0]
+
+
+def some(args: Args, missing: list[int]) -> Args:
+    """The call for those experts that are there; what others gave before must stay."""
+    ids = torch.where(torch.isin(args["ids"], torch.tensor(missing, dtype=torch.int32)), -1, args["ids"])
+    parts = torch.randn(*ids.shape, args["experts"].hidden)
+    return {"x": args["x"], "ids": ids, "experts": args["experts"], "parts": parts}
+
+
+def results(tokens: int, k: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
+    return {"parts": torch.randn(tokens, k, width), "weights": torch.rand(tokens, k).softmax(-1), "dtype": dtype}
+
+
+def scored(tokens: int, k: int, experts: Experts, dtype: torch.dtype = torch.float32, shared: bool = True) -> Args:
+    """Tokens with the scores of a router, a residual stream, and what a shared expert gave."""
+    x, h, beside = torch.randn(3, tokens, experts.hidden).to(dtype)
+    args = {"x": x, "scores": torch.randn(tokens, experts.count).to(dtype), "routing": Routing(k, "softmax", True)}
+    gate = torch.randn(tokens).to(dtype)
+    return {**args, "experts": experts, "h": h} | ({"shared": beside, "shared_gate": gate} if shared else {})
 
 
 def case(name: str, make, **options) -> Case:
     return Case(expert_mlp, name, make, nbytes=touched, flops=flops, **options)
+
+
+def part(name: str, make, **options) -> Case:
+    return Case(expert_parts, name, make, nbytes=touched, flops=flops, **options)
 
 
 EXPERT_CASES = [
@@ -105,5 +133,30 @@ EXPERT_CASES = [
     case("many-3-and-8-bits", lambda: routed(40, 2, layer(4, 64, 128, bits=3, down_bits=8))),
     # for matrix units weights and what lies between are rounded too
     case("many-bf16", lambda: routed(40, 2, layer(4, 64, 128), BF16), tol=6e-3),
+    case("quads-bf16", lambda: routed(2, 3, layer(8, 512, 256), BF16), tol=6e-3),
+    case("some-quads-bf16", lambda: routed(20, 4, layer(8, 512, 256), BF16), tol=6e-3),
     case("no-tokens", lambda: routed(0, 2, layer(4, 64, 128))),
+    part("one-token", lambda: some(routed(1, 8, layer(32, 2048, 768)), [3, 5]), exact=False, tol=FAST, bench=True),
+    part("few-tokens", lambda: some(routed(5, 2, layer(8, 128, 128)), [1])),
+    part("many-tokens", lambda: some(routed(70, 4, layer(9, 128, 64)), [0, 4, 8])),
+    part("more-than-at-once", lambda: some(routed(600, 2, layer(4, 64, 64)), [2])),
+    part("everyone", lambda: some(routed(9, 3, layer(6, 64, 128, lanes=1)), [])),
+    part("nobody", lambda: some(routed(9, 3, layer(6, 64, 128)), list(range(6)))),
+    part("blobs", lambda: some(routed(40, 3, from_blobs(6, 64, 128)), [2, 3])),
+    part("mxfp4-biases-clamp", lambda: some(routed(40, 3, gpt_oss(6, 64, 96)), [5])),
+    part("dense-bf16", lambda: some(routed(9, 3, dense_stack(6, 63, 100, BF16)), [0])),
+    part("bf16", lambda: some(routed(3, 2, layer(4, 64, 128), BF16), [0])),
+    part("many-bf16", lambda: some(routed(40, 2, layer(4, 64, 128), BF16), [3]), tol=6e-3),
+    part("quads-bf16", lambda: some(routed(2, 3, layer(8, 512, 256), BF16), [3]), tol=6e-3),
+    part("some-quads-bf16", lambda: some(routed(20, 4, layer(8, 512, 256), BF16), [3]), tol=6e-3),
+    part("no-tokens", lambda: some(routed(0, 2, layer(4, 64, 128)), [])),
+    Case(sum_parts, "one-token", lambda: results(1, 8, 2048), bench=True),
+    Case(sum_parts, "many-tokens", lambda: results(100, 8, 1024), bench=True),
+    Case(sum_parts, "odd-width", lambda: results(7, 3, 333)),
+    Case(sum_parts, "bf16", lambda: results(5, 4, 63, BF16), tol=4e-3),
+    Case(sum_parts, "no-tokens", lambda: results(0, 2, 64)),
+    Case(mixture, "few-tokens", lambda: scored(3, 2, layer(8, 128, 128))),
+    Case(mixture, "many-tokens", lambda: scored(70, 4, layer(9, 128, 64), shared=False)),
+    Case(mixture, "bf16", lambda: scored(2, 8, layer(16, 512, 256), BF16), tol=8e-3),
+    Case(mixture, "no-tokens", lambda: scored(0, 2, layer(4, 64, 128))),
 ]

@@ -44,16 +44,19 @@ def _group(args, job, jobs):
 
     starts  int64 [experts + 1]   where each expert's pairs begin
     tokens  int64 [pairs]         the token of each pair, in the new order
-    places  int64 [tokens, k]     where a token's pair went
+    places  int64 [tokens, k]     where a token's pair went; -1 for one that was passed over
     wrong   int64 [1]             the first pair whose id is out of range, or -1; nobody has pairs then
+    some    pass over pairs with a negative id
     """
-    ids_at, tokens, k, experts, starts_at, tokens_at, places_at, wrong_at = arguments(args, 8)
+    ids_at, tokens, k, experts, starts_at, tokens_at, places_at, wrong_at, some = arguments(args, 9)
     pairs = tokens * k
     ids, starts = int32s(ids_at, pairs), int64s(starts_at, experts + 1)
     of, places, wrong = int64s(tokens_at, pairs), int64s(places_at, pairs), int64s(wrong_at, 1)
     starts[:] = 0
     wrong[0] = -1
     for pair in range(pairs):
+        if some and ids[pair] < 0:
+            continue
         if ids[pair] < 0 or ids[pair] >= experts:
             starts[:] = 0
             wrong[0] = pair
@@ -62,6 +65,9 @@ def _group(args, job, jobs):
     for expert in range(experts):
         starts[expert + 1] += starts[expert]
     for pair in range(pairs):
+        if ids[pair] < 0:
+            places[pair] = -1
+            continue
         place = starts[ids[pair]]
         of[place], places[pair] = pair // k, place
         starts[ids[pair]] = place + 1
@@ -108,13 +114,6 @@ def _add_biases(args, job, jobs):
                 row[i] += bias[i]
 
 
-def _strides(stack: QTensor) -> tuple[int, int, int]:
-    """Bytes from one expert's codes, scales and biases to the next expert's."""
-    arrays = (stack.packed, stack.scales, stack.biases)
-    packed, scales, biases = (0 if a is None else a.stride(0) * a.element_size() for a in arrays)
-    return packed, scales, biases
-
-
 @Kernel
 def _weighted_sum(args, job, jobs):
     results, stride, places_at, weights_at, tokens, k, width, out = arguments(args, 8)
@@ -128,13 +127,20 @@ def _weighted_sum(args, job, jobs):
                 total[i] += weight * result[i]
 
 
+@Kernel
+def _spread(args, job, jobs):
+    """Copy results to where their pairs are; those that were passed over stay as they are."""
+    results, stride, places_at, pairs, width, out = arguments(args, 6)
+    places = int64s(places_at, pairs)
+    for pair in share(pairs, job, jobs):
+        if places[pair] >= 0:
+            part, result = floats(out + 4 * pair * width, width), floats(results + stride * places[pair], width)
+            for i in range(width):
+                part[i] = result[i]
+
+
 def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    quantized = [isinstance(stack, QTensor) for stack in (experts.gate, experts.up, experts.down)]
-    if any(quantized) and not all(quantized):
-        raise Declined("some projections are quantized, others dense")
-    for stack in (experts.gate, experts.up, experts.down):
-        if isinstance(stack, QTensor) and stack.lanes not in (1, BLOCK):
-            raise Declined(f"rows lie {stack.lanes} side by side; these kernels take 1 or {BLOCK}")
+    _check_stacks(experts)
     wide = as_float(x)
     out = torch.empty_like(wide)
     for first in range(0, len(x), TOKENS_AT_ONCE):
@@ -143,21 +149,64 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Ten
     return like(out, x)
 
 
-def _some_tokens(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
+def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    _check_stacks(experts)
+    wide = as_float(x)
+    # cut as in `expert_mlp`: how an expert's tokens are multiplied depends on how many there are
+    for first in range(0, len(x), TOKENS_AT_ONCE):
+        part = slice(first, first + TOKENS_AT_ONCE)
+        _some_parts(wide[part], ids[part], experts, parts[part])
+
+
+def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    tokens, k, hidden = parts.shape
+    out = torch.empty(tokens, hidden)
+    jobs = threads() if parts.numel() >= PARALLEL_FROM else 1
+    arrays = (parts.data_ptr(), 4 * hidden, token_indices(tokens * k), weights.data_ptr())
+    _weighted_sum(jobs, *arrays, tokens, k, hidden, out.data_ptr())
+    return out.to(dtype)
+
+
+def _check_stacks(experts: Experts) -> None:
+    quantized = [isinstance(stack, QTensor) for stack in (experts.gate, experts.up, experts.down)]
+    if any(quantized) and not all(quantized):
+        raise Declined("some projections are quantized, others dense")
+    for stack in (experts.gate, experts.up, experts.down):
+        if isinstance(stack, QTensor) and stack.lanes not in (1, BLOCK):
+            raise Declined(f"rows lie {stack.lanes} side by side; these kernels take 1 or {BLOCK}")
+
+
+def _plan(ids: Tensor, count: int, some: bool) -> tuple[Tensor, int]:
+    """The pairs by expert, as `_group` writes them, and the address of their places."""
     tokens, k = ids.shape
-    pairs, count = tokens * k, experts.count
-    plan = torch.empty(count + 1 + 2 * pairs + 1, dtype=torch.int64)
+    plan = torch.empty(count + 1 + 2 * tokens * k + 1, dtype=torch.int64)
     starts = plan.data_ptr()
     index = starts + 8 * (count + 1)
-    places = index + 8 * pairs
-    _group(1, ids.data_ptr(), tokens, k, count, starts, index, places, places + 8 * pairs)
+    places = index + 8 * tokens * k
+    _group(1, ids.data_ptr(), tokens, k, count, starts, index, places, places + 8 * tokens * k, some)
     if recorder.recording is None and (wrong := int(plan[-1])) >= 0:
         raise InputError(f"ids[{wrong // k}, {wrong % k}] is {int(ids.view(-1)[wrong])}; there are {count} experts.")
-    hidden = _hidden(x, experts, plan, pairs)
-    results = _down(hidden, experts, plan)
-    jobs = threads() if pairs * experts.hidden >= PARALLEL_FROM else 1
+    return plan, places
+
+
+def _some_tokens(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
+    tokens, k = ids.shape
+    plan, places = _plan(ids, experts.count, some=False)
+    results = _down(_hidden(x, experts, plan, tokens * k), experts, plan)
+    jobs = threads() if tokens * k * experts.hidden >= PARALLEL_FROM else 1
     arrays = (results.data_ptr(), 4 * results.shape[1], places, weights.data_ptr())
     _weighted_sum(jobs, *arrays, tokens, k, experts.hidden, out.data_ptr())
+
+
+def _some_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    plan, places = _plan(ids, experts.count, some=True)
+    found = int(plan[experts.count])
+    if found == 0:
+        return
+    results = _down(_hidden(x, experts, plan, found), experts, plan)
+    jobs = threads() if found * experts.hidden >= PARALLEL_FROM else 1
+    arrays = (results.data_ptr(), 4 * results.shape[1], places)
+    _spread(jobs, *arrays, ids.numel(), experts.hidden, parts.data_ptr())
 
 
 def _hidden(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
@@ -168,10 +217,10 @@ def _hidden(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
         wide, most = padded(inner), min(count, pairs)
         both = torch.empty(2, pairs, wide)
         products = torch.empty(2, most * FIELDS, dtype=torch.int64)
-        for number, stack in enumerate((experts.gate, experts.up)):
+        for number, (name, stack) in enumerate((("gate", experts.gate), ("up", experts.up))):
             to = products.data_ptr() + 8 * FIELDS * most * number
             where = (index, both.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
-            _list_products(1, starts, count, most, *stack.addresses, *_strides(stack), *where)
+            _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
             if not same_format(experts.gate, experts.up):
                 driver_for(stack)(x.data_ptr(), len(x), stack, to, most)
         if same_format(experts.gate, experts.up):
@@ -194,7 +243,7 @@ def _down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
         results = torch.empty(pairs, wide)
         products = torch.empty(most * FIELDS, dtype=torch.int64)
         where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr())
-        _list_products(1, starts, count, most, *experts.down.addresses, *_strides(experts.down), *where)
+        _list_products(1, starts, count, most, *experts.down.addresses, *experts.strides["down"], *where)
         driver_for(experts.down)(hidden.data_ptr(), pairs, experts.down, products.data_ptr(), most)
     else:
         results = _dense(hidden, experts.down, plan)

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, jit, like, real, share, threads
 from auraflux.ops._math import exp, sigmoid
-from auraflux.ops.moe._experts import expert_mlp
+from auraflux.ops.moe._experts import expert_mlp, expert_parts, sum_parts
+from auraflux.ops.moe.reference import mixture_by_steps as mixture
 from auraflux.ops.moe.routing import SCORINGS, Routing
 
-__all__ = ["combine", "expert_mlp", "route"]
+__all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts"]
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 PARALLEL_LOGITS = 1 << 13

@@ -1,20 +1,27 @@
 """Mixture of experts on CUDA. Which experts are met is known on the device alone: wrappers look at shapes only."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._triton import Build, cdiv, power_of_two, ready
+from auraflux.ops._triton import INTERPRETED, Build, cdiv, power_of_two, ready
+from auraflux.ops.moe._cuda_blocks import down_block, fits_blocks, some_hopper, up_block
 from auraflux.ops.moe._cuda_few import down_few, few, up_few
+from auraflux.ops.moe._cuda_hopper import MOST_CHOICES, chosen_hopper, few_hopper, fits_hopper
 from auraflux.ops.moe._cuda_many import count_pairs, down_many, many, place_pairs, plan_blocks, up_many
-from auraflux.ops.moe._cuda_route import combine_kernel, route_kernel
-from auraflux.ops.moe._cuda_stacks import check_stacks, sum_slots
+from auraflux.ops.moe._cuda_route import combine_kernel, rank_kernel, route_kernel
+from auraflux.ops.moe._cuda_slots import down_slots, up_slots
+from auraflux.ops.moe._cuda_stacks import check_stacks, sum_slots, summed
 from auraflux.ops.moe.experts import Experts
+from auraflux.ops.moe.reference import mixture_by_steps
 from auraflux.ops.moe.routing import Routing
 
 MOST_EXPERTS = 4096
 FEW_PAIRS = 32  # (token, slot) pairs; up to here each reads its expert for itself
 FEW_ROUTED = 8  # tokens; up to here one program chooses for one token
+MOST_RANKED = 512  # experts; up to here each is compared with each where tokens are few
 ROUTED = 2048  # scores a program looks through
 COMBINED = 1024  # elements a program adds
 
@@ -28,7 +35,12 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         raise Declined(f"{experts} experts in {groups} groups, more than {MOST_EXPERTS}")
     ids = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
-    if tokens:
+    if 0 < tokens <= FEW_ROUTED and groups == 1 and experts <= MOST_RANKED:
+        rank_kernel[(tokens,)](
+            logits, bias, ids, weights, experts, k, float(routing.scale), routing.scoring,
+            routing.renormalize and routing.scoring != "chosen", size, not INTERPRETED, num_warps=max(1, size // 32),
+        )  # fmt: skip
+    elif tokens:
         rows = 1 if tokens <= FEW_ROUTED else max(1, ROUTED // size)
         route_kernel[(cdiv(tokens, rows),)](
             logits, bias, ids, weights, tokens, experts, groups, routing.kept_groups, k, float(routing.scale),
@@ -53,7 +65,48 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Ten
     check_stacks(experts)
     if not ids.numel() or not x.numel():
         return torch.zeros_like(x)
-    return (few if ids.numel() <= FEW_PAIRS else many)(x, ids, weights, experts)
+    if ids.numel() <= FEW_PAIRS and fits_hopper(x, experts):
+        return few_hopper(x, ids, weights, experts, torch.empty_like(x))
+    parts = x.new_empty(*ids.shape, experts.hidden, dtype=x.dtype if _path(x, ids, experts) is many else torch.float32)
+    _path(x, ids, experts)(x, ids, experts, parts)
+    return summed(parts, ids, weights, experts.count, x.dtype)
+
+
+def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    ready(x)
+    check_stacks(experts)
+    if not parts.numel():
+        return
+    if ids.numel() <= FEW_PAIRS and fits_hopper(x, experts):
+        few_hopper(x, ids, None, experts, parts)
+    else:
+        _path(x, ids, experts)(x, ids, experts, parts)
+
+
+def _path(x: Tensor, ids: Tensor, experts: Experts) -> Callable[[Tensor, Tensor, Experts, Tensor], None]:
+    """What writes the parts of pairs: of shapes alone, so that calls for some of the experts agree with one for all."""
+    if ids.numel() <= FEW_PAIRS:
+        return few
+    return some_hopper if fits_hopper(x, experts) and fits_blocks(ids, experts) else many
+
+
+def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    ready(parts)
+    if not parts.numel():
+        return torch.zeros(parts.shape[0], parts.shape[2], dtype=dtype, device=parts.device)
+    return summed(parts, None, weights, 0, dtype)
+
+
+def mixture(
+    x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
+    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Few tokens choose their experts inside the kernels that multiply with them, two in all."""
+    ready(x)
+    few_pairs, fits = 0 < x.shape[0] * routing.k <= FEW_PAIRS, h.dtype is x.dtype and fits_hopper(x, experts)
+    if few_pairs and fits and routing.groups == 1 and experts.count <= MOST_CHOICES:
+        return chosen_hopper(x, scores, routing, bias, experts, (h, shared, shared_gate))
+    return mixture_by_steps(x, scores, routing, experts, h, bias, shared, shared_gate)
 
 
 def _builds() -> list[Build]:
@@ -64,14 +117,43 @@ def _builds() -> list[Build]:
     plain, up = {"gate_bias": None, "up_bias": None, "CLAMP": False}, {"UNIT": 8, "ROWS": 8, "COLUMNS": 128}
     down, tile = {"ROWS": 16, "COLUMNS": 32}, {"ROWS": 64, "TOKENS": 128, "BK": 64}
     biased = f"{mx_codes} {mx_codes} *bf16 *bf16"
+    slots, wide = f"{codes} {codes} *bf16 {ints}", {"num_warps": 8}
+    given = {"scores": None, "bias": None, "E": 0, "SCORING": ""}
+    chosen = {"ids": None, "bias": None, "E": 128, "SCORING": "softmax"}
+    eight = {"INNER": 768, "K": 8, "RENORMALIZE": True, "W": 8, "D": 4, "beside": None, "beside_gate": None}
+    alone, own = {"residual": None}, {"weights": None}
     return [
         Build(route_kernel, "*bf16 *i32 *fp32 i32 i32:16 i32 fp32", one, hot=True, options={"num_warps": 1}),
         Build(route_kernel, "*bf16 *fp32 *i32 *fp32 i32 i32:16 i32 i32 i32 fp32", grouped, hot=True, options={"num_warps": 1}),
+        Build(
+            rank_kernel,
+            "*bf16 *i32 *fp32 i32:16 i32 fp32",
+            {"bias": None, "SCORING": "softmax", "RENORMALIZE": True, "BE": 128, "EARLY": True},
+            hot=True,
+        ),
         Build(combine_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED}, hot=True),
         Build(combine_kernel, "*bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED, "shared": None, "gate": None}, hot=True),
         Build(up_few, f"*bf16 *i32 {codes} {codes} *fp32 i32 i32 {ints} fp32 fp32", {**plain, **four, **up}, hot=True),
         Build(up_few, f"*bf16 *i32 {biased} *fp32 i32 i32 {ints} fp32 fp32", {"CLAMP": True, **mx, **up}, hot=True),
         Build(down_few, f"*fp32 *i32 {codes} *fp32 i32 {ints}", {"bias": None, **four, **down}, hot=True),
+        Build(up_slots, f"*bf16 *i32 {slots}", {"H": 2048, "K": 8, "W": 4, "D": 4, **given}, hot=True),
+        Build(up_slots, f"*bf16 *bf16 {slots}", {"H": 2048, "K": 10, "W": 4, "D": 4, **chosen, "E": 512}, hot=True),
+        Build(down_slots, f"*bf16 *i32 *fp32 fp32 {codes} *bf16 {ints}", {**eight, **given, **alone}, hot=True, options=wide),
+        Build(down_slots, f"*bf16 *bf16 fp32 *bf16 {codes} *bf16 {ints}", {**eight, **chosen, **own}, hot=True, options=wide),
+        Build(
+            up_block,
+            f"*bf16 *i32 *i32 {codes} {codes} *bf16 i32:16 i32 i32 i32:16",
+            {"H": 2048, "TILES": 2, "D": 4},
+            hot=True,
+            options={"num_warps": 8},
+        ),
+        Build(
+            down_block,
+            f"*bf16 *i32 *i32 {codes} *fp32 i32:16 i32 i32:16",
+            {"INNER": 768, "TILES": 2, "D": 4},
+            hot=True,
+            options={"num_warps": 8},
+        ),
         Build(count_pairs, "*i32 *i32 i32 i32", {"BLOCK": 1024}, hot=True),
         Build(plan_blocks, "*i32 *i32 *i32 i32 i32", {"SIZE": 64, "BE": 512, "BLOCK": 32}, hot=True),
         Build(place_pairs, "*i32 *i32 *i32 i32 i32", {"BLOCK": 1024}, hot=True),
@@ -80,9 +162,17 @@ def _builds() -> list[Build]:
             f"*bf16 *i32 *i32 {codes} {codes} *bf16 i32 i32 i32 {ints} fp32 fp32",
             {**plain, **four, **tile},
             hot=True,
+            options={"num_stages": 3},
         ),
-        Build(down_many, f"*bf16 *i32 *i32 {codes} *bf16 i32 i32 {ints}", {"bias": None, **four, **tile}, hot=True),
+        Build(
+            down_many,
+            f"*bf16 *i32 *i32 {codes} *bf16 i32 i32 {ints}",
+            {"bias": None, **four, **tile},
+            hot=True,
+            options={"num_stages": 3},
+        ),
         Build(sum_slots, "*bf16 *i32 *fp32 *bf16 i32 i32 i32:16", {"BLOCK": 1024}, hot=True),
+        Build(sum_slots, "*fp32 *fp32 *bf16 i32 i32 i32:16", {"ids": None, "BLOCK": 1024}),
     ]
 
 

@@ -7,6 +7,7 @@ that hold one expert each, as read from disk; expert e is then blob e, and the s
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,6 +73,15 @@ class Experts:
     @property
     def device(self) -> torch.device:
         return self.gate.device
+
+    @cached_property
+    def strides(self) -> dict[str, tuple[int, ...]]:
+        """Bytes from one expert's codes, scales and biases to the next expert's, by projection; of quantized ones."""
+        return {
+            name: tuple(0 if a is None else a.stride(0) * a.element_size() for a in (stack.packed, stack.scales, stack.biases))
+            for name in ("gate", "up", "down")
+            if isinstance(stack := getattr(self, name), QTensor)
+        }
 
     @classmethod
     def from_blobs(cls, bank: Tensor, like: Mapping[str, QTensor]) -> "Experts":

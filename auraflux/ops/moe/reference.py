@@ -113,16 +113,20 @@ def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: T
     return total.to(h.dtype)
 
 
-def _check_expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
-    check_dense(x=x, ids=ids, weights=weights)
+def _check_routed(x: Tensor, ids: Tensor, experts: Experts) -> None:
     check_dtype("x", x, *FLOAT_DTYPES)
     check_shape("x", x, None, experts.hidden)
     check_dtype("ids", ids, torch.int32)
     check_shape("ids", ids, x.shape[0], None)
-    check_dtype("weights", weights, torch.float32)
-    check_shape("weights", weights, *ids.shape)
     if experts.device != x.device:
         raise InputError(f"the experts are on {experts.device}, 'x' on {x.device}. Move one of them.")
+
+
+def _check_expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> None:
+    check_dense(x=x, ids=ids, weights=weights)
+    _check_routed(x, ids, experts)
+    check_dtype("weights", weights, torch.float32)
+    check_shape("weights", weights, *ids.shape)
 
 
 @op(
@@ -136,21 +140,107 @@ def _check_expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts)
     check=_check_expert_mlp,
 )
 def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """Sum, for every token, its experts' results times their weights.
+    """Sum, for every token, its experts' results times their weights: `expert_parts`, then `sum_parts`, to the bit.
 
     x        [T, H]
     ids      [T, k]  int32, the experts each token goes to
     weights  [T, k]  float32
     returns  [T, H]  in x's dtype
     """
-    wide, out = x.float(), torch.zeros_like(x, dtype=torch.float32)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts.count:
         raise InputError(f"ids reach from {int(ids.min())} to {int(ids.max())}; there are {experts.count} experts.")
-    for expert in ids.unique().tolist():
+    parts = x.new_empty(*ids.shape, experts.hidden, dtype=torch.float32)
+    expert_parts.reference(x, ids, experts, parts)
+    return sum_parts.reference(parts, weights, x.dtype)
+
+
+def _check_expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    check_dense(x=x, ids=ids, parts=parts)
+    _check_routed(x, ids, experts)
+    check_dtype("parts", parts, torch.float32)
+    check_shape("parts", parts, *ids.shape, experts.hidden)
+
+
+@op(check=_check_expert_parts)
+def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    """Write the results of experts to their places, leaving those of other experts as they are.
+
+    What an expert gives its tokens does not depend on which other experts have their turn in the same call.
+
+    x      [T, H]
+    ids    [T, k]     int32, the experts each token goes to; a negative one has its turn in another call
+    parts  [T, k, H]  float32, updated in place
+    """
+    if ids.numel() and int(ids.max()) >= experts.count:
+        raise InputError(f"ids reach up to {int(ids.max())}; there are {experts.count} experts.")
+    wide = x.float()
+    for expert in ids[ids >= 0].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        result = _one_expert(wide[token], experts, expert)
-        out.index_add_(0, token, result * weights[token, slot, None])
-    return out.to(x.dtype)
+        parts[token, slot] = _one_expert(wide[token], experts, expert)
+
+
+def _check_sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> None:
+    check_dense(parts=parts, weights=weights)
+    check_dtype("parts", parts, torch.float32)
+    check_shape("parts", parts, None, None, None)
+    check_dtype("weights", weights, torch.float32)
+    check_shape("weights", weights, *parts.shape[:2])
+
+
+@op(check=_check_sum_parts)
+def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum the results of every token's experts times their weights, in the order of the slots.
+
+    parts    [T, k, H]  float32
+    weights  [T, k]     float32
+    returns  [T, H]     in `dtype`
+    """
+    tokens, k, hidden = parts.shape
+    total = parts.new_zeros(tokens, hidden)
+    for slot in range(k):
+        total += parts[:, slot] * weights[:, slot, None]
+    return total.to(dtype)
+
+
+def _check_mixture(
+    x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
+    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> None:  # fmt: skip
+    check_dense(x=x, scores=scores, h=h)
+    check_dtype("x", x, *FLOAT_DTYPES)
+    check_shape("x", x, None, experts.hidden)
+    check_shape("scores", scores, x.shape[0], experts.count)
+    _check_route(scores, routing, bias)
+    _check_combine(h, x, shared, shared_gate)
+    if experts.device != x.device:
+        raise InputError(f"the experts are on {experts.device}, 'x' on {x.device}. Move one of them.")
+
+
+@op(check=_check_mixture)
+def mixture(
+    x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
+    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Take tokens to the experts that their scores choose, and add the results to the residual stream.
+
+    x           [T, H]
+    scores      [T, E]  of the router
+    h           [T, H]  the residual stream
+    bias        [E]     or None, see `route`
+    shared, shared_gate see `combine`
+    returns     [T, H]  in h's dtype
+    """
+    ids, weights = route.reference(scores, routing, bias)
+    return combine.reference(h, expert_mlp.reference(x, ids, weights, experts), shared, shared_gate)
+
+
+def mixture_by_steps(
+    x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
+    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`mixture` by the kernels of its steps."""
+    ids, weights = route(scores, routing, bias)
+    return combine(h, expert_mlp(x, ids, weights, experts), shared, shared_gate)
 
 
 def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.rope.frequencies import rope_frequencies, yarn_frequencies
-from auraflux.ops.rope.reference import rope
+from auraflux.ops.rope.reference import norm_rope, rope
 
 BF16 = torch.bfloat16
 
@@ -31,6 +31,13 @@ def scattered(tokens: int) -> Args:
     return {**args, "positions": torch.randint(0, 1 << 20, (tokens,))}
 
 
+def both(tokens: int, q_heads: int, k_heads: int, width: int, rotated: int | None = None, *, normed=True, **options) -> Args:
+    args = heads(tokens, q_heads, width, rotated, **options)
+    q = args.pop("x")
+    norms = (1 + 0.1 * torch.randn(width), 1 + 0.1 * torch.randn(width)) if normed else None
+    return {"q": q, "k": torch.randn(tokens, k_heads, width).to(q.dtype), **args, "norms": norms, "eps": 1e-6}
+
+
 CASES = [
     Case(rope, "one-token", lambda: heads(1, 32, 128, start=4000), bench=True),
     Case(rope, "many-tokens", lambda: heads(128, 32, 128), bench=True),
@@ -48,4 +55,11 @@ CASES = [
     Case(rope, "yarn", lambda: yarn(3, 100_000, False)),
     Case(rope, "yarn-interleaved", lambda: yarn(3, 100_000, True)),
     Case(rope, "bf16", lambda: heads(3, 4, 64, dtype=BF16), tol=4e-3),
+    Case(norm_rope, "one-token", lambda: both(1, 32, 4, 128, start=4000), bench=True),
+    Case(norm_rope, "no-norms", lambda: both(3, 8, 2, 64, normed=False)),
+    Case(norm_rope, "partial", lambda: both(2, 16, 2, 256, 64, start=100, theta=1e7)),
+    Case(norm_rope, "odd-width", lambda: both(7, 5, 3, 63, 42)),
+    Case(norm_rope, "interleaved", lambda: {**both(5, 3, 1, 64), "interleaved": True}),
+    Case(norm_rope, "no-tokens", lambda: both(0, 4, 2, 64)),
+    Case(norm_rope, "bf16", lambda: both(3, 8, 2, 128, dtype=BF16), tol=4e-3),
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, threads
+from auraflux.ops.norm.cpu import rms_norm
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
@@ -87,3 +88,18 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     read = wide.data_ptr(), positions.data_ptr(), positions.dtype is torch.int64, inv_freq.data_ptr(), interleaved
     _tokens(jobs, *read, out.data_ptr(), *x.shape, inv_freq.shape[0], float(mscale))
     return like(out, x)
+
+
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    return rope(q, inv_freq, positions, mscale, interleaved), rope(k, inv_freq, positions, mscale, interleaved)

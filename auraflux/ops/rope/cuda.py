@@ -35,12 +35,13 @@ def _cos_sin(angle):
 
 
 @triton.jit
-def _turn(
-    x, inv_freq, positions, out, heads, width, half, mscale,
+def _turn_heads(
+    x, weight, inv_freq, positions, out, block, heads, width, half, mscale, eps,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    """Turn HEADS heads of a token; with a weight, normalise them first."""
     token = tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = block * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF)
     frequency = tl.load(inv_freq + i, mask=i < half, other=0.0)
     cosine, sine = _cos_sin(tl.load(positions + token).to(tl.float32) * frequency)
@@ -48,16 +49,56 @@ def _turn(
     row = (token.to(tl.int64) * heads + head[:, None]) * width
     there = (head < heads)[:, None] & (i < half)[None, :]
     if INTERLEAVED:
-        first, second = row + 2 * i[None, :], row + 2 * i[None, :] + 1
+        first, second = 2 * i[None, :], 2 * i[None, :] + 1
     else:
-        first, second = row + i[None, :], row + i[None, :] + half
-    a, b = tl.load(x + first, mask=there, other=0.0).to(tl.float32), tl.load(x + second, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + first, a * cosine - b * sine, mask=there)
-    tl.store(out + second, b * cosine + a * sine, mask=there)
+        first, second = i[None, :], i[None, :] + half
+    a = tl.load(x + row + first, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(x + row + second, mask=there, other=0.0).to(tl.float32)
     if REST:
-        column = 2 * half + tl.arange(0, REST)
-        there = (head < heads)[:, None] & (column < width)[None, :]
-        tl.store(out + row + column[None, :], tl.load(x + row + column[None, :], mask=there), mask=there)
+        column = (2 * half + tl.arange(0, REST))[None, :]
+        left = (head < heads)[:, None] & (column < width)
+        c = tl.load(x + row + column, mask=left, other=0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(a * a + b * b, 1)
+        if REST:
+            squares += tl.sum(c * c, 1)
+        factor = (1.0 / tl.sqrt(squares / width + eps))[:, None]
+        # rounded as a norm of its own would store them
+        kind = out.dtype.element_ty
+        a = (a * factor * tl.load(weight + first, mask=there, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        b = (b * factor * tl.load(weight + second, mask=there, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        if REST:
+            c = c * factor * tl.load(weight + column, mask=left, other=0.0).to(tl.float32)
+    tl.store(out + row + first, a * cosine - b * sine, mask=there)
+    tl.store(out + row + second, b * cosine + a * sine, mask=there)
+    if REST:
+        tl.store(out + row + column, c, mask=left)
+
+
+@triton.jit
+def _turn(
+    x, inv_freq, positions, out, heads, width, half, mscale,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    _turn_heads(x, None, inv_freq, positions, out, block, heads, width, half, mscale, 0.0, INTERLEAVED, HEADS, HALF, REST)
+
+
+@triton.jit
+def _turn_both(
+    q, k, q_weight, k_weight, inv_freq, positions, q_out, k_out, q_heads, k_heads, q_blocks, width, half, mscale, eps,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    if block < q_blocks:
+        _turn_heads(
+            q, q_weight, inv_freq, positions, q_out, block, q_heads, width, half, mscale, eps, INTERLEAVED, HEADS, HALF, REST
+        )
+    else:
+        block -= q_blocks
+        _turn_heads(
+            k, k_weight, inv_freq, positions, k_out, block, k_heads, width, half, mscale, eps, INTERLEAVED, HEADS, HALF, REST
+        )
 
 
 def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> Tensor:
@@ -65,15 +106,49 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     out = torch.empty_like(x)
     (tokens, heads, width), half = x.shape, inv_freq.shape[0]
     if x.numel():
-        rest = power_of_two(width - 2 * half) if width > 2 * half else 0
         block = min(HEADS, power_of_two(heads))
-        sizes = heads, width, half, float(mscale), interleaved, block, power_of_two(max(1, half)), rest
+        sizes = heads, width, half, float(mscale), interleaved, block, *_blocks(width, half)
         _turn[(tokens, cdiv(heads, block))](x, inv_freq, positions, out, *sizes, num_warps=2)
     return out
 
 
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    ready(q)
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    (tokens, q_heads, width), k_heads, half = q.shape, k.shape[1], inv_freq.shape[0]
+    if q.numel():
+        block = min(HEADS, power_of_two(max(q_heads, k_heads)))
+        q_blocks, k_blocks = cdiv(q_heads, block), cdiv(k_heads, block)
+        sizes = q_heads, k_heads, q_blocks, width, half, float(mscale), float(eps), interleaved, block, *_blocks(width, half)
+        tensors = q, k, *(norms or (None, None)), inv_freq, positions, q_out, k_out
+        _turn_both[(tokens, q_blocks + k_blocks)](*tensors, *sizes, num_warps=2)
+    return q_out, k_out
+
+
+def _blocks(width: int, half: int) -> tuple[int, int]:
+    """Channels of the tiles: of one element of each pair, and of what is not turned."""
+    return power_of_two(max(1, half)), power_of_two(width - 2 * half) if width > 2 * half else 0
+
+
 _TYPES = "*bf16 *fp32 *i32 *bf16 i32 i32:16 i32:16 fp32"
+_BOTH = "*bf16 *bf16 *fp32 *fp32 *fp32 *i32 *bf16 *bf16 i32 i32 i32 i32:16 i32:16 fp32 fp32"
+_HALVES, _PARTIAL = (
+    {"INTERLEAVED": False, "HEADS": 4, "HALF": 64, "REST": 0},
+    {"INTERLEAVED": True, "HEADS": 4, "HALF": 32, "REST": 64},
+)
+_WARPS = {"num_warps": 2}
 KERNELS = [
-    Build(_turn, _TYPES, {"INTERLEAVED": False, "HEADS": 4, "HALF": 64, "REST": 0}, hot=True, options={"num_warps": 2}),
-    Build(_turn, _TYPES, {"INTERLEAVED": True, "HEADS": 4, "HALF": 32, "REST": 64}, hot=True, options={"num_warps": 2}),
+    Build(_turn, _TYPES, _HALVES, hot=True, options=_WARPS),
+    Build(_turn, _TYPES, _PARTIAL, hot=True, options=_WARPS),
+    Build(_turn_both, _BOTH, _HALVES, hot=True, options=_WARPS),
+    Build(_turn_both, _BOTH, {**_HALVES, "HALF": 32, "REST": 256}, hot=True, options=_WARPS),
 ]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.norm.reference import rms_norm
 
 
 def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> None:
@@ -41,3 +42,47 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
         a, b = turned[..., :half], turned[..., half:]
         turned = torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
     return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+def _check_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> None:
+    _check_rope(q, inv_freq, positions)
+    check_dense(q=q, k=k)
+    check_shape("k", k, q.shape[0], None, q.shape[2])
+    check_dtype("k", k, q.dtype)
+    for name, weight in zip(("norms[0]", "norms[1]"), norms or (), strict=False):
+        check_dense(q=q, weight=weight)
+        check_shape(name, weight, q.shape[2])
+
+
+@op(check=_check_norm_rope)
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head of queries and keys where they have norms, then rotate them, see `rope`.
+
+    q           [T, Hq, D]
+    k           [T, Hk, D]
+    norms       two of [D], the weights of the queries' and the keys' RMS norm, or None
+    returns     (queries, keys), shaped as they were
+    """
+    if norms is not None:
+        q, k = rms_norm.reference(q, norms[0], eps), rms_norm.reference(k, norms[1], eps)
+    return rope.reference(q, inv_freq, positions, mscale, interleaved), rope.reference(
+        k, inv_freq, positions, mscale, interleaved
+    )

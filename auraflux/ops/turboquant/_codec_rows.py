@@ -1,23 +1,32 @@
-"""Rotate, encode and decode on CUDA, a row to a program."""
+"""Rotate, encode and decode on CUDA, one row or a few to a program."""
 
 import triton
 import triton.language as tl
 
 from auraflux.ops.attention._flash import merged_row
 from auraflux.ops.attention._rows import place_token
-from auraflux.ops.turboquant._turn import CHUNK, codes_of, hadamard, level_at, nearest, store_words
+from auraflux.ops.turboquant._turn import (
+    CHUNK,
+    codes_of,
+    hadamard,
+    half_of_pair,
+    level_at,
+    nearest,
+    store_half,
+    store_words,
+)
 
 
 @triton.jit
-def turned_by_matrix(x, factor, matrix, d, D: tl.constexpr):
-    """Multiply one row, each element first by `factor` and rounded to float32, by a matrix; sums in float64, rounded once."""
-    acc = tl.zeros([1, d.shape[1]], tl.float64)
+def turned_by_matrix(x, there, factor, matrix, d, D: tl.constexpr):
+    """Multiply rows at x [R, 1], first by `factor` [R, 1] and rounded to float32, by a matrix; sums in float64."""
+    acc = tl.zeros([x.shape[0], d.shape[1]], tl.float64)
     for i in range(0, D, CHUNK):
         k = i + tl.arange(0, CHUNK)
-        part = (tl.load(x + k, mask=k < D, other=0.0).to(tl.float64) * factor).to(tl.float32).to(tl.float64)
-        there = (k < D)[:, None] & (d < D)
-        weights = tl.load(matrix + k[:, None] * D + d, mask=there, other=0.0).to(tl.float64)
-        acc += tl.sum(part[:, None] * weights, 0)[None, :]
+        part = tl.load(x + k[None, :], mask=there & (k < D)[None, :], other=0.0).to(tl.float64)
+        part = (part * factor).to(tl.float32).to(tl.float64)
+        weights = tl.load(matrix + k[:, None] * D + d, mask=(k < D)[:, None] & (d < D), other=0.0).to(tl.float64)
+        acc += tl.sum(part[:, :, None] * weights[None, :, :], 1)
     return acc.to(tl.float32)
 
 
@@ -27,7 +36,8 @@ def rotate_rows(x, turn, out, factor, D: tl.constexpr, P: tl.constexpr, MATRIX: 
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, P)[None, :]
     if MATRIX:
-        y = turned_by_matrix(x + row * D, 1.0, turn, d, D)
+        one = tl.full([1, 1], 1.0, tl.float64)
+        y = turned_by_matrix(x + row * D + tl.zeros([1, 1], tl.int64), one > 0, one, turn, d, D)
     else:
         y = tl.load(x + row * D + d).to(tl.float32)
         signs = tl.load(turn + d)
@@ -36,34 +46,35 @@ def rotate_rows(x, turn, out, factor, D: tl.constexpr, P: tl.constexpr, MATRIX: 
 
 
 @triton.jit
-def encode_row(
-    x, turn, book, middles, codes, norms, row, there, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
-    MATRIX: tl.constexpr,
+def encoded(
+    x, there, turn, codes, levels, offset, factor, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr
 ):  # fmt: skip
-    """Encode the vector at x and store it as row `row`."""
+    """Encode the vectors at x [R, 1]: codes [R, P] and norms [R]."""
     d = tl.arange(0, P)[None, :]
-    wide = tl.load(x + d, mask=d < D, other=0.0).to(tl.float64)
-    length = tl.sqrt(tl.sum(wide * wide, 1))
-    factor = tl.where(length == 0, 0.0, 1.0 / length)
+    wide = tl.load(x + d, mask=there & (d < D), other=0.0).to(tl.float64)
+    length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
+    inverse = tl.where(length == 0, 0.0, 1.0 / length)
     if MATRIX:
-        y = turned_by_matrix(x, tl.sum(factor, 0), turn, d, D)
+        y = turned_by_matrix(x, there, inverse, turn, d, D)
     else:
-        y = hadamard((wide * factor[:, None]).to(tl.float32) * tl.load(turn + d), D)
-    ranks = tl.where(d < D, nearest(y, middles, BITS), 0)
-    levels = tl.load(book + ranks, mask=d < D, other=0.0).to(tl.float64)
-    norm = (length / tl.sqrt(tl.sum(levels * levels, 1))).to(tl.float32)
-    WORDS: tl.constexpr = (D * BITS + 31) // 32
-    store_words(codes, row, there, ranks, BITS, P, WORDS)
-    tl.store(norms + row + tl.zeros([1], tl.int64), norm, mask=there)
+        y = hadamard((wide * inverse).to(tl.float32) * tl.load(turn + d), D)
+    found, level = nearest(y, codes, levels, offset, factor, BITS)
+    level = tl.where(d < D, level, 0.0).to(tl.float64)
+    rounded = tl.sqrt(tl.sum(level * level, 1, keep_dims=True))
+    return tl.where(d < D, found, 0), tl.reshape((length / rounded).to(tl.float32), [x.shape[0]])
 
 
 @triton.jit
 def encode_rows(
-    x, turn, book, middles, codes, norms, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr
+    x, turn, codes, levels, offset, factor, out, norms, rows, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
+    MATRIX: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Encode a row; grid (rows,)."""
-    row = tl.program_id(0).to(tl.int64)
-    encode_row(x + row * D, turn, book, middles, codes, norms, row, row >= 0, D, P, BITS, MATRIX)
+    """Encode R rows; grid (rows / R,)."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    there = row < rows
+    found, norm = encoded(x + row[:, None] * D, there[:, None], turn, codes, levels, offset, factor, D, P, BITS, MATRIX)
+    store_words(out, row, there, found, BITS, P, (D * BITS + 31) // 32)
+    tl.store(norms + row, norm, mask=there)
 
 
 @triton.jit
@@ -89,17 +100,44 @@ def decode_rows(
 
 
 @triton.jit
+def place_group(
+    group, table, lengths, starts, sequences, table_width, pool, PAGE: tl.constexpr, R: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """Find an aligned group of R positions: tokens in the stack, which are new, positions, pages, which can be written to.
+
+    A sequence of n new tokens touches up to n / R + 2 groups, or n if R is 1: sequence b begins at group starts[b] / R + 2 b.
+    """
+    SPARE: tl.constexpr = 2 if R > 1 else 0
+    b = tl.arange(0, S)
+    begin = tl.load(starts + b, mask=b < sequences, other=0) // R + SPARE * b
+    sequence = tl.sum(((b < sequences) & (begin <= group)).to(tl.int32), 0) - 1
+    start, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    end = tl.load(lengths + sequence)
+    first = end - stop + start
+    position = (first // R + group - start // R - SPARE * sequence) * R + tl.arange(0, R)
+    inside = (position >= tl.maximum(first, 0)) & (position < tl.minimum(end, table_width * PAGE))
+    page = tl.load(table + sequence.to(tl.int64) * table_width + position // PAGE, mask=inside, other=-1).to(tl.int64)
+    token = start + position - first
+    new = (position >= first) & (position < end)
+    return token, new, position, page, inside & (page >= 0) & (page < pool)
+
+
+@triton.jit
 def append_coded(
     k,
     v,
     k_codes,
     k_norms,
-    k_book,
-    k_middles,
+    k_places,
+    k_levels,
+    k_offset,
+    k_factor,
     v_codes,
     v_norms,
-    v_book,
-    v_middles,
+    v_places,
+    v_levels,
+    v_offset,
+    v_factor,
     turn,
     table,
     lengths,
@@ -113,17 +151,38 @@ def append_coded(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     MATRIX: tl.constexpr,
+    PAIRS: tl.constexpr,
     PAGE: tl.constexpr,
+    R: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Encode a token's key or value of one head into its page; grid (tokens, HEADS, 2)."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
-    source, target, there = (token.to(tl.int64) * HEADS + head) * D, (page * HEADS + head) * PAGE + slot, page >= 0
+    """Encode the keys or values of one head, R neighbouring tokens, into their pages; grid (groups, HEADS, 2)."""
+    head = tl.program_id(1)
+    token, new, position, page, there = place_group(
+        tl.program_id(0), table, lengths, starts, sequences, table_width, pool, PAGE, R, S
+    )
+    if R == 1:
+        # known without the index: the token is on its way while that is read
+        token = tl.program_id(0) + tl.arange(0, 1)
+        new = token >= 0
+    source = (token.to(tl.int64) * HEADS + head)[:, None] * D
+    row = (page * HEADS + head) * PAGE + position % PAGE
+    here = new[:, None]
     if tl.program_id(2) == 0:
-        encode_row(k + source, turn, k_book, k_middles, k_codes, k_norms, target, there, D, P, KEY_BITS, MATRIX)
+        codes, norm = encoded(k + source, here, turn, k_places, k_levels, k_offset, k_factor, D, P, KEY_BITS, MATRIX)
+        store_words(k_codes, row, there, codes, KEY_BITS, P, (D * KEY_BITS + 31) // 32)
+        tl.store(k_norms + row, norm, mask=there)
+        return
+    if PAIRS:
+        # asked for now, needed at the end
+        at, mine, shift = half_of_pair(v_codes, row, VALUE_BITS, D)
+        old = tl.load(at, mask=there, other=0)
+    codes, norm = encoded(v + source, here, turn, v_places, v_levels, v_offset, v_factor, D, P, VALUE_BITS, MATRIX)
+    tl.store(v_norms + row, norm, mask=there)
+    if not PAIRS:
+        store_words(v_codes, row, there, codes, VALUE_BITS, P, (D * VALUE_BITS + 31) // 32)
     else:
-        encode_row(v + source, turn, v_book, v_middles, v_codes, v_norms, target, there, D, P, VALUE_BITS, MATRIX)
+        store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)
 
 
 @triton.jit
@@ -132,8 +191,10 @@ def append_coded_latent(
     k_rope,
     codes,
     norms,
-    book,
-    middles,
+    places,
+    levels,
+    offset,
+    factor,
     rope,
     turn,
     table,
@@ -154,11 +215,15 @@ def append_coded_latent(
     """Encode a token's latent into its page and copy its rotated key; grid (tokens,)."""
     token = tl.program_id(0)
     page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
-    target, token = page * PAGE + slot, token.to(tl.int64)
-    encode_row(latent + token * D, turn, book, middles, codes, norms, target, page >= 0, D, P, BITS, MATRIX)
+    one = tl.zeros([1], tl.int64)
+    row, there, token = page * PAGE + slot + one, page + one >= 0, token.to(tl.int64)
+    at = latent + (token + one)[:, None] * D
+    found, norm = encoded(at, (one >= 0)[:, None], turn, places, levels, offset, factor, D, P, BITS, MATRIX)
+    store_words(codes, row, there, found, BITS, P, (D * BITS + 31) // 32)
+    tl.store(norms + row, norm, mask=there)
     r = tl.arange(0, PR)
     x = tl.load(k_rope + token * R + r, mask=r < R)
-    tl.store(rope + target * R + r, x.to(rope.dtype.element_ty), mask=(r < R) & (page >= 0))
+    tl.store(rope + (page * PAGE + slot) * R + r, x.to(rope.dtype.element_ty), mask=(r < R) & (page >= 0))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from auraflux.ops.attention._flash import capped, keys_of_split, leave, place_keys, rows_of_tile, soften
 from auraflux.ops.attention._flash_pages import load_rows
-from auraflux.ops.turboquant._turn import codes_of
+from auraflux.ops.turboquant._turn import codes_of, pairs_as_rows
 
 
 @triton.jit
@@ -52,11 +52,13 @@ def attend_codes(
     LATENT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Attend from M rotated rows to the coded keys of one split; grid (tiles, HEADS, splits).
 
     unit    what norms are multiplied by for the levels at hand
     slots   blocks that the parts have room for
+    PAIRS   values lie in pairs: blocks of N keys begin at multiples of 16
     LATENT  a key is also the value, and `rope` holds rotated keys of width R that score with `q_rope`
     """
     tile, head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -80,9 +82,11 @@ def attend_codes(
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     acc = tl.zeros([M, P], tl.float32)
-    for first in range(begin, end, N):
+    # stored rows of pairs are of several tokens: blocks are read as a whole
+    low, high = (begin // 16 * 16, tl.cdiv(end, 16) * 16) if PAIRS else (begin, end)
+    for first in range(low, end, N):
         key = first + tl.arange(0, N)
-        origin, row, there = place_keys(table, first, end, head, table_width, pool, HEADS, PAGE, N, ALIGNED)
+        origin, row, there = place_keys(table, first, high, head, table_width, pool, HEADS, PAGE, N, ALIGNED)
         k = tl.load(k_book + codes_of(k_codes + origin * K_WORDS, row, there, KEY_BITS, P, K_WORDS))
         k_norm = tl.load(k_norms + origin + row, mask=there, other=0.0) * unit
         s = tl.dot(x, tl.trans(k), input_precision=PRECISION) * k_norm[None, :]
@@ -92,10 +96,14 @@ def attend_codes(
             v, v_norm = k, k_norm
         else:
             v = tl.load(v_book + codes_of(v_codes + origin * V_WORDS, row, there, VALUE_BITS, P, V_WORDS))
+            if PAIRS:
+                v = pairs_as_rows(v, N, D)
             v_norm = tl.load(v_norms + origin + row, mask=there, other=0.0) * unit
             s = s * scale
         s = capped(s, softcap, SOFTCAP)
         seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        if PAIRS:
+            seen &= ((key >= begin) & (key < end))[None, :]
         p, fade, m, l = soften(tl.where(seen, s, float("-inf")), m, l)  # noqa: E741
         # levels are finite, norms need not be: 0 times NaN must not reach a row that does not see the key
         weights = tl.where(p == 0, 0.0, p * v_norm[None, :]).to(v.dtype)

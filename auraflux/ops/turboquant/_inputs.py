@@ -1,11 +1,13 @@
 """Makers of arguments for the ops on codes, and counts of what those must move and do; used by `cases` and by tests."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args
+from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 BF16 = torch.bfloat16
@@ -44,7 +46,13 @@ def values(query_heads: int, heads: int, tokens: int, bits: int, width: int, dty
 
 
 def code_pages(
-    lengths: list[int], heads: int, width: int, bits: tuple[int, int] = (4, 4), page: int = 16, gone: list[int] | None = None
+    lengths: list[int],
+    heads: int,
+    width: int,
+    bits: tuple[int, int] = (4, 4),
+    page: int = 16,
+    gone: list[int] | None = None,
+    arrangement: Arrangement = Arrangement.ROWS,
 ) -> CodePages:
     """Fill a pool with random codes; pages lie in random order. Entries past a length, or among the first `gone`, are wild."""
     pool, table = page_table(lengths, page, gone)
@@ -59,6 +67,7 @@ def code_pages(
         *bits,
         width,
         SEED,
+        arrangement,
     )
 
 
@@ -108,11 +117,12 @@ def attend(
     sinks: bool = False,
     softcap: float | None = None,
     threshold: float | None = None,
+    arrangement: Arrangement = Arrangement.ROWS,
 ) -> Args:
     """Make queries of the last `counts` tokens of sequences of the given lengths; heads are (query heads, coded heads)."""
     args = {
         "q": vectors(sum(counts), heads[0], width, dtype=dtype, scale=2.0),
-        "pages": code_pages(lengths, heads[1], width, bits, page, gone),
+        "pages": code_pages(lengths, heads[1], width, bits, page, gone, arrangement),
         "starts": edges(counts),
         "scale": width**-0.5,
     }
@@ -124,6 +134,11 @@ def attend(
         "threshold": threshold,
     }
     return args | {name: value for name, value in options.items() if value is not None}
+
+
+def in_pairs(make: Callable[..., Args], *args: Any, **options: Any) -> Args:
+    """Make arguments whose values lie in pairs."""
+    return make(*args, **options, arrangement=Arrangement.PAIRS)
 
 
 def append_latent(

@@ -5,13 +5,15 @@ there are bits every element is back in its place. Sums are made in the order of
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.rotation import rotation
 
 CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix turns
@@ -32,6 +34,42 @@ def book_for(bits: int, width: int, narrow: bool, device: torch.device) -> Tenso
     """Give the levels; for products in 16 bits in float16, times sqrt(D) to stay clear of its smallest numbers."""
     book = codebook(bits, width, device)
     return (book * width**0.5).half() if narrow else book
+
+
+class Levels(NamedTuple):
+    """How a kernel finds the code of a coordinate y and its level.
+
+    y falls into bucket (y + offset) * factor of equal width, so narrow that none holds two midpoints between levels.
+    codes   [4 * 2 ** bits]  int64; low word: the midpoint inside the bucket, or infinity; high word: the code below it
+    levels  [4 * 2 ** bits]  int64; the levels below and above the midpoint, float32 both
+    """
+
+    codes: Tensor
+    levels: Tensor
+    offset: float
+    factor: float
+
+
+@lru_cache
+def levels_for(bits: int, width: int, device: torch.device) -> Levels:
+    middles, book = boundaries(bits, width).numpy(), codebook(bits, width).numpy()
+    count = 4 << bits
+    # the outermost buckets lie beyond the midpoints
+    span = 2 * float(middles[-1]) / (count - 2)
+    offset, factor = np.float32(middles[-1] + span), np.float32(1 / span)
+    bucket = ((middles + offset) * factor).astype(np.int64)
+    assert np.unique(bucket).size == middles.size
+    inside = np.full(count, np.inf, np.float32)
+    inside[bucket] = middles
+    below = np.searchsorted(bucket, np.arange(count))
+    above = np.minimum(below + 1, len(book) - 1)
+    codes, levels = (_joined(*words) for words in ((inside, below), (book[below], book[above].view(np.int32))))
+    return Levels(codes.to(device), levels.to(device), float(offset), float(factor))
+
+
+def _joined(low: np.ndarray, high: np.ndarray) -> Tensor:
+    """Join float32 numbers and integers into words of 64 bits."""
+    return torch.from_numpy(high.astype(np.int64) << 32 | low.view(np.uint32).astype(np.int64))
 
 
 @triton.jit
@@ -61,11 +99,40 @@ def words_of(codes, BITS: tl.constexpr, P: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def store_words(out, row, there, codes, BITS: tl.constexpr, P: tl.constexpr, WORDS: tl.constexpr):
-    """Store codes [1, P] as the packed row `row`."""
+    """Store codes [R, P] as the packed rows `row` [R], where they are `there` [R]."""
     SPAN: tl.constexpr = 3 if BITS % 3 == 0 else 1
     g = tl.arange(0, P * BITS // (32 * SPAN))[None, :] * SPAN
     for i in tl.static_range(SPAN):
-        tl.store(out + row * WORDS + g + i, words_of(codes, BITS, P, i), mask=there & (g + i < WORDS))
+        at = out + row[:, None] * WORDS + g + i
+        tl.store(at, words_of(codes, BITS, P, i), mask=there[:, None] & (g + i < WORDS))
+
+
+@triton.jit
+def half_of_pair(out, row, BITS: tl.constexpr, D: tl.constexpr):
+    """Find the words that hold the codes of the value `row`, beside those of another token: where they are, and its bits."""
+    PER: tl.constexpr = D * BITS // 128
+    w = tl.arange(0, 8 * PER)
+    at = out + (row // 8 * 8 + w // PER) * (4 * PER) + row % 8 // 2 * PER + w % PER
+    EVEN: tl.constexpr = 0xFFFFFFFF // ((1 << 2 * BITS) - 1) * ((1 << BITS) - 1)
+    shift = (row % 2).to(tl.uint32) * BITS
+    return at, (tl.full([8 * PER], EVEN, tl.uint32) << shift).to(tl.int32, bitcast=True), shift
+
+
+@triton.jit
+def store_half(at, mine, shift, there, old, codes, BITS: tl.constexpr, D: tl.constexpr):
+    """Replace one token's bits in words that a program next door may be changing too."""
+    X: tl.constexpr = 16 // BITS
+    place = (2 * BITS * tl.arange(0, X)).to(tl.uint32)[None, :] + shift
+    new = tl.sum(tl.reshape(codes, [D // X, X]).to(tl.uint32) << place, 1).to(tl.int32, bitcast=True)
+    # a mask of its own: the interpreter reads past one that is broadcast
+    tl.atomic_xor(at, (old ^ new) & mine, mask=there & (mine != 0), sem="relaxed")
+
+
+@triton.jit
+def pairs_as_rows(x, N: tl.constexpr, D: tl.constexpr):
+    """Put what belongs to the codes of N values in pairs, [N, D] as they are stored, in the order of tokens."""
+    apart = tl.reshape(x, [N // 8, 8, 4, D // 8, 2])  # g c x e
+    return tl.reshape(tl.permute(apart, [0, 2, 4, 1, 3]), [N, D])
 
 
 @triton.jit
@@ -104,11 +171,12 @@ def level_at(base, row, d, there, book, BITS: tl.constexpr, WORDS: tl.constexpr)
 
 
 @triton.jit
-def nearest(y, middles, BITS: tl.constexpr):
-    """Count the midpoints below each coordinate: its rank among the levels."""
-    rank = tl.zeros(y.shape, tl.int32)
-    for i in tl.static_range(BITS):
-        step = 1 << (BITS - 1 - i)
-        middle = tl.load(middles + rank + (step - 1))
-        rank += tl.where(middle >= y, 0, step)
-    return rank
+def nearest(y, codes, levels, offset, factor, BITS: tl.constexpr):
+    """Find the code and the level of each coordinate. What is no number has the last."""
+    LAST: tl.constexpr = (4 << BITS) - 1.0
+    place = tl.minimum(tl.maximum((y + offset) * factor, 0.0), LAST).to(tl.int32)
+    found, ends = tl.load(codes + place), tl.load(levels + place)
+    under = found.to(tl.int32).to(tl.float32, bitcast=True) >= y
+    code = (found >> 32).to(tl.int32) + tl.where(under, 0, 1)
+    level = tl.where(under, ends, ends >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(y == y, code, (1 << BITS) - 1), level

@@ -24,10 +24,12 @@ from auraflux.ops.turboquant._inputs import (
     coded,
     decode_at,
     encoded,
+    in_pairs,
     prefill_of,
     values,
     vectors,
 )
+from auraflux.ops.turboquant.arrangement import PAIR_BITS, PAIR_WIDTHS
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (
     append_codes,
@@ -41,11 +43,12 @@ from auraflux.ops.turboquant.reference import (
     turboquant_values,
 )
 
-# queries, weights and levels rounded to bytes
+# queries, weights and levels rounded to bytes, or, on a GPU, to float16
 FAST: dict[str, Any] = {"exact": False, "tol": 1e-2}
 BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_nbytes, "flops": attend_flops}
 LATENT_BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_latent_nbytes, "flops": attend_latent_flops}
 PAIRS = list(product(BITS, BITS))
+BYTES = list(product(PAIR_BITS, PAIR_BITS))  # of which values may lie in pairs
 
 CASES = [
     Case(rotate, "one-token", lambda: {"x": vectors(1, 32, 128), "seed": SEED}, bench=True),
@@ -66,6 +69,16 @@ CASES = [
     *(Case(append_codes, f"w{d}", partial(append, [3, 33], [3, 2], 3, d, bits=(6, 3))) for d in WIDTHS[1:]),
     Case(append_codes, "no-tokens", lambda: append([0, 17, 9], [0, 2, 0], 2, 128)),
     Case(append_codes, "window", lambda: append([100, 40], [1, 1], 2, 64, gone=[6, 2])),
+    *(
+        Case(append_codes, f"pairs-k{k}v{v}", partial(in_pairs, append, [21, 9, 40, 32], [6, 9, 1, 2], 2, 64, bits=(k, v)))
+        for k, v in BYTES
+    ),
+    *(
+        Case(append_codes, f"pairs-few-v{v}", partial(in_pairs, append, [21, 9, 40], [1, 2, 3], 2, 64, bits=(8, v)))
+        for v in PAIR_BITS
+    ),
+    Case(append_codes, "pairs-many", lambda: in_pairs(append, [60, 50], [43, 20], 3, 128, bits=(8, 4), page=32)),
+    Case(append_codes, "pairs-window", lambda: in_pairs(append, [100, 40, 7], [1, 0, 1], 2, 256, gone=[6, 2, 0])),
     Case(append_codes, "bf16", lambda: append([7], [7], 2, 128, dtype=BF16)),
     Case(
         append_codes, "one-token", lambda: append([1000], [1], 8, 128, bits=(8, 4), page=64), bench=True, nbytes=append_nbytes
@@ -87,6 +100,7 @@ CASES = [
     Case(turboquant_partials, "window-sinks", lambda: attend([90, 5], [3, 5], (4, 1), 64, block=24, window=20, sinks=True)),
     Case(turboquant_partials, "no-tokens", lambda: attend([0, 20], [0, 1], (2, 2), 64, block=16, sinks=True)),
     Case(turboquant_partials, "nothing-visible", lambda: attend([20], [2], (2, 2), 64, block=16, window=0)),
+    Case(turboquant_partials, "pairs", lambda: in_pairs(attend, [63, 100], [2, 1], (8, 2), 64, block=21, sinks=True)),
     Case(turboquant_partials, "long", lambda: attend([4096], [1], (32, 8), 128, page=64, block=512), **BENCH),
     *(Case(turboquant_attention, f"k{k}v{v}", partial(attend, [37], [1], (4, 2), 64, bits=(k, v))) for k, v in PAIRS),
     *(Case(turboquant_attention, f"w{d}", partial(attend, [50, 17], [1, 4], (6, 2), d, bits=(3, 6))) for d in WIDTHS),
@@ -152,6 +166,33 @@ CASES = [
     Case(turboquant_attention, "fast-bf16", lambda: attend([200], [1], (8, 2), 128, (8, 4), dtype=BF16), **FAST),
     Case(turboquant_partials, "fast", lambda: attend([300, 100], [1, 1], (8, 2), 64, block=32, sinks=True), **FAST),
     Case(turboquant_partials, "sparse", lambda: attend([300], [1], (8, 2), 64, block=100, threshold=1e-3), tol=2e-2),
+    *(
+        Case(
+            turboquant_attention, f"pairs-k{k}v{v}w{d}", partial(in_pairs, attend, [333, 7], [1, 1], (4, 2), d, (k, v)), **FAST
+        )
+        for k, v in BYTES
+        for d in PAIR_WIDTHS
+    ),
+    *(
+        Case(turboquant_attention, f"pairs-group{n}", partial(in_pairs, attend, [170, 17], [1, 1], (2 * n, 2), 128), **FAST)
+        for n in (1, 3, 7, 8, 9, 12, 16, 66)
+    ),
+    *(
+        Case(turboquant_attention, f"pairs-{n}", partial(in_pairs, attend, [n], [1], (8, 2), 64, (8, 4)), **FAST)
+        for n in (1, 15, 16, 17, 127, 128, 129, 1000)
+    ),
+    Case(turboquant_attention, "pairs-exact", lambda: in_pairs(attend, [70, 33], [1, 5], (4, 2), 64, (8, 4))),
+    Case(turboquant_attention, "pairs-prefill", lambda: in_pairs(attend, [90, 63], [40, 33], (4, 2), 128, page=32)),
+    Case(turboquant_attention, "pairs-few", lambda: in_pairs(attend, [150, 90, 9], [3, 0, 2], (4, 2), 64, window=70), **FAST),
+    Case(
+        turboquant_attention,
+        "pairs-window-sinks",
+        lambda: in_pairs(attend, [300, 40, 9], [1, 1, 3], (4, 2), 64, window=150, gone=[9, 0, 0], sinks=True),
+        **FAST,
+    ),
+    Case(turboquant_attention, "pairs-softcap", lambda: in_pairs(attend, [150], [1], (4, 4), 256, (8, 4), softcap=3.0), **FAST),
+    Case(turboquant_attention, "pairs-nothing-visible", lambda: in_pairs(attend, [9, 5], [1, 1], (4, 2), 64, window=0), **FAST),
+    Case(turboquant_attention, "pairs-bf16", lambda: in_pairs(attend, [500], [1], (8, 2), 128, (8, 4), dtype=BF16), tol=4e-3),
     Case(turboquant_attention, "many-tokens", lambda: attend([512], [128], (16, 4), 128, bits=(8, 4), page=64), **BENCH),
     *(Case(append_latent_codes, f"b{b}", partial(append_latent, [21, 40], [5, 1], 64, 8, bits=b)) for b in BITS),
     *(Case(append_latent_codes, f"w{d}", partial(append_latent, [3, 33], [3, 2], d, 16, bits=6)) for d in (100, 128, 512)),

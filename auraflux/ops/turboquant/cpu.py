@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops._dispatch import is_exact
+from auraflux.ops._dispatch import Declined, is_exact
 from auraflux.ops._jit import LINE, as_float, like, threads, workspace
 from auraflux.ops.attention._index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention._jobs import Batch, run
@@ -33,6 +33,7 @@ from auraflux.ops.turboquant._exact import exact_scratch, sum_values
 from auraflux.ops.turboquant._fast import fast_scratch
 from auraflux.ops.turboquant._items import padded
 from auraflux.ops.turboquant._latent import attend_codes
+from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
@@ -70,6 +71,7 @@ def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Te
 
 
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
+    _check_rows(pages)
     tokens, heads, width = k.shape
     count_pairs(pages, starts, tokens, 0)
     jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), scratch_nbytes(width), as_float(k), as_float(v)
@@ -78,6 +80,11 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     sides = *keys, *levels_for(pages.key_bits, width), *values, *levels_for(pages.value_bits, width)
     place = tokens, heads, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *sides)
+
+
+def _check_rows(pages: CodePages) -> None:
+    if pages.arrangement is not Arrangement.ROWS:
+        raise Declined(f"values in {pages.arrangement.value}, an order for GPUs")
 
 
 def _jobs(coordinates: int) -> int:
@@ -141,6 +148,7 @@ def turboquant_partials(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_rows(pages)
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
     parts = max(1, -(-pages.capacity // block))
@@ -163,6 +171,7 @@ def turboquant_attention(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
+    _check_rows(pages)
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
     jobs, parts = _jobs(pairs * heads * width), 1

@@ -1,4 +1,5 @@
-"""Codes on CUDA, in Triton: rows are coded in `_codec_rows`, attended to in `_flash_codes`.
+"""Codes on CUDA: rows are coded in `_codec_rows`, attended to in `_flash_codes`, and on Hopper, where they lie in pairs, from
+few new tokens in `_hopper`.
 
 A pass over the keys reads every value: a threshold only ever allows some to be left out.
 """
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._triton import INTERPRETED, Build, cdiv, multiprocessors, power_of_two, ready
+from auraflux.ops._triton import INTERPRETED, cdiv, multiprocessors, power_of_two, ready
 from auraflux.ops.attention._flash import EVERYTHING, Parts, launch_merge, parts_like, shape_for
+from auraflux.ops.attention.cuda import attention
+from auraflux.ops.turboquant._builds import KERNELS
 from auraflux.ops.turboquant._codec_rows import (
     append_coded,
     append_coded_latent,
@@ -19,12 +22,30 @@ from auraflux.ops.turboquant._codec_rows import (
     finish_rows,
     rotate_rows,
 )
+from auraflux.ops.turboquant._few import attend_few, serves
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
-from auraflux.ops.turboquant._turn import book_for, turn_for
-from auraflux.ops.turboquant.codebook import boundaries, codebook
+from auraflux.ops.turboquant._turn import book_for, levels_for, turn_for
+from auraflux.ops.turboquant._written import worth_writing, written
+from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
+__all__ = [
+    "KERNELS",
+    "append_codes",
+    "append_latent_codes",
+    "decode",
+    "encode",
+    "rotate",
+    "turboquant_attention",
+    "turboquant_latent_attention",
+    "turboquant_partials",
+    "turboquant_values",
+]
+
 NARROWEST = 32
+ROWS_TOGETHER = 16  # encoded by one program where there are many
+MANY_PROGRAMS = 2 if INTERPRETED else 64
 
 
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
@@ -41,10 +62,10 @@ def _rotate(x: Tensor, seed: int, inverse: bool, dtype: torch.dtype, factor: flo
     return out
 
 
-def _row(width: int) -> dict[str, int]:
-    """How a row is laid out: its width, the power of two that holds it and whole groups of codes, and warps."""
+def _row(width: int, rows: int = 1) -> dict[str, int]:
+    """How rows are laid out: their width, the power of two that holds it and whole groups of codes, and warps."""
     padded = max(32, power_of_two(width)) if width & (width - 1) else width
-    return {"D": width, "P": padded, "num_warps": 1 if padded <= 128 else 4}
+    return {"D": width, "P": padded, "num_warps": 1 if rows * padded <= 256 else 4}
 
 
 def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -53,10 +74,16 @@ def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(*x.shape[:-1], row_words(bits, width), dtype=torch.int32, device=x.device)
     norms = torch.empty(x.shape[:-1], device=x.device)
     turn, matrix = turn_for(width, seed, False, x.device)
-    if x.numel():
-        levels = _levels(bits, width, x.device)
-        encode_rows[(norms.numel(),)](x, turn, *levels, codes, norms, BITS=bits, MATRIX=matrix, **_row(width))
+    if rows := norms.numel():
+        together = _together(rows, matrix)
+        sizes = {**_row(width, together), "BITS": bits, "MATRIX": matrix, "R": together}
+        encode_rows[(cdiv(rows, together),)](x, turn, *levels_for(bits, width, x.device), codes, norms, rows, **sizes)
     return codes, norms
+
+
+def _together(rows: int, matrix: bool) -> int:
+    """How many rows one program encodes: several where that leaves enough programs."""
+    return 1 if matrix or rows < ROWS_TOGETHER * MANY_PROGRAMS else ROWS_TOGETHER
 
 
 def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
@@ -81,19 +108,25 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     if not tokens:
         return
     turn, matrix = turn_for(width, pages.seed, False, k.device)
-    append_coded[(tokens, heads, 2)](
+    pairs = pages.arrangement is Arrangement.PAIRS
+    # values in pairs are stored token by token: neighbours change bits of the same words
+    together = 1 if pairs else _together(tokens * heads, matrix)
+    groups = tokens // together + (2 * len(pages.lengths) if together > 1 else 0)
+    append_coded[(groups, heads, 2)](
         k,
         v,
-        *(pages.key_codes, pages.key_norms, *_levels(pages.key_bits, width, k.device)),
-        *(pages.value_codes, pages.value_norms, *_levels(pages.value_bits, width, k.device)),
+        *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
+        *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
         turn,
         *_index(pages, starts),
         HEADS=heads,
         KEY_BITS=pages.key_bits,
         VALUE_BITS=pages.value_bits,
         MATRIX=matrix,
+        PAIRS=pairs,
+        R=together,
         **_sizes(pages),
-        **_row(width),
+        **_row(width, together),
     )
 
 
@@ -108,7 +141,7 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
         k_rope,
         pages.codes,
         pages.norms,
-        *_levels(pages.bits, width, latent.device),
+        *levels_for(pages.bits, width, latent.device),
         pages.rope,
         turn,
         *_index(pages, starts),
@@ -119,10 +152,6 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
         **_sizes(pages),
         **_row(width),
     )
-
-
-def _levels(bits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return codebook(bits, width, device), boundaries(bits, width, device)
 
 
 def _index(pages: CodePages | LatentCodes, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
@@ -187,6 +216,12 @@ def turboquant_attention(
     _check(q, pages.width)
     if not q.numel():
         return torch.empty_like(q)
+    if serves(q, pages):
+        return attend_few(q, pages, starts, scale, window, sinks, softcap)
+    if worth_writing(q, pages):
+        turned = _rotate(q, pages.seed, False, q.dtype)
+        out = attention(turned, written(pages, starts, window, q.dtype), starts, scale, window, sinks, softcap)
+        return _rotate(out, pages.seed, True, q.dtype)
     return _finish(_attend(q, None, pages, starts, scale, window, softcap), sinks, pages.seed, q)
 
 
@@ -267,6 +302,7 @@ def _attend(
         LATENT=latent,
         SOFTCAP=softcap is not None,
         ALIGNED=page % cut.keys == 0 and block % cut.keys == 0,
+        PAIRS=not latent and pages.arrangement is Arrangement.PAIRS,
         num_warps=cut.warps,
         num_stages=cut.stages,
         **_sizes(pages),
@@ -285,54 +321,3 @@ def _finish(parts: Parts, sinks: Tensor | None, seed: int, like: Tensor) -> Tens
     sizes = {"D": width, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
     finish_rows[(rows,)](*parts, sinks, turn, out, like.shape[1], blocks, **sizes)
     return out
-
-
-def _attend_build(kind: str, bits: tuple[int, int], rows: int, keys: int, latent: bool = False, **options: int) -> Build:
-    """Attention over codes in pages of 64: 32 heads of 128 on 8, or 16 heads on one latent of 512."""
-    codes = [f"*{kind}"] + ["*bf16"] * latent + ["*i32", "*fp32", f"*{kind}"] * 2 + ["*bf16"] * latent
-    types = [*codes, *["*i32"] * 3, *["*fp32"] * 3, *["fp32"] * 3, *["i32"] * 3, "i32:16", *["i32"] * 4]
-    shape = {"G": 16, "HEADS": 1, "D": 512, "R": 64, "P": 512, "PR": 64} if latent else {
-        "G": 4, "HEADS": 8, "D": 128, "R": 0, "P": 128, "PR": 0, "q_rope": None, "rope": None}  # fmt: skip
-    flags = {
-        "KEY_BITS": bits[0],
-        "VALUE_BITS": bits[1],
-        "WIDE": kind == "fp32",
-        "LATENT": latent,
-        "SOFTCAP": False,
-        "ALIGNED": True,
-    }
-    constants = {**shape, "PAGE": 64, "M": rows, "N": keys, "S": 1, **flags}
-    return Build(attend_codes, " ".join(types), constants, kind == "fp16", options)
-
-
-_INDEX = "*i32 *i32 *i32 i32 i32 i32"
-_CODED = "*i32 *fp32 *fp32 *fp32"
-_SIGNS = {"D": 128, "P": 128, "MATRIX": False}
-_MATRIX = {"D": 96, "P": 128, "MATRIX": True}
-_KV = {"HEADS": 8, "KEY_BITS": 8, "VALUE_BITS": 4, "PAGE": 64, "S": 1}
-_ONE = {"num_warps": 1}
-
-KERNELS = [
-    _attend_build("fp16", (4, 4), 16, 64, num_warps=4, num_stages=3),
-    _attend_build("fp16", (8, 4), 16, 64, num_warps=4, num_stages=3),
-    _attend_build("fp16", (6, 3), 16, 64, num_warps=4, num_stages=3),
-    _attend_build("fp16", (8, 4), 64, 64, num_warps=8, num_stages=3),
-    _attend_build("fp32", (4, 4), 16, 32, num_warps=4, num_stages=3),
-    _attend_build("fp16", (8, 8), 16, 32, latent=True, num_warps=8, num_stages=2),
-    Build(sum_coded, "*bf16 *i32 *fp32 *fp32 *fp32 fp32 i32 i32 i32", {"D": 128, "P": 128, "BITS": 4, "M": 16, "N": 64}),
-    Build(rotate_rows, "*bf16 *fp32 *fp16 fp32", {**_SIGNS, "INVERSE": False}, True, _ONE),
-    Build(rotate_rows, "*bf16 *fp32 *fp16 fp32", {**_MATRIX, "INVERSE": False}, False, _ONE),
-    Build(encode_rows, "*bf16 *fp32 *fp32 *fp32 *i32 *fp32", {**_SIGNS, "BITS": 6}, True, _ONE),
-    Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_SIGNS, "BITS": 3}, True, _ONE),
-    Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_MATRIX, "BITS": 6}, False, _ONE),
-    Build(append_coded, f"*bf16 *bf16 {_CODED} {_CODED} *fp32 {_INDEX}", {**_SIGNS, **_KV}, True, _ONE),
-    Build(append_coded, f"*bf16 *bf16 {_CODED} {_CODED} *fp32 {_INDEX}", {**_MATRIX, **_KV}, False, _ONE),
-    Build(
-        append_coded_latent,
-        f"*bf16 *bf16 {_CODED} *bf16 *fp32 {_INDEX}",
-        {"D": 512, "P": 512, "R": 64, "PR": 64, "BITS": 8, "MATRIX": False, "PAGE": 64, "S": 1},
-        True,
-        {"num_warps": 4},
-    ),
-    Build(finish_rows, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32:16", {"sinks": None, "D": 128, "S": 64, "C": 32}, hot=True),
-]

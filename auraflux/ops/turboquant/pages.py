@@ -1,10 +1,10 @@
 """How codes lie in memory: rows of packed words, and pages of rows in a pool shared by many sequences.
 
 Coordinate d of a row takes bits [d * b, (d + 1) * b) of its little-endian stream of 32-bit words, so at 3 and 6 bits a code may
-begin in one word and end in the next.
+begin in one word and end in the next. On a GPU the codes of values may lie in another order: see `arrangement.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 from auraflux.ops.attention.pages import DTYPES, rows_of, spans
+from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import check_bits
 from auraflux.ops.turboquant.rotation import check_rotation
 
@@ -24,9 +25,13 @@ def row_words(bits: int, width: int) -> int:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [..., D] of any integer dtype into int32 words [..., row_words]."""
-    first, shift = _places(bits, codes.shape[-1], codes.device)
+    width = codes.shape[-1]
+    if 32 % bits == 0 and width * bits % 32 == 0:
+        apart = codes.long().unflatten(-1, (-1, 32 // bits))
+        return (apart << _shifts(bits, codes.device)).sum(-1).to(torch.int32)
+    first, shift = _places(bits, width, codes.device)
     shifted = codes.long() << shift
-    words = torch.zeros(*codes.shape[:-1], row_words(bits, codes.shape[-1]) + 1, dtype=torch.int64, device=codes.device)
+    words = torch.zeros(*codes.shape[:-1], row_words(bits, width) + 1, dtype=torch.int64, device=codes.device)
     words.index_add_(-1, first, shifted & 0xFFFFFFFF)
     words.index_add_(-1, first + 1, shifted >> 32)
     return words[..., :-1].to(torch.int32)
@@ -34,10 +39,16 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int, width: int) -> Tensor:
     """Unpack int32 words [..., row_words] into codes, int64 [..., D]."""
+    if 32 % bits == 0 and width * bits % 32 == 0:
+        return (words.long().unsqueeze(-1) >> _shifts(bits, words.device) & ((1 << bits) - 1)).flatten(-2)
     first, shift = _places(bits, width, words.device)
     low = words.long() & 0xFFFFFFFF
     following = torch.nn.functional.pad(low[..., 1:], (0, 1))
     return ((low | following << 32)[..., first] >> shift) & ((1 << bits) - 1)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 32, bits, device=device)
 
 
 def _places(bits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -57,6 +68,7 @@ class CodePages:
     key_bits, value_bits    from 2, 3, 4, 6, 8
     width                   D, of a head
     seed                    of the rotation
+    arrangement             the order of the values' codes within a page
     """
 
     key_codes: Tensor
@@ -69,6 +81,7 @@ class CodePages:
     value_bits: int
     width: int
     seed: int
+    arrangement: Arrangement = Arrangement.ROWS
 
     def __post_init__(self) -> None:
         check_bits("key_bits", self.key_bits)
@@ -89,6 +102,8 @@ class CodePages:
             raise InputError(
                 f"'key_codes' has shape {list(self.key_codes.shape)}; at least one head and one row per page is needed."
             )
+        if (reason := self.arrangement.refusal(rows[2], self.width)) is not None:
+            raise InputError(reason)
 
     @classmethod
     def empty(
@@ -102,6 +117,7 @@ class CodePages:
         key_bits: int = 8,
         value_bits: int = 4,
         seed: int = 0,
+        arrangement: Arrangement = Arrangement.ROWS,
     ) -> "CodePages":
         """Make a pool of zeroed pages on the table's device."""
 
@@ -119,7 +135,15 @@ class CodePages:
             value_bits,
             width,
             seed,
+            arrangement,
         )
+
+    def arranged(self, arrangement: Arrangement) -> "CodePages":
+        """Give the same pages in another order: themselves where it is theirs, otherwise with new codes of values."""
+        if arrangement is self.arrangement:
+            return self
+        codes = self.arrangement.restored(unpack(self.value_codes, self.value_bits, self.width))
+        return replace(self, value_codes=pack(arrangement.stored(codes), self.value_bits), arrangement=arrangement)
 
     @property
     def heads(self) -> int:

@@ -12,6 +12,7 @@ from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, check_starts
 from auraflux.ops.attention.reference import merge_partials
 from auraflux.ops.attention.softmax import visible
+from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import check_bits, codebook
 from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
 from auraflux.ops.turboquant.reference_codec import decode, encode, rotate
@@ -50,11 +51,14 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     batch = pages.spans(starts, k.shape[0], reach=0)
     key_codes, key_norms = encode.reference(k, pages.key_bits, pages.seed)
     value_codes, value_norms = encode.reference(v, pages.value_bits, pages.seed)
+    rows = pages.arranged(Arrangement.ROWS)
     for b, start, new, first, length in batch:
         page, slot = pages.rows_of(b, first, length)
         mine = slice(start, start + new)
         pages.key_codes[page, :, slot], pages.key_norms[page, :, slot] = key_codes[mine], key_norms[mine]
-        pages.value_codes[page, :, slot], pages.value_norms[page, :, slot] = value_codes[mine], value_norms[mine]
+        rows.value_codes[page, :, slot], pages.value_norms[page, :, slot] = value_codes[mine], value_norms[mine]
+    if rows is not pages:
+        pages.value_codes.copy_(rows.arranged(pages.arrangement).value_codes)
 
 
 def _check_turboquant_values(
@@ -128,6 +132,7 @@ def turboquant_partials(
     N covers all positions the table has room for; a block that saw nothing has o = 0, m = -inf, l = 0. With sinks there is one
     block more, the last: o = 0, m = sink, l = 1. When positions are split between calls, one of them gets the sinks.
     """
+    pages = pages.arranged(Arrangement.ROWS)
     tokens, heads, width = q.shape
     blocks = max(1, -(-pages.capacity // block)) + (sinks is not None)
     out = torch.zeros(tokens, heads, blocks, width, device=q.device)

@@ -1,0 +1,1 @@
+"""Timing on a GPU: shapes of real models, CUDA graphs, the ceilings of the same run and other libraries beside."""

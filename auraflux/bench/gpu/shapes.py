@@ -1,0 +1,269 @@
+"""What is timed on a GPU: the shapes of large models, in bfloat16, made on the device itself.
+
+They are cases as those of the parity test, but too large for it: one holds up to gigabytes. The benchmark holds each kernel to
+its reference on these very shapes, on the device, before it times it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops.attention.cases import attention_flops, latent_flops, latent_queries, queries
+from auraflux.ops.attention.reference import append_kv, attention, latent_attention
+from auraflux.ops.delta.cases import prefill, state_flops, state_nbytes, step, whole, whole_nbytes
+from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step
+from auraflux.ops.linear.reference import linear
+from auraflux.ops.moe.experts import Experts
+from auraflux.ops.moe.reference import expert_mlp, mixture, route
+from auraflux.ops.moe.routing import Routing
+from auraflux.ops.turboquant._inputs import (
+    append,
+    append_nbytes,
+    attend,
+    attend_flops,
+    attend_latent,
+    attend_latent_flops,
+    attend_latent_nbytes,
+    attend_nbytes,
+)
+from auraflux.ops.turboquant.arrangement import arrangement_for
+from auraflux.ops.turboquant.codebook import BITS
+from auraflux.ops.turboquant.reference import append_codes, turboquant_attention, turboquant_latent_attention
+from auraflux.quant import QTensor
+
+BF16 = torch.bfloat16
+K = 1024
+PAGE = 64
+TOL = 5e-3  # relative RMS: weights and results are rounded to bfloat16, 8 bits each
+TWICE_ROUNDED = 1e-2  # what lies between two products is rounded too
+
+HEADS = (32, 8)
+MAIN_PAIRS = ((4, 4), (8, 4), (4, 2))
+OTHER_PAIRS = [pair for pair in product(BITS, BITS) if pair not in MAIN_PAIRS]
+
+
+def codes(*shape: int, bits: int, group: int = 64) -> QTensor:
+    """A random weight or stack of them: quantizing a real one would take longer than all the rest."""
+    *stack, rows, width = shape
+    packed = torch.randint(-(2**31), 2**31, (*stack, rows, width * bits // 32), dtype=torch.int32)
+    scales = ((torch.rand(*stack, rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(BF16)
+    return QTensor(packed, scales, -scales * 2 ** (bits - 1), bits, group, shape)
+
+
+def mxfp4(rows: int, width: int) -> QTensor:
+    packed = torch.randint(-(2**31), 2**31, (rows, width // 8), dtype=torch.int32)
+    return QTensor(packed, torch.randint(115, 122, (rows, width // 32), dtype=torch.uint8), None, 4, 32, (rows, width))
+
+
+def product_of(tokens: int, rows: int, width: int, bits: int) -> Args:
+    return {"x": torch.randn(tokens, width).to(BF16), "weight": codes(rows, width, bits=bits)}
+
+
+def mx_product(tokens: int, rows: int, width: int) -> Args:
+    return {"x": torch.randn(tokens, width).to(BF16), "weight": mxfp4(rows, width)}
+
+
+def linear_flops(args: Args) -> int:
+    return 2 * args["x"].numel() * args["weight"].shape[0]
+
+
+def new_tokens(count: int, length: int, heads: int, width: int) -> Args:
+    args = queries([length], [count], (heads, heads), width, page=PAGE, dtype=BF16)
+    k, v = (torch.randn(count, heads, width).to(BF16) for _ in range(2))
+    return {"k": k, "v": v, "pages": args["pages"], "starts": args["starts"]}
+
+
+def append_kv_nbytes(args: Args) -> int:
+    return 2 * (args["k"].nbytes + args["v"].nbytes)
+
+
+def dense_nbytes(args: Args) -> int:
+    """Keys and values of every position once, queries and results."""
+    pages = args["pages"]
+    row = pages.k.shape[1] * (pages.k.shape[3] + pages.v.shape[3]) * pages.k.element_size()
+    return int(pages.lengths.sum()) * row + 2 * args["q"].nbytes
+
+
+def latent_nbytes(args: Args) -> int:
+    pages = args["pages"]
+    row = (pages.latent.shape[2] + pages.rope.shape[2]) * pages.latent.element_size()
+    return int(pages.lengths.sum()) * row + 2 * args["q_latent"].nbytes + args["q_rope"].nbytes
+
+
+EXPERTS, HIDDEN, INNER = 128, 2048, 768
+ROUTING = Routing(8, "softmax", renormalize=True)
+
+
+def experts(count: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER) -> Experts:
+    gate, up = (codes(count, inner, hidden, bits=4) for _ in range(2))
+    return Experts(gate, up, codes(count, hidden, inner, bits=4))
+
+
+def moe(tokens: int, layer: Experts, routing: Routing = ROUTING) -> Args:
+    x, h = (torch.randn(tokens, layer.hidden).to(BF16) for _ in range(2))
+    scores = torch.randn(tokens, layer.count).to(BF16)
+    return {"x": x, "scores": scores, "routing": routing, "experts": layer, "h": h}
+
+
+def routed(tokens: int, layer: Experts) -> Args:
+    args = moe(tokens, layer)
+    ids, weights = route.reference(args["scores"], args["routing"])
+    return {"x": args["x"], "ids": ids, "weights": weights, "experts": layer}
+
+
+def ids_of(args: Args) -> Tensor:
+    return args["ids"] if "ids" in args else route.reference(args["scores"], args["routing"])[0]
+
+
+def moe_nbytes(args: Args) -> int:
+    """The experts that are met once, tokens and results."""
+    layer = args["experts"]
+    size = sum(stack.nbytes for stack in (layer.gate, layer.up, layer.down)) // layer.count
+    return len(ids_of(args).unique()) * size + 2 * args["x"].nbytes
+
+
+def moe_flops(args: Args) -> int:
+    return 6 * ids_of(args).numel() * args["experts"].hidden * args["experts"].inner
+
+
+def as_cached(make: Callable[..., Args], *sizes: Any, **options: Any) -> Args:
+    """Arguments whose codes lie in the order that a cache on their device chooses."""
+    args = make(*sizes, **options, page=PAGE, dtype=BF16)
+    pages = args["pages"]
+    chosen = arrangement_for(pages.table.device, pages.key_bits, pages.value_bits, pages.width, PAGE)
+    return {**args, "pages": replace(pages, arrangement=chosen)}
+
+
+def coded(name: str, lengths: list[int], heads: tuple[int, int], width: int, bits: tuple[int, int], **options: Any) -> Case:
+    """Decoding one token of each sequence over codes."""
+    make = partial(as_cached, attend, lengths, [1] * len(lengths), heads, width, bits, **options)
+    return Case(turboquant_attention, name, make, tol=TOL, nbytes=attend_nbytes, flops=attend_flops)
+
+
+def dense(name: str, lengths: list[int], new: list[int], heads: tuple[int, int] = HEADS, width: int = 128) -> Case:
+    make = partial(queries, lengths, new, heads, width, page=PAGE, dtype=BF16)
+    return Case(attention, name, make, tol=TOL, nbytes=dense_nbytes, flops=attention_flops)
+
+
+def multiplied(name: str, make: Any) -> Case:
+    return Case(linear, name, make, tol=TOL, flops=linear_flops)
+
+
+LINEAR = [
+    *(multiplied(f"4bit-8192x8192-{t}", partial(product_of, t, 8192, 8192, 4)) for t in (1, 8, 16, 64, 2048)),
+    multiplied("4bit-4096x14336-1", partial(product_of, 1, 4096, 14336, 4)),
+    multiplied("4bit-14336x4096-1", partial(product_of, 1, 14336, 4096, 4)),
+    multiplied("4bit-8192x8256-1", partial(product_of, 1, 8192, 8256, 4)),
+    *(multiplied(f"{bits}bit-8192x8192-1", partial(product_of, 1, 8192, 8192, bits)) for bits in (8, 6, 5, 3, 2)),
+    multiplied("mxfp4-8192x8192-1", partial(mx_product, 1, 8192, 8192)),
+]
+
+ATTENTION = [
+    *(dense(f"decode-{n}k", [n * K], [1]) for n in (32, 128)),
+    dense("decode-8x32k", [32 * K] * 8, [1] * 8),
+    *(dense(f"prefill-{n}k", [n * K], [n * K]) for n in (2, 8)),
+    Case(append_kv, "one-token", partial(new_tokens, 1, 1000, 8, 128), nbytes=append_kv_nbytes),
+    Case(append_kv, "2048-tokens", partial(new_tokens, 2048, 2048, 8, 128), nbytes=append_kv_nbytes),
+]
+
+CODED = [
+    *(
+        coded(f"k{k}v{v}-{name}", lengths, HEADS, 128, (k, v))
+        for k, v in MAIN_PAIRS
+        for name, lengths in (("128k", [128 * K]), ("32k", [32 * K]), ("8x32k", [32 * K] * 8))
+    ),
+    coded("k4v4-64x64-sinks-128k", [128 * K], (64, 8), 64, (4, 4), sinks=True),
+    coded("k4v4-16x256-128k", [128 * K], (16, 2), 256, (4, 4)),
+    Case(
+        turboquant_attention,
+        "k8v4-prefill-2k",
+        partial(as_cached, attend, [2 * K], [2 * K], HEADS, 128, (8, 4)),
+        tol=TOL,
+        nbytes=attend_nbytes,
+        flops=attend_flops,
+    ),
+    *(
+        Case(
+            append_codes,
+            f"{name}-k{k}v{v}",
+            partial(as_cached, append, [length], [n], 8, 128, bits=(k, v)),
+            nbytes=append_nbytes,
+        )
+        for name, length, n in (("one-token", 1000, 1), ("2048-tokens", 2048, 2048))
+        for k, v in MAIN_PAIRS[:2]
+    ),
+]
+
+MOE = [
+    Case(made, f"{t}-tokens" if t > 1 else "one-token", partial(make, t), tol=TWICE_ROUNDED, nbytes=moe_nbytes, flops=moe_flops)
+    for made, make in (
+        (expert_mlp, lambda t: routed(t, experts())),
+        (mixture, lambda t: moe(t, experts())),
+    )
+    for t in (1, 64, 4096)
+]
+
+DELTA = [
+    *(
+        Case(
+            gated_delta_step,
+            f"batch-{b}",
+            partial(step, b, 32, 16, dtype=BF16),
+            tol=TOL,
+            flops=state_flops,
+            nbytes=state_nbytes,
+        )
+        for b in (1, 8, 32)
+    ),
+    *(
+        Case(delta_layer_step, f"batch-{b}", partial(whole, b, 32, 16), tol=TWICE_ROUNDED, nbytes=whole_nbytes)
+        for b in (1, 8, 32)
+    ),
+    *(
+        Case(
+            gated_delta_prefill,
+            f"{heads}-heads-{n}k",
+            partial(prefill, n * K, heads=heads, key_heads=16, dtype=BF16),
+            tol=TWICE_ROUNDED,
+            flops=state_flops,
+            nbytes=state_nbytes,
+        )
+        for heads in (32, 64)
+        for n in (2, 8, 32)
+    ),
+]
+
+LATENT = [
+    *(
+        Case(
+            latent_attention,
+            f"{heads}-heads-32k",
+            partial(latent_queries, [32 * K], [1], heads, 512, 64, PAGE, BF16),
+            tol=TOL,
+            nbytes=latent_nbytes,
+            flops=latent_flops,
+        )
+        for heads in (16, 128)
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"8bit-{heads}-heads-32k",
+            partial(attend_latent, [32 * K], [1], heads, 512, 64, dtype=BF16, bits=8, page=PAGE, cache=BF16),
+            tol=TOL,
+            nbytes=attend_latent_nbytes,
+            flops=attend_latent_flops,
+        )
+        for heads in (16, 128)
+    ),
+]
+
+OTHERS = [coded(f"k{k}v{v}-32k", [32 * K], HEADS, 128, (k, v)) for k, v in OTHER_PAIRS]
+
+CASES: list[Case] = [*LINEAR, *ATTENTION, *CODED, *MOE, *DELTA, *LATENT, *OTHERS]

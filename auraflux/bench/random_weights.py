@@ -1,0 +1,74 @@
+"""Models of random weights, made in packed form where they will be used: no checkpoint is needed, and no dense copy."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.models import family
+from auraflux.quant import QTensor
+from auraflux.quant.qtensor import check_format
+from auraflux.weights.checkpoint import Stored
+from auraflux.weights.loader import ROUTERS, Weights
+
+ONES = re.compile(r"norm\.weight$")
+THERE = re.compile(r"(switch_mlp|experts)\.gate_proj\.weight$")
+SPREAD = 0.1  # of vectors that are no norms
+
+
+class Nothing:
+    """A checkpoint without tensors."""
+
+    path, form, experts = Path("random weights"), "mlx", None
+
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+
+class RandomWeights(Weights):
+    """Gives whatever a model asks for: matrices as random codes of `bits` bits, or dense where that is None."""
+
+    def __init__(self, bits: int | None, group: int, dtype: torch.dtype, device: torch.device, seed: int = 0):
+        if bits is not None:
+            check_format(bits, group)
+        super().__init__(Nothing(), lambda name: name, bits=bits, group=group, dtype=dtype, device=device)  # type: ignore[arg-type]
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return THERE.search(name) is not None
+
+    def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
+        sizes = [size or 1 for size in (shape if index is None else shape[1:])]
+        if len(sizes) == 1:
+            return torch.ones(sizes, device=self.device) if ONES.search(name) else SPREAD * self._normal(sizes)
+        if self.bits is None or ROUTERS.search(name) or len(sizes) > 2 or sizes[-1] % self.group:
+            return (self._normal(sizes) * sizes[-1] ** -0.5).to(self.dtype)
+        return self._codes(sizes[0], sizes[1])
+
+    def _codes(self, rows: int, width: int) -> QTensor:
+        """Codes of equal chance, scaled so that a product with numbers about 1 gives numbers about 1."""
+        assert self.bits is not None
+        words = (rows, width * self.bits // 32)
+        low, high = -(2**31), 2**31 - 1
+        packed = torch.randint(low, high, words, dtype=torch.int32, device=self.device, generator=self._generator)
+        levels = 2**self.bits
+        spread = ((levels**2 - 1) / 12) ** 0.5
+        scales = torch.full((rows, width // self.group), 1 / (spread * width**0.5), dtype=torch.bfloat16, device=self.device)
+        return QTensor(packed, scales, scales * (-(levels - 1) / 2), self.bits, self.group, (rows, width))
+
+    def _normal(self, sizes: list[int]) -> Tensor:
+        return torch.randn(sizes, device=self.device, generator=self._generator)
+
+
+def random_model(
+    config: dict[str, Any], bits: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, list[Any]]:
+    """A model of a shape (`bench/shapes.py`), and the shapes of its layers' caches."""
+    module = family(config)
+    settings = module.Config.from_hf(config)
+    if settings.hidden % group:
+        raise FormatError(f"groups of {group} do not divide the width {settings.hidden}.")
+    return module.Model(settings, RandomWeights(bits, group, dtype, device)), module.make_caches(settings)

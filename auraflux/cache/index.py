@@ -1,0 +1,53 @@
+"""What kernels read about the sequences of a step, as tensors that stay where they are from step to step."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from auraflux.cache.pages import LayerGroup
+
+ALIGNED = 4  # int32 numbers; kernels read from multiples of 16 bytes faster
+
+
+class StepIndex:
+    """Lengths, starts, positions and page tables of so many sequences, none longer than `reach`.
+
+    Batches of as many sequences take turns with one index, so that a step recorded for one of them serves all.
+
+    lengths    [B]      int32, the new tokens among them
+    starts     [B + 1]  int32, where each sequence's new tokens begin in the stack
+    positions  [B]      int32, of the new tokens in their sequences where each has one
+    """
+
+    def __init__(self, count: int, reach: int, device: torch.device):
+        self.count, self.reach, self.device = count, reach, device
+        self._width = -(-(count + 1) // ALIGNED) * ALIGNED
+        self._numbers = torch.zeros(3, self._width, dtype=torch.int32, device=device)
+        lengths, starts, positions = self._numbers
+        self.lengths, self.starts, self.positions = lengths[:count], starts[: count + 1], positions[:count]
+        self._tables: dict[LayerGroup, tuple[Tensor, list[tuple[Any, int] | None]]] = {}
+
+    def write(self, lengths: list[int], starts: list[int], positions: list[int]) -> None:
+        """Set the numbers of a step; positions only where each sequence has one new token."""
+        rows = [row + [0] * (self._width - len(row)) for row in (lengths, starts, positions)]
+        # from memory that is not pinned: it is read before the call returns, so the next step may follow at once
+        self._numbers.copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+
+    def table(self, group: "LayerGroup") -> Tensor:
+        """The page table of a group, int32 [B, M]."""
+        if group not in self._tables:
+            pages = torch.zeros(self.count, -(-self.reach // group.size), dtype=torch.int32, device=self.device)
+            self._tables[group] = pages, [None] * self.count
+        return self._tables[group][0]
+
+    def refresh(self, group: "LayerGroup", rows: list[Any]) -> None:
+        """Bring the table of a group up to date with what sequences hold; what has not changed is not sent again."""
+        table, known = self.table(group), self._tables[group][1]
+        for b, row in enumerate(rows):
+            seen = known[b]
+            if seen is None or seen[0] is not row or seen[1] != row.stamp:
+                pages = torch.tensor(row.pages, dtype=torch.int32)
+                table[b, row.first : row.first + len(row.pages)].copy_(pages, non_blocking=True)
+                known[b] = row, row.stamp

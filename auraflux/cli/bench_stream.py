@@ -1,0 +1,236 @@
+"""`auraflux bench stream`: how fast experts come from disk."""
+
+import json
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from auraflux.errors import InputError
+
+if TYPE_CHECKING:
+    from auraflux.bench.stream import Run
+    from auraflux.bench.synthetic import Shape
+    from auraflux.weights.expert_files import ExpertFiles
+
+BAR = 30  # characters of the longest bar
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+@click.command("stream")
+@click.option(
+    "--shape",
+    "shape_text",
+    default="35b-a3b",
+    show_default=True,
+    metavar="NAME",
+    help="Of the mixture: 35b-a3b, 397b-a17b, deepseek-v3, or H,I,E,k in numbers.",
+)
+@click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True, help="Mixture layers to build.")
+@click.option("--budget", default="25%", show_default=True, help="Memory for experts: a share of all, or a size such as 1GB.")
+@click.option("--scratch", type=click.Path(path_type=Path), help="Folder on the disk to measure; by default the system's /tmp.")
+@click.option("--tokens", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens of each turn.")
+@click.option(
+    "--trace",
+    "traces",
+    type=click.Choice(["uniform", "zipf"]),
+    multiple=True,
+    default=["uniform", "zipf"],
+    show_default=True,
+    help="How tokens choose experts; may be given twice.",
+)
+@click.option("--repeat", type=click.IntRange(min=1), default=7, show_default=True, help="Turns; their median counts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--save", type=click.Path(path_type=Path), help="Also write the JSON to a file, or into a folder.")
+def bench_stream(
+    shape_text: str,
+    layers: int,
+    budget: str,
+    scratch: Path | None,
+    tokens: int,
+    traces: tuple[str, ...],
+    repeat: int,
+    as_json: bool,
+    save: Path | None,
+) -> None:
+    """Time a mixture whose experts are on disk.
+
+    Builds layers of random experts in a scratch folder, which is removed afterwards. Nothing but the mixtures is run. The
+    disk's own speed is that of the same reads with nothing computed. Mapped files get the same memory: the pages that would
+    not fit are dropped between calls. "Next router run early" is told 80% of the next layer's experts in advance.
+    """
+    from auraflux.bench.document import place
+    from auraflux.bench.document import save as write
+    from auraflux.bench.synthetic import parse_shape
+    from auraflux.machine import load, this_machine
+
+    shape = parse_shape(shape_text)
+    home = Path(tempfile.gettempdir()) if scratch is None else scratch
+    if not home.is_dir():
+        raise InputError(f"there is no folder {home} to build experts in; name one with --scratch.")
+    target = place(save, f"stream-{shape_text.replace(',', '-')}-{this_machine().slug}") if save is not None else None
+    before = load()
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="auraflux-stream-", dir=home) as folder:
+        files = _build(Path(folder), shape, layers)
+        granted = parse_budget(budget, files.nbytes)
+        found, notes = _measure(files, shape, granted, tokens, traces, repeat)
+        document = _document(files, shape_text, shape, granted, tokens, before, found, notes)
+    if target is not None:
+        write(document, target)
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _show(document)
+
+
+def parse_budget(text: str, whole: int) -> int:
+    """Bytes: a share of the whole, such as 25%, or a size, such as 1GB."""
+    from auraflux.weights.expert_settings import parse_nbytes
+
+    if not text.endswith("%"):
+        return parse_nbytes(text)
+    try:
+        share = float(text[:-1])
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 100:
+        raise InputError(f"--budget {text!r} is no share. Write it like 25%, or a size like 1GB.")
+    return int(whole * share / 100)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let what ends the process run its `finally`s, which remove the scratch folder."""
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _build(folder: Path, shape: "Shape", layers: int) -> "ExpertFiles":
+    from auraflux.bench.synthetic import build
+    from auraflux.run.progress import on_terminal
+
+    done, total = 0, layers * shape.count * shape.expert_nbytes
+    with on_terminal() as report:
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            report("building experts", done, total)
+
+        return build(folder, shape, layers, advance)
+
+
+def _measure(
+    files: "ExpertFiles", shape: "Shape", budget: int, tokens: int, traces: tuple[str, ...], repeat: int
+) -> tuple["list[Run]", list[str]]:
+    from rich.console import Console
+
+    from auraflux.bench.stream import measure
+    from auraflux.weights.reader import Reader
+
+    reader = Reader(verify=False)
+    reader.probe(files.files)
+    notes = list(reader.notes)
+    reader.close()
+    with Console(stderr=True).status("") as status:
+        return list(measure(files, shape, budget, tokens, list(dict.fromkeys(traces)), repeat, status.update)), notes
+
+
+def _document(
+    files: "ExpertFiles",
+    name: str,
+    shape: "Shape",
+    budget: int,
+    tokens: int,
+    load_before: float,
+    found: "list[Run]",
+    notes: list[str],
+) -> dict[str, Any]:
+    import platform
+    from datetime import UTC, datetime
+
+    import auraflux
+    from auraflux.bench.document import PACKAGES, commit
+    from auraflux.bench.stream import rows
+    from auraflux.machine import this_machine, versions
+
+    return {
+        "machine": asdict(this_machine()),
+        "versions": {"auraflux": auraflux.__version__, "python": platform.python_version(), **versions(*PACKAGES)},
+        "command": shlex.join(["auraflux", *sys.argv[1:]]),
+        "commit": commit(),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_before": round(load_before, 2),
+        "shape": {"name": name, **asdict(shape), "expert_nbytes": shape.expert_nbytes},
+        "layers": len(files.files),
+        "nbytes": files.nbytes,
+        "budget_nbytes": budget,
+        "tokens": tokens,
+        "notes": notes,
+        "results": rows(found),
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from auraflux.cli.bench import BUSY_FROM
+    from auraflux.cli.screen import stdout
+
+    console, machine, shape = stdout(), document["machine"], document["shape"]
+    console.print(f"{machine['cpu']} ({machine['architecture']}), {machine['cores']} cores")
+    console.print(
+        f"{shape['name']}: {document['layers']} layers of {shape['count']} experts of {shape['expert_nbytes'] / 1e6:.2f} MB, "
+        f"{shape['k']} for each token"
+    )
+    console.print(
+        f"{document['nbytes'] / 1e9:.2f} GB on disk, of which {document['budget_nbytes'] / 1e9:.2f} GB may be in memory"
+    )
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+    if document["load_before"] > BUSY_FROM * machine["cores"]:
+        console.print(f"[bold red]busy[/bold red] the load was {document['load_before']} before this run: rates are too low")
+    for trace in dict.fromkeys(row["trace"] for row in document["results"]):
+        table = Table("", title=f"{trace} choice of experts", title_justify="left")
+        for title in ("tokens/s", "read GB/s", "disk GB/s", "of disk", "best", "hits", "ahead", "stalled", "x mapped"):
+            table.add_column(title, justify="right")
+        table.add_column("")
+        rows = [row for row in document["results"] if row["trace"] == trace]
+        most = max(row["tokens_per_s"] for row in rows)
+        for row in rows:
+            colour = "red" if row["who"] == "mapped" else "green" if row["who"] == "streamed" else "blue"
+            bar = "█" * max(1, round(BAR * row["tokens_per_s"] / most))
+            table.add_row(row["who"], *_figures(row), f"[{colour}]{bar}[/{colour}]")
+        console.print(table)
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return [
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['read_gb_per_s']:.2f}",
+        shown(row["raw_gb_per_s"], ".2f"),
+        shown(row["raw_share"], ".0%"),
+        shown(row["best_raw_share"], ".0%"),
+        f"{row['hit_rate']:.0%}",
+        f"{row['ahead_rate']:.0%}",
+        shown(row["stall"], ".0%"),
+        shown(row["mapped_ratio"], ".2f"),
+    ]

@@ -1,0 +1,158 @@
+"""How a warp multiplies four-bit codes on Hopper: PTX for what a thread does, for Gluon kernels.
+
+Every tensor has one element per thread.
+
+- A warp multiplies 16 rows by 64 codes, one group, with four `mma.m16n8k16`. Step j takes nibbles j and j + 4 of each word:
+  `(word >> 4j) & 0x000F000F | 0x43004300` is a bf16 pair 128 + code, and x is paired (j, j + 4) to match.
+- The accumulator starts at -128 Σ x (an mma with ones puts Σ x in the right lanes), so it ends at Σ code x.
+- Codes go to a ring in shared memory by `cp.async`, 16-byte chunks xor-swizzled by row against bank conflicts.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+
+
+def _group_ptx(tiles: int) -> Any:
+    """16 rows x 64 codes. Out: 4 sums a tile of 8 tokens. In: codes of rows g and g + 8, 8 pairs of x and 2 starts a tile."""
+    w = 4 * tiles
+    text = f"{{.reg .b32 u0,u1,v0,v1,a0,a1,a2,a3; mov.b64 {{u0,u1}},${w}; mov.b64 {{v0,v1}},${w + 1};"
+    for j in range(4):
+        for a, r in (("a0", "u0"), ("a1", "v0"), ("a2", "u1"), ("a3", "v1")):
+            text += (f"shr.u32 {r},{r},4;" if j else "") + f"lop3.b32 {a},{r},0x000F000F,0x43004300,0xEA;"
+        for m in range(tiles):
+            c, x, n = ",".join(f"${4 * m + i}" for i in range(4)), w + 2 + 8 * m + j, w + 2 + 8 * tiles + 2 * m
+            start = c if j else f"${n},${n + 1},${n},${n + 1}"
+            text += f"{MMA} {{{c}}},{{a0,a1,a2,a3}},{{${x},${x + 4}}},{{{start}}};"
+    return gl.constexpr(text + "}")
+
+
+def _x_ptx(load: str) -> Any:
+    """Two 16-byte loads of x, as pairs (j, j + 4) of each eight."""
+    text = f"{{.reg .b32 r<8>; {load}.v4.b32 {{r0,r1,r2,r3}},[$8]; {load}.v4.b32 {{r4,r5,r6,r7}},[$9];"
+    for i, a in enumerate((0, 1, 4, 5)):
+        text += f"prmt.b32 ${2 * i},r{a},r{a + 2},0x5410; prmt.b32 ${2 * i + 1},r{a},r{a + 2},0x7632;"
+    return gl.constexpr(text + "}")
+
+
+def _copy_ptx(how: str, size: int) -> Any:
+    copy = f"@p cp.async.{how}.shared.global [$1],[$2],{size};"
+    return gl.constexpr(f"{{.reg .pred p; setp.ne.b32 p,$3,0; {copy} mov.b32 $0,0;}}")
+
+
+def _sum_ptx() -> Any:
+    step = f"{MMA} {{$0,$1,d0,d1}},{{one,one,one,one}},"
+    text = "{.reg .b32 one; .reg .f32 z,d0,d1; mov.b32 one,0x3F803F80; mov.f32 z,0f00000000;" + step + "{$2,$6},{z,z,z,z};"
+    return gl.constexpr(text + "".join(f"{step}{{${2 + j},${6 + j}}},{{$0,$1,d0,d1}};" for j in (1, 2, 3)) + "}")
+
+
+def _registers(tiles: int) -> Any:
+    return gl.constexpr("=&f," * 4 * tiles + "l,l," + "r," * 8 * tiles + "f," * (2 * tiles - 1) + "f")
+
+
+GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
+X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
+COPY8, COPY16 = _copy_ptx("ca", 8), _copy_ptx("cg", 16)
+COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
+SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
+# after this x may be read; the next kernel may start at once, since all it reads early is weights
+AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
+
+
+@gluon.constexpr_function
+def codes_ptx(row_nbytes, rows):
+    """128 bytes of each row; a lane copies 16 bytes of rows r, r + 4, r + 8 ... ($1: to even fours, $2: to odd fours)."""
+    text = "{.reg .pred p; setp.ne.b32 p,$4,0; mov.b32 $0,0;"
+    for i in range(rows // 4):
+        text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],[$3+{4 * i * row_nbytes}],16;"
+    return text + "}"
+
+
+@gluon.constexpr_function
+def wait_ptx(pending):
+    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1"
+
+
+@gluon.jit
+def run(PTX: gl.constexpr, lane):
+    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def copy(PTX: gl.constexpr, to, source, there):
+    args = [to, source.to(gl.int64), there.to(gl.int32)]
+    gl.inline_asm_elementwise(PTX, "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
+    r, chunk = lane // 8, lane % 8
+    even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
+    args = [even, odd, (source + r * (K // 2) + chunk * 16).to(gl.int64), there.to(gl.int32)]
+    gl.inline_asm_elementwise(codes_ptx(K // 2, ROWS), "=r,r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def codes_at(at):
+    """Rows g and g + 8 of one group, 16 codes each."""
+    text: gl.constexpr = "ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+1024];"
+    return gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
+
+
+@gluon.jit
+def four_at(at):
+    return gl.inline_asm_elementwise("ld.shared.b64 $0,[$1];", "=l,r,~{memory}", [at], gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def word_at(at):
+    return gl.inline_asm_elementwise("ld.shared.b32 $0,[$1];", "=r,r,~{memory}", [at], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def put(at, value):
+    text: gl.constexpr = "st.shared.f32 [$1],$2; mov.b32 $0,0;"
+    gl.inline_asm_elementwise(text, "=r,r,f,~{memory}", [at, value], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_x(PTX: gl.constexpr, REGS: gl.constexpr, first, second):
+    return gl.inline_asm_elementwise(PTX, REGS, [first, second], (gl.int32,) * 8, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sum_x(x):
+    args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
+    return gl.inline_asm_elementwise(SUM_X, "=&f,=&f,r,r,r,r,r,r,r,r", args, (gl.float32,) * 2, is_pure=True, pack=1)
+
+
+@gluon.jit
+def group_sums(w, x, X, TILES: gl.constexpr):
+    """Σ code x of one group: rows g and g + 8, tokens 2t and 2t + 1 (and those plus 8 when TILES is 2)."""
+    if TILES == 1:
+        args = [w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], X[0] * -128.0, X[1] * -128.0]
+        sums = gl.inline_asm_elementwise(GROUP8, REGS8, args, (gl.float32,) * 4, is_pure=True, pack=1)
+    else:
+        args = [
+            w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
+            X[0] * -128.0, X[1] * -128.0, X[2] * -128.0, X[3] * -128.0,
+        ]  # fmt: skip
+        sums = gl.inline_asm_elementwise(GROUP16, REGS16, args, (gl.float32,) * 8, is_pure=True, pack=1)
+    return sums
+
+
+@gluon.jit
+def bf16_at(value, j: gl.constexpr):
+    return ((value >> (16 * j)).to(gl.int32) << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def shared(NBYTES: gl.constexpr, tid):
+    """The kernel's only shared allocation, so it begins where the dynamic segment does; the store makes Triton declare it."""
+    memory = gl.allocate_shared_memory(gl.int8, [NBYTES // 1024 + 2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    memory.index(NBYTES // 1024 + 1).slice(0, tid.shape[0]).store(tid.to(gl.int8))
+    text: gl.constexpr = "mov.u32 $0,global_smem; // $1"
+    return memory, gl.inline_asm_elementwise(text, "=r,r", [tid], gl.int32, is_pure=False, pack=1)

@@ -1,0 +1,103 @@
+"""What is compiled for Hopper without a GPU, to see that it compiles and that nothing hot spills; see `ops/_compile.py`."""
+
+from auraflux.ops._triton import Build
+from auraflux.ops.turboquant._codec_rows import (
+    append_coded,
+    append_coded_latent,
+    decode_rows,
+    encode_rows,
+    finish_rows,
+    rotate_rows,
+)
+from auraflux.ops.turboquant._few import CUTS, FINISHERS, depth
+from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
+from auraflux.ops.turboquant._hopper import attend_pairs, finish_pairs
+from auraflux.ops.turboquant._written import write_pages
+
+
+def _attend(
+    kind: str, bits: tuple[int, int], rows: int, keys: int, latent: bool = False, pairs: bool = False, **options: int
+) -> Build:
+    """Attention over codes in pages of 64: 32 heads of 128 on 8, or 16 heads on one latent of 512."""
+    codes = [f"*{kind}"] + ["*bf16"] * latent + ["*i32", "*fp32", f"*{kind}"] * 2 + ["*bf16"] * latent
+    types = [*codes, *["*i32"] * 3, *["*fp32"] * 3, *["fp32"] * 3, *["i32"] * 3, "i32:16", *["i32"] * 4]
+    shape = {"G": 16, "HEADS": 1, "D": 512, "R": 64, "P": 512, "PR": 64} if latent else {
+        "G": 4, "HEADS": 8, "D": 128, "R": 0, "P": 128, "PR": 0, "q_rope": None, "rope": None}  # fmt: skip
+    flags = {
+        "KEY_BITS": bits[0],
+        "VALUE_BITS": bits[1],
+        "WIDE": kind == "fp32",
+        "LATENT": latent,
+        "SOFTCAP": False,
+        "ALIGNED": True,
+        "PAIRS": pairs,
+    }
+    constants = {**shape, "PAGE": 64, "M": rows, "N": keys, "S": 1, **flags}
+    return Build(attend_codes, " ".join(types), constants, kind == "fp16", options)
+
+
+def _pairs(bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int = 1, **flags: bool) -> Build:
+    """Attention over codes in pairs, in pages of 64; heads are (query heads, coded heads)."""
+    types = "*bf16 *fp32 *i32 *fp32 *i32 *fp32 *i32 *i32 *i32 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32 i32 i32 i32"
+    cut = CUTS[width]
+    sizes = {"G": heads[0] // heads[1], "HEADS": heads[1], "D": width, "PAGE": 64, "S": sequences, "NW": cut.warps}
+    codes = {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "DEEP": depth(*bits, width)}
+    constants = {**sizes, **codes, "WINDOW": False, "SOFTCAP": False, **flags}
+    return Build(attend_pairs, types, constants, True, {"num_warps": cut.warps, "maxnreg": cut.registers})
+
+
+def _finish(width: int, splits: int) -> Build:
+    padded = 1 << (splits - 1).bit_length()
+    sizes = {"D": width, "S": padded, "C": min(padded, 8192 // width), "NW": FINISHERS, "sinks": None}
+    return Build(finish_pairs, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32", sizes, True, {"num_warps": FINISHERS})
+
+
+_INDEX = "*i32 *i32 *i32 i32 i32 i32"
+_CODED = "*i32 *fp32 *i64 *i64 fp32 fp32"
+_APPEND = f"*bf16 *bf16 {_CODED} {_CODED} *fp32 {_INDEX}"
+_ENCODE = "*bf16 *fp32 *i64 *i64 fp32 fp32 *i32 *fp32 i32"
+_SIGNS = {"D": 128, "P": 128, "MATRIX": False}
+_MATRIX = {"D": 96, "P": 128, "MATRIX": True}
+_KV = {"HEADS": 8, "KEY_BITS": 8, "VALUE_BITS": 4, "PAGE": 64, "S": 1}
+_ONE = {"num_warps": 1}
+_FOUR = {"num_warps": 4}
+_HEADS = 32, 8
+_SHAPE = {"HEADS": 8, "D": 128, "P": 128, "PAGE": 64, "N": 16}
+
+_WRITE = "*i32 *fp32 *fp32 *i32 *fp32 *fp32 *i32 *i32 *i32 *bf16 *bf16 i32 i32 i32"
+
+KERNELS = [
+    Build(write_pages, _WRITE, {**_SHAPE, "KEY_BITS": 8, "VALUE_BITS": 4, "PAIRS": True}, True, _FOUR),
+    Build(write_pages, _WRITE, {**_SHAPE, "KEY_BITS": 6, "VALUE_BITS": 3, "PAIRS": False}, True, _FOUR),
+    *(_pairs((k, v), _HEADS, 128) for k in (2, 4, 8) for v in (2, 4, 8)),
+    *(_pairs((k, v), (64, 8), 64, WINDOW=k == 8) for k, v in ((4, 4), (8, 4), (8, 8))),
+    *(_pairs((k, v), (16, 2), 256, SOFTCAP=k == 8) for k, v in ((4, 4), (8, 4), (8, 8))),
+    _pairs((4, 4), (12, 1), 128, sequences=8, WINDOW=True, SOFTCAP=True),
+    _pairs((8, 8), (16, 1), 256, sequences=8, WINDOW=True, SOFTCAP=True),
+    _attend("fp16", (4, 4), 16, 64, num_warps=4, num_stages=3),
+    _attend("fp16", (8, 4), 16, 64, num_warps=4, num_stages=3),
+    _attend("fp16", (6, 3), 16, 64, num_warps=4, num_stages=3),
+    _attend("fp16", (8, 4), 64, 64, num_warps=8, num_stages=3),
+    _attend("fp16", (8, 4), 64, 64, pairs=True, num_warps=8, num_stages=3),
+    _attend("fp32", (4, 4), 16, 32, num_warps=4, num_stages=3),
+    _attend("fp16", (8, 8), 16, 32, latent=True, num_warps=8, num_stages=2),
+    Build(sum_coded, "*bf16 *i32 *fp32 *fp32 *fp32 fp32 i32 i32 i32", {"D": 128, "P": 128, "BITS": 4, "M": 16, "N": 64}),
+    Build(rotate_rows, "*bf16 *fp32 *fp16 fp32", {**_SIGNS, "INVERSE": False}, True, _ONE),
+    Build(rotate_rows, "*bf16 *fp32 *fp16 fp32", {**_MATRIX, "INVERSE": False}, False, _ONE),
+    Build(encode_rows, _ENCODE, {**_SIGNS, "BITS": 6, "R": 1}, True, _ONE),
+    Build(encode_rows, _ENCODE, {**_SIGNS, "BITS": 8, "R": 16}, True, _FOUR),
+    Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_SIGNS, "BITS": 3}, True, _ONE),
+    Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_MATRIX, "BITS": 6}, False, _ONE),
+    Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": True, "R": 1}, True, _ONE),
+    Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": False, "R": 16}, True, _FOUR),
+    Build(append_coded, _APPEND, {**_MATRIX, **_KV, "PAIRS": False, "R": 1}, False, _ONE),
+    Build(
+        append_coded_latent,
+        f"*bf16 *bf16 {_CODED} *bf16 *fp32 {_INDEX}",
+        {"D": 512, "P": 512, "R": 64, "PR": 64, "BITS": 8, "MATRIX": False, "PAGE": 64, "S": 1},
+        True,
+        _FOUR,
+    ),
+    Build(finish_rows, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32:16", {"sinks": None, "D": 128, "S": 64, "C": 32}, hot=True),
+    *(_finish(width, splits) for width, splits in ((128, 33), (128, 4), (64, 33), (256, 66), (256, 132))),
+]

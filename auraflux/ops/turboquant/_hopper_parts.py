@@ -1,0 +1,228 @@
+"""Pieces of the Hopper kernel that attends over codes: look-ups, the ring of codes under way, the rotation of queries."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _pair_ptx(byte, side):
+    """Two levels by one byte: address = table + 256 * byte + 4 * lane; the adds fold into the load's own offsets."""
+    look = f"prmt.b32 a, $1, $3, {0x5504 + 16 * byte}; add.u32 a, a, $5; ld.shared.b32 $0, [a + {side}];"
+    return "{.reg .b32 a;" + look + "}"
+
+
+@gluon.constexpr_function
+def _two_ptx(pair, side):
+    """Two levels by a byte each."""
+    text = "{.reg .b32 a, b;"
+    for name, byte in (("a", 2 * pair), ("b", 2 * pair + 1)):
+        text += f"prmt.b32 {name}, $1, $3, {0x5504 + 16 * byte}; add.u32 {name}, {name}, $5;"
+        text += f"ld.shared.b32 {name}, [{name} + {side}];"
+    return text + "prmt.b32 $0, a, b, 0x5410;}"
+
+
+@gluon.constexpr_function
+def pieces(words):
+    """A lane's neighbouring words as pieces that one instruction copies: how many, and words of each."""
+    each = min(4, words)
+    return words // each, each
+
+
+@gluon.constexpr_function
+def copy_ptx(key_rows, key_span, key_pitch, key_words, value_words):
+    """Copy a lane's words of a block and one norm. $1, $2, $3: to; $4, $5, $6: from (keys, values, norms); $7: whether to."""
+    text = "{.reg .pred p; setp.ne.b32 p, $7, 0; bar.warp.sync 0xffffffff; "
+    for r in range(key_rows):
+        parts = key_rows // 2
+        source = 4 * (r // parts * 8 * key_pitch + r % parts * key_span)
+        how = "cg" if key_words == 4 else "ca"
+        text += f"@p cp.async.{how}.shared.global [$1 + {r * 128 * key_words}], [$4 + {source}], {4 * key_words}; "
+    count, each = pieces(value_words)
+    for h in range(2):
+        for i in range(count):
+            source, how = 4 * (h * 32 * value_words + i * each), "cg" if each == 4 else "ca"
+            text += f"@p cp.async.{how}.shared.global [$2 + {(h * count + i) * 128 * each}], [$5 + {source}], {4 * each}; "
+    return text + "@p cp.async.ca.shared.global [$3 + 0], [$6 + 0], 4; cp.async.commit_group; mov.b32 $0, 0;}"
+
+
+@gluon.constexpr_function
+def _read_ptx(pieces, each):
+    """Read back pieces of a lane, 128 * each bytes apart."""
+    n, text = pieces * each, ""
+    for i in range(pieces):
+        regs = ", ".join(f"${i * each + j}" for j in range(each))
+        vector = f".v{each}" if each > 1 else ""
+        text += f"ld.shared{vector}.b32 {{{regs}}}, [${n} + {i * 128 * each}]; "
+    return text if each > 1 else text.replace("{", "").replace("}", "")
+
+
+@gluon.constexpr_function
+def _read_regs(count, kind):
+    return f"=&{kind}," * count + "r,~{memory}"
+
+
+@gluon.constexpr_function
+def wait_ptx(pending):
+    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1"
+
+
+@gluon.constexpr_function
+def _butterfly_ptx(span):
+    return f"shfl.sync.bfly.b32 $0, $1, {span}, 31, -1;"
+
+
+@gluon.constexpr_function
+def _per_warp(regs, lanes, shape):
+    warps = [[1 << i, 0, 0] for i in range(shape[0].bit_length() - 1)]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def query_layout(warps, width, chunk):
+    # a lane's coordinates of a query are those of its words of a key: `chunk` neighbours out of every 4 * chunk
+    regs = [[0, 0, 1 << i] for i in range(width.bit_length() - 1) if 1 << i not in (chunk, 2 * chunk)]
+    return _per_warp(regs, [[0, 0, chunk], [0, 0, 2 * chunk], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [warps, 8, width])
+
+
+@gluon.constexpr_function
+def norm_layout(warps):
+    bases = [[1 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], bases, [], [warps, 8])
+
+
+@gluon.jit
+def _look(words, lane, table, PLACE: gl.constexpr, SIDE: gl.constexpr, BITS: gl.constexpr):
+    PTX: gl.constexpr = _two_ptx(PLACE, SIDE) if BITS == 8 else _pair_ptx(PLACE, SIDE)
+    twice = gl.join(words, words)  # the two results take these two places
+    return gl.inline_asm_elementwise(PTX, "=r,r,r,r,r,r,r", [twice, lane, table], gl.float16, is_pure=False, pack=2)
+
+
+@gluon.jit
+def look_up(w, lane, table, SIDE: gl.constexpr, BITS: gl.constexpr):
+    """Look up words [W, R, C] as [W, R, C, pairs of a word, 2]."""
+    W: gl.constexpr = w.shape[0]
+    R: gl.constexpr = w.shape[1]
+    C: gl.constexpr = w.shape[2]
+    if BITS == 8:
+        found = gl.join(_look(w, lane, table, 0, SIDE, 8), _look(w, lane, table, 1, SIDE, 8))
+        found = gl.permute(found, [0, 1, 2, 4, 3])
+    elif BITS == 4:
+        found = _four_bytes(w, lane, table, SIDE)
+    else:
+        low = _four_bytes(w & 0x0F0F0F0F, lane, table, SIDE)
+        high = _four_bytes((w >> 4) & 0x0F0F0F0F, lane, table, SIDE)
+        found = gl.reshape(gl.permute(gl.join(low, high), [0, 1, 2, 3, 5, 4]), [W, R, C, 8, 2])
+    return found
+
+
+@gluon.jit
+def _four_bytes(w, lane, table, SIDE: gl.constexpr):
+    low = gl.join(_look(w, lane, table, 0, SIDE, 4), _look(w, lane, table, 1, SIDE, 4))
+    high = gl.join(_look(w, lane, table, 2, SIDE, 4), _look(w, lane, table, 3, SIDE, 4))
+    found = gl.permute(gl.join(low, high), [0, 1, 2, 5, 4, 3])  # ..., b1, b0, e
+    return gl.reshape(found, [w.shape[0], w.shape[1], w.shape[2], 4, 2])
+
+
+@gluon.jit
+def page_of(table, token, table_width, PAGE: gl.constexpr):
+    return gl.load(table + gl.minimum(token // PAGE, table_width - 1))
+
+
+@gluon.jit
+def block_of(page, token, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr):
+    """Find the pool's block of 16 tokens that begins at `token`; where there is none any will do, its scores are masked."""
+    page = gl.where((page >= 0) & (page < pool), page, 0)
+    return (page * HEADS + head) * (PAGE // 16) + token % PAGE // 16
+
+
+@gluon.jit
+def _four(a, b, c, d):
+    return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def _eight(w, FIRST: gl.constexpr, STEP: gl.constexpr):
+    low = _four(w[FIRST], w[FIRST + 2 * STEP], w[FIRST + 4 * STEP], w[FIRST + 6 * STEP])
+    high = _four(w[FIRST + STEP], w[FIRST + 3 * STEP], w[FIRST + 5 * STEP], w[FIRST + 7 * STEP])
+    return gl.join(low, high)
+
+
+@gluon.jit
+def read(at, PIECES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
+    """Read a warp's words from its ring as [warps, ROWS, words of all lanes]."""
+    N: gl.constexpr = PIECES * EACH
+    w = gl.inline_asm_elementwise(_read_ptx(PIECES, EACH), _read_regs(N, "r"), [at], (gl.int32,) * N, is_pure=False, pack=1)
+    if N == 2:
+        all_words = gl.join(w[0], w[1])
+    elif N == 4:
+        all_words = _four(w[0], w[1], w[2], w[3])
+    elif N == 8:
+        all_words = _eight(w, 0, 1)
+    elif N == 16:
+        all_words = gl.join(_eight(w, 0, 2), _eight(w, 1, 2))
+    else:
+        gl.static_assert(N == 32)
+        even = gl.join(_eight(w, 0, 4), _eight(w, 2, 4))
+        all_words = gl.join(even, gl.join(_eight(w, 1, 4), _eight(w, 3, 4)))
+    all_words = gl.permute(gl.reshape(all_words, [NW, 32, ROWS, N // ROWS]), [0, 2, 1, 3])
+    return gl.reshape(all_words, [NW, ROWS, 32 * (N // ROWS)])
+
+
+@gluon.jit
+def read_norms(at, LAYOUT: gl.constexpr, NW: gl.constexpr):
+    """Read the norms of a warp's 16 keys and of its values, [warps, 16] both."""
+    w = gl.inline_asm_elementwise(_read_ptx(1, 4), _read_regs(4, "f"), [at], (gl.float32,) * 4, is_pure=False, pack=1)
+    kn = gl.reshape(gl.permute(gl.join(w[0], w[1]), [0, 2, 1]), [NW, 16])
+    vn = gl.reshape(gl.permute(gl.join(w[2], w[3]), [0, 2, 1]), [NW, 16])
+    return gl.convert_layout(kn, LAYOUT, assert_trivial=True), gl.convert_layout(vn, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def copy(PTX: gl.constexpr, k_to, v_to, n_to, k_from, v_from, n_from, block, there, KW: gl.constexpr, VW: gl.constexpr):
+    """Ask for a lane's part of a block, where it is needed."""
+    block = block.to(gl.int64)
+    sources = [(k_from + block * (16 * KW)).to(gl.int64), (v_from + block * (64 * VW)).to(gl.int64), n_from + block * 64]
+    args = [k_to, v_to, n_to, sources[0], sources[1], sources[2], there.to(gl.int32)]
+    gl.inline_asm_elementwise(PTX, "=r,r,r,r,l,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def run(PTX: gl.constexpr, lane):
+    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def table_words(levels, SIDE: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
+    """Load one side of the table: 32 equal columns of the words by byte."""
+    LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
+    byte = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LT))[:, None]
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, LT))[None, :]
+    return gl.load(levels + byte * 2 + SIDE + column * 0)
+
+
+@gluon.jit
+def load_queries(q, signs, live, D: gl.constexpr, NW: gl.constexpr):
+    """Load 8 rows at q, of which `live` are there, times the signs of the rotation."""
+    LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, LR))[:, None]
+    return gl.load(q + row * D + d, mask=row < live, other=0.0).to(gl.float32) * gl.load(signs + d)
+
+
+@gluon.jit
+def transform(x, NW: gl.constexpr):
+    """Apply the Walsh-Hadamard transform, without its factor, to rows [R, D] that lie in whole warps."""
+    R: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    PER: gl.constexpr = D // 32
+    LR: gl.constexpr = gl.BlockedLayout([1, PER], [1, 32], [NW, 1], [1, 0])
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
+    for i in gl.static_range(3):
+        if 1 << i < PER:
+            a, b = gl.split(gl.permute(gl.reshape(x, [R, D >> (i + 1), 2, 1 << i]), [0, 1, 3, 2]))
+            x = gl.reshape(gl.permute(gl.join(a + b, a - b), [0, 1, 3, 2]), [R, D])
+    x = gl.convert_layout(x, LR, assert_trivial=True)
+    for i in gl.static_range(5):
+        other = gl.inline_asm_elementwise(_butterfly_ptx(1 << i), "=r,r", [x], gl.float32, is_pure=False, pack=1)
+        x = gl.where((d // (PER << i)) % 2 == 0, x, -x) + other
+    return x

@@ -1,0 +1,50 @@
+"""The device a model runs on: which one, in what dtype, and what a user is told when a GPU's memory ends."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from auraflux.errors import BackendError, DeviceMemoryError, InputError
+
+CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt that go through a model together
+
+
+def find_device(name: str) -> torch.device:
+    """What a user calls a device; "auto" takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as err:
+        raise InputError(f"there is no device {name!r}; auto, cpu and cuda are known.") from err
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"models do not run on {name!r}; auto, cpu and cuda are known.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BackendError("device 'cuda' was asked for, but torch finds no NVIDIA GPU.")
+    return device
+
+
+def activation_dtype(device: torch.device) -> torch.dtype:
+    """Of activations."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def free_device_nbytes(device: torch.device) -> int:
+    """Memory of a GPU that nobody has taken."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+@contextmanager
+def device_memory() -> Iterator[None]:
+    """Turn running out of a GPU's memory inside the block into an error that says what can be done."""
+    try:
+        yield
+    except torch.OutOfMemoryError as err:
+        # what is held for reuse is of no use to whoever goes on
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        raise DeviceMemoryError(
+            f"the GPU has no memory left: {free / 1e9:.1f} of its {total / 1e9:.1f} GB are free, and more was needed. Give "
+            "less --context, more compression (--kv k4v4), fewer bits (--quantize 4), or --expert-memory for a packed mixture."
+        ) from err

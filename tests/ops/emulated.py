@@ -1,0 +1,271 @@
+"""Gluon on numpy, as much of it as the kernels here use: every program runs as one, tensors are arrays, layouts mean nothing.
+
+Triton's interpreter does not run Gluon. This runs a kernel's source with stand-ins for the language, so that places, masks and
+loops can be checked without a GPU. What it cannot see: layouts (the compiler checks those), barriers and asynchronous copies.
+"""
+
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+DTYPES = {"int32": np.int32, "int64": np.int64, "float16": np.float16, "float32": np.float32, "int8": np.int8, "int1": np.bool_}
+
+
+MEMORIES: list[np.ndarray] = []
+
+
+def plain(x: Any) -> Any:
+    return x.data if isinstance(x, Tensor) else x
+
+
+class Tensor:
+    def __init__(self, data: Any):
+        self.data = np.asarray(data)
+
+    shape = property(lambda self: self.data.shape)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
+        return Tensor(self.data.view(dtype) if bitcast else self.data.astype(dtype))
+
+    def __getitem__(self, key: Any) -> "Tensor":
+        return Tensor(self.data[key])
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+
+def _binary(name: str, swap: bool = False) -> Any:
+    def apply(self: Tensor, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return other + self
+        a, b = self.data, plain(other)
+        # python numbers take the tensor's type
+        if isinstance(b, (int, float)) and not isinstance(b, bool) and a.dtype != np.bool_:
+            b = a.dtype.type(b) if a.dtype.kind != "i" or isinstance(b, int) else np.float32(b)
+        a, b = (b, a) if swap else (a, b)
+        return Tensor(getattr(np, name)(a, b))
+
+    return apply
+
+
+for _sign, _name in {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "and": "bitwise_and", "or": "bitwise_or",
+    "rshift": "right_shift", "lshift": "left_shift", "floordiv": "floor_divide", "mod": "remainder",
+}.items():  # fmt: skip
+    setattr(Tensor, f"__{_sign}__", _binary(_name))
+    setattr(Tensor, f"__r{_sign}__", _binary(_name, swap=True))
+for _sign, _name in {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal"}.items():
+    setattr(Tensor, f"__{_sign}__", _binary(_name))
+Tensor.__neg__ = lambda self: Tensor(-self.data)  # type: ignore[attr-defined]
+
+
+class Pointer:
+    """Elements of a flat array; reading or writing outside of it fails."""
+
+    def __init__(self, memory: np.ndarray, offset: Any = 0):
+        self.memory, self.offset = memory, np.asarray(offset, np.int64)
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset + plain(other))
+
+    __radd__ = __add__
+
+    def to(self, dtype: Any) -> Tensor:
+        """Give addresses: the memory's number above, bytes in it below."""
+        if not any(found is self.memory for found in MEMORIES):
+            MEMORIES.append(self.memory)
+        number = next(i for i, found in enumerate(MEMORIES) if found is self.memory)
+        return Tensor((np.int64(number) << 40) + self.offset * self.memory.itemsize)
+
+    def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+        offset, seen = np.broadcast_arrays(self.offset, True if mask is None else plain(mask))
+        assert ((offset >= 0) & (offset < self.memory.size))[seen].all(), "outside of the memory"
+        return np.where(seen, offset, 0), seen
+
+
+class Shared:
+    """A view of a program's one piece of shared memory."""
+
+    def __init__(self, memory: np.ndarray, start: int, dtype: Any, shape: list[int]):
+        self.memory, self.start, self.dtype, self.shape = memory, start, np.dtype(dtype), list(shape)
+        self.cut: tuple[slice, ...] = ()
+
+    def _array(self) -> np.ndarray:
+        nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        return self.memory[self.start : self.start + nbytes].view(self.dtype).reshape(self.shape)
+
+    def index(self, place: int) -> "Shared":
+        step = int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        return Shared(self.memory, self.start + place * step, self.dtype, self.shape[1:])
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
+        return Shared(self.memory, self.start, dtype, shape)
+
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        made = Shared(self.memory, self.start, self.dtype, self.shape)
+        cuts = list(self.cut or [slice(None)] * len(self.shape))
+        cuts[dim] = slice(start, start + length)
+        made.cut = tuple(cuts)
+        return made
+
+    def store(self, value: Tensor) -> None:
+        self._array()[self.cut or ...] = value.data
+
+    def load(self, layout: Any) -> Tensor:
+        return Tensor(self._array()[self.cut or ...].copy())
+
+    def _keep_alive(self) -> None:
+        pass
+
+
+class Program:
+    """The language as one program of a grid sees it."""
+
+    def __init__(self, ids: tuple[int, ...] = (0, 0, 0)):
+        self.ids, self.shared, self.taken = ids, np.zeros(1 << 20, np.uint8), 0
+        vars(self).update(DTYPES)
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any, value: Tensor | None = None) -> Shared:
+        made = Shared(self.shared, self.taken, dtype, shape)
+        self.taken += int(np.prod(shape)) * made.dtype.itemsize
+        if value is not None:
+            made.store(value)
+        return made
+
+    def program_id(self, axis: int) -> Tensor:
+        return Tensor(np.int32(self.ids[axis]))
+
+    def inline_asm_elementwise(self, text: str, constraints: str, args: list, dtype: Any, is_pure: bool, pack: int) -> Any:
+        if "cp.async" in text:
+            return copy(self, text, args)
+        if isinstance(dtype, tuple):
+            return [Tensor(word.view(kind)) for word, kind in zip(read(self, text, plain(args[0])), dtype, strict=True)]
+        return Tensor(emulate(self, text, args).astype(dtype))
+
+    constexpr = staticmethod(lambda x: x)
+    arange = staticmethod(lambda start, end, layout=None: Tensor(np.arange(start, end, dtype=np.int32)))
+    full = staticmethod(lambda shape, value, dtype, layout: Tensor(np.full(shape, value, dtype)))
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
+    permute = staticmethod(lambda x, order: Tensor(x.data.transpose(order)))
+    reshape = staticmethod(lambda x, shape: Tensor(x.data.reshape(shape)))
+    expand_dims = staticmethod(lambda x, axis: Tensor(np.expand_dims(x.data, axis)))
+    join = staticmethod(lambda a, b: Tensor(np.stack([a.data, b.data], -1)))
+    split = staticmethod(lambda x: (Tensor(x.data[..., 0]), Tensor(x.data[..., 1])))
+    where = staticmethod(lambda c, a, b: Tensor(np.where(plain(c), plain(a), _like(plain(b), plain(a)))))
+    maximum = staticmethod(lambda a, b: Tensor(np.maximum(plain(a), plain(b))))
+    minimum = staticmethod(lambda a, b: Tensor(np.minimum(plain(a), plain(b))))
+    max = staticmethod(lambda x, axis: Tensor(x.data.max(axis)))
+    sum = staticmethod(lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)))
+    exp2 = staticmethod(lambda x: Tensor(np.exp2(x.data)))
+    cdiv = staticmethod(lambda a, b: Tensor(-(-plain(a) // plain(b))))
+    static_range = staticmethod(range)
+    static_assert = staticmethod(lambda condition: None)
+    thread_barrier = staticmethod(lambda: None)
+
+    @staticmethod
+    def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+        places, seen = pointer.places(mask)
+        found = pointer.memory[places]
+        return Tensor(np.where(seen, found, np.asarray(other, found.dtype)))
+
+    @staticmethod
+    def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
+        places, seen = pointer.places(mask)
+        pointer.memory[places[seen]] = np.broadcast_to(value.data, places.shape)[seen].astype(pointer.memory.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *args, **kwargs: None
+        raise AttributeError(name)
+
+
+def _like(b: Any, a: Any) -> Any:
+    return np.asarray(b, a.dtype) if isinstance(b, float) and isinstance(a, np.ndarray) else b
+
+
+def emulate(gl: Program, text: str, args: list) -> np.ndarray:
+    """Do what a piece of PTX does, told by its text."""
+    x = plain(args[0])
+    if "movmatrix" in text:
+        return x.reshape(*x.shape[:-2], -1, 8, 8).swapaxes(-1, -2).reshape(x.shape)
+    if "shfl" in text:
+        span = int(re.search(r"\$1, (\d+), 31", text).group(1))  # type: ignore[union-attr]
+        per = x.shape[-1] // 32
+        lanes = x.reshape(*x.shape[:-1], 32, per)
+        return lanes[..., np.arange(32) ^ span, :].reshape(x.shape)
+    if "ld.shared" in text:
+        # the shared table has equal columns: any lane's will do. Two places of x become the two halves of a word
+        table = gl.shared[: 256 * 256].view(np.float16).reshape(256, 128)
+        sides = [int(side) // 2 for side in re.findall(r"\[\w+ ?\+ ?(\d+)\]", text)]
+        bytes_ = [(int(number) - 0x5504) // 16 for number in re.findall(r"\$3, (\d+)", text)]
+        word = x[..., 0].astype(np.uint32)
+        found = [table[(word >> np.uint32(8 * b)) & 255][..., side : side + 2] for b, side in zip(bytes_, sides, strict=True)]
+        return found[0] if len(found) == 1 else np.stack([found[0][..., 0], found[1][..., 0]], -1)
+    if "global_smem" in text or "%laneid" in text:
+        return np.zeros_like(np.asarray(x))
+    raise NotImplementedError(text)
+
+
+def copy(gl: Program, text: str, args: list) -> None:
+    """Do the asynchronous copies of a piece of PTX, at once."""
+    for to, to_at, source, source_at, size in re.findall(r"\[\$(\d) \+ (\d+)\], \[\$(\d) \+ (\d+)\], (\d+)", text):
+        needed = np.asarray(plain(args[-1])) != 0
+        places = plain(args[int(to) - 1]), plain(args[int(source) - 1])
+        targets, sources = (x[needed] for x in np.broadcast_arrays(*places))
+        steps = np.arange(int(size))
+        for number in np.unique(sources >> 40):
+            mine, memory = sources >> 40 == number, MEMORIES[number].view(np.uint8)
+            first, target = (sources[mine] & ((1 << 40) - 1)) + int(source_at), targets[mine] + int(to_at)
+            assert (first % int(size) == 0).all(), "not aligned"
+            assert (target % int(size) == 0).all(), "not aligned"
+            gl.shared[target[:, None] + steps] = memory[first[:, None] + steps]
+
+
+def read(gl: Program, text: str, addresses: np.ndarray) -> list[np.ndarray]:
+    found = []
+    for count, at in re.findall(r"ld\.shared(?:\.v(\d))?\.b32 .*?\+ (\d+)\];", text):
+        words = gl.shared.view(np.int32)
+        found += [words[(addresses + int(at)) // 4 + i] for i in range(int(count or 1))]
+    return found
+
+
+def mma_v2(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    return Tensor(a.data.astype(np.float32) @ b.data.astype(np.float32) + acc.data)
+
+
+def launch(paths: list[Path], name: str, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+    """Run a kernel's programs one after the other; tensors are given as torch tensors, and written to in place.
+
+    paths  of the sources, each before those that import from it
+    """
+    imports = re.compile(r"(?m)^from (triton|auraflux)[\w.]* import (\([^)]*\)|.*)$")
+    code = [compile(imports.sub("", path.read_text()), str(path), "exec") for path in paths]
+    same = types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f)
+    MEMORIES.clear()
+    # numpy has no bfloat16: such tensors are float32 meanwhile
+    wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x for x in args]
+    numbers = [Pointer(x.view(-1).numpy()) if isinstance(x, torch.Tensor) else _number(x) for x in wide]
+    for z in range(grid[2]):
+        for y in range(grid[1]):
+            for x in range(grid[0]):
+                gl = Program((x, y, z))
+                scope = {"gluon": same, "gl": gl, "mma_v2": mma_v2, "gdc_wait": lambda: None}
+                scope["gdc_launch_dependents"] = lambda: None
+                for part in code:
+                    exec(part, scope)
+                scope[name](*numbers, **constants)
+    for given, used in zip(args, wide, strict=True):
+        if given is not used:
+            given.copy_(used)
+
+
+def _number(x: Any) -> Any:
+    return Tensor(np.int32(x)) if isinstance(x, int) else x

@@ -1,0 +1,89 @@
+"""The expert kernels for few tokens on Hopper, on numpy: which codes, scales and inputs meet, and what becomes of the sums."""
+
+import numpy as np
+import pytest
+import torch
+
+from auraflux.ops._cases import relative_rms
+from auraflux.ops.moe._expert_cases import layer
+from auraflux.ops.moe.experts import Experts
+from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, route
+from auraflux.ops.moe.routing import Routing
+from auraflux.quant import QTensor
+from tests.ops.threads import Pointer, pointer, slot_kernels
+
+TOL = 6e-3  # what lies between the kernels is bf16
+ROWS = (0, 7)  # of the result, in sixteens
+GIVEN = {"E": 0, "SCORING": ""}
+
+
+def passed(stack: QTensor) -> tuple[Pointer | None, Pointer | None, Pointer | None, int, int]:
+    return pointer(stack.packed), pointer(stack.scales), pointer(stack.biases), stack.packed.stride(0), stack.scales.stride(0)
+
+
+def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out: torch.Tensor) -> None:
+    """All of `up_slots`, and those programs of `down_slots` that make ROWS."""
+    inner, hidden, warps = experts.inner, experts.hidden, 1 << (k - 1).bit_length()
+    between = torch.full((x.shape[0] * k, inner), float("nan"), dtype=torch.bfloat16)
+    choice = [pointer(one) for one in (ids, scores, bias)]
+    for tile in range(inner // 16):
+        for pair in range(x.shape[0] * k):
+            kernel, weight = slot_kernels(4, tile, pair)["up_slots"], (*passed(experts.gate), *passed(experts.up))
+            sizes = {"H": hidden, "K": k, "W": 4, "D": 4, "E": rule["E"], "SCORING": rule["SCORING"]}
+            kernel(pointer(x), *choice, *weight, pointer(between), experts.count, inner, **sizes)
+    for tile in ROWS:
+        for token in range(x.shape[0]):
+            kernel, sizes = slot_kernels(warps, tile, token)["down_slots"], {"INNER": inner, "K": k, "W": warps, "D": 2}
+            given = pointer(ids), pointer(weights), pointer(scores), pointer(bias), scale, *map(pointer, added)
+            kernel(pointer(between), *given, *passed(experts.down), pointer(out), experts.count, hidden, **sizes, **rule)
+
+
+def seen(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[..., 16 * row : 16 * row + 16] for row in ROWS], -1)
+
+
+@pytest.fixture
+def experts() -> Experts:
+    torch.manual_seed(3)
+    return layer(5, 256, 256, lanes=1)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 256).bfloat16()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_given_experts_are_summed(experts: Experts, x: torch.Tensor):
+    ids, weights = torch.tensor([[4, 1, 0], [2, 2, 3]]).int(), torch.rand(2, 3)
+    out = torch.zeros(2, 256, dtype=torch.bfloat16)
+    run(x, ids, weights, None, None, 1.0, (None,) * 3, experts, 3, {**GIVEN, "RENORMALIZE": False}, out)
+    assert relative_rms(seen(out).float(), seen(expert_mlp.reference(x.float(), ids, weights, experts))) <= TOL
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_parts_of_experts_that_are_not_there_stay(experts: Experts, x: torch.Tensor):
+    ids, parts = torch.tensor([[4, -1], [5, 3]]).int(), torch.full((2, 2, 256), 7.0)
+    run(x, ids, None, None, None, 1.0, (None,) * 3, experts, 2, {**GIVEN, "RENORMALIZE": False}, parts)
+    expected = torch.full_like(parts, 7.0)
+    expert_parts.reference(x, torch.where(ids == 5, -1, ids), experts, expected)
+    assert relative_rms(seen(parts), seen(expected)) <= TOL
+    assert (parts[0, 1] == 7).all()
+    assert (parts[1, 0] == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "chosen"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_experts_are_chosen_by_their_scores(experts: Experts, x: torch.Tensor, scoring: str, renormalize: bool):
+    # ties, zeros of both signs, an expert that is ruled out
+    scores = torch.tensor([[0.5, -0.0, 0.5, 0.0, -3.0], [-torch.inf, -1.0, 2.0, -1.0, 4.0]]).bfloat16()
+    routing, bias = Routing(3, scoring, renormalize, scale=1.5), torch.linspace(0, 0.4, 5) if scoring == "sigmoid" else None
+    residual, shared, gate = torch.randn(2, 256).bfloat16(), torch.randn(2, 256).bfloat16(), torch.randn(2).bfloat16()
+    out, rule = torch.zeros(2, 256, dtype=torch.bfloat16), {"E": 32, "SCORING": scoring, "RENORMALIZE": renormalize}
+    run(x, None, None, scores, bias, 1.5, (residual, shared, gate), experts, 3, rule, out)
+    ids, weights = route.reference(scores, routing, bias)
+    moe = expert_mlp.reference(x.float(), ids, weights, experts)
+    expected = combine.reference(residual.float(), moe, shared.float(), gate.float())
+    assert relative_rms(seen(out).float(), seen(expected)) <= TOL
+    assert np.isfinite(out.float().numpy()).all()

@@ -1,0 +1,82 @@
+"""Steps of decoding that are recorded once and replayed."""
+
+import pytest
+import torch
+
+import auraflux
+from auraflux.cache import CacheSettings
+from auraflux.errors import DeviceMemoryError
+from auraflux.run.engine import Engine
+from tests.run.tiny import tiny
+
+IDS = list(range(3, 23))
+
+
+def engine(**options) -> Engine:
+    return auraflux.load(tiny(), quantize=4, context=256, device="cpu", **options).make_engine(3)
+
+
+def recordings(made: Engine) -> int:
+    return sum(step.recording is not None for step in made.decoder._steps.values())
+
+
+def written(made: Engine, order: list[list[int]], steps: int) -> list[list[int]]:
+    """What three texts become when batches of some of them take turns."""
+    sequences = [made.cache.open() for _ in range(3)]
+    texts = [[int(made.prefill(sequence, IDS[i:]).argmax())] for i, sequence in enumerate(sequences)]
+    for _ in range(steps):
+        for chosen in order:
+            batch = made.cache.batch([sequences[i] for i in chosen])
+            scores = made.decode(batch, [texts[i][-1] for i in chosen])
+            for i, row in zip(chosen, scores, strict=True):
+                texts[i].append(int(row.argmax()))
+    return texts
+
+
+def test_batches_of_one_size_share_a_recording():
+    replayed, plain = engine(), engine(graphs=False)
+    order = [[0], [1, 2], [2], [2, 0]]
+    assert written(replayed, order, 8) == written(plain, order, 8)
+    assert recordings(replayed) == 2
+    assert recordings(plain) == 0
+    assert plain.decoder.refused == "it is switched off"
+
+
+def test_a_longer_text_is_recorded_anew():
+    made = engine()
+    sequence = made.cache.open()
+    made.prefill(sequence, IDS)
+    batch = made.cache.batch([sequence])
+    seen = []
+    for token in range(120):
+        made.decode(batch, [token])
+        seen.append(recordings(made))
+    # 64 and 128 tokens: the first step past each still runs its Python
+    assert seen[0] == 0
+    assert seen[1] == 1
+    assert seen[-1] == 3
+    assert batch.index.reach == 256
+
+
+def test_the_newest_window_waits_until_it_is_full():
+    settings = CacheSettings("k8v4", newest=32)
+    replayed, plain = engine(kv=settings), engine(kv=settings, graphs=False)
+    assert written(replayed, [[0], [1, 2]], 20) == written(plain, [[0], [1, 2]], 20)
+
+
+def test_a_gpu_without_memory_is_told_in_a_sentence_and_the_text_goes_on(monkeypatch: pytest.MonkeyPatch):
+    made = engine(graphs=False)
+    sequence = made.cache.open()
+    made.prefill(sequence, IDS)
+    batch, forward = made.cache.batch([sequence]), made.forward
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 20, 1 << 30))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(made, "forward", fail)
+    with pytest.raises(DeviceMemoryError, match=r"no memory left: 0\.0 of its 1\.1 GB are free.*--context"):
+        made.decode(batch, [5])
+    assert sequence.length == len(IDS)
+    monkeypatch.setattr(made, "forward", forward)
+    assert made.decode(batch, [5]).isfinite().all()

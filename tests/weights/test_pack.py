@@ -1,0 +1,208 @@
+"""`pack`: the same codes as `convert` writes, whatever they come from and however often it is stopped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from auraflux.errors import FormatError
+from auraflux.quant import QTensor
+from auraflux.weights.checkpoint import open_checkpoint
+from tests.models.oracles import save
+from tests.weights.gguf_files import WIDTH, llama_tensors, write_gguf
+from tests.weights.packed_folders import contents, converted, experts_of, hf_folder, matrices, packed
+from tests.weights.test_gguf import tiny as tiny_for_gguf
+from tests.weights.test_gguf import unpacked
+
+FAMILIES = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v3"]
+OPTIONS = {"bits": 4, "group": 32}
+
+
+def check_experts(folder: Path, plain: Path) -> None:
+    """The experts of a packed folder are those of one that `convert` wrote."""
+    stacks = open_checkpoint(plain)
+    names = {name: name.removeprefix("language_model.") for name in stacks.sizes() if "_proj.weight" in name}
+    for file in experts_of(folder).files:
+        wanted = {}
+        for name, ours in names.items():
+            if ours.startswith(file.module) and (".switch_mlp." in ours or ".experts." in ours):
+                wanted[ours.split(".")[-2].removesuffix("_proj")] = stacks.load(name)
+        for expert in range(file.count):
+            for kind, found in matrices(file, expert).items():
+                assert found.format[:2] == wanted[kind].format[:2]
+                for part in ("packed", "scales", "biases"):
+                    same = getattr(found.rows(), part), getattr(wanted[kind][expert], part)
+                    assert same == (None, None) or torch.equal(*same)
+
+
+def check_rest(folder: Path, plain: Path) -> None:
+    """All else is what `convert` wrote."""
+    found, wanted = load_file(folder / "model.safetensors"), load_file(plain / "model.safetensors")
+    wanted = {
+        name: tensor
+        for name, tensor in wanted.items()
+        if not (("switch_mlp." in name or "mlp.experts." in name) and not name.endswith(".bias"))
+    }
+    assert sorted(found) == sorted(wanted)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert json.loads((folder / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_same_as_convert_writes(kind: str, tmp_path):
+    source = hf_folder(tmp_path / "hf", kind)
+    plain, folder = converted(source, tmp_path / "mlx", **OPTIONS), packed(source, tmp_path / "packed", **OPTIONS)
+    check_experts(folder, plain)
+    check_rest(folder, plain)
+    # what is quantized already stays as it is
+    again = packed(plain, tmp_path / "again")
+    assert {k: v for k, v in contents(again).items() if k.endswith(".bin")} == {
+        k: v for k, v in contents(folder).items() if k.endswith(".bin")
+    }
+    check_rest(again, plain)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_rows_in_order_for_a_gpu(tmp_path):
+    source = hf_folder(tmp_path / "hf")
+    plain, folder = converted(source, tmp_path / "mlx", **OPTIONS), packed(source, tmp_path / "packed", lanes=1, **OPTIONS)
+    assert experts_of(folder).lanes == 1
+    check_experts(folder, plain)
+
+
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+def test_gguf_codes_stay_as_they_are(kind: str, tmp_path):
+    model = tiny_for_gguf(kind)
+    save(model, tmp_path / "hf")
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors |= unpacked(name, tensor.detach().numpy(), kind)
+    words = {"expert_count": 5, "expert_used_count": 2, "attention.key_length": WIDTH, "attention.sliding_window": 16}
+    words |= {"expert_feed_forward_length": 96 if kind == "gpt-oss" else 64}
+    # as in the files people use: some layers' projections have more bits
+    kinds = {name: "Q4_1" for name in tensors if "layers.1." in name and "down_proj.weight" in name}
+    source = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kind, words, kinds)
+    folder, plain = packed(source, tmp_path / "packed"), converted(source, tmp_path / "mlx", bits=8)
+    found = experts_of(folder)
+    assert [file.like["down"].bits for file in found.files] == [8, 4]
+    assert len({file.stride for file in found.files}) == 2
+    check_experts(folder, plain)
+
+
+def test_mxfp4_of_gpt_oss_stays_as_it_is(tmp_path):
+    source = hf_folder(tmp_path / "hf", "gpt_oss")
+    tensors = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, width, rows = tensors.pop(name).shape
+        codes = torch.randint(0, 256, (count, rows, width // 32, 16), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": torch.full(codes.shape[:3], 120, dtype=torch.uint8)}
+    save_file(tensors, source / "model.safetensors")
+    folder = packed(source, tmp_path / "packed")
+    file = experts_of(folder).files[1]
+    assert file.like["gate"].kind == "mxfp4"
+    stored = open_checkpoint(source).load("model.layers.1.mlp.experts.gate_up_proj")
+    assert isinstance(stored, QTensor)
+    for expert in range(file.count):
+        found = matrices(file, expert)
+        assert torch.equal(found["gate"].dequantize(), stored[expert].dequantize()[0::2])
+        assert torch.equal(found["up"].dequantize(), stored[expert].dequantize()[1::2])
+    # biases are small and stay among the other weights
+    assert open_checkpoint(folder).shape("model.layers.1.mlp.experts.gate_proj.bias") == (5, 96)
+
+
+def test_dense_experts_are_refused(tmp_path):
+    source = hf_folder(tmp_path / "hf")
+    with pytest.raises(FormatError, match=r"are not quantized: model\.layers\.0\.mlp.* is float32\. Give --quantize BITS"):
+        packed(source, tmp_path / "packed")
+    with pytest.raises(FormatError, match=r"groups of 128 do not divide the width 64 of .*down_proj\.weight; try a smaller"):
+        packed(source, tmp_path / "packed", bits=4, group=128)
+    with pytest.raises(FormatError, match="7 bits in groups of 32 is not a format"):
+        packed(source, tmp_path / "packed", bits=7, group=32)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    source = write_gguf(tmp_path / "m.gguf", llama_tensors(), "Q8_0")
+    with pytest.raises(FormatError, match="has no experts, so there is nothing to pack"):
+        packed(source, tmp_path / "packed")
+
+
+def test_a_missing_expert_is_told_and_nothing_is_written(tmp_path):
+    source = converted(hf_folder(tmp_path / "hf"), tmp_path / "mlx", **OPTIONS)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.2.mlp.switch_mlp.up_proj"
+    for part in ("weight", "scales", "biases"):
+        del tensors[f"{name}.{part}"]
+    save_file(tensors, source / "model.safetensors")
+    (source / "model.safetensors.index.json").unlink()
+    with pytest.raises(FormatError, match=rf"1 missing: {name}\.weight"):
+        packed(source, tmp_path / "packed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mlx"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "gpt_oss"])
+def test_what_is_packed_can_be_packed_for_another_machine(kind: str, tmp_path):
+    source = hf_folder(tmp_path / "hf", kind)
+    folder, wanted = packed(source, tmp_path / "packed", **OPTIONS), packed(source, tmp_path / "rows", **OPTIONS, lanes=1)
+    again = contents(packed(folder, tmp_path / "again", lanes=1))
+    changed = [name for name, data in contents(wanted).items() if again[name] != data]
+    # but for the name of what it was made from
+    assert changed == ["experts/manifest.json"]
+    with pytest.raises(FormatError, match=r"holds packed experts\. Convert the model that it was packed from"):
+        converted(folder, tmp_path / "plain")
+
+
+def test_damaged_experts_are_not_packed_again(tmp_path):
+    folder = packed(hf_folder(tmp_path / "hf"), tmp_path / "packed", **OPTIONS)
+    file = experts_of(folder).files[1]
+    with file.path.open("r+b") as opened:
+        opened.seek(file.offset(3) + 100)
+        octet = opened.read(1)[0]
+        opened.seek(file.offset(3) + 100)
+        opened.write(bytes([octet ^ 1]))
+    with pytest.raises(FormatError, match=r"expert 3 of model\.layers\.2\.mlp is damaged: .*layer_002\.bin"):
+        packed(folder, tmp_path / "again", lanes=1)
+    assert not (tmp_path / "again").exists()
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from auraflux.models import family
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.pack import pack
+
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) << 10
+
+seen = []
+checkpoint = open_checkpoint(sys.argv[1])
+note = lambda what, done, total: seen.append((what, anonymous()))
+pack(checkpoint, family(checkpoint.config), Path(sys.argv[2]), lanes=16, report=note)
+experts = [size for what, size in seen if what == "experts"]
+print(max(experts) - experts[0])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc")
+def test_memory_is_that_of_a_few_experts(tmp_path):
+    import transformers as hf
+
+    shapes = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    mixture = {"moe_intermediate_size": 512, "num_experts": 96, "num_experts_per_tok": 2, "vocab_size": 96}
+    model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shapes, **mixture, intermediate_size=64)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf")
+    source = converted(tmp_path / "hf", tmp_path / "mlx", bits=8)
+    words = [sys.executable, "-c", MEASURED, str(source), str(tmp_path / "packed")]
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "2"}
+    grown = int(subprocess.run(words, capture_output=True, text=True, check=True, env=env).stdout)
+    file = experts_of(tmp_path / "packed").files[0]
+    workers, constant = 2, 8 << 20
+    assert file.file_nbytes > 4 * (2 * workers * file.stride + constant)
+    assert grown < 2 * workers * file.stride + constant
