@@ -22,7 +22,7 @@ LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _request(latents, ropes, K, R, bar, table, i, begin, pool, PAGE: gl.constexpr):
+def request(latents, ropes, K, R, bar, table, i, begin, pool, PAGE: gl.constexpr):
     """Ask for the tile of 64 positions that is i-th from `begin` on; a table that leads outside the pool is not followed."""
     first = begin + i * 64
     page = gl.load(table + first // PAGE)
@@ -33,7 +33,7 @@ def _request(latents, ropes, K, R, bar, table, i, begin, pool, PAGE: gl.constexp
 
 
 @gluon.jit
-def _clear(K, left):
+def clear(K, left, ROWS: gl.constexpr):
     """Make zeros of positions that are not seen: 0 times what lies there must be 0."""
     row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     for part in gl.static_range(4):
@@ -74,12 +74,12 @@ def latent_columns(
     fence_async_shared()
     gl.thread_barrier()
     count = (end - begin + 63) // 64
-    _request(latents, ropes, K, R, bar, table, 0, begin, pool, PAGE)
+    request(latents, ropes, K, R, bar, table, 0, begin, pool, PAGE)
     mbarrier.expect(bar.index(2), 16 * 576 * 2)
     tma.async_copy_global_to_shared(queries, [token * heads, 0], bar.index(2), Q)
     tma.async_copy_global_to_shared(rotated, [token * heads, 0], bar.index(2), QR)
     if count > 1:
-        _request(latents, ropes, K, R, bar, table, 1, begin, pool, PAGE)
+        request(latents, ropes, K, R, bar, table, 1, begin, pool, PAGE)
     m = gl.full([16], float("-inf"), F32, gl.SliceLayout(0, TURNED))
     l = gl.full([16], 0.0, F32, gl.SliceLayout(0, TURNED))  # noqa: E741
     acc = gl.full([512, 16], 0.0, F32, TURNED)
@@ -92,7 +92,7 @@ def latent_columns(
         page = gl.load(table + first // PAGE)
         left = gl.where((page >= 0) & (page < pool), end - first, 0)
         if left < 64:
-            _clear(K.index(stage), left)
+            clear(K.index(stage), left, ROWS)
         s = warpgroup_mma(K.index(stage), Q.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma(R.index(stage), QR.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -109,7 +109,7 @@ def latent_columns(
         acc = warpgroup_mma_wait(0, deps=[acc])
         gl.thread_barrier()
         if i + 2 < count:
-            _request(latents, ropes, K, R, bar, table, i + 2, begin, pool, PAGE)
+            request(latents, ropes, K, R, bar, table, i + 2, begin, pool, PAGE)
     channel = gl.arange(0, 512, gl.SliceLayout(1, TURNED))
     inside = (channel >= 0)[:, None] & (head < heads)[None, :]
     if out is not None:

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops._triton import INTERPRETED, UNPROVEN, capability, cdiv, multiprocessors, power_of_two
 from auraflux.ops.attention._flash import parts_like
-from auraflux.ops.attention._latent_few import latent_columns
+from auraflux.ops.attention._latent_few import clear, latent_columns, request
 from auraflux.ops.attention.pages import LatentPages
 
 HOPPER = (9, 0)
@@ -41,28 +41,6 @@ LIST = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
 @gluon.jit
-def _request(latents, ropes, K, R, bar, table, i, begin, pool, PAGE: gl.constexpr):
-    """Ask for the tile of 64 positions that is i-th from `begin` on; a table that leads outside the pool is not followed."""
-    first = begin + i * 64
-    page = gl.load(table + first // PAGE)
-    row = gl.where((page >= 0) & (page < pool), page, 0) * PAGE + first % PAGE
-    mbarrier.expect(bar.index(i % 2), 64 * 576 * 2)
-    tma.async_copy_global_to_shared(latents, [row, 0], bar.index(i % 2), K.index(i % 2))
-    tma.async_copy_global_to_shared(ropes, [row, 0], bar.index(i % 2), R.index(i % 2))
-
-
-@gluon.jit
-def _clear(K, left):
-    """Make zeros of positions that are not seen: 0 times what lies there must be 0."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    for part in gl.static_range(4):
-        some = K.slice(part * 128, 128, dim=1)
-        some.store(gl.where((row < left)[:, None], some.load(ROWS), 0.0))
-    fence_async_shared()
-    gl.thread_barrier()
-
-
-@gluon.jit
 def _scores(Q, QR, K, R, bar, table, i, begin, end, pool, PAGE: gl.constexpr):
     """Begin the products of queries with the i-th tile; and how many of its positions are seen."""
     first = begin + i * 64
@@ -70,7 +48,7 @@ def _scores(Q, QR, K, R, bar, table, i, begin, end, pool, PAGE: gl.constexpr):
     page = gl.load(table + first // PAGE)
     left = gl.where((page >= 0) & (page < pool), end - first, 0)
     if left < 64:
-        _clear(K.index(i % 2), left)
+        clear(K.index(i % 2), left, ROWS)
     s = warpgroup_mma(Q, K.index(i % 2).permute((1, 0)), gl.full([64, 64], 0.0, F32, SCORES), use_acc=False, is_async=True)
     return warpgroup_mma(QR, R.index(i % 2).permute((1, 0)), s, is_async=True), left
 
@@ -125,9 +103,9 @@ def latent_tiles(
     mbarrier.expect(bar.index(2), 64 * 576 * 2)
     tma.async_copy_global_to_shared(queries, [token * heads + h0, 0], bar.index(2), Q)
     tma.async_copy_global_to_shared(rotated, [token * heads + h0, 0], bar.index(2), QR)
-    _request(latents, ropes, K, R, bar, table, 0, begin, pool, PAGE)
+    request(latents, ropes, K, R, bar, table, 0, begin, pool, PAGE)
     if count > 1:
-        _request(latents, ropes, K, R, bar, table, 1, begin, pool, PAGE)
+        request(latents, ropes, K, R, bar, table, 1, begin, pool, PAGE)
     m = gl.full([64], float("-inf"), F32, gl.SliceLayout(1, SCORES))
     l = gl.full([64], 0.0, F32, gl.SliceLayout(1, SCORES))  # noqa: E741
     acc = gl.full([64, 512], 0.0, F32, RESULT)
@@ -144,7 +122,7 @@ def latent_tiles(
         gl.thread_barrier()
         left = after
         if i + 2 < count:
-            _request(latents, ropes, K, R, bar, table, i + 2, begin, pool, PAGE)
+            request(latents, ropes, K, R, bar, table, i + 2, begin, pool, PAGE)
     m, l, fade = _soften(s, left, scale, m, l, P)  # noqa: E741
     acc = warpgroup_mma(P, K.index((count - 1) % 2), acc * fade[:, None], is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
