@@ -198,6 +198,11 @@ def _row_stride(x: Tensor) -> int | None:
 
 
 class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else torch imports its compiler, for a second and a half, only to keep it away from here
+        return False
+
     def __init__(self, recording: Recording):
         super().__init__()
         self.recording = recording
