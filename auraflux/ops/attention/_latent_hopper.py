@@ -24,12 +24,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops._triton import INTERPRETED, UNPROVEN, capability, cdiv, multiprocessors, power_of_two
 from auraflux.ops.attention._flash import parts_like
-from auraflux.ops.attention._latent_few import clear, latent_columns, request
 from auraflux.ops.attention.pages import LatentPages
 
 HOPPER = (9, 0)
 LATENT, ROPE, TILE = 512, 64, 64  # channels, and positions or heads of a tile
-FEW = 0  # heads; up to here they are the columns of products, see `_latent_few`
 MOST_SPLITS = 128
 MERGED = 32  # channels of a program that merges
 LOG2E = 1.4426950408889634
@@ -41,6 +39,28 @@ LIST = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
 @gluon.jit
+def _request(latents, ropes, K, R, bar, table, i, begin, pool, PAGE: gl.constexpr):
+    """Ask for the tile of 64 positions that is i-th from `begin` on; a table that leads outside the pool is not followed."""
+    first = begin + i * 64
+    page = gl.load(table + first // PAGE)
+    row = gl.where((page >= 0) & (page < pool), page, 0) * PAGE + first % PAGE
+    mbarrier.expect(bar.index(i % 2), 64 * 576 * 2)
+    tma.async_copy_global_to_shared(latents, [row, 0], bar.index(i % 2), K.index(i % 2))
+    tma.async_copy_global_to_shared(ropes, [row, 0], bar.index(i % 2), R.index(i % 2))
+
+
+@gluon.jit
+def _clear(K, left):
+    """Make zeros of positions that are not seen: 0 times what lies there must be 0."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    for part in gl.static_range(4):
+        some = K.slice(part * 128, 128, dim=1)
+        some.store(gl.where((row < left)[:, None], some.load(ROWS), 0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _scores(Q, QR, K, R, bar, table, i, begin, end, pool, PAGE: gl.constexpr):
     """Begin the products of queries with the i-th tile; and how many of its positions are seen."""
     first = begin + i * 64
@@ -48,7 +68,7 @@ def _scores(Q, QR, K, R, bar, table, i, begin, end, pool, PAGE: gl.constexpr):
     page = gl.load(table + first // PAGE)
     left = gl.where((page >= 0) & (page < pool), end - first, 0)
     if left < 64:
-        clear(K.index(i % 2), left, ROWS)
+        _clear(K.index(i % 2), left)
     s = warpgroup_mma(Q, K.index(i % 2).permute((1, 0)), gl.full([64, 64], 0.0, F32, SCORES), use_acc=False, is_async=True)
     return warpgroup_mma(QR, R.index(i % 2).permute((1, 0)), s, is_async=True), left
 
@@ -103,9 +123,9 @@ def latent_tiles(
     mbarrier.expect(bar.index(2), 64 * 576 * 2)
     tma.async_copy_global_to_shared(queries, [token * heads + h0, 0], bar.index(2), Q)
     tma.async_copy_global_to_shared(rotated, [token * heads + h0, 0], bar.index(2), QR)
-    request(latents, ropes, K, R, bar, table, 0, begin, pool, PAGE)
+    _request(latents, ropes, K, R, bar, table, 0, begin, pool, PAGE)
     if count > 1:
-        request(latents, ropes, K, R, bar, table, 1, begin, pool, PAGE)
+        _request(latents, ropes, K, R, bar, table, 1, begin, pool, PAGE)
     m = gl.full([64], float("-inf"), F32, gl.SliceLayout(1, SCORES))
     l = gl.full([64], 0.0, F32, gl.SliceLayout(1, SCORES))  # noqa: E741
     acc = gl.full([64, 512], 0.0, F32, RESULT)
@@ -122,7 +142,7 @@ def latent_tiles(
         gl.thread_barrier()
         left = after
         if i + 2 < count:
-            request(latents, ropes, K, R, bar, table, i + 2, begin, pool, PAGE)
+            _request(latents, ropes, K, R, bar, table, i + 2, begin, pool, PAGE)
     m, l, fade = _soften(s, left, scale, m, l, P)  # noqa: E741
     acc = warpgroup_mma(P, K.index((count - 1) % 2), acc * fade[:, None], is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -170,31 +190,27 @@ def fits_hopper(q_latent: Tensor, q_rope: Tensor, pages: LatentPages) -> bool:
     )
 
 
-def tile_layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], BF)
+def tile_layout(columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([TILE, columns], BF)
 
 
-def _tiles(x: Tensor, rows: int = TILE) -> TensorDescriptor:
+def _tiles(x: Tensor) -> TensorDescriptor:
     flat = x.view(-1, x.shape[-1])
-    return TensorDescriptor.from_tensor(flat, [rows, flat.shape[1]], tile_layout(rows, flat.shape[1]))
+    return TensorDescriptor.from_tensor(flat, [TILE, flat.shape[1]], tile_layout(flat.shape[1]))
 
 
 def attend_hopper(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float, out: Tensor) -> None:
     """`latent_attention` into `out`."""
     (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
-    rows = FEW if heads <= FEW else TILE
-    tiles = tokens * cdiv(heads, rows)
+    tiles = tokens * cdiv(heads, TILE)
     splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tiles, cdiv(table_width * page, TILE)))
     parts = None if splits == 1 else parts_like(tokens * heads, splits, LATENT, out.device)
     args = (
-        _tiles(q_latent, rows), _tiles(q_rope, rows), _tiles(pages.latent), _tiles(pages.rope), pages.table, pages.lengths,
+        _tiles(q_latent), _tiles(q_rope), _tiles(pages.latent), _tiles(pages.rope), pages.table, pages.lengths,
         starts, out if parts is None else None, *(parts or (None,) * 3), scale * LOG2E, sequences, heads, table_width, pool,
         splits, page, power_of_two(sequences),
     )  # fmt: skip
-    if rows == FEW:
-        latent_columns[tiles, splits](*args, num_warps=4)
-    else:
-        latent_tiles[tiles, splits](*args, num_warps=8)
+    latent_tiles[tiles, splits](*args, num_warps=8)
     if parts is not None:
         grid = tokens * heads, LATENT // MERGED
         merge_tiles[grid](*parts, out, splits, power_of_two(splits), MERGED, num_warps=4, launch_pdl=True)

@@ -1,14 +1,11 @@
 """Attention on CUDA, in Triton: how it computes is in `_flash`, `_flash_pages` and `_latent_flash`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from auraflux.ops._triton import Build, cdiv, power_of_two, ready
 from auraflux.ops.attention._flash import EVERYTHING, Parts, join, launch_merge, merge, narrow, parts_like, shape_for
 from auraflux.ops.attention._flash_pages import attend_pages
-from auraflux.ops.attention._latent_few import latent_columns
 from auraflux.ops.attention._latent_flash import latent_output, latent_products, latent_query
 from auraflux.ops.attention._latent_hopper import attend_hopper, fits_hopper, latent_tiles, merge_tiles, tile_layout
 from auraflux.ops.attention._rows import append_rows, split_rows
@@ -210,14 +207,14 @@ def _attend_build(kind: str, rows: int, keys: int, whole: bool, latent: bool = F
     return Build(attend_pages, f"{' '.join(pointers)} {sizes}", constants, kind != "fp32", options)
 
 
-def _latent_build(kernel: Any, rows: int, whole: bool) -> Build:
+def _latent_build(whole: bool) -> Build:
     """Heads over one sequence in parts, or over a batch of 32 at once."""
-    tiles = (f"tensordesc<bf16[{n},{c}],{tile_layout(n, c)!r}>".replace(" ", "") for n in (rows, 64) for c in (512, 64))
+    tiles = (f"tensordesc<bf16[64,{columns}],{tile_layout(columns)!r}>".replace(" ", "") for columns in (512, 64, 512, 64))
     left_out = ("part_o", "part_m", "part_l") if whole else ("out",)
     results, sizes = "*bf16" if whole else "*fp32 *fp32 *fp32", "fp32 i32 i32:16 i32 i32 i32"
     constants = {**dict.fromkeys(left_out, None), "PAGE": 64, "S": 32 if whole else 1}
     types = f"{' '.join(tiles)} *i32 *i32 *i32 {results} {sizes}"
-    return Build(kernel, types, constants, hot=True, options={"num_warps": 8 if rows == 64 else 4})
+    return Build(latent_tiles, types, constants, hot=True, options={"num_warps": 8})
 
 
 _MERGED = {"sinks": None, "D": 128, "P": 64, "S": 64, "C": 32}
@@ -231,9 +228,8 @@ KERNELS = [
     _attend_build("fp32", 16, 32, whole=False, num_warps=4, num_stages=2),
     _attend_build("fp32", 32, 32, whole=True, num_warps=4, num_stages=2),
     _attend_build("bf16", 16, 32, whole=False, latent=True, num_warps=8, num_stages=2),
-    _latent_build(latent_tiles, 64, whole=False),
-    _latent_build(latent_tiles, 64, whole=True),
-    _latent_build(latent_columns, 16, whole=False),
+    _latent_build(whole=False),
+    _latent_build(whole=True),
     Build(merge_tiles, "*fp32 *fp32 *fp32 *bf16 i32:16", {"S": 128, "P": 32}, hot=True),
     Build(merge, "*fp32 *fp32 *fp32 *bf16 i32:16 i32:16", _MERGED, hot=True),
     Build(
