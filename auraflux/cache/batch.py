@@ -11,10 +11,11 @@ from auraflux.cache.index import StepIndex
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.sequence import Checkpoints, Part, Sequence
 from auraflux.errors import CacheFull, ContextError, InputError
+from auraflux.ops.rope.reference import norm_rope
 
 
 class Layer(Protocol):
-    """One layer's part of the cache. Attention layers also have `append` and `attend`, recurrent ones `convolve` and `update`.
+    """One layer's part of the cache. Recurrent ones also have `convolve`, `update` and `step`.
 
     token_nbytes  bytes of one token
     """
@@ -27,6 +28,39 @@ class Layer(Protocol):
     def steady(self, batch: "Batch") -> bool:
         """Whether the next steps of a batch are this one's work again, so that it can be recorded."""
         return True
+
+
+class Turn(Protocol):
+    """How queries and keys are turned by their positions, see `norm_rope`."""
+
+    @property
+    def frequencies(self) -> Tensor: ...
+
+    @property
+    def mscale(self) -> float: ...
+
+    @property
+    def interleaved(self) -> bool: ...
+
+
+class AttentionLayer(Layer, Protocol):
+    """A layer that keeps keys and values."""
+
+    def append(self, batch: "Batch", k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the batch's new tokens: [T, Hkv, D] and [T, Hkv, Dv]."""
+
+    def append_turned(
+        self, batch: "Batch", q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        """Normalise and turn queries and keys, then store keys and values: gives the queries [T, Hq, D]."""
+        q, k = norm_rope(q, k, turn.frequencies, batch.positions, norms, eps, turn.mscale, turn.interleaved)
+        self.append(batch, k, v)
+        return q
+
+    def attend(
+        self, batch: "Batch", q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, Dv]."""
 
 
 class Batch:

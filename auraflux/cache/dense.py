@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch, Layer
+from auraflux.cache.batch import AttentionLayer, Batch
 from auraflux.cache.pages import LayerGroup
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.attention.reference import append_kv, attention
 
 
-class DenseLayer(Layer):
+class DenseLayer(AttentionLayer):
     """The uncompressed keys and values of one layer."""
 
     def __init__(self, group: LayerGroup, heads: int, width: int, value_width: int, dtype: torch.dtype):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch, Layer
+from auraflux.cache.batch import AttentionLayer, Batch
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.turboquant import CodedLayer
 from auraflux.ops.attention.pages import KVPages
@@ -21,7 +21,7 @@ from auraflux.ops.turboquant.reference import rotate, turboquant_partials
 Partials = tuple[Tensor, Tensor, Tensor]
 
 
-class RecentLayer(Layer):
+class RecentLayer(AttentionLayer):
     """Codes of all tokens, and the newest of them uncompressed."""
 
     def __init__(self, coded: CodedLayer, recent: DenseLayer):

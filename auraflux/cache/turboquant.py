@@ -2,16 +2,16 @@
 
 from torch import Tensor, float32, int32
 
-from auraflux.cache.batch import Batch, Layer
+from auraflux.cache.batch import AttentionLayer, Batch, Turn
 from auraflux.cache.pages import LayerGroup
 from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.pages import CodePages, row_words
-from auraflux.ops.turboquant.reference import append_codes, turboquant_attention
+from auraflux.ops.turboquant.reference import append_codes, rope_append_codes, turboquant_attention
 
 NORM_NBYTES = 4
 
 
-class CodedLayer(Layer):
+class CodedLayer(AttentionLayer):
     """The compressed keys and values of one layer. What is attended to is what the codes stand for, also within a step."""
 
     def __init__(self, group: LayerGroup, heads: int, width: int, bits: tuple[int, int], seed: int, threshold: float = 0.0):
@@ -31,6 +31,13 @@ class CodedLayer(Layer):
     def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Encode and store the keys and values of the batch's new tokens: [T, Hkv, D] both."""
         append_codes(k, v, batch.view(self), batch.starts)
+
+    def append_turned(
+        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        """Normalise and turn queries and keys, encode and store keys and values: gives the queries [T, Hq, D]."""
+        turning = turn.frequencies, batch.positions, norms, eps, turn.mscale, turn.interleaved
+        return rope_append_codes(q, k, v, batch.view(self), batch.starts, *turning)
 
     def attend(
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None

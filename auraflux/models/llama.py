@@ -161,9 +161,10 @@ class Attention:
         gate = None
         if self.gated:
             q, gate = split_q_gate(q, heads.count)
-        q, k, v = (t.view(tokens, -1, heads.width) for t in (q, k, v))
-        q, k = self.turn.both(q, k, batch.positions, self.norms, self.eps)
-        store.append(batch, k, v)
+        else:
+            q = q.view(tokens, -1, heads.width)
+        k, v = (t.view(tokens, -1, heads.width) for t in (k, v))
+        q = store.append_turned(batch, q, k, v, self.turn, self.norms, self.eps)
         out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
         if gate is not None:
             out = sigmoid_gate(out, gate)

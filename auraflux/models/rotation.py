@@ -8,7 +8,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.ops import linear_frequencies, llama3_frequencies, norm_rope, rope, rope_frequencies, yarn_frequencies
+from auraflux.ops import linear_frequencies, llama3_frequencies, rope, rope_frequencies, yarn_frequencies
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,6 @@ class Rotation:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         return rope(x, self.frequencies, positions, self.mscale, self.interleaved)
-
-    def both(
-        self, q: Tensor, k: Tensor, positions: Tensor, norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys, normalised first where they have norms."""
-        return norm_rope(q, k, self.frequencies, positions, norms, eps, self.mscale, self.interleaved)
 
     def to(self, device: torch.device) -> "Rotation":
         return Rotation(self.frequencies.to(device), self.mscale, self.interleaved)

@@ -208,6 +208,15 @@ def check_dense(**tensors: Any) -> None:
             raise InputError(f"'{name}' {shape} is not contiguous (strides {strides}). Call .contiguous() on it first.")
 
 
+def check_heads(name: str, tensor: Any) -> None:
+    """Refuse a tensor [T, H, D] that is not contiguous, unless only its heads lie apart, all at one distance."""
+    if not tensor.is_contiguous():
+        between = tensor.stride(1)
+        if tensor.stride(2) != 1 or (len(tensor) > 1 and tensor.stride(0) != tensor.shape[1] * between):
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise InputError(f"'{name}' {shape} has no even heads (strides {strides}). Call .contiguous() on it first.")
+
+
 def check_shape(name: str, tensor: Any, *shape: int | None) -> None:
     """Refuse a tensor whose shape is not the given one; None in a place allows any size there."""
     found = tensor.shape

@@ -46,6 +46,7 @@ CASES = [
     Case(sigmoid_gate, "many-tokens", lambda: pair("x", "gate", 63, 16, 256)),
     Case(sigmoid_gate, "odd-width", lambda: pair("x", "gate", 3, 333, scale=30.0)),
     Case(sigmoid_gate, "bf16", lambda: pair("x", "gate", 3, 100, dtype=BF16), tol=4e-3),
+    Case(sigmoid_gate, "apart", lambda: {"x": torch.randn(3, 5, 33), "gate": torch.randn(3, 5, 2, 33)[:, :, 1]}),
     Case(split_q_gate, "one-token", lambda: heads(1, 16, 256), bench=True),
     Case(split_q_gate, "many-tokens", lambda: heads(100, 16, 128), bench=True),
     Case(split_q_gate, "odd-width", lambda: heads(7, 3, 63)),

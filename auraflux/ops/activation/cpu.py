@@ -89,7 +89,7 @@ def _sigmoid_gate(args, job, jobs):
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    return _each(_sigmoid_gate, x, gate)
+    return _each(_sigmoid_gate, x, gate.contiguous())
 
 
 @jit

@@ -27,10 +27,12 @@ def _clamped(gate, up, alpha, limit):
 
 
 @triton.jit
-def _elements(a, b, out, n, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _elements(a, b, out, n, width, apart, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Between rows of `width` elements, those of b lie `apart` further from each other than those of a."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < n
-    x, y = tl.load(a + at, mask=there, other=0.0).to(tl.float32), tl.load(b + at, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(a + at, mask=there, other=0.0).to(tl.float32)
+    y = tl.load(b + at + (at // width * apart if KIND == "sigmoid" else 0), mask=there, other=0.0).to(tl.float32)
     if KIND == "swiglu":
         result = silu(x) * y
     elif KIND == "geglu":
@@ -42,21 +44,12 @@ def _elements(a, b, out, n, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + at, result, mask=there)
 
 
-@triton.jit
-def _split(x, queries, gates, n, width, BLOCK: tl.constexpr):
-    """Element i of the queries lies in head i // width."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < n
-    source = x + at + at // width * width
-    tl.store(queries + at, tl.load(source, mask=there), mask=there)
-    tl.store(gates + at, tl.load(source + width, mask=there), mask=there)
-
-
 def _run(kind: str, a: Tensor, b: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     ready(a)
     out, n = torch.empty_like(a), a.numel()
     if n:
-        _elements[(cdiv(n, BLOCK),)](a, b, out, n, alpha, limit, kind, BLOCK)
+        width, apart = (1, 0) if b.is_contiguous() else (b.shape[-1], b.stride(1) - b.shape[-1])
+        _elements[(cdiv(n, BLOCK),)](a, b, out, n, width, apart, alpha, limit, kind, BLOCK)
     return out
 
 
@@ -77,17 +70,12 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    ready(x)
-    tokens, width = x.shape[0], x.shape[1] // (2 * heads)
-    queries, gates = x.new_empty(tokens, heads, width), x.new_empty(tokens, heads, width)
-    n = queries.numel()
-    if n:
-        _split[(cdiv(n, BLOCK),)](x, queries, gates, n, width, BLOCK)
+    queries, gates = x.view(x.shape[0], heads, 2, -1).unbind(2)
     return queries, gates
 
 
 KERNELS = [
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 fp32 fp32", {"KIND": "swiglu", "BLOCK": BLOCK}, hot=True),
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 fp32 fp32", {"KIND": "clamped", "BLOCK": BLOCK}, hot=True),
-    Build(_split, "*bf16 *bf16 *bf16 i32:16 i32:16", {"BLOCK": BLOCK}, hot=True),
+    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "swiglu", "BLOCK": BLOCK}, hot=True),
+    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "clamped", "BLOCK": BLOCK}, hot=True),
+    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "sigmoid", "BLOCK": BLOCK}, hot=True),
 ]

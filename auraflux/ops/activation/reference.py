@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_shape, op
+from auraflux.ops._dispatch import check_dense, check_heads, check_shape, op
 
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
@@ -52,15 +52,19 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
 
 
 def _check_sigmoid_gate(x: Tensor, gate: Tensor) -> None:
-    check_dense(x=x, gate=gate)
     check_shape("gate", gate, *x.shape)
+    if gate.dim() == 3 and not gate.is_contiguous():
+        check_dense(x=x)
+        check_heads("gate", gate)
+    else:
+        check_dense(x=x, gate=gate)
 
 
 @op(origins=("sigmoid_gate",), check=_check_sigmoid_gate)
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Multiply `x` by sigmoid(gate).
 
-    x, gate [...]
+    x, gate [...]  the gate's heads may lie apart, see `split_q_gate`
     returns [...]  in x's dtype
     """
     return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
@@ -78,7 +82,7 @@ def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Take apart a projection that holds each head's query and output gate side by side.
 
     x       [T, heads * 2 * D]  per head the query, then the gate
-    returns (queries, gates), both [T, heads, D] in x's dtype
+    returns (queries, gates), both [T, heads, D] in x's dtype; on CUDA they are views of x
     """
     queries, gates = x.view(x.shape[0], heads, 2, x.shape[1] // (2 * heads)).unbind(2)
     return queries.contiguous(), gates.contiguous()

@@ -56,6 +56,7 @@ CASES = [
     Case(rope, "yarn-interleaved", lambda: yarn(3, 100_000, True)),
     Case(rope, "bf16", lambda: heads(3, 4, 64, dtype=BF16), tol=4e-3),
     Case(norm_rope, "one-token", lambda: both(1, 32, 4, 128, start=4000), bench=True),
+    Case(norm_rope, "apart", lambda: {**both(3, 4, 2, 64), "q": torch.randn(3, 4, 2, 64)[:, :, 0]}),
     Case(norm_rope, "no-norms", lambda: both(3, 8, 2, 64, normed=False)),
     Case(norm_rope, "partial", lambda: both(2, 16, 2, 256, 64, start=100, theta=1e7)),
     Case(norm_rope, "odd-width", lambda: both(7, 5, 3, 63, 42)),

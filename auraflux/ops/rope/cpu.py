@@ -100,6 +100,7 @@ def norm_rope(
     mscale: float = 1.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    q = q.contiguous()
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     return rope(q, inv_freq, positions, mscale, interleaved), rope(k, inv_freq, positions, mscale, interleaved)

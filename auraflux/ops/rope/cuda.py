@@ -20,7 +20,7 @@ PER_QUARTER = tl.constexpr(2 / math.pi)
 
 
 @triton.jit
-def _cos_sin(angle):
+def cos_sin(angle):
     """Cosine and sine of a float32 angle, in float32."""
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * PER_QUARTER + 0.5)
@@ -36,28 +36,29 @@ def _cos_sin(angle):
 
 @triton.jit
 def _turn_heads(
-    x, weight, inv_freq, positions, out, block, heads, width, half, mscale, eps,
+    x, weight, inv_freq, positions, out, block, heads, pitch, width, half, mscale, eps,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Turn HEADS heads of a token; with a weight, normalise them first."""
+    """Turn HEADS heads of a token, `pitch` apart; with a weight, normalise them first."""
     token = tl.program_id(0)
     head = block * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF)
     frequency = tl.load(inv_freq + i, mask=i < half, other=0.0)
-    cosine, sine = _cos_sin(tl.load(positions + token).to(tl.float32) * frequency)
+    cosine, sine = cos_sin(tl.load(positions + token).to(tl.float32) * frequency)
     cosine, sine = (cosine * mscale)[None, :], (sine * mscale)[None, :]
-    row = (token.to(tl.int64) * heads + head[:, None]) * width
+    head_row = token.to(tl.int64) * heads + head[:, None]
+    source, row = head_row * pitch, head_row * width
     there = (head < heads)[:, None] & (i < half)[None, :]
     if INTERLEAVED:
         first, second = 2 * i[None, :], 2 * i[None, :] + 1
     else:
         first, second = i[None, :], i[None, :] + half
-    a = tl.load(x + row + first, mask=there, other=0.0).to(tl.float32)
-    b = tl.load(x + row + second, mask=there, other=0.0).to(tl.float32)
+    a = tl.load(x + source + first, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(x + source + second, mask=there, other=0.0).to(tl.float32)
     if REST:
         column = (2 * half + tl.arange(0, REST))[None, :]
         left = (head < heads)[:, None] & (column < width)
-        c = tl.load(x + row + column, mask=left, other=0.0).to(tl.float32)
+        c = tl.load(x + source + column, mask=left, other=0.0).to(tl.float32)
     if weight is not None:
         squares = tl.sum(a * a + b * b, 1)
         if REST:
@@ -81,24 +82,28 @@ def _turn(
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
-    _turn_heads(x, None, inv_freq, positions, out, block, heads, width, half, mscale, 0.0, INTERLEAVED, HEADS, HALF, REST)
+    _turn_heads(
+        x, None, inv_freq, positions, out, block, heads, width, width, half, mscale, 0.0, INTERLEAVED, HEADS, HALF, REST
+    )
 
 
 @triton.jit
 def _turn_both(
-    q, k, q_weight, k_weight, inv_freq, positions, q_out, k_out, q_heads, k_heads, q_blocks, width, half, mscale, eps,
+    q, k, q_weight, k_weight, inv_freq, positions, q_out, k_out, q_heads, k_heads, q_blocks, q_pitch, width, half, mscale, eps,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     if block < q_blocks:
         _turn_heads(
-            q, q_weight, inv_freq, positions, q_out, block, q_heads, width, half, mscale, eps, INTERLEAVED, HEADS, HALF, REST
-        )
+            q, q_weight, inv_freq, positions, q_out, block, q_heads, q_pitch, width, half, mscale, eps,
+            INTERLEAVED, HEADS, HALF, REST,
+        )  # fmt: skip
     else:
         block -= q_blocks
         _turn_heads(
-            k, k_weight, inv_freq, positions, k_out, block, k_heads, width, half, mscale, eps, INTERLEAVED, HEADS, HALF, REST
-        )
+            k, k_weight, inv_freq, positions, k_out, block, k_heads, width, width, half, mscale, eps,
+            INTERLEAVED, HEADS, HALF, REST,
+        )  # fmt: skip
 
 
 def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> Tensor:
@@ -123,12 +128,13 @@ def norm_rope(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     ready(q)
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out, k_out = q.new_empty(q.shape), torch.empty_like(k)
     (tokens, q_heads, width), k_heads, half = q.shape, k.shape[1], inv_freq.shape[0]
     if q.numel():
         block = min(HEADS, power_of_two(max(q_heads, k_heads)))
         q_blocks, k_blocks = cdiv(q_heads, block), cdiv(k_heads, block)
-        sizes = q_heads, k_heads, q_blocks, width, half, float(mscale), float(eps), interleaved, block, *_blocks(width, half)
+        numbers = q_heads, k_heads, q_blocks, q.stride(1), width, half, float(mscale), float(eps)
+        sizes = *numbers, interleaved, block, *_blocks(width, half)
         tensors = q, k, *(norms or (None, None)), inv_freq, positions, q_out, k_out
         _turn_both[(tokens, q_blocks + k_blocks)](*tensors, *sizes, num_warps=2)
     return q_out, k_out
@@ -140,7 +146,7 @@ def _blocks(width: int, half: int) -> tuple[int, int]:
 
 
 _TYPES = "*bf16 *fp32 *i32 *bf16 i32 i32:16 i32:16 fp32"
-_BOTH = "*bf16 *bf16 *fp32 *fp32 *fp32 *i32 *bf16 *bf16 i32 i32 i32 i32:16 i32:16 fp32 fp32"
+_BOTH = "*bf16 *bf16 *fp32 *fp32 *fp32 *i32 *bf16 *bf16 i32 i32 i32 i32:16 i32:16 i32:16 fp32 fp32"
 _HALVES, _PARTIAL = (
     {"INTERLEAVED": False, "HEADS": 4, "HALF": 64, "REST": 0},
     {"INTERLEAVED": True, "HEADS": 4, "HALF": 32, "REST": 64},

@@ -4,13 +4,17 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops._dispatch import check_dense, check_dtype, check_heads, check_shape, op
 from auraflux.ops.norm.reference import rms_norm
 
 
 def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> None:
     check_dense(x=x, inv_freq=inv_freq, positions=positions)
     check_shape("x", x, None, None, None)
+    _check_turn(x, inv_freq, positions)
+
+
+def _check_turn(x: Tensor, inv_freq: Tensor, positions: Tensor) -> None:
     check_shape("inv_freq", inv_freq, None)
     check_shape("positions", positions, x.shape[0])
     check_dtype("inv_freq", inv_freq, torch.float32)
@@ -44,7 +48,7 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     return torch.cat((turned.to(x.dtype), rest), -1)
 
 
-def _check_norm_rope(
+def check_norm_rope(
     q: Tensor,
     k: Tensor,
     inv_freq: Tensor,
@@ -54,16 +58,18 @@ def _check_norm_rope(
     mscale: float = 1.0,
     interleaved: bool = False,
 ) -> None:
-    _check_rope(q, inv_freq, positions)
-    check_dense(q=q, k=k)
+    check_shape("q", q, None, None, None)
+    check_heads("q", q)
+    check_dense(k=k, inv_freq=inv_freq, positions=positions)
+    _check_turn(q, inv_freq, positions)
     check_shape("k", k, q.shape[0], None, q.shape[2])
     check_dtype("k", k, q.dtype)
     for name, weight in zip(("norms[0]", "norms[1]"), norms or (), strict=False):
-        check_dense(q=q, weight=weight)
+        check_dense(k=k, weight=weight)
         check_shape(name, weight, q.shape[2])
 
 
-@op(check=_check_norm_rope)
+@op(check=check_norm_rope)
 def norm_rope(
     q: Tensor,
     k: Tensor,
@@ -76,7 +82,7 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Normalise each head of queries and keys where they have norms, then rotate them, see `rope`.
 
-    q           [T, Hq, D]
+    q           [T, Hq, D]  its heads may lie apart, see `split_q_gate`
     k           [T, Hk, D]
     norms       two of [D], the weights of the queries' and the keys' RMS norm, or None
     returns     (queries, keys), shaped as they were

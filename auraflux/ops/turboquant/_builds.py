@@ -12,6 +12,7 @@ from auraflux.ops.turboquant._codec_rows import (
 from auraflux.ops.turboquant._few import CUTS, FINISHERS, depth
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
 from auraflux.ops.turboquant._hopper import attend_pairs, finish_pairs
+from auraflux.ops.turboquant._turned_rows import turn_and_append
 from auraflux.ops.turboquant._written import write_pages
 
 
@@ -55,6 +56,7 @@ def _finish(width: int, splits: int) -> Build:
 _INDEX = "*i32 *i32 *i32 i32 i32 i32"
 _CODED = "*i32 *fp32 *i64 *i64 fp32 fp32"
 _APPEND = f"*bf16 *bf16 {_CODED} {_CODED} *fp32 {_INDEX}"
+_TURNED = f"*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *fp32 *i32 i32:16 fp32 fp32 i32:16 {_CODED} {_CODED} *fp32 {_INDEX}"
 _ENCODE = "*bf16 *fp32 *i64 *i64 fp32 fp32 *i32 *fp32 i32"
 _SIGNS = {"D": 128, "P": 128, "MATRIX": False}
 _MATRIX = {"D": 96, "P": 128, "MATRIX": True}
@@ -91,6 +93,7 @@ KERNELS = [
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": True, "R": 1}, True, _ONE),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": False, "R": 16}, True, _FOUR),
     Build(append_coded, _APPEND, {**_MATRIX, **_KV, "PAIRS": False, "R": 1}, False, _ONE),
+    Build(turn_and_append, _TURNED, {**_KV, "Q_HEADS": 32, "D": 128, "INTERLEAVED": False, "PAIRS": True}, True, _ONE),
     Build(
         append_coded_latent,
         f"*bf16 *bf16 {_CODED} *bf16 *fp32 {_INDEX}",

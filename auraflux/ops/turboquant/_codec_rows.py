@@ -52,16 +52,32 @@ def encoded(
     """Encode the vectors at x [R, 1]: codes [R, P] and norms [R]."""
     d = tl.arange(0, P)[None, :]
     wide = tl.load(x + d, mask=there & (d < D), other=0.0).to(tl.float64)
+    if not MATRIX:
+        found, norm = encoded_values(wide, turn, codes, levels, offset, factor, D, BITS)
+    else:
+        length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
+        y = turned_by_matrix(x, there, tl.where(length == 0, 0.0, 1.0 / length), turn, d, D)
+        found, level = nearest(y, codes, levels, offset, factor, BITS)
+        found, norm = tl.where(d < D, found, 0), norm_of(length, tl.where(d < D, level, 0.0))
+    return found, norm
+
+
+@triton.jit
+def encoded_values(wide, signs, codes, levels, offset, factor, D: tl.constexpr, BITS: tl.constexpr):
+    """Encode vectors [R, D], given in float64, where D is a power of two: codes [R, D] and norms [R]."""
     length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
     inverse = tl.where(length == 0, 0.0, 1.0 / length)
-    if MATRIX:
-        y = turned_by_matrix(x, there, inverse, turn, d, D)
-    else:
-        y = hadamard((wide * inverse).to(tl.float32) * tl.load(turn + d), D)
+    y = hadamard((wide * inverse).to(tl.float32) * tl.load(signs + tl.arange(0, D)[None, :]), D)
     found, level = nearest(y, codes, levels, offset, factor, BITS)
-    level = tl.where(d < D, level, 0.0).to(tl.float64)
+    return found, norm_of(length, level)
+
+
+@triton.jit
+def norm_of(length, level):
+    """What levels [R, D] are multiplied by to be as long as `length` [R, 1] says: [R]."""
+    level = level.to(tl.float64)
     rounded = tl.sqrt(tl.sum(level * level, 1, keep_dims=True))
-    return tl.where(d < D, found, 0), tl.reshape((length / rounded).to(tl.float32), [x.shape[0]])
+    return tl.reshape((length / rounded).to(tl.float32), [level.shape[0]])
 
 
 @triton.jit

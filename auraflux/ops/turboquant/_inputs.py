@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args
+from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
@@ -101,6 +102,35 @@ def append(
 ) -> Args:
     k, v = vectors(sum(counts), heads, width, dtype=dtype), vectors(sum(counts), heads, width, dtype=dtype)
     return {"k": k, "v": v, "pages": code_pages(lengths, heads, width, **options), "starts": edges(counts)}
+
+
+def turned(
+    lengths: list[int],
+    counts: list[int],
+    heads: tuple[int, int],
+    width: int,
+    rotated: int | None = None,
+    normed: bool = True,
+    apart: bool = False,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Args:
+    """New tokens at the end of their sequences; `apart`: the queries lie beside gates."""
+    made = append(lengths, counts, heads[1], width, dtype, **options)
+    q = vectors(sum(counts), heads[0], 2, width, dtype=dtype)
+    spans = [torch.arange(length - new, length) for length, new in zip(lengths, counts, strict=True)]
+    return {
+        "q": q[:, :, 0] if apart else q[:, :, 0].contiguous(),
+        **made,
+        "inv_freq": rope_frequencies(rotated or width, 1e6),
+        "positions": torch.cat(spans).int(),
+        "norms": (1 + 0.1 * torch.randn(width), 1 + 0.1 * torch.randn(width)) if normed else None,
+        "eps": 1e-6,
+        "mscale": mscale,
+        "interleaved": interleaved,
+    }
 
 
 def attend(

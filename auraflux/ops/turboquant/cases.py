@@ -26,6 +26,7 @@ from auraflux.ops.turboquant._inputs import (
     encoded,
     in_pairs,
     prefill_of,
+    turned,
     values,
     vectors,
 )
@@ -36,6 +37,7 @@ from auraflux.ops.turboquant.reference import (
     append_latent_codes,
     decode,
     encode,
+    rope_append_codes,
     rotate,
     turboquant_attention,
     turboquant_latent_attention,
@@ -90,6 +92,19 @@ CASES = [
         bench=True,
         nbytes=append_nbytes,
     ),
+    Case(rope_append_codes, "one-token", lambda: turned([1000], [1], (32, 8), 128, bits=(8, 4), page=64), bench=True),
+    *(
+        Case(rope_append_codes, f"pairs-k{k}v{v}", partial(in_pairs, turned, [21, 9, 40], [6, 9, 1], (4, 2), 64, bits=(k, v)))
+        for k, v in BYTES[::2]
+    ),
+    Case(rope_append_codes, "rows", lambda: turned([21, 40], [5, 1], (6, 3), 128, bits=(6, 3), normed=False)),
+    Case(rope_append_codes, "partial", lambda: in_pairs(turned, [300, 7], [1, 1], (8, 2), 256, 64, apart=True, bits=(8, 4))),
+    Case(rope_append_codes, "interleaved", lambda: turned([70], [2], (4, 1), 64, interleaved=True, mscale=1.3)),
+    Case(rope_append_codes, "window", lambda: turned([100, 40], [1, 1], (4, 2), 64, gone=[6, 2])),
+    Case(rope_append_codes, "matrix", lambda: turned([33], [2], (4, 2), 80)),
+    Case(rope_append_codes, "many-tokens", lambda: turned([80], [80], (4, 2), 64, apart=True)),
+    Case(rope_append_codes, "no-tokens", lambda: turned([0, 17], [0, 0], (4, 2), 64)),
+    Case(rope_append_codes, "bf16", lambda: in_pairs(turned, [33, 7], [1, 1], (8, 2), 128, dtype=BF16, bits=(8, 4)), tol=4e-3),
     *(Case(turboquant_values, f"b{b}", partial(values, 6, 2, 333, b, 96)) for b in BITS),
     *(Case(turboquant_values, f"w{d}", partial(values, 8, 2, 63, 3, d)) for d in WIDTHS),
     Case(turboquant_values, "sparse", lambda: {**values(8, 4, 100, 4, 64), "threshold": 0.01}),

@@ -13,6 +13,7 @@ from auraflux.ops.attention._panel_tiles import PANEL
 from auraflux.ops.attention._panels import ROWS, panel_scratch
 from auraflux.ops.attention._tiles import number_of
 from auraflux.ops.attention.cpu import PRODUCTS_PARALLEL, append_rows
+from auraflux.ops.rope.cpu import norm_rope
 from auraflux.ops.turboquant._attend import (
     attend_few_rows,
     attend_many_rows,
@@ -80,6 +81,25 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     sides = *keys, *levels_for(pages.key_bits, width), *values, *levels_for(pages.value_bits, width)
     place = tokens, heads, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *sides)
+
+
+def rope_append_codes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
+    _check_rows(pages)
+    q, k = norm_rope(q, k, inv_freq, positions, norms, eps, mscale, interleaved)
+    append_codes(k, v, pages, starts)
+    return q
 
 
 def _check_rows(pages: CodePages) -> None:

@@ -13,6 +13,7 @@ from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import INTERPRETED, cdiv, multiprocessors, power_of_two, ready
 from auraflux.ops.attention._flash import EVERYTHING, Parts, launch_merge, parts_like, shape_for
 from auraflux.ops.attention.cuda import attention
+from auraflux.ops.rope.cuda import norm_rope
 from auraflux.ops.turboquant._builds import KERNELS
 from auraflux.ops.turboquant._codec_rows import (
     append_coded,
@@ -25,6 +26,7 @@ from auraflux.ops.turboquant._codec_rows import (
 from auraflux.ops.turboquant._few import attend_few, serves
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
 from auraflux.ops.turboquant._turn import book_for, levels_for, turn_for
+from auraflux.ops.turboquant._turned_rows import turn_and_append
 from auraflux.ops.turboquant._written import worth_writing, written
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
@@ -36,6 +38,7 @@ __all__ = [
     "append_latent_codes",
     "decode",
     "encode",
+    "rope_append_codes",
     "rotate",
     "turboquant_attention",
     "turboquant_latent_attention",
@@ -46,6 +49,7 @@ __all__ = [
 NARROWEST = 32
 ROWS_TOGETHER = 16  # encoded by one program where there are many
 MANY_PROGRAMS = 2 if INTERPRETED else 64
+MOST_TURNED = 64  # tokens that are turned and coded in one launch
 
 
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
@@ -128,6 +132,47 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
         **_sizes(pages),
         **_row(width, together),
     )
+
+
+def rope_append_codes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
+    tokens, heads, width = k.shape
+    _check(k, width)
+    turn, matrix = turn_for(width, pages.seed, False, k.device)
+    if matrix or not 0 < tokens <= MOST_TURNED:
+        q, k = norm_rope(q, k, inv_freq, positions, norms, eps, mscale, interleaved)
+        append_codes(k, v, pages, starts)
+        return q
+    out = q.new_empty(q.shape)
+    turn_and_append[(2 * heads + q.shape[1], tokens)](
+        *(q, k, v, out, *(norms or (None, None)), inv_freq, positions),
+        *(inv_freq.shape[0], float(mscale), float(eps), q.stride(1)),
+        *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
+        *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
+        turn,
+        *_index(pages, starts),
+        Q_HEADS=q.shape[1],
+        HEADS=heads,
+        D=width,
+        KEY_BITS=pages.key_bits,
+        VALUE_BITS=pages.value_bits,
+        INTERLEAVED=interleaved,
+        PAIRS=pages.arrangement is Arrangement.PAIRS,
+        num_warps=1,
+        **_sizes(pages),
+    )
+    return out
 
 
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:

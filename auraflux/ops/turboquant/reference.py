@@ -12,6 +12,7 @@ from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, check_starts
 from auraflux.ops.attention.reference import merge_partials
 from auraflux.ops.attention.softmax import visible
+from auraflux.ops.rope.reference import check_norm_rope, norm_rope
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import check_bits, codebook
 from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
@@ -24,6 +25,7 @@ __all__ = [
     "append_latent_codes",
     "decode",
     "encode",
+    "rope_append_codes",
     "rotate",
     "turboquant_attention",
     "turboquant_latent_attention",
@@ -59,6 +61,30 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
         rows.value_codes[page, :, slot], pages.value_norms[page, :, slot] = value_codes[mine], value_norms[mine]
     if rows is not pages:
         pages.value_codes.copy_(rows.arranged(pages.arrangement).value_codes)
+
+
+def _check_rope_append_codes(
+    q: Tensor, k: Tensor, v: Tensor, pages: CodePages, starts: Tensor, inv_freq: Tensor, positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, mscale: float = 1.0, interleaved: bool = False,
+) -> None:  # fmt: skip
+    check_norm_rope(q, k, inv_freq, positions, norms)
+    _check_append_codes(k, v, pages, starts)
+
+
+@op(check=_check_rope_append_codes)
+def rope_append_codes(
+    q: Tensor, k: Tensor, v: Tensor, pages: CodePages, starts: Tensor, inv_freq: Tensor, positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, mscale: float = 1.0, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """Normalise and rotate the queries and keys of new tokens, then encode and store keys and values.
+
+    q, k, inv_freq, positions, norms, eps, mscale, interleaved  see `norm_rope`
+    k, v, pages, starts                                         see `append_codes`
+    returns  [T, Hq, D]  the queries
+    """
+    q, k = norm_rope.reference(q, k, inv_freq, positions, norms, eps, mscale, interleaved)
+    append_codes.reference(k, v, pages, starts)
+    return q
 
 
 def _check_turboquant_values(

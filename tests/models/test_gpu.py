@@ -1,0 +1,75 @@
+"""Whole tiny models on the GPU: as on the CPU, and the same to the bit with and without graphs."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from auraflux.cache import CacheSettings
+from auraflux.models import family
+from auraflux.ops import use_backend
+from auraflux.ops.turboquant.codebook import BITS
+from auraflux.run.engine import Engine
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.loader import Weights
+from tests.models.oracles import error, save, tokens
+from tests.models.test_replay import MODELS, PROMPT, STEPS
+
+pytestmark = pytest.mark.gpu
+ALONE = 10  # of the text, one by one
+PAIRS = [f"k{key}v{value}" for key, value in product(BITS, BITS)]
+
+
+def engine_for(folder: Path, kv: str, device: str, dtype: torch.dtype, bits: int | None = None, **options: Any) -> Engine:
+    checkpoint = open_checkpoint(folder)
+    module = family(checkpoint.config)
+    config = module.Config.from_hf(checkpoint.config)
+    weights = Weights(checkpoint, module.rename, bits=bits, group=32, device=device, dtype=dtype)
+    model, shapes = module.Model(config, weights), module.make_caches(config)
+    weights.done()
+    common = {"context": 256, "sequences": 2, "chunk": 64, "exact": True}
+    return Engine(model, shapes, CacheSettings(kv), dtype=dtype, device=device, **{**common, **options})
+
+
+def scores(engine: Engine, text: list[int]) -> Tensor:
+    """What is said after every token, the last few of them taken one by one."""
+    sequence = engine.cache.open()
+    together = engine.all_scores(sequence, text[:-ALONE])
+    batch = engine.cache.batch([sequence])
+    return torch.cat([together, *(engine.decode(batch, [token]) for token in text[-ALONE:])]).float().cpu()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_says_on_the_gpu_what_it_says_on_the_cpu(name: str, tmp_path: Path):
+    torch.manual_seed(0)
+    source = MODELS[name]()
+    folder, text = save(source, tmp_path), tokens(source, 110)
+    with use_backend("reference"):
+        wanted = scores(engine_for(folder, "none", "cpu", torch.float32), text)
+    assert error(scores(engine_for(folder, "none", "cuda", torch.float32), text), wanted) < 1e-3
+    found = scores(engine_for(folder, "none", "cuda", torch.bfloat16), text)
+    each = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    # where two experts score alike, rounding may choose the other one, and such a token is far off
+    assert each.quantile(0.9) < 0.02, each
+    assert error(found[each < 0.05], wanted[each < 0.05]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "kv"), [*product(MODELS, ["none", "k8v4", "k4v4"]), *(("qwen3_moe", kv) for kv in PAIRS), ("gpt_oss", "k3v3")]
+)
+def test_a_graph_is_the_step_it_was_captured_from(name: str, kv: str, tmp_path: Path):
+    torch.manual_seed(0)
+    source = MODELS[name]()
+    folder, text = save(source, tmp_path), tokens(source, PROMPT + STEPS)
+    found = {}
+    for graphs in (True, False):
+        engine = engine_for(folder, kv, "cuda", torch.bfloat16, bits=4, graphs=graphs)
+        pair = [engine.cache.open(), engine.cache.open()]
+        for sequence, length in zip(pair, (PROMPT, 7), strict=True):
+            engine.prefill(sequence, text[:length])
+        batch = engine.cache.batch(pair)
+        found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
+    assert torch.equal(found[True], found[False])
