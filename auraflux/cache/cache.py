@@ -24,7 +24,7 @@ class Cache:
 
     context    most tokens of one sequence
     sequences  for which there is room
-    tokens     of all sequences together, in layers that see everything; context * sequences unless given
+    tokens     of all sequences together, in layers that see everything; unless given, as many as `sequences` of `context` fill
     page       tokens in a page
     chunk      most tokens a sequence is given at once, for which windows have room
     spare      tokens by which a sequence with windows can be truncated at once
@@ -45,11 +45,12 @@ class Cache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        self.tokens = context * sequences if tokens is None else tokens
-        sizes = {"context": context, "sequences": sequences, "tokens": self.tokens, "page": page, "chunk": chunk}
+        sizes = {"context": context, "sequences": sequences, "tokens": tokens, "page": page, "chunk": chunk}
         for name, size in sizes.items():
-            if size < 1:
+            if size is not None and size < 1:
                 raise SettingsError(f"{name}={size} must be at least 1.")
+        # every sequence may reach the context, in pages of its own
+        self.tokens = -(-context // page) * page * sequences if tokens is None else tokens
         if spare < 0:
             raise SettingsError(f"spare={spare} is negative.")
         self.shapes, self.settings, self.context, self.sequences = shapes, settings, context, sequences

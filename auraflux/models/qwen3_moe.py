@@ -14,7 +14,7 @@ from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models import llama
 from auraflux.models.config import Keys
 from auraflux.models.llama import MLP, Attention, Heads, rename
-from auraflux.ops import Routing, add_rms_norm, combine, embed, linear, linears, rms_norm, route
+from auraflux.ops import Routing, add_norm_linears, add_rms_norm, combine, embed, linear, rms_norm, route
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
@@ -83,7 +83,7 @@ class Layer:
     """Attention, or what takes its place, then an MLP or a mixture; each with a norm before it and added to the stream.
 
     mixer  (x [T, H], batch, the layer's part of the cache) -> [T, H]
-    mlp    (x, residual) -> their sum, all [T, H]
+    mlp    (x, residual, the norm before it and its eps) -> the sum of all, [T, H]
     shift  of the norms' weights, see `Weights.vector`
     """
 
@@ -96,8 +96,7 @@ class Layer:
 
     def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
         h = rms_norm(x, self.mixer_norm, self.eps)
-        h, x = add_rms_norm(self.mixer(h, batch, store), x, self.mlp_norm, self.eps)
-        return self.mlp(h, x)
+        return self.mlp(self.mixer(h, batch, store), x, self.mlp_norm, self.eps)
 
     def guess(self, residual: Tensor) -> Tensor:
         """The experts that would be chosen if the stream came here as it is: [T, H] -> [T, k]."""
@@ -117,8 +116,9 @@ class Plain:
 
     mlp: MLP
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        return combine(residual, self.mlp(x))
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        h, residual = add_rms_norm(x, residual, norm, eps)
+        return combine(residual, self.mlp(h))
 
     def announce(self, following: Guess | None, mine: Guess) -> Guess | None:
         """How to guess the experts of the next mixture, seen from before this layer."""
@@ -146,18 +146,17 @@ class Mixture:
     shared: MLP | None = None
     shared_gate: Stored | None = None
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add what becomes of x to the residual stream, both [T, H]."""
-        if self.shared_gate is None:
-            scores, gate = linear(x, self.router, self.router_bias), None
-        else:
-            scores, gate = linears(x, (self.router, self.shared_gate), (self.router_bias, None))
-            gate = gate.view(-1)
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Add x to the residual stream, and what becomes of their sum, all [T, H]."""
+        weights = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+        biases = (self.router_bias, None)[: len(weights)]
+        h, residual, products = add_norm_linears(x, residual, norm, eps, weights, biases)
+        gate = None if self.shared_gate is None else products[1].view(-1)
 
         def shared() -> Tensor | None:
-            return None if self.shared is None else self.shared(x)
+            return None if self.shared is None else self.shared(h)
 
-        return self.experts.mix(Mix(x, scores, self.routing, self.choice_bias, residual, shared, gate))
+        return self.experts.mix(Mix(h, products[0], self.routing, self.choice_bias, residual, shared, gate))
 
     def announce(self, following: Guess | None, mine: Guess) -> Guess:
         """Hear how to guess the experts of the next mixture; give how to guess those of this one."""

@@ -266,3 +266,11 @@ def test_k4v4_is_much_smaller_than_bf16():
     assert plain.token_nbytes == 8 * 2 * 128 * 2
     coded = Cache([AttentionShape(8, 128)], CacheSettings("k4v4"), context=64)
     assert plain.token_nbytes / coded.token_nbytes >= 3.7
+
+
+@pytest.mark.parametrize("context", [1, 9, 12, 63])
+def test_every_sequence_has_room_for_its_context(context):
+    cache = Toy([FULL]).cache(context=context, sequences=5)
+    sequences = [cache.open() for _ in range(5)]
+    cache.batch(sequences).extend([context] * 5)
+    assert [sequence.length for sequence in sequences] == [context] * 5

@@ -6,7 +6,7 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops._simd import ISA
-from auraflux.ops.linear.reference import embed, gate_up_swiglu, linear, linears
+from auraflux.ops.linear.reference import add_norm_linears, embed, gate_up_swiglu, linear, linears
 from auraflux.quant import QTensor, quantize
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -53,6 +53,13 @@ def several_in_bf16(rows: tuple[int, ...]) -> Args:
 
 def bf16_pair(first: int, second: int, width: int) -> list[torch.Tensor]:
     return [(torch.randn(rows, width) / width**0.5).to(BF16) for rows in (first, second)]
+
+
+def from_stream(tokens: int, width: int, rows: list[int], dtype: torch.dtype = torch.float32) -> Args:
+    """A residual stream, what is added to it, a norm and small dense weights."""
+    x, residual = torch.randn(tokens, width).to(dtype), torch.randn(tokens, width).to(dtype)
+    weights = [(torch.randn(count, width) / width**0.5).to(dtype) for count in rows]
+    return {"x": x, "residual": residual, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
 
 
 def dense_pair(tokens: int, rows: int, width: int) -> Args:
@@ -155,6 +162,13 @@ CASES = [
     linear_case("dense-bf16-many", lambda: dense(50, 100, 333, BF16)),
     linear_case("dense-f16", lambda: dense(2, 63, 100, F16)),
     linear_case("dense-f32", lambda: dense(7, 63, 100, F32)),
+    Case(add_norm_linears, "one-token-bf16", lambda: from_stream(1, 2048, [128], BF16), tol=4e-3),
+    Case(add_norm_linears, "pair-bf16", lambda: from_stream(1, 333, [65, 1], BF16), tol=4e-3),
+    Case(add_norm_linears, "one-token", lambda: from_stream(1, 100, [33, 1])),
+    Case(add_norm_linears, "many-tokens", lambda: from_stream(5, 128, [17])),
+    Case(add_norm_linears, "three", lambda: from_stream(1, 64, [9, 3, 5])),
+    Case(add_norm_linears, "biases", lambda: {**from_stream(1, 64, [9]), "biases": [torch.randn(9)]}),
+    Case(add_norm_linears, "quantized", lambda: {**from_stream(2, 128, [9]), "weights": [weight(63, 128, 4)]}),
     Case(linears, "one-token", lambda: several(1, (2048, 512, 512), 1024, 4), exact=False, tol=FAST, flops=flops, bench=True),
     Case(linears, "one-token-exact", lambda: several(1, (128, 64, 33), 128, 4)),
     Case(linears, "many-tokens", lambda: with_biases(several(21, (100, 63, 64), 128, 4))),

@@ -17,9 +17,10 @@ from auraflux.ops.activation.cpu import swiglu
 from auraflux.ops.linear._embed import embed
 from auraflux.ops.linear.products import BLOCK, driver_for, padded, token_indices
 from auraflux.ops.linear.reference import Weight
+from auraflux.ops.norm.cpu import add_rms_norm
 from auraflux.quant import QTensor
 
-__all__ = ["embed", "gate_up_swiglu", "linear", "linears"]
+__all__ = ["add_norm_linears", "embed", "gate_up_swiglu", "linear", "linears"]
 
 FEW_TOKENS = 8  # up to here a dense weight is read once, row by row
 PARALLEL_FROM = 1 << 16  # weights; below this, waking the threads costs more than the work
@@ -39,6 +40,18 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
         if bias is not None:
             out += bias
     return tuple([shaped(out, x) for out in products])
+
+
+def add_norm_linears(
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    h, total = add_rms_norm(x, residual, norm, eps)
+    return h, total, linears(h, weights, biases)
 
 
 def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:

@@ -17,6 +17,7 @@ from auraflux.ops._triton import Build, cdiv, power_of_two, ready
 from auraflux.ops.activation.cuda import swiglu
 from auraflux.ops.linear._codes import check_order, constants, operands, weights_at
 from auraflux.ops.linear._hopper import MOST_WEIGHTS, fits_hopper, matmul16, matvec, multiply_hopper, multiply_hopper_one
+from auraflux.ops.linear._normed import NORMED_BUILDS, WIDEST, multiply_normed
 from auraflux.ops.linear._one import (
     multiply_one,
     multiply_one_gated,
@@ -27,6 +28,7 @@ from auraflux.ops.linear._one import (
     order_x,
 )
 from auraflux.ops.linear.reference import Weight
+from auraflux.ops.norm.cuda import add_rms_norm
 from auraflux.quant import QTensor
 
 BLOCK = 1024  # elements a program dequantizes
@@ -96,6 +98,24 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
     else:
         outs = [_product(flat, weight, bias) for weight, bias in zip(weights, added, strict=True)]
     return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
+
+
+def add_norm_linears(
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    _check(x, weights)
+    plain, added = _small_and_dense(weights), list(biases or [None] * len(weights))
+    width = x.shape[-1]
+    if x.numel() == width <= WIDEST and len(plain) in (1, 2) and not any(b is not None for b in added):
+        h, total, outs = multiply_normed(x, residual, norm, eps, plain)
+        return h, total, tuple(out.view(*x.shape[:-1], -1) for out in outs)
+    h, total = add_rms_norm(x, residual, norm, eps)
+    return h, total, linears(h, weights, biases)
 
 
 def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
@@ -261,4 +281,4 @@ def _builds() -> list[Build]:
     ]
 
 
-KERNELS = _builds()
+KERNELS = [*_builds(), *NORMED_BUILDS]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops.norm.reference import add_rms_norm, check_add_rms_norm
 from auraflux.quant import QTensor
 
 Weight = QTensor | Tensor
@@ -90,6 +91,38 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
     return tuple(
         linear.reference(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
     )
+
+
+def _check_add_norm_linears(
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None] | None = None,
+) -> None:
+    check_add_rms_norm(x, residual, norm, eps)
+    _check_linears(x, weights, biases)
+
+
+@op(check=_check_add_norm_linears)
+def add_norm_linears(
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Add to the residual stream, normalise the sum, and multiply that by several weight matrices.
+
+    x, residual  [..., K]
+    norm, eps    see `add_rms_norm`
+    weights, biases  see `linears`
+    returns      (the norm [..., K], the sum [..., K], the products, [..., N] for each weight), in x's dtype
+    """
+    h, total = add_rms_norm.reference(x, residual, norm, eps)
+    return h, total, linears.reference(h, weights, biases)
 
 
 def _check_gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> None:

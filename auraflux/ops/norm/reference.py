@@ -45,13 +45,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (unit * weight.float()).to(x.dtype)
 
 
-def _check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     check_dense(x=x, residual=residual, weight=weight)
     check_shape("residual", residual, *x.shape)
     check_shape("weight", weight, _check_rows("x", x))
 
 
-@op(origins=("residual_add", "residual_add_n_tokens"), check=_check_add_rms_norm)
+@op(origins=("residual_add", "residual_add_n_tokens"), check=check_add_rms_norm)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a layer's output to the residual stream and normalise the sum for the next layer.
 
