@@ -14,7 +14,7 @@ from auraflux.cache import Batch, LatentShape
 from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.config import Keys
-from auraflux.models.llama import MLP
+from auraflux.models.llama import MLP, Stream
 from auraflux.models.qwen3_moe import Mixture, Plain, announce
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Routing, latent_output, latent_query, linear, rms_norm, split_latent
@@ -188,12 +188,14 @@ class Attention:
         self.kv_b = (Halves if halves else Rows)(weights, name, config.heads, widths)
         self.out = Projection(weights, f"{name}.o_proj", hidden, config.heads * widths.value)
 
-    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
+    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, x = stream.normed()
         q_nope, q_rope, latent, k_rope = split_latent(self.query(x), self.kv_a(x), self.heads, self.nope)
         latent = rms_norm(latent, self.latent_norm, LATENT_EPS)
         store.append(batch, latent, self.turn(k_rope[:, None], batch.positions)[:, 0])
         mixed = store.attend(batch, self.kv_b.query(q_nope), self.turn(q_rope, batch.positions), self.scale)
-        return self.out(self.kv_b.output(mixed).view(len(x), -1))
+        return total, self.out(self.kv_b.output(mixed).view(len(x), -1))
 
 
 class Projection:

@@ -13,8 +13,9 @@ from torch import Tensor
 from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models import llama
 from auraflux.models.config import Keys
+from auraflux.models.llama import Stream
 from auraflux.models.rotation import Rotation, rope_settings, rotation
-from auraflux.ops import add_rms_norm, embed, geglu, linear, rms_norm
+from auraflux.ops import add_norm_linears, embed, geglu, linear, rms_norm
 from auraflux.weights.loader import Weights
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -103,10 +104,10 @@ class Model(llama.Model):
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
         x = embed(ids, self.table).to(self.dtype) * self.scale
-        delta = torch.zeros_like(x)
+        delta = None
         for layer, store in zip(self.layers, cache.layers, strict=True):
             x, delta = layer(x, delta, batch, store)
-        return add_rms_norm(delta, x, self.norm, self.config.eps)[0]
+        return Stream(x, delta, self.norm, self.config.eps).normed()[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the next token: [N, H] -> [N, V] float32."""
@@ -136,18 +137,20 @@ class Layer:
         )
         self.mlp = MLP(weights, f"{name}.mlp", config.hidden, config.inner)
 
-    def __call__(self, x: Tensor, delta: Tensor, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        h, x = add_rms_norm(delta, x, self.attention_norm, self.eps)
-        attended = rms_norm(self.attention(h, batch, store), self.attended_norm, self.eps)
-        h, x = add_rms_norm(attended, x, self.mlp_norm, self.eps)
-        return x, rms_norm(self.mlp(h), self.mixed_norm, self.eps)
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        x, attended = self.attention(Stream(x, delta, self.attention_norm, self.eps), batch, store)
+        attended = rms_norm(attended, self.attended_norm, self.eps)
+        x, mixed = self.mlp.of_stream(Stream(x, attended, self.mlp_norm, self.eps))
+        return x, rms_norm(mixed, self.mixed_norm, self.eps)
 
 
 class MLP(llama.MLP):
     """down(gelu(gate x) * up x)."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(geglu(linear(x, self.gate), linear(x, self.up)), self.down)
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, (gate, up) = add_norm_linears(*stream, (self.gate, self.up))
+        return total, linear(geglu(gate, up), self.down)
 
 
 def rename(name: str) -> str | None:

@@ -5,14 +5,24 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, zeros_like
+from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models.config import Keys
 from auraflux.models.rotation import Rotation, rope_settings, rotation
-from auraflux.ops import add_rms_norm, embed, gate_up_swiglu, linear, linears, sigmoid_gate, split_q_gate
+from auraflux.ops import (
+    add_norm_gate_up,
+    add_norm_linears,
+    add_rms_norm,
+    embed,
+    gate_up_swiglu,
+    linear,
+    rms_norm,
+    sigmoid_gate,
+    split_q_gate,
+)
 from auraflux.weights.loader import Weights
 
 
@@ -78,15 +88,35 @@ class Model:
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
-        x = embed(ids, self.table).to(self.dtype)
-        delta = zeros_like(x)
+        x, delta = embed(ids, self.table).to(self.dtype), None
         for layer, store in zip(self.layers, cache.layers, strict=True):
             x, delta = layer(x, delta, batch, store)
-        return add_rms_norm(delta, x, self.norm, self.config.eps)[0]
+        return Stream(x, delta, self.norm, self.config.eps).normed()[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the next token: [N, H] -> [N, V] float32."""
         return linear(hidden, self.head).float()
+
+
+class Stream(NamedTuple):
+    """What a part of a layer reads: the residual stream, what is still to be added to it, and the norm over their sum.
+
+    x      [T, H]
+    delta  [T, H] or None
+    norm   [H]
+    """
+
+    x: Tensor
+    delta: Tensor | None
+    norm: Tensor
+    eps: float
+
+    def normed(self) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        if self.delta is None:
+            return self.x, rms_norm(self.x, self.norm, self.eps)
+        h, total = add_rms_norm(self.delta, self.x, self.norm, self.eps)
+        return total, h
 
 
 class Layer:
@@ -102,10 +132,9 @@ class Layer:
         )
         self.mlp: Any = MLP(weights, f"{name}.mlp", config.hidden, config.inner)
 
-    def __call__(self, x: Tensor, delta: Tensor, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        h, x = add_rms_norm(delta, x, self.attention_norm, self.eps)
-        h, x = add_rms_norm(self.attention(h, batch, store), x, self.mlp_norm, self.eps)
-        return x, self.mlp(h)
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        x, delta = self.attention(Stream(x, delta, self.attention_norm, self.eps), batch, store)
+        return self.mlp.of_stream(Stream(x, delta, self.mlp_norm, self.eps))
 
 
 @dataclass(frozen=True)
@@ -155,9 +184,10 @@ class Attention:
             self.norms = q_norm, k_norm
         self.sinks = weights.vector(f"{name}.sinks", heads.count) if sinks else None
 
-    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
-        heads, tokens = self.heads, len(x)
-        q, k, v = linears(x, self.qkv, self.qkv_bias)
+    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        heads, tokens = self.heads, len(stream.x)
+        total, (q, k, v) = add_norm_linears(*stream, self.qkv, self.qkv_bias)
         gate = None
         if self.gated:
             q, gate = split_q_gate(q, heads.count)
@@ -168,7 +198,7 @@ class Attention:
         out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
         if gate is not None:
             out = sigmoid_gate(out, gate)
-        return linear(out.view(tokens, -1), self.out, self.out_bias)
+        return total, linear(out.view(tokens, -1), self.out, self.out_bias)
 
 
 class MLP:
@@ -181,6 +211,11 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(gate_up_swiglu(x, self.gate, self.up), self.down)
+
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, inner = add_norm_gate_up(*stream, self.gate, self.up)
+        return total, linear(inner, self.down)
 
 
 def head(weights: Weights, table: Any, vocab: int, hidden: int, tied: bool) -> Any:

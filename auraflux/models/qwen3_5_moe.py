@@ -14,10 +14,10 @@ from torch import Tensor
 from auraflux.cache import AttentionShape, Batch, RecurrentShape
 from auraflux.models import qwen3_moe
 from auraflux.models.config import Keys
-from auraflux.models.llama import Attention, Heads
+from auraflux.models.llama import Attention, Heads, Stream
 from auraflux.models.qwen3_moe import Layer, MixtureConfig, load_mlp, sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
-from auraflux.ops import Routing, delta_gates, gated_rms_norm, linear, linears, qk_norm
+from auraflux.ops import Routing, add_norm_linears, delta_gates, gated_rms_norm, linear, qk_norm
 from auraflux.weights.loader import Weights, dense
 
 TAPS = 4  # of the short convolution
@@ -145,21 +145,22 @@ class Delta:
         self.norm = weights.vector(f"{name}.norm.weight", config.value_width)
         self.out = weights.matrix(f"{name}.out_proj", hidden, values)
 
-    def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
-        config, tokens = self.config, len(x)
-        qkv, z, b, a = linears(x, self.projections)
+    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        config, tokens = self.config, len(stream.x)
+        total, (qkv, z, b, a) = add_norm_linears(*stream, self.projections)
         z = z.view(tokens, config.value_heads, config.value_width)
         if batch.single:
             weights = self.taps, self.a_log, self.dt_bias, self.norm
             out = store.step(batch, qkv, z, a, b, weights, UNIT_EPS, self.eps)
-            return linear(out.view(tokens, -1), self.out)
+            return total, linear(out.view(tokens, -1), self.out)
         decay, beta = delta_gates(a, b, self.a_log, self.dt_bias)
         parts = store.convolve(batch, qkv, self.taps).split_with_sizes(self.parts, 1)
         q, k = (part.contiguous().view(tokens, config.key_heads, config.key_width) for part in parts[:2])
         v = parts[2].contiguous().view(tokens, config.value_heads, config.value_width)
         q, k = qk_norm(q, k, UNIT_EPS)
         out = gated_rms_norm(store.update(batch, q, k, v, decay, beta), z, self.norm, self.eps)
-        return linear(out.view(tokens, -1), self.out)
+        return total, linear(out.view(tokens, -1), self.out)
 
 
 def _pair(part: str) -> str:

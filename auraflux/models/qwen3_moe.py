@@ -13,8 +13,8 @@ from torch import Tensor
 from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models import llama
 from auraflux.models.config import Keys
-from auraflux.models.llama import MLP, Attention, Heads, rename
-from auraflux.ops import Routing, add_norm_linears, add_rms_norm, combine, embed, linear, rms_norm, route
+from auraflux.models.llama import MLP, Attention, Heads, Stream, rename
+from auraflux.ops import Routing, add_norm_scores, combine, embed, linear, rms_norm, route
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
@@ -22,7 +22,7 @@ from auraflux.weights.streamed import Guess, LayerExperts, Mix
 
 __all__ = ["Config", "Model", "make_caches", "rename"]
 
-Mixer = Callable[[Tensor, Batch, Any], Tensor]
+Mixer = Callable[[Stream, Batch, Any], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Model(llama.Model):
 class Layer:
     """Attention, or what takes its place, then an MLP or a mixture; each with a norm before it and added to the stream.
 
-    mixer  (x [T, H], batch, the layer's part of the cache) -> [T, H]
-    mlp    (x, residual, the norm before it and its eps) -> the sum of all, [T, H]
+    mixer  (stream, batch, the layer's part of the cache) -> the stream and what is to be added to it, both [T, H]
+    mlp    (stream) -> the stream with all that is added to it, [T, H]
     shift  of the norms' weights, see `Weights.vector`
     """
 
@@ -95,8 +95,8 @@ class Layer:
         self.mlp_norm = weights.vector(f"{name}.post_attention_layernorm.weight", hidden, shift=shift)
 
     def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
-        h = rms_norm(x, self.mixer_norm, self.eps)
-        return self.mlp(self.mixer(h, batch, store), x, self.mlp_norm, self.eps)
+        x, delta = self.mixer(Stream(x, None, self.mixer_norm, self.eps), batch, store)
+        return self.mlp(Stream(x, delta, self.mlp_norm, self.eps))
 
     def guess(self, residual: Tensor) -> Tensor:
         """The experts that would be chosen if the stream came here as it is: [T, H] -> [T, k]."""
@@ -116,9 +116,8 @@ class Plain:
 
     mlp: MLP
 
-    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        h, residual = add_rms_norm(x, residual, norm, eps)
-        return combine(residual, self.mlp(h))
+    def __call__(self, stream: Stream) -> Tensor:
+        return combine(*self.mlp.of_stream(stream))
 
     def announce(self, following: Guess | None, mine: Guess) -> Guess | None:
         """How to guess the experts of the next mixture, seen from before this layer."""
@@ -146,11 +145,11 @@ class Mixture:
     shared: MLP | None = None
     shared_gate: Stored | None = None
 
-    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add x to the residual stream, and what becomes of their sum, all [T, H]."""
+    def __call__(self, stream: Stream) -> Tensor:
+        """Give the stream with all that is added to it, [T, H]."""
         weights = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
         biases = (self.router_bias, None)[: len(weights)]
-        h, residual, products = add_norm_linears(x, residual, norm, eps, weights, biases)
+        h, residual, products = add_norm_scores(*stream, weights, biases)
         gate = None if self.shared_gate is None else products[1].view(-1)
 
         def shared() -> Tensor | None:

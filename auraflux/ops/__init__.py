@@ -15,7 +15,15 @@ from auraflux.ops.attention.reference import (
     split_latent,
 )
 from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
-from auraflux.ops.linear.reference import add_norm_linears, embed, gate_up_swiglu, linear, linears
+from auraflux.ops.linear.reference import (
+    add_norm_gate_up,
+    add_norm_linears,
+    add_norm_scores,
+    embed,
+    gate_up_swiglu,
+    linear,
+    linears,
+)
 from auraflux.ops.moe.experts import Clamp, Experts
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts
 from auraflux.ops.moe.routing import Routing
@@ -47,7 +55,9 @@ __all__ = [
     "LatentPages",
     "Op",
     "Routing",
+    "add_norm_gate_up",
     "add_norm_linears",
+    "add_norm_scores",
     "add_rms_norm",
     "all_ops",
     "append_codes",

@@ -31,10 +31,16 @@ from auraflux.ops.turboquant._inputs import (
     attend_latent_flops,
     attend_latent_nbytes,
     attend_nbytes,
+    turned,
 )
 from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.codebook import BITS
-from auraflux.ops.turboquant.reference import append_codes, turboquant_attention, turboquant_latent_attention
+from auraflux.ops.turboquant.reference import (
+    append_codes,
+    rope_append_codes,
+    turboquant_attention,
+    turboquant_latent_attention,
+)
 from auraflux.quant import QTensor
 
 BF16 = torch.bfloat16
@@ -197,6 +203,13 @@ CODED = [
         )
         for name, length, n in (("one-token", 1000, 1), ("2048-tokens", 2048, 2048))
         for k, v in MAIN_PAIRS[:2]
+    ),
+    Case(
+        rope_append_codes,
+        "one-token-k8v4",
+        partial(as_cached, turned, [1000], [1], HEADS, 128, bits=(8, 4)),
+        tol=TOL,
+        nbytes=append_nbytes,
     ),
 ]
 

@@ -18,10 +18,12 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops._triton import INTERPRETED, capability
 from auraflux.ops.linear._nibbles import (
+    ADDED_X,
     AWAIT,
     COMMIT,
     COPY8,
     COPY16,
+    NORMED_X,
     SYNC,
     X_GLOBAL,
     X_SHARED,
@@ -30,10 +32,12 @@ from auraflux.ops.linear._nibbles import (
     copy,
     four_at,
     group_sums,
+    load_normed_x,
     load_x,
     put,
     run,
     shared,
+    sum_lanes,
     sum_x,
     wait_ptx,
     word_at,
@@ -47,6 +51,8 @@ WIDEST = 16384  # inputs of one token that its threads hold
 WARPS = 8
 SHARED_NBYTES = 227 << 10  # of a program
 HOPPER = (9, 0)
+
+Normed = tuple[Tensor | None, Tensor, Tensor, float]
 
 
 @gluon.constexpr_function
@@ -74,13 +80,16 @@ def _copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.con
 
 @gluon.jit
 def matvec(
-    x, w, s, b, y, w1, s1, b1, y1, w2, s2, b2, y2, w3, s3, b3, y3, end0, end1, end2,
+    x, delta, norm, total, eps, w, s, b, y, w1, s1, b1, y1, w2, s2, b2, y2, w3, s3, b3, y3, end0, end1, end2,
     COUNT: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One token, 16 rows a program. Warp v takes runs v, v + W, ... of eight groups; D half runs of codes are in flight.
 
     Up to four weights have their programs one after the other, the first `end0` of them work for the first. GATED takes eight
     rows of each of two weights, and stores silu(first) * second.
+
+    With a norm, x and delta are the residual stream and what is added to it: every program adds and weighs for itself, one of
+    them stores the sum, and the factor that the squares give is applied to the results.
     """
     QUADS: gl.constexpr = K // 256
     RUNS: gl.constexpr = (QUADS + 1) // 2
@@ -126,9 +135,22 @@ def matvec(
         run(COMMIT, lane)
     run(AWAIT, lane)
     xs = ()
+    squares = (tid * 0).to(gl.float32)
     for i in gl.static_range(MINE):
-        x_at = (x + gl.minimum((warp + i * W) * 512 + g * 64, K - 64) + t * 16).to(gl.int64)
-        xs += (load_x(X_GLOBAL, "=r,=r,=r,=r,=r,=r,=r,=r,l,l", x_at, x_at + 16),)  # type: ignore[assignment]
+        begin = (warp + i * W) * 512 + g * 64
+        mine_at = gl.minimum(begin, K - 64) + t * 16
+        x_at = (x + mine_at).to(gl.int64)
+        if norm is None:
+            xs += (load_x(X_GLOBAL, "=r,=r,=r,=r,=r,=r,=r,=r,l,l", x_at, x_at + 16),)  # type: ignore[assignment]
+        else:
+            norm_at, stores = (norm + mine_at).to(gl.int64), (begin < K) & (program == 0)
+            if delta is None:
+                got = load_normed_x(NORMED_X, x_at, norm_at, x_at, x_at, stores)
+            else:
+                delta_at, total_at = (delta + mine_at).to(gl.int64), (total + mine_at).to(gl.int64)
+                got = load_normed_x(ADDED_X, x_at, norm_at, delta_at, total_at, stores)
+            xs += ((got[0], got[1], got[2], got[3], got[4], got[5], got[6], got[7]),)  # type: ignore[assignment]
+            squares += gl.where(begin < K, got[8], 0.0)
     total0 = (tid * 0).to(gl.float32)
     total1 = total0
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
@@ -166,14 +188,25 @@ def matvec(
     gl.thread_barrier()
     put(ring + warp * 256 + lane * 4, total0)
     put(ring + warp * 256 + lane * 4 + 128, total1)
+    if norm is not None:
+        put(ring + W * 256 + warp * 4, sum_lanes(squares))
     gl.thread_barrier()
     out = (tid * 0).to(gl.float32)
     for k in gl.static_range(4 * W):
         out += word_at(ring + k // 4 * 256 + tid % 16 * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
+    factor = out
+    if norm is not None:
+        length = (tid * 0).to(gl.float32)
+        for v in gl.static_range(W):
+            length += word_at(ring + W * 256 + v * 4 + tid * 0).to(gl.float32, bitcast=True)
+        factor = 1.0 / gl.sqrt(length / K + eps)
+        out *= factor
     if GATED:
         up = (tid * 0).to(gl.float32)
         for k in gl.static_range(4 * W):
             up += word_at(ring + k // 4 * 256 + (tid % 8 + 8) * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
+        if norm is not None:
+            up *= factor
         # as two products stored in bf16 would have it
         out, up = out.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
         out = out / (1.0 + gl.exp(-out)) * up
@@ -321,8 +354,13 @@ def _multiply_chunk(x: Tensor, weight: QTensor, out: Tensor) -> None:
     matmul16[grid](x, *_operands(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
 
 
-def multiply_hopper_one(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False) -> None:
-    """One token times up to MOST_WEIGHTS weights of one width in one launch; gated: silu(first) * second, into one out."""
+def multiply_hopper_one(
+    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: Normed | None = None
+) -> None:
+    """One token times up to MOST_WEIGHTS weights of one width in one launch; gated: silu(first) * second, into one out.
+
+    normed  x is first added to and normalised: what is added or None, the norm in float32, where the sum goes, eps
+    """
     width = weights[0].shape[1]
     plan = _plan(1, weights[0].shape[0], width)
     assert plan is not None
@@ -334,7 +372,19 @@ def multiply_hopper_one(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Te
     ends = list(accumulate(weight.shape[0] // 16 for weight in weights))
     count, grid = (1, ends[0] * 2) if gated else (len(weights), ends[-1])
     passed += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
-    matvec[(grid,)](x, *passed, count, gated, width, 4, deep, num_warps=4, maxnreg=cap, launch_pdl=True)
+    matvec[(grid,)](
+        x,
+        *(normed or (None, None, None, 0.0)),
+        *passed,
+        count,
+        gated,
+        width,
+        4,
+        deep,
+        num_warps=4,
+        maxnreg=cap,
+        launch_pdl=True,
+    )
 
 
 def _operands(weight: QTensor) -> list[Tensor]:

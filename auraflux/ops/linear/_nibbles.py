@@ -38,6 +38,36 @@ def _x_ptx(load: str) -> Any:
     return gl.constexpr(text + "}")
 
 
+def _normed_x_ptx(added: bool) -> Any:
+    """16 values of the stream, with what is added to them, times the weights of a norm, as pairs (j, j + 4) of each eight.
+
+    Out: 8 pairs, the sum of the squares. In: where values, weights, addends and sums are; whether to store the sums.
+    """
+    text = "{.reg .pred p; .reg .b32 r<8>,d<8>; .reg .f32 n<16>,f<16>,a,b; setp.ne.b32 p,$13,0; mov.f32 $8,0f00000000;"
+    text += "ld.global.v4.b32 {r0,r1,r2,r3},[$9]; ld.global.v4.b32 {r4,r5,r6,r7},[$9+16];"
+    if added:
+        text += "ld.global.v4.b32 {d0,d1,d2,d3},[$11]; ld.global.v4.b32 {d4,d5,d6,d7},[$11+16];"
+    for i in range(4):
+        text += f"ld.global.nc.v4.f32 {{n{4 * i},n{4 * i + 1},n{4 * i + 2},n{4 * i + 3}}},[$10+{16 * i}];"
+
+    def split(word: str, low: str, high: str) -> str:
+        return f"shl.b32 {low},{word},16; and.b32 {high},{word},0xffff0000;"
+
+    for i in range(8):
+        low, high = f"f{2 * i}", f"f{2 * i + 1}"
+        text += split(f"r{i}", low, high)
+        if added:
+            text += split(f"d{i}", "a", "b") + f"add.f32 {low},{low},a; add.f32 {high},{high},b;"
+            text += f"cvt.rn.bf16x2.f32 r{i},{high},{low};" + split(f"r{i}", low, high)
+        text += f"fma.rn.f32 $8,{low},{low},$8; fma.rn.f32 $8,{high},{high},$8;"
+        text += f"mul.f32 {low},{low},n{2 * i}; mul.f32 {high},{high},n{2 * i + 1};"
+    if added:
+        text += "@p st.global.v4.b32 [$12],{r0,r1,r2,r3}; @p st.global.v4.b32 [$12+16],{r4,r5,r6,r7};"
+    for i, a in enumerate((0, 1, 4, 5)):
+        text += f"cvt.rn.bf16x2.f32 ${2 * i},f{2 * a + 4},f{2 * a}; cvt.rn.bf16x2.f32 ${2 * i + 1},f{2 * a + 5},f{2 * a + 1};"
+    return gl.constexpr(text + "}")
+
+
 def _copy_ptx(how: str, size: int) -> Any:
     copy = f"@p cp.async.{how}.shared.global [$1],[$2],{size};"
     return gl.constexpr(f"{{.reg .pred p; setp.ne.b32 p,$3,0; {copy} mov.b32 $0,0;}}")
@@ -55,6 +85,12 @@ def _registers(tiles: int) -> Any:
 
 GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
 X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
+NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
+SUM_LANES = gl.constexpr(
+    "{.reg .f32 t; mov.f32 $0,$1;"
+    + "".join(f"shfl.sync.bfly.b32 t,$0,{m},31,0xffffffff; add.f32 $0,$0,t;" for m in (16, 8, 4, 2, 1))
+    + "}"
+)
 COPY8, COPY16 = _copy_ptx("ca", 8), _copy_ptx("cg", 16)
 COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
 SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
@@ -121,6 +157,19 @@ def put(at, value):
 @gluon.jit
 def load_x(PTX: gl.constexpr, REGS: gl.constexpr, first, second):
     return gl.inline_asm_elementwise(PTX, REGS, [first, second], (gl.int32,) * 8, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_normed_x(PTX: gl.constexpr, x, norm, delta, total, stores):
+    """16 values of x times those of a norm, and the sum of their squares before; delta is added first, the sum stored."""
+    args = [x, norm, delta, total, stores.to(gl.int32)]
+    REGS: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&f,l,l,l,l,r,~{memory}"
+    return gl.inline_asm_elementwise(PTX, REGS, args, (gl.int32,) * 8 + (gl.float32,), is_pure=False, pack=1)
+
+
+@gluon.jit
+def sum_lanes(value):
+    return gl.inline_asm_elementwise(SUM_LANES, "=&f,f", [value], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ WIDEST = 8192  # columns a program holds
 
 @triton.jit
 def normed_rows(
-    x, residual, norm, h, total, weight, weight1, out, out1, rows, width, eps, WIDTH: tl.constexpr
+    x, delta, norm, h, total, weight, weight1, out, out1, rows, width, eps, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Multiply the normalised sum by one row of a dense weight, or of a second one after the first; grid (rows of both,)."""
     row = tl.program_id(0)
@@ -25,25 +25,26 @@ def normed_rows(
     there = k < width
     mine = tl.load(weight + row.to(tl.int64) * width + k, mask=there, other=0.0).to(tl.float32)
     scale = tl.load(norm + k, mask=there, other=0.0).to(tl.float32)
-    both = tl.load(x + k, mask=there, other=0.0).to(tl.float32) + tl.load(residual + k, mask=there, other=0.0).to(tl.float32)
-    # rounded where they would be stored
-    narrow = both.to(total.dtype.element_ty)
-    wide = narrow.to(tl.float32)
+    wide = tl.load(x + k, mask=there, other=0.0).to(tl.float32)
+    if delta is not None:
+        # rounded where they would be stored
+        narrow = (wide + tl.load(delta + k, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + k, narrow, mask=there & first)
+        wide = narrow.to(tl.float32)
     unit = (wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)) * scale).to(h.dtype.element_ty)
-    tl.store(total + k, narrow, mask=there & first)
     tl.store(h + k, unit, mask=there & first)
     tl.store(out + row, tl.sum(unit.to(tl.float32) * mine, 0))
 
 
 def multiply_normed(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, weights: list[Tensor]
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weights: list[Tensor]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """One token: the norm, the sum it was made of, and the products with one or two weights."""
-    h, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    h, total = x.new_empty(x.shape), x if delta is None else x.new_empty(x.shape)
     width, counts = x.shape[-1], [weight.shape[0] for weight in weights]
     outs = [x.new_empty(1, count) for count in counts]
     second = (weights[1], outs[1]) if len(weights) == 2 else (None, None)
-    tensors = x, residual, norm, h, total, weights[0], second[0], outs[0], second[1]
+    tensors = x, delta, norm, h, total, weights[0], second[0], outs[0], second[1]
     normed_rows[(sum(counts),)](*tensors, counts[0], width, float(eps), power_of_two(width), num_warps=4)
     return h, total, outs
 

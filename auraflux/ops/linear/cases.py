@@ -6,7 +6,15 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops._simd import ISA
-from auraflux.ops.linear.reference import add_norm_linears, embed, gate_up_swiglu, linear, linears
+from auraflux.ops.linear.reference import (
+    add_norm_gate_up,
+    add_norm_linears,
+    add_norm_scores,
+    embed,
+    gate_up_swiglu,
+    linear,
+    linears,
+)
 from auraflux.quant import QTensor, quantize
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -51,15 +59,31 @@ def several_in_bf16(rows: tuple[int, ...]) -> Args:
     return in_bf16(several(1, rows, 768, 4))
 
 
+def several_tokens(tokens: int, rows: tuple[int, ...], bits: int) -> Args:
+    return in_bf16(several(tokens, rows, 704, bits))
+
+
 def bf16_pair(first: int, second: int, width: int) -> list[torch.Tensor]:
     return [(torch.randn(rows, width) / width**0.5).to(BF16) for rows in (first, second)]
 
 
 def from_stream(tokens: int, width: int, rows: list[int], dtype: torch.dtype = torch.float32) -> Args:
     """A residual stream, what is added to it, a norm and small dense weights."""
-    x, residual = torch.randn(tokens, width).to(dtype), torch.randn(tokens, width).to(dtype)
+    x, delta = torch.randn(tokens, width).to(dtype), torch.randn(tokens, width).to(dtype)
     weights = [(torch.randn(count, width) / width**0.5).to(dtype) for count in rows]
-    return {"x": x, "residual": residual, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
+    return {"x": x, "delta": delta, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
+
+
+def stream_in_bf16(rows: tuple[int, ...], width: int, alone: bool) -> Args:
+    """One token for quantized weights; `alone`: there is nothing to add."""
+    made = {**from_stream(1, width, [], BF16), "weights": [weight(count, width, 4) for count in rows]}
+    return {**made, "delta": None} if alone else made
+
+
+def gated_stream(tokens: int, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
+    made = from_stream(tokens, width, [], dtype)
+    del made["weights"]
+    return {**made, "gate": weight(rows, width, 4), "up": weight(rows, width, 4)}
 
 
 def dense_pair(tokens: int, rows: int, width: int) -> Args:
@@ -119,6 +143,21 @@ def contracts(name: str, make, **options) -> list[Case]:
 # each is compiled on its own, so few stand for all: every width, group and type of scale occurs
 FORMATS = [*((bits, 64, BF16) for bits in (2, 3, 4, 5, 6, 8)), (4, 32, F16), (2, 128, F32)]
 
+# tokens, rows, inputs, bits, inputs of a group
+TILED = [
+    (17, 128, 512, 4, 64),
+    (32, 1, 192, 4, 64),
+    (33, 333, 704, 4, 32),
+    (64, 65, 1152, 4, 128),
+    (100, 200, 96, 4, 32),
+    (129, 130, 2112, 4, 64),
+    (300, 257, 640, 4, 128),
+    (2, 63, 128, 8, 64),
+    (40, 200, 544, 8, 32),
+    (70, 129, 1152, 8, 128),
+    (260, 100, 320, 8, 64),
+]
+
 CASES = [
     linear_case("4bit-1", lambda: large_product(1, 4), exact=False, tol=FAST, bench=True),
     linear_case("8bit-1", lambda: large_product(1, 8), exact=False, tol=FAST, bench=True),
@@ -151,6 +190,16 @@ CASES = [
         linear_case(f"bf16-{width}-{tokens}", lambda t=tokens, w=width: product(t, 128, w, 4, dtype=BF16), tol=4e-3)
         for width, tokens in ((256, 1), (768, 1), (2560, 1), (512, 5), (768, 16), (512, 33))
     ],
+    # tiles of tokens on Hopper: each size of tile, width of code and group, ends of rows, of inputs and of tokens
+    *[
+        linear_case(
+            f"bf16-{bits}bit-g{group}-{tokens}x{rows}x{width}",
+            lambda t=tokens, r=rows, w=width, b=bits, g=group: product(t, r, w, b, dtype=BF16, group=g),
+            tol=4e-3,
+        )
+        for tokens, rows, width, bits, group in TILED
+    ],
+    linear_case("bf16-tiles-bias", lambda: product(20, 130, 320, 4, dtype=BF16, bias=True), tol=4e-3),
     linear_case("many-tokens", lambda: product(150, 65, 128, 4, bias=True)),
     linear_case("bf16-many-tokens", lambda: product(150, 65, 128, 4, dtype=BF16), tol=4e-3),
     linear_case("f16", lambda: product(9, 65, 128, 4, dtype=F16), tol=1e-3),
@@ -162,13 +211,23 @@ CASES = [
     linear_case("dense-bf16-many", lambda: dense(50, 100, 333, BF16)),
     linear_case("dense-f16", lambda: dense(2, 63, 100, F16)),
     linear_case("dense-f32", lambda: dense(7, 63, 100, F32)),
-    Case(add_norm_linears, "one-token-bf16", lambda: from_stream(1, 2048, [128], BF16), tol=4e-3),
-    Case(add_norm_linears, "pair-bf16", lambda: from_stream(1, 333, [65, 1], BF16), tol=4e-3),
-    Case(add_norm_linears, "one-token", lambda: from_stream(1, 100, [33, 1])),
-    Case(add_norm_linears, "many-tokens", lambda: from_stream(5, 128, [17])),
-    Case(add_norm_linears, "three", lambda: from_stream(1, 64, [9, 3, 5])),
-    Case(add_norm_linears, "biases", lambda: {**from_stream(1, 64, [9]), "biases": [torch.randn(9)]}),
-    Case(add_norm_linears, "quantized", lambda: {**from_stream(2, 128, [9]), "weights": [weight(63, 128, 4)]}),
+    Case(add_norm_scores, "one-token-bf16", lambda: from_stream(1, 2048, [128], BF16), tol=4e-3),
+    Case(add_norm_scores, "pair-bf16", lambda: from_stream(1, 333, [65, 1], BF16), tol=4e-3),
+    Case(add_norm_scores, "one-token", lambda: from_stream(1, 100, [33, 1])),
+    Case(add_norm_scores, "nothing-to-add", lambda: {**from_stream(1, 100, [33]), "delta": None}),
+    Case(add_norm_scores, "many-tokens", lambda: from_stream(5, 128, [17])),
+    Case(add_norm_scores, "three", lambda: from_stream(1, 64, [9, 3, 5])),
+    Case(add_norm_scores, "biases", lambda: {**from_stream(1, 64, [9]), "biases": [torch.randn(9)]}),
+    *(
+        Case(add_norm_linears, f"bf16-{len(rows)}-{width}", partial(stream_in_bf16, rows, width, len(rows) == 3), tol=4e-3)
+        for rows, width in (((128,), 256), ((512, 64), 2048), ((64, 16, 32), 768), ((64, 64, 64, 16), 4096), ((48,), 8448))
+    ),
+    Case(add_norm_linears, "many-tokens", lambda: {**from_stream(2, 128, [9]), "weights": [weight(63, 128, 4)]}),
+    Case(add_norm_linears, "dense", lambda: from_stream(1, 128, [9, 5])),
+    Case(add_norm_linears, "biases", lambda: {**from_stream(1, 128, [9]), "biases": [torch.randn(9)], "delta": None}),
+    Case(add_norm_gate_up, "bf16", lambda: gated_stream(1, 64, 2048, BF16), tol=8e-3),
+    Case(add_norm_gate_up, "nothing-to-add", lambda: {**gated_stream(1, 128, 768, BF16), "delta": None}, tol=8e-3),
+    Case(add_norm_gate_up, "many-tokens", lambda: gated_stream(3, 33, 128)),
     Case(linears, "one-token", lambda: several(1, (2048, 512, 512), 1024, 4), exact=False, tol=FAST, flops=flops, bench=True),
     Case(linears, "one-token-exact", lambda: several(1, (128, 64, 33), 128, 4)),
     Case(linears, "many-tokens", lambda: with_biases(several(21, (100, 63, 64), 128, 4))),
@@ -179,8 +238,14 @@ CASES = [
         Case(linears, f"bf16-{len(rows)}", partial(several_in_bf16, rows), tol=4e-3)
         for rows in ((64, 16), (128, 32, 48), (96, 64, 16, 16))
     ],
+    *[
+        Case(linears, f"bf16-{tokens}-tokens-{bits}bit", partial(several_tokens, tokens, rows, bits), tol=4e-3)
+        for tokens, rows, bits in ((20, (200, 64), 4), (40, (128, 300, 65), 4), (70, (1, 64, 128, 40), 8))
+    ],
     Case(linears, "dense-bf16-pair", lambda: in_bf16({"x": torch.randn(1, 333), "weights": bf16_pair(65, 1, 333)}), tol=4e-3),
     Case(gate_up_swiglu, "bf16-one-token", lambda: in_bf16(pair(1, 96, 768, 4)), tol=1e-2, flops=flops),
+    Case(gate_up_swiglu, "bf16-tokens", lambda: in_bf16(pair(33, 200, 704, 4)), tol=1e-2, flops=flops),
+    Case(gate_up_swiglu, "bf16-tokens-8bit", lambda: in_bf16(pair(130, 100, 256, 8)), tol=1e-2, flops=flops),
     Case(gate_up_swiglu, "one-token", lambda: pair(1, 1536, 576, 4), exact=False, tol=2e-2, flops=flops, bench=True),
     Case(gate_up_swiglu, "many-tokens", lambda: pair(21, 128, 192, 4), flops=flops),
     Case(gate_up_swiglu, "mixed-bits", lambda: pair(3, 63, 128, 4, up_bits=8), flops=flops),

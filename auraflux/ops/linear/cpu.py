@@ -17,10 +17,18 @@ from auraflux.ops.activation.cpu import swiglu
 from auraflux.ops.linear._embed import embed
 from auraflux.ops.linear.products import BLOCK, driver_for, padded, token_indices
 from auraflux.ops.linear.reference import Weight
-from auraflux.ops.norm.cpu import add_rms_norm
+from auraflux.ops.norm.cpu import add_rms_norm, rms_norm
 from auraflux.quant import QTensor
 
-__all__ = ["add_norm_linears", "embed", "gate_up_swiglu", "linear", "linears"]
+__all__ = [
+    "add_norm_gate_up",
+    "add_norm_linears",
+    "add_norm_scores",
+    "embed",
+    "gate_up_swiglu",
+    "linear",
+    "linears",
+]
 
 FEW_TOKENS = 8  # up to here a dense weight is read once, row by row
 PARALLEL_FROM = 1 << 16  # weights; below this, waking the threads costs more than the work
@@ -44,21 +52,50 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
 
 def add_norm_linears(
     x: Tensor,
-    residual: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    h, total = _normed(x, delta, norm, eps)
+    return total, linears(h, weights, biases)
+
+
+def add_norm_scores(
+    x: Tensor,
+    delta: Tensor | None,
     norm: Tensor,
     eps: float,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    h, total = add_rms_norm(x, residual, norm, eps)
+    h, total = _normed(x, delta, norm, eps)
     return h, total, linears(h, weights, biases)
 
 
+def add_norm_gate_up(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, gate: Weight, up: Weight
+) -> tuple[Tensor, Tensor]:
+    _check_alike(gate, up)
+    h, total = _normed(x, delta, norm, eps)
+    return total, gate_up_swiglu(h, gate, up)
+
+
+def _normed(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of a stream to which delta is added, and their sum."""
+    return (rms_norm(x, norm, eps), x) if delta is None else add_rms_norm(delta, x, norm, eps)
+
+
 def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
-    if isinstance(gate, QTensor) is not isinstance(up, QTensor):
-        raise Declined("one of gate and up is quantized, the other dense")
+    _check_alike(gate, up)
     gated, other = multiply_all(rows_of(x), (gate, up))
     return shaped(swiglu(gated, other), x)
+
+
+def _check_alike(gate: Weight, up: Weight) -> None:
+    if isinstance(gate, QTensor) is not isinstance(up, QTensor):
+        raise Declined("one of gate and up is quantized, the other dense")
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import Build, cdiv, power_of_two, ready
 from auraflux.ops.activation.cuda import swiglu
+from auraflux.ops.linear._by_tiles import FEW, MOST_TOGETHER, TILE_BUILDS, fits_tiles, multiply_hopper_tiles
 from auraflux.ops.linear._codes import check_order, constants, operands, weights_at
 from auraflux.ops.linear._hopper import MOST_WEIGHTS, fits_hopper, matmul16, matvec, multiply_hopper, multiply_hopper_one
 from auraflux.ops.linear._normed import NORMED_BUILDS, WIDEST, multiply_normed
@@ -27,8 +28,9 @@ from auraflux.ops.linear._one import (
     one_token_three,
     order_x,
 )
+from auraflux.ops.linear._written import WRITTEN_BUILDS, fits_written, written
 from auraflux.ops.linear.reference import Weight
-from auraflux.ops.norm.cuda import add_rms_norm
+from auraflux.ops.norm.cuda import add_rms_norm, rms_norm
 from auraflux.quant import QTensor
 
 BLOCK = 1024  # elements a program dequantizes
@@ -95,6 +97,8 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
         multiply_one_three(flat, alike, added, outs)
     elif len(flat) == 1 and len(plain) == 2 and not any(b is not None for b in added):
         outs = _dense_products(flat, plain[0], plain[1])
+    elif _by_tiles(flat, alike):
+        outs = _tiled(flat, alike, added)
     else:
         outs = [_product(flat, weight, bias) for weight, bias in zip(weights, added, strict=True)]
     return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outs)
@@ -102,20 +106,59 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
 
 def add_norm_linears(
     x: Tensor,
-    residual: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    _check(x, weights)
+    flat, alike = x.view(-1, x.shape[-1]), _one_format(weights)
+    added = any(bias is not None for bias in biases or ())
+    if len(flat) == 1 and 0 < len(alike) <= MOST_WEIGHTS and not added and _fit(flat, alike) and norm.dtype is torch.float32:
+        outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+        total = x if delta is None else torch.empty_like(x)
+        multiply_hopper_one(flat, alike, outs, normed=(delta, norm, total, eps))
+        return total, tuple(outs)
+    h, total = _normed(x, delta, norm, eps)
+    return total, linears(h, weights, biases)
+
+
+def add_norm_scores(
+    x: Tensor,
+    delta: Tensor | None,
     norm: Tensor,
     eps: float,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     _check(x, weights)
-    plain, added = _small_and_dense(weights), list(biases or [None] * len(weights))
+    plain, added = _small_and_dense(weights), any(bias is not None for bias in biases or ())
     width = x.shape[-1]
-    if x.numel() == width <= WIDEST and len(plain) in (1, 2) and not any(b is not None for b in added):
-        h, total, outs = multiply_normed(x, residual, norm, eps, plain)
+    if x.numel() == width <= WIDEST and len(plain) in (1, 2) and not added:
+        h, total, outs = multiply_normed(x, delta, norm, eps, plain)
         return h, total, tuple(out.view(*x.shape[:-1], -1) for out in outs)
-    h, total = add_rms_norm(x, residual, norm, eps)
+    h, total = _normed(x, delta, norm, eps)
     return h, total, linears(h, weights, biases)
+
+
+def add_norm_gate_up(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, gate: Weight, up: Weight
+) -> tuple[Tensor, Tensor]:
+    _check(x, (gate, up))
+    flat, alike = x.view(-1, x.shape[-1]), _one_format((gate, up))
+    if len(flat) == 1 and alike and _fit(flat, alike) and norm.dtype is torch.float32:
+        out = x.new_empty(*x.shape[:-1], gate.shape[0])
+        total = x if delta is None else torch.empty_like(x)
+        multiply_hopper_one(flat, alike, [out], gated=True, normed=(delta, norm, total, eps))
+        return total, out
+    h, total = _normed(x, delta, norm, eps)
+    return total, gate_up_swiglu(h, gate, up)
+
+
+def _normed(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of a stream to which delta is added, and their sum."""
+    return (rms_norm(x, norm, eps), x) if delta is None else add_rms_norm(delta, x, norm, eps)
 
 
 def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
@@ -129,6 +172,9 @@ def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
             multiply_hopper_one(flat, alike, [out], gated=True)
         else:
             multiply_one_gated(flat, alike[0], alike[1], out)
+    elif _by_tiles(flat, alike):
+        out = x.new_empty(tokens, gate.shape[0])
+        multiply_hopper_tiles(flat, alike, [out], gated=True)
     else:
         out = swiglu(_product(flat, gate, None), _product(flat, up, None))
     return out.view(*x.shape[:-1], out.shape[-1])
@@ -170,6 +216,19 @@ def _fit(x: Tensor, weights: Sequence[QTensor]) -> bool:
     return all(fits_hopper(x, weight) for weight in weights)
 
 
+def _by_tiles(x: Tensor, weights: Sequence[QTensor]) -> bool:
+    """Whether weights of one format are multiplied by tiles of tokens: not where the kernel for few tokens serves."""
+    return bool(weights) and fits_tiles(x, weights) and not (len(x) <= FEW and _fit(x, weights))
+
+
+def _tiled(x: Tensor, weights: Sequence[QTensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    outs = [x.new_empty(len(x), weight.shape[0]) for weight in weights]
+    for first in range(0, len(outs), MOST_TOGETHER):
+        some = slice(first, first + MOST_TOGETHER)
+        multiply_hopper_tiles(x, weights[some], outs[some])
+    return [out if bias is None else (out + bias).to(x.dtype) for out, bias in zip(outs, biases, strict=True)]
+
+
 def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x [T, K] times a weight, [T, N] in x's dtype."""
     tokens, rows = x.shape[0], weight.shape[0]
@@ -183,7 +242,7 @@ def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if tokens == 1:
             multiply_one(x, weight, bias, out)
             return out
-        weight = _dequantized(weight, x.dtype)
+        weight = written(weight) if fits_written(weight, x.dtype) else _dequantized(weight, x.dtype)
     out = _dense(x, weight)
     return (out if bias is None else out + bias).to(x.dtype)
 
@@ -216,7 +275,7 @@ def _dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None)
 
 
 def _matvec_builds() -> list[Build]:
-    """One weight, three, and two of an MLP."""
+    """One weight, three, and two of an MLP; from a normalised stream, with and without something to add."""
     weight, names = "*i8 *i64 *i64", "wsby"
     options = {"num_warps": 4, "maxnreg": 128}
 
@@ -228,10 +287,17 @@ def _matvec_builds() -> list[Build]:
     one = {**absent(1), **none, "COUNT": 1, "GATED": False, "K": 8192, **sizes}
     three = {**absent(3), "end2": None, "COUNT": 3, "GATED": False, "K": 2048, **sizes}
     gated = {**absent(2), **none, "y1": None, "COUNT": 1, "GATED": True, "K": 4096, **sizes}
+    several = " ".join([f"{weight} *bf16"] * 3)
+    plain = {"delta": None, "norm": None, "total": None}
+    added, alone = "*bf16 *bf16 *fp32 *bf16 fp32", "*bf16 *fp32 *bf16 fp32"
     return [
-        Build(matvec, f"*bf16 {weight} *bf16", one, hot=True, options=options),
-        Build(matvec, f"*bf16 {' '.join([f'{weight} *bf16'] * 3)} i32 i32", three, hot=True, options=options),
-        Build(matvec, f"*bf16 {weight} *bf16 {weight}", gated, hot=True, options=options),
+        Build(matvec, f"*bf16 fp32 {weight} *bf16", {**one, **plain}, hot=True, options=options),
+        Build(matvec, f"*bf16 fp32 {several} i32 i32", {**three, **plain}, hot=True, options=options),
+        Build(matvec, f"*bf16 fp32 {weight} *bf16 {weight}", {**gated, **plain}, hot=True, options=options),
+        Build(matvec, f"{alone} {several} i32 i32", {**three, "delta": None}, hot=True, options=options),
+        Build(matvec, f"{added} {several} i32 i32", {**three, "K": 4096}, hot=True, options=options),
+        Build(matvec, f"{added} {weight} *bf16 {weight}", gated, hot=True, options=options),
+        Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 8192}, hot=True, options=options),
     ]
 
 
@@ -281,4 +347,4 @@ def _builds() -> list[Build]:
     ]
 
 
-KERNELS = [*_builds(), *NORMED_BUILDS]
+KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS]

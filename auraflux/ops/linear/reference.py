@@ -7,7 +7,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
-from auraflux.ops.norm.reference import add_rms_norm, check_add_rms_norm
+from auraflux.ops.norm.reference import add_rms_norm, check_add_rms_norm, rms_norm
 from auraflux.quant import QTensor
 
 Weight = QTensor | Tensor
@@ -95,33 +95,55 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
 
 def _check_add_norm_linears(
     x: Tensor,
-    residual: Tensor,
+    delta: Tensor | None,
     norm: Tensor,
     eps: float,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None] | None = None,
 ) -> None:
-    check_add_rms_norm(x, residual, norm, eps)
+    check_add_rms_norm(x if delta is None else delta, x, norm, eps)
     _check_linears(x, weights, biases)
 
 
 @op(check=_check_add_norm_linears)
 def add_norm_linears(
     x: Tensor,
-    residual: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Add to the residual stream, normalise the sum, and multiply that by several weight matrices.
+
+    x        [..., K]  the stream
+    delta    [..., K]  what is to be added to it, or None
+    norm, eps          see `rms_norm`
+    weights, biases    see `linears`
+    returns  (the sum [..., K], the products, [..., N] for each weight), in x's dtype
+    """
+    h, total = _normed(x, delta, norm, eps)
+    return total, linears.reference(h, weights, biases)
+
+
+def _normed(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return (rms_norm.reference(x, norm, eps), x) if delta is None else add_rms_norm.reference(delta, x, norm, eps)
+
+
+@op(check=_check_add_norm_linears)
+def add_norm_scores(
+    x: Tensor,
+    delta: Tensor | None,
     norm: Tensor,
     eps: float,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Add to the residual stream, normalise the sum, and multiply that by several weight matrices.
+    """As `add_norm_linears`, for weights of few rows as a router's are; gives the normalised sum as well, for others to read.
 
-    x, residual  [..., K]
-    norm, eps    see `add_rms_norm`
-    weights, biases  see `linears`
-    returns      (the norm [..., K], the sum [..., K], the products, [..., N] for each weight), in x's dtype
+    returns  (the norm [..., K], the sum [..., K], the products, [..., N] for each weight), in x's dtype
     """
-    h, total = add_rms_norm.reference(x, residual, norm, eps)
+    h, total = _normed(x, delta, norm, eps)
     return h, total, linears.reference(h, weights, biases)
 
 
@@ -143,6 +165,24 @@ def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
     """
     wide = x.float()
     return (torch.nn.functional.silu(wide @ dense(gate).T) * (wide @ dense(up).T)).to(x.dtype)
+
+
+def _check_add_norm_gate_up(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, gate: Weight, up: Weight) -> None:
+    check_add_rms_norm(x if delta is None else delta, x, norm, eps)
+    _check_gate_up_swiglu(x, gate, up)
+
+
+@op(check=_check_add_norm_gate_up)
+def add_norm_gate_up(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, gate: Weight, up: Weight
+) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream, normalise the sum, and take that through the first half of an MLP, see `gate_up_swiglu`.
+
+    x, delta, norm, eps  see `add_norm_linears`
+    returns  (the sum [..., K], silu(gate h) * up h [..., N]), in x's dtype
+    """
+    h, total = _normed(x, delta, norm, eps)
+    return total, gate_up_swiglu.reference(h, gate, up)
 
 
 def _check_embed(ids: Tensor, table: Weight) -> None:

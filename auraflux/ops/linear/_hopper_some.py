@@ -1,0 +1,137 @@
+"""2 to 16 tokens times a quantized weight on Hopper: how a warp multiplies codes is in `_planes.py`.
+
+As in `_hopper_one.py`, warps split K and each streams codes into its own ring, here with the x that belong to them. A column of
+an `mma` is a token.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.linear._hopper_rows import copy_part, copy_scales, lines_at, row_pitch, scale_piece, scale_pitch
+from auraflux.ops.linear._nibbles import AWAIT, COMMIT, COPY16, SYNC, copy, put, run, shared, wait_ptx, word_at
+from auraflux.ops.linear._planes import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
+
+
+@gluon.jit
+def _copy_x(slot, lane, x, there_from, M, K: gl.constexpr, TOKENS: gl.constexpr, WIDTH: gl.constexpr):
+    """WIDTH values of each token from `there_from` on; a padding of 16 bytes keeps two tokens' chunks in different banks."""
+    CHUNKS: gl.constexpr = WIDTH // 8
+    for n in gl.static_range(TOKENS * CHUNKS // 32):
+        e = lane + 32 * n
+        token, at = e // CHUNKS, e % CHUNKS * 8 + there_from
+        to = slot + token * (2 * WIDTH + 16) + e % CHUNKS * 16
+        copy(COPY16, to, x + (token * K + at), (token < M) & (at < K))
+
+
+@gluon.jit
+def matmul16(
+    x, w, s, b, y, M, N, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
+    PARTS: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Up to 8 TILES tokens, 16R rows a program. Warp v takes parts v, v + W, ... of 8 / PARTS columns; D are in flight."""
+    AFFINE: gl.constexpr = b is not None
+    COLUMN: gl.constexpr = min(GROUP, 64)
+    COLUMNS: gl.constexpr = K // COLUMN
+    HELD: gl.constexpr = 8 // PARTS
+    WIDTH: gl.constexpr = HELD * COLUMN
+    MINE: gl.constexpr = ((COLUMNS + HELD - 1) // HELD + W - 1) // W
+    ROW: gl.constexpr = K // 8 * BITS
+    PART: gl.constexpr = WIDTH * BITS // 8
+    PITCH: gl.constexpr = row_pitch(PART, BITS, COLUMN)
+    X_PITCH: gl.constexpr = 2 * WIDTH + 16
+    CODES: gl.constexpr = 16 * R * PITCH
+    SLOT: gl.constexpr = CODES + 8 * TILES * X_PITCH
+    SUMS: gl.constexpr = 4 * R * TILES
+    WORDS: gl.constexpr = word_count(BITS, COLUMN)
+    SIZE: gl.constexpr = 2 if AFFINE else 1
+    S_ROW: gl.constexpr = K // GROUP * SIZE
+    S_PART: gl.constexpr = WIDTH // GROUP * SIZE
+    WHOLE: gl.constexpr = scale_piece(S_ROW, S_PART) > 0
+    S_HELD: gl.constexpr = S_PART if WHOLE else S_PART + 4
+    S_PITCH: gl.constexpr = scale_pitch(MINE, S_HELD)
+    SCALES: gl.constexpr = 16 * R * S_PITCH
+    PER: gl.constexpr = D * SLOT + SIZE * SCALES
+    EVEN: gl.constexpr = COLUMNS % (HELD * W) == 0
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    g, t = lane // 4, lane % 4
+    row0 = gl.program_id(0).to(gl.int64) * (16 * R)
+    memory, ring = shared(PER * W, tid)
+    base = ring + warp * PER
+    scales = base + D * SLOT
+    start = warp * PART
+    first = w + row0 * ROW + start
+    for d in gl.static_range(D):
+        ahead = d * W * PART
+        for r in gl.static_range(R):
+            source = first + (16 * r * ROW + ahead)
+            copy_part(base + (d * SLOT + 16 * r * PITCH), lane, source, source + 8 * ROW, ROW - ahead - start, ROW, PART, PITCH)
+    for r in gl.static_range(R):
+        to, row = scales + 16 * r * S_PITCH, (row0 + 16 * r) * S_ROW
+        copy_scales(to, s + row, s + (row + 8 * S_ROW), warp, lane, MINE, W, S_ROW, S_PART, S_HELD, S_PITCH)
+        if AFFINE:
+            copy_scales(to + SCALES, b + row, b + (row + 8 * S_ROW), warp, lane, MINE, W, S_ROW, S_PART, S_HELD, S_PITCH)
+    run(AWAIT, lane)
+    for d in gl.static_range(D):
+        _copy_x(base + (d * SLOT + CODES), lane, x, (warp + d * W) * WIDTH, M, K, 8 * TILES, WIDTH)
+        run(COMMIT, lane)
+    acc = ((tid * 0).to(gl.float32),) * SUMS
+    word = 24 * t // 32 if BITS == 3 else t if BITS == 5 else WORDS * t
+    mine = g * PITCH + word * 4
+    after, shift = mine, mine
+    if BITS == 3 or BITS == 5:
+        after, shift = g * PITCH + gl.minimum(word + 1, BITS - 1) * 4, 8 * BITS * t % 32
+    place = scales + g * S_PITCH
+    if not WHOLE:
+        place += g * S_ROW % 4
+    slot = base
+    for i in range(MINE):
+        run(wait_ptx(D - 1), lane)
+        for p in gl.static_range(HELD // 2):
+            lines = ()
+            for r in gl.static_range(2 * R):
+                lines += (lines_at(place + (8 * r * S_PITCH + p * (S_PART * 2 // HELD)), SCALES, AFFINE, WHOLE, GROUP == 128),)  # type: ignore[assignment]
+            for half in gl.static_range(2):
+                xs = ()
+                X = ()
+                new = ()
+                for m in gl.static_range(TILES):
+                    tile = slot + (CODES + 8 * m * X_PITCH + (2 * p + half) * (2 * COLUMN)) + g * X_PITCH
+                    xm = load_x(tile, t, BITS, COLUMN, AFFINE, "shared")
+                    xs += xm
+                    X += column_starts(xm, BITS, COLUMN, AFFINE)
+                for r in gl.static_range(R):
+                    ws = words_at(slot + mine, slot + after, 16 * r * PITCH + (2 * p + half) * (COLUMN * BITS // 8), BITS, COLUMN, PITCH)
+                    c = column_sums(ws, xs, shift, BITS, COLUMN, AFFINE, TILES, 1)
+                    for k in gl.static_range(4 * TILES):
+                        line = lines[2 * r + k // 2 % 2]
+                        if AFFINE:
+                            a = acc[r * 4 * TILES + k] + line[half] * (c[k] + X[k // 4 * 4 + k % 2 + 2])
+                            a += line[2 + half] * X[k // 4 * 4 + k % 2]
+                        else:
+                            a = acc[r * 4 * TILES + k] + line[half] * (c[k] * MX_SHIFT)
+                        if not EVEN:
+                            a = gl.where((warp + i * W) * HELD + (2 * p + half) < COLUMNS, a, acc[r * 4 * TILES + k])
+                        new += (a,)  # type: ignore[assignment]
+                acc = new
+        run(SYNC, lane)
+        ahead = (i + D) * (W * PART)
+        for r in gl.static_range(R):
+            source = first + (16 * r * ROW + ahead)
+            copy_part(slot + 16 * r * PITCH, lane, source, source + 8 * ROW, ROW - ahead - start, ROW, PART, PITCH)
+        _copy_x(slot + CODES, lane, x, (warp + (i + D) * W) * WIDTH, M, K, 8 * TILES, WIDTH)
+        run(COMMIT, lane)
+        slot = gl.where(slot == base + (D - 1) * SLOT, base, slot + SLOT)
+        place += S_HELD
+    gl.thread_barrier()
+    for k in gl.static_range(SUMS):
+        put(ring + (warp * SUMS + k) * 128 + lane * 4, acc[k])
+    gl.thread_barrier()
+    for p in gl.static_range((SUMS + W - 1) // W):
+        k2 = warp + p * W
+        out = (tid * 0).to(gl.float32)
+        for v2 in gl.static_range(W):
+            out += word_at(ring + (v2 * SUMS + k2 % SUMS) * 128 + lane * 4).to(gl.float32, bitcast=True)
+        row, token2 = row0 + k2 // (4 * TILES) * 16 + g + k2 % 4 // 2 * 8, k2 // 4 % TILES * 8 + 2 * t + k2 % 2
+        gl.store(y + token2 * N + row, out.to(gl.bfloat16), (token2 < M) & (k2 < SUMS))
+    memory._keep_alive()

@@ -1,0 +1,231 @@
+"""PTX on numpy: the threads of one program side by side, its shared memory, and device memory that holds the tensors it is given.
+
+Triton's interpreter does not run Gluon. This runs a kernel's source, as `threads.py` does, and the very PTX it is made of, so
+that bits, places and masks can be checked without a GPU. It cannot see what goes wrong between threads: copies are done when
+asked for, and barriers mean nothing.
+"""
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.ops.threads import Language, Values, narrow, run_source, widen
+
+MASK = 0xFFFFFFFF
+PAGE = 4096
+SHARED_NBYTES = 1 << 18
+IGNORED = (".reg", "griddepcontrol", "bar.", "cp.async.commit", "cp.async.wait")
+
+
+class Lanes(Values):
+    """Values that are never changed in place, as Triton's are not."""
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+
+class Address:
+    """Places of elements in device memory."""
+
+    def __init__(self, at: Any, size: int):
+        self.at, self.size = np.asarray(at, np.int64), size
+
+    def __add__(self, other: Any) -> "Address":
+        return Address(self.at + np.asarray(other, np.int64) * self.size, self.size)
+
+    def to(self, dtype: Any) -> Lanes:
+        return self.at.view(Lanes)
+
+
+class Device:
+    """Memory with tensors in it; reading outside of them fails."""
+
+    def __init__(self) -> None:
+        self.bytes, self.spans, self.end = np.full(1 << 22, 0xFF, np.uint8), np.empty((0, 2), np.int64), PAGE
+
+    def put(self, tensor: torch.Tensor | None) -> Address | None:
+        if tensor is None:
+            return None
+        raw, at = tensor.view(-1).view(torch.uint8).numpy(), self.end
+        self.bytes[at : at + raw.size] = raw
+        # a word that begins in a tensor may end outside of it
+        self.spans = np.concatenate([self.spans, [[at, at + -(-raw.size // 4) * 4]]])
+        self.end = (at + raw.size) // PAGE * PAGE + 2 * PAGE
+        return Address([at], tensor.element_size())
+
+    def get(self, address: Address, like: torch.Tensor) -> torch.Tensor:
+        raw = self.bytes[address.at[0] : address.at[0] + like.nbytes].copy()
+        return torch.from_numpy(raw).view(like.dtype).view(like.shape)
+
+    def check(self, at: np.ndarray, nbytes: int) -> None:
+        inside = (at[:, None] >= self.spans[:, 0]) & (at[:, None] + nbytes <= self.spans[:, 1])
+        assert inside.any(1).all()
+
+
+def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    out = np.zeros_like(a)
+    for k in range(8):
+        if table[0] >> k & 1:
+            out |= (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
+    return out
+
+
+def chosen_bytes(a: np.ndarray, b: np.ndarray, how: np.ndarray) -> np.ndarray:
+    nibbles = [how[0] >> 4 * k & 15 for k in range(4)]
+    assert max(nibbles) < 8
+    return sum(((a if n < 4 else b) >> 8 * (n % 4) & 255) << 8 * k for k, n in enumerate(nibbles))
+
+
+def funnel(low: np.ndarray, high: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    wide = (high.astype(np.uint64) << np.uint64(32)) | low.astype(np.uint64)
+    return (wide >> (shift & 31).astype(np.uint64)).astype(np.int64)
+
+
+def pairs_times(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    halves = ([widen((v >> k & 0xFFFF).astype(np.uint16)) for v in (a, b)] for k in (0, 16))
+    low, high = (narrow(x * y).astype(np.int64) for x, y in halves)
+    return low | high << 16
+
+
+PLAIN: dict[str, Callable[..., np.ndarray]] = {
+    "shr.u32": lambda a, n: np.where(n > 31, 0, a >> np.minimum(n, 31)),
+    "shl.b32": lambda a, n: a << n,
+    "shf.r.wrap.b32": funnel,
+    "and.b32": lambda a, b: a & b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mul.rn.bf16x2": pairs_times,
+    "lop3.b32": logic,
+    "prmt.b32": chosen_bytes,
+    "cvt.u32.u16": lambda a: a,
+    "mov.b32": lambda a: a,
+    "mov.f32": lambda a: a,
+    "setp.ne.b32": lambda a, b: a != b,
+    "setp.gt.s32": lambda a, b: a.astype(np.uint32).view(np.int32) > b,
+}
+
+
+class Machine(Language):
+    """`gl` for one program, with pieces of PTX."""
+
+    def __init__(self, device: Device, warps: int, *ids: int):
+        super().__init__(*ids)
+        self.device, self.count, self.memory = device, 32 * warps, np.full(SHARED_NBYTES, 0xFF, np.uint8)
+
+    def arange(self, start: int, end: int, layout: Any) -> Lanes:  # type: ignore[override]
+        return np.arange(start, end, dtype=np.int32).view(Lanes)
+
+    def shared(self, nbytes: int, tid: Lanes) -> tuple[Any, Lanes]:
+        self.memory = self.memory[:nbytes]
+        return SimpleNamespace(_keep_alive=lambda: None), np.zeros(self.count, np.int32).view(Lanes)
+
+    def store(self, to: Address, value: Any, mask: Any) -> None:  # type: ignore[override]
+        at, bits, seen = np.broadcast_arrays(to.at, np.asarray(value), np.asarray(mask))
+        self.device.bytes[at[seen][:, None] + np.arange(2)] = np.ascontiguousarray(bits[seen])[:, None].view(np.uint8)
+
+    def load(self, source: Address, mask: Any, other: Any) -> Any:  # type: ignore[override]
+        at, seen = np.broadcast_arrays(source.at, np.asarray(mask))
+        raw = self.device.bytes[np.where(seen, at, 0)[:, None] + np.arange(4)]
+        return np.where(seen, np.ascontiguousarray(raw).view(np.float32)[:, 0], np.float32(other)).view(Lanes)
+
+    def inline_asm_elementwise(self, text: str, registers: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
+        outs = registers.count("=")
+        held = {f"${outs + i}": self._bits(value) for i, value in enumerate(args)}
+        body = re.sub(r"//.*", "", text).strip()
+        for statement in (body[1:-1] if body.startswith("{.") else body).split(";"):
+            if statement.strip() and not statement.strip().startswith(IGNORED):
+                self._do(statement.strip(), held)
+        kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+        found = tuple(held[f"${i}"].astype(np.uint32).view(kind).view(Lanes) for i, kind in enumerate(kinds))
+        return found if isinstance(dtype, tuple) else found[0]
+
+    def _bits(self, value: Any) -> np.ndarray:
+        value = np.ascontiguousarray(np.broadcast_to(np.asarray(value), self.count))
+        if value.dtype == np.float32:
+            value = value.view(np.uint32)
+        return value.astype(np.int64) if value.dtype == np.int64 else value.astype(np.int64) & MASK
+
+    def _value(self, name: str, held: dict[str, np.ndarray]) -> np.ndarray:
+        if name in held:
+            return held[name]
+        return np.full(self.count, int(name[2:], 16) if name.startswith("0f") else int(name, 0), np.int64)
+
+    def _do(self, statement: str, held: dict[str, np.ndarray]) -> None:
+        seen = np.full(self.count, True)
+        if statement.startswith("@p "):
+            seen, statement = held["p"].astype(bool), statement[3:]
+        op, _, rest = statement.partition(" ")
+        parts = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest)]
+        if op in PLAIN:
+            found = PLAIN[op](*(self._value(part, held) for part in parts[1:]))
+            held[parts[0]] = found if found.dtype == bool else found & MASK
+        elif op.startswith("mma."):
+            self._multiply(*(part.strip("{}").split(",") for part in parts), held=held)
+        elif op.startswith("ld."):
+            self._load(op, parts[0].strip("{}").split(","), self._place(parts[1], held), held)
+        elif op == "st.shared.f32":
+            value = np.ascontiguousarray(self._value(parts[1], held).astype(np.uint32)[:, None])
+            self.memory[self._place(parts[0], held)[:, None] + np.arange(4)] = value.view(np.uint8)
+        else:
+            assert op.startswith("cp.async."), statement
+            self._copy(self._place(parts[0], held)[seen], self._place(parts[1], held)[seen], int(parts[2]))
+
+    def _place(self, text: str, held: dict[str, np.ndarray]) -> np.ndarray:
+        name, _, more = text.strip("[]").partition("+")
+        return held[name] + int(more or 0)
+
+    def _copy(self, to: np.ndarray, source: np.ndarray, size: int) -> None:
+        assert not (to % size).any()
+        assert not (source % size).any()
+        self.device.check(source, size)
+        self.memory[to[:, None] + np.arange(size)] = self.device.bytes[source[:, None] + np.arange(size)]
+
+    def _load(self, op: str, outs: list[str], at: np.ndarray, held: dict[str, np.ndarray]) -> None:
+        size = 2 if op.endswith(".b16") else 4
+        assert not (at % (size * len(outs))).any()
+        memory = self.memory
+        if ".global" in op:
+            self.device.check(at, size * len(outs))
+            memory = self.device.bytes
+        for i, out in enumerate(outs):
+            raw = np.ascontiguousarray(memory[(at + size * i)[:, None] + np.arange(size)])
+            held[out] = raw.view(np.uint16 if size == 2 else np.uint32)[:, 0].astype(np.int64)
+
+    def _multiply(self, d: list[str], a: list[str], b: list[str], c: list[str], held: dict[str, np.ndarray]) -> None:
+        """Lane (g, t) has rows g and g + 8 of a, column g of b, columns 2t and 2t + 1 of c."""
+
+        def half(name: str, k: int) -> np.ndarray:
+            return widen((self._value(name, held) >> 16 * k & 0xFFFF).astype(np.uint16)).reshape(-1, 8, 4)
+
+        warps = self.count // 32
+        left, right, start = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8))
+        for i, name in enumerate(a):
+            for k in (0, 1):
+                left[:, i % 2 * 8 :, i // 2 * 8 + k :: 2][:, :8, :4] = half(name, k)
+        for i, name in enumerate(b):
+            for k in (0, 1):
+                right[:, i * 8 + k :: 2][:, :4] = half(name, k).swapaxes(1, 2)
+        for i, name in enumerate(c):
+            value = self._value(name, held).astype(np.uint32).view(np.float32)
+            start[:, i // 2 * 8 :, i % 2 :: 2][:, :8] = value.reshape(-1, 8, 4)
+        out = (start + left @ right).astype(np.float32)
+        for i, name in enumerate(d):
+            found = np.ascontiguousarray(out[:, i // 2 * 8 :, i % 2 :: 2][:, :8])
+            held[name] = found.reshape(-1).view(np.uint32).astype(np.int64)
+
+
+def sources(machine: Machine, *names: str) -> dict[str, Any]:
+    """What modules of `ops` define for one program, each with all that those before it do."""
+    gluon = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function)
+    made: dict[str, Any] = {"gl": machine, "gluon": gluon}
+    given = dict.fromkeys(("Any", "Sequence", "Tensor", "QTensor", "torch", "accumulate", "capability"), list)
+    for name in names:
+        made |= run_source(name, {**given, "INTERPRETED": False, **made})
+        made["shared"] = machine.shared
+    return made

@@ -1,0 +1,72 @@
+"""Products of few tokens on Hopper, on numpy: which bits of which words meet which inputs, and where scales are found."""
+
+import numpy as np
+import pytest
+import torch
+
+from auraflux.ops._cases import relative_rms
+from auraflux.quant import quantize
+from tests.ops.ptx import Device, Machine, sources
+
+PARTS = "linear/_nibbles.py", "linear/_planes.py", "linear/_hopper_rows.py"
+TOL = 4e-3
+# bits, group (0: MXFP4), width, parts of a run: whole runs and not, scales in whole words and not
+FORMATS = [
+    (2, 64, 704, 1), (2, 128, 1152, 1), (3, 64, 640, 1), (4, 64, 1024, 2), (4, 64, 1088, 2), (4, 32, 544, 1), (4, 128, 1152, 2),
+    (4, 0, 544, 1), (4, 0, 352, 1), (5, 64, 640, 2), (5, 64, 640, 1), (6, 64, 320, 2), (8, 64, 576, 4), (8, 32, 544, 2),
+]  # fmt: skip
+
+
+def weight_of(rows: int, width: int, bits: int, group: int):
+    return quantize(torch.randn(rows, width).bfloat16(), bits, group or 32, "affine" if group else "mxfp4")
+
+
+def put(device: Device, weight) -> list:
+    return [device.put(None if part is None else part.view(torch.int8)) for part in (weight.packed, weight.scales, weight.biases)]
+
+
+def nothing(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16)
+
+
+def multiply(x: torch.Tensor, weights: list, added: torch.Tensor | None, gated: bool, blocks: int, parts: int) -> list:
+    """Every program of `matvec` over one or two weights of as many rows."""
+    device, (rows, width) = Device(), weights[0].shape
+    outs = [device.put(nothing(1, rows)) for _ in range(1 if gated else len(weights))]
+    args = [device.put(x)]
+    for number in range(4):
+        args += put(device, weights[number]) if number < len(weights) else [None] * 3
+        args += [device.put(added) if number < len(weights) else None, outs[number] if number < len(outs) else None]
+    count = 1 if gated else len(weights)
+    args += [rows // (16 * blocks) if number < count - 1 else None for number in range(3)]
+    sizes = count, gated, width, weights[0].bits, weights[0].group, blocks, parts, 2, 3, 1, 2
+    for program in range(len(weights) * rows // (16 * blocks)):
+        sources(Machine(device, 2, program), *PARTS, "linear/_hopper_one.py")["matvec"](*args, *sizes)
+    return [device.get(out, nothing(1, rows)).float() for out in outs]
+
+
+def product(x: torch.Tensor, weight) -> torch.Tensor:
+    return x.float() @ weight.dequantize(torch.float32).T
+
+
+@pytest.mark.parametrize(("bits", "group", "width", "parts"), FORMATS)
+def test_one_token(bits: int, group: int, width: int, parts: int):
+    torch.manual_seed(0)
+    weight, x = weight_of(16, width, bits, group), torch.randn(1, width).bfloat16()
+    (found,) = multiply(x, [weight], None, False, 1, parts)
+    assert relative_rms(found, product(x, weight)) < TOL
+
+
+def test_one_token_times_several_weights():
+    torch.manual_seed(0)
+    weights, x, added = [weight_of(64, 576, 8, 64) for _ in range(2)], torch.randn(1, 576).bfloat16(), torch.randn(64)
+    for found, weight in zip(multiply(x, weights, added, False, 2, 4), weights, strict=True):
+        assert relative_rms(found, product(x, weight) + added) < TOL
+
+
+def test_one_token_gated():
+    torch.manual_seed(0)
+    weights, x = [weight_of(32, 640, 5, 64) for _ in range(2)], torch.randn(1, 640).bfloat16()
+    gate, up = (product(x, weight) for weight in weights)
+    (found,) = multiply(x, weights, None, True, 2, 1)
+    assert relative_rms(found, torch.nn.functional.silu(gate) * up) < 1e-2
