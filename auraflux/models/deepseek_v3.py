@@ -163,7 +163,7 @@ class Layer(qwen3_moe.Layer):
 def _mixture(config: Config, weights: Weights, name: str) -> Mixture:
     shared = None
     if config.shared_inner:
-        shared = MLP(weights, f"{name}.shared_experts", config.hidden, config.shared_inner)
+        shared = MLP(weights, f"{name}.shared_experts", config.hidden, config.shared_inner).as_expert()
     return Mixture(
         config.routing,
         weights.matrix(f"{name}.gate", config.experts, config.hidden),

@@ -13,11 +13,11 @@ from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models.config import Keys
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import (
+    SharedExpert,
     add_norm_gate_up,
     add_norm_linears,
     add_rms_norm,
     embed,
-    gate_up_swiglu,
     linear,
     rms_norm,
     sigmoid_gate,
@@ -209,8 +209,9 @@ class MLP:
         self.up = weights.matrix(f"{name}.up_proj", inner, hidden)
         self.down = weights.matrix(f"{name}.down_proj", hidden, inner)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(gate_up_swiglu(x, self.gate, self.up), self.down)
+    def as_expert(self) -> SharedExpert:
+        """The weights, for a mixture to add it to its experts."""
+        return SharedExpert(self.gate, self.up, self.down)
 
     def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""

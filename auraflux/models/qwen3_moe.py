@@ -14,7 +14,7 @@ from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models import llama
 from auraflux.models.config import Keys
 from auraflux.models.llama import MLP, Attention, Heads, Stream, rename
-from auraflux.ops import Routing, add_norm_scores, combine, embed, linear, rms_norm, route
+from auraflux.ops import Routing, SharedExpert, add_norm_scores, combine, embed, linear, rms_norm, route
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
@@ -142,7 +142,7 @@ class Mixture:
     experts: LayerExperts
     router_bias: Tensor | None = None
     choice_bias: Tensor | None = None
-    shared: MLP | None = None
+    shared: SharedExpert | None = None
     shared_gate: Stored | None = None
 
     def __call__(self, stream: Stream) -> Tensor:
@@ -151,11 +151,7 @@ class Mixture:
         biases = (self.router_bias, None)[: len(weights)]
         h, residual, products = add_norm_scores(*stream, weights, biases)
         gate = None if self.shared_gate is None else products[1].view(-1)
-
-        def shared() -> Tensor | None:
-            return None if self.shared is None else self.shared(h)
-
-        return self.experts.mix(Mix(h, products[0], self.routing, self.choice_bias, residual, shared, gate))
+        return self.experts.mix(Mix(h, products[0], self.routing, self.choice_bias, residual, self.shared, gate))
 
     def announce(self, following: Guess | None, mine: Guess) -> Guess:
         """Hear how to guess the experts of the next mixture; give how to guess those of this one."""
@@ -174,7 +170,7 @@ def load_mlp(config: Config, weights: Weights, index: int) -> Mixture | Plain:
         return Plain(MLP(weights, name, hidden, config.inner))
     shared = shared_gate = None
     if mixture.shared is not None:
-        shared = MLP(weights, f"{name}.shared_expert", hidden, mixture.shared)
+        shared = MLP(weights, f"{name}.shared_expert", hidden, mixture.shared).as_expert()
         shared_gate = weights.matrix(f"{name}.shared_expert_gate", 1, hidden)
     return Mixture(
         mixture.routing,

@@ -24,7 +24,7 @@ from auraflux.ops.linear.reference import (
     linear,
     linears,
 )
-from auraflux.ops.moe.experts import Clamp, Experts
+from auraflux.ops.moe.experts import Clamp, Experts, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, qk_norm, rms_norm
@@ -55,6 +55,7 @@ __all__ = [
     "LatentPages",
     "Op",
     "Routing",
+    "SharedExpert",
     "add_norm_gate_up",
     "add_norm_linears",
     "add_norm_scores",

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from auraflux.ops import Clamp, Experts, Routing, combine, expert_mlp, expert_parts, mixture, route, sum_parts
+from auraflux.ops import Clamp, Experts, Routing, SharedExpert, combine, expert_mlp, expert_parts, mixture, route, sum_parts
 from auraflux.ops._dispatch import watched
+from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.bank import Bank
 from auraflux.weights.expert_files import ExpertFile
 from auraflux.weights.reader import Reader
@@ -36,7 +37,7 @@ class Mix:
     scores    [T, E]  of the router
     bias      [E]     or None, see `route`
     residual  [T, H]  the stream that the result is added to
-    shared    makes [T, H] by an MLP that all tokens go to, or None; `gate` [T] weighs it
+    shared    an MLP that all tokens go to, or None; `gate` [T] weighs it
     """
 
     x: Tensor
@@ -44,7 +45,7 @@ class Mix:
     routing: Routing
     bias: Tensor | None
     residual: Tensor
-    shared: Callable[[], Tensor | None]
+    shared: SharedExpert | None
     gate: Tensor | None
 
 
@@ -71,7 +72,7 @@ class Resident:
         """Nothing: they are there."""
 
     def mix(self, tokens: Mix) -> Tensor:
-        beside = tokens.shared(), tokens.gate
+        beside = tokens.shared, tokens.gate
         return mixture(tokens.x, tokens.scores, tokens.routing, self.experts, tokens.residual, tokens.bias, *beside)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class Streamed:
         # what has to be read is read while the shared MLP runs
         self.fetch(ids)
         self.look_ahead(tokens.residual)
-        shared = tokens.shared()
+        shared = shared_result(tokens.x, tokens.shared)
         return combine(tokens.residual, self(tokens.x, ids, weights), shared, tokens.gate)
 
     def fetch(self, ids: Tensor) -> None:

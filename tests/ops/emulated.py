@@ -37,6 +37,9 @@ class Tensor:
     def __index__(self) -> int:
         return int(self.data)
 
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
 
 def _binary(name: str, swap: bool = False) -> Any:
     def apply(self: Tensor, other: Any) -> Any:
@@ -146,6 +149,8 @@ class Program:
     def inline_asm_elementwise(self, text: str, constraints: str, args: list, dtype: Any, is_pure: bool, pack: int) -> Any:
         if "cp.async" in text:
             return copy(self, text, args)
+        if isinstance(dtype, tuple) and dtype[0] is np.float16:
+            return [Tensor(pair) for pair in look_up(self, text, args, len(dtype))]
         if isinstance(dtype, tuple):
             return [Tensor(word.view(kind)) for word, kind in zip(read(self, text, plain(args[0])), dtype, strict=True)]
         return Tensor(emulate(self, text, args).astype(dtype))
@@ -171,15 +176,20 @@ class Program:
     thread_barrier = staticmethod(lambda: None)
 
     @staticmethod
-    def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
         places, seen = pointer.places(mask)
         found = pointer.memory[places]
         return Tensor(np.where(seen, found, np.asarray(other, found.dtype)))
 
     @staticmethod
-    def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
+    def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
         places, seen = pointer.places(mask)
-        pointer.memory[places[seen]] = np.broadcast_to(value.data, places.shape)[seen].astype(pointer.memory.dtype)
+        pointer.memory[places[seen]] = np.broadcast_to(plain(value), places.shape)[seen].astype(pointer.memory.dtype)
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str, scope: str) -> Tensor:
+        before = self.load(pointer)
+        self.store(pointer, before + value)
+        return before
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
@@ -202,24 +212,58 @@ def emulate(gl: Program, text: str, args: list) -> np.ndarray:
         lanes = x.reshape(*x.shape[:-1], 32, per)
         return lanes[..., np.arange(32) ^ span, :].reshape(x.shape)
     if "ld.shared" in text:
-        # the shared table has equal columns: any lane's will do. Two places of x become the two halves of a word
-        table = gl.shared[: 256 * 256].view(np.float16).reshape(256, 128)
-        sides = [int(side) // 2 for side in re.findall(r"\[\w+ ?\+ ?(\d+)\]", text)]
-        bytes_ = [(int(number) - 0x5504) // 16 for number in re.findall(r"\$3, (\d+)", text)]
-        word = x[..., 0].astype(np.uint32)
-        found = [table[(word >> np.uint32(8 * b)) & 255][..., side : side + 2] for b, side in zip(bytes_, sides, strict=True)]
-        return found[0] if len(found) == 1 else np.stack([found[0][..., 0], found[1][..., 0]], -1)
+        return look_up(gl, text, args, 1)[0]
     if "global_smem" in text or "%laneid" in text:
         return np.zeros_like(np.asarray(x))
     raise NotImplementedError(text)
 
 
+def look_up(gl: Program, text: str, args: list, outs: int) -> list[np.ndarray]:
+    """Run look-ups by their PTX: every argument is two registers, every result a word of two float16."""
+    words, memory = [np.asarray(plain(arg)) for arg in args], gl.shared.view(np.uint32)
+    registers = {f"${outs + 2 * i}": w[..., 0] if w.ndim else w for i, w in enumerate(words)}
+    registers = {name: w.astype(np.uint32) for name, w in registers.items()}
+    registers |= {f"${outs + 2 * i + 1}": registers[f"${outs + 2 * i}"] for i in range(len(words))}
+
+    def value(operand: str) -> np.ndarray:
+        return registers[operand] if operand in registers else np.uint32(int(operand, 0))
+
+    for line in text.strip("{}").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        to, *given = re.split(r", *", rest.strip())
+        if name == "ld.shared.b32":
+            place, offset = given[0].strip("[]").split("+")
+            registers[to] = memory[(value(place.strip()) + np.uint32(int(offset))) // 4]
+        elif name == "prmt.b32":
+            eight = value(given[0]).astype(np.uint64) | value(given[1]).astype(np.uint64) << np.uint64(32)
+            picked = [int(given[2], 0) >> (4 * i) & 7 for i in range(4)]
+            found = [(eight >> np.uint64(8 * b) & np.uint64(255)) << np.uint64(8 * i) for i, b in enumerate(picked)]
+            registers[to] = (found[0] | found[1] | found[2] | found[3]).astype(np.uint32)
+        elif name in SIMPLE:
+            registers[to] = SIMPLE[name](*map(value, given))
+        elif name and name != ".reg":
+            raise NotImplementedError(line)
+    return [np.stack([registers[f"${i}"]], -1).view(np.float16) for i in range(outs)]
+
+
+SIMPLE = {
+    "add.u32": lambda a, b: a + b,
+    "shl.b32": lambda a, n: a << n,
+    "shr.u32": lambda a, n: a >> n,
+    "shf.r.wrap.b32": lambda low, high, n: low >> n | high << (np.uint32(32) - n),
+    "lop3.b32": lambda a, b, c, _: a & b | c,
+}
+
+
 def copy(gl: Program, text: str, args: list) -> None:
     """Do the asynchronous copies of a piece of PTX, at once."""
-    for to, to_at, source, source_at, size in re.findall(r"\[\$(\d) \+ (\d+)\], \[\$(\d) \+ (\d+)\], (\d+)", text):
-        needed = np.asarray(plain(args[-1])) != 0
-        places = plain(args[int(to) - 1]), plain(args[int(source) - 1])
-        targets, sources = (x[needed] for x in np.broadcast_arrays(*places))
+    found = re.findall(r"@(\w) cp[\w.]+ \[\$(\d) \+ (\d+)\], \[\$(\d) \+ (\d+)\], (\d+)", text)
+    for who, to, to_at, source, source_at, size in found:
+        # q: half of the lanes
+        lanes = np.arange(32) < (16 if who == "q" else 32)
+        places = plain(args[int(to) - 1]), plain(args[int(source) - 1]), plain(args[-1]) != 0, lanes
+        targets, sources, needed, mine = np.broadcast_arrays(*places)
+        targets, sources = targets[needed & mine], sources[needed & mine]
         steps = np.arange(int(size))
         for number in np.unique(sources >> 40):
             mine, memory = sources >> 40 == number, MEMORIES[number].view(np.uint8)

@@ -1,4 +1,4 @@
-"""PTX on numpy: the threads of one program side by side, its shared memory, and device memory that holds the tensors it is given.
+"""PTX on numpy: the threads of one program side by side, its shared memory, and device memory with the tensors it is given.
 
 Triton's interpreter does not run Gluon. This runs a kernel's source, as `threads.py` does, and the very PTX it is made of, so
 that bits, places and masks can be checked without a GPU. It cannot see what goes wrong between threads: copies are done when
@@ -94,6 +94,14 @@ def pairs_times(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return low | high << 16
 
 
+def floats(bits: np.ndarray) -> np.ndarray:
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def bits_of(values: np.ndarray) -> np.ndarray:
+    return values.view(np.uint32).astype(np.int64)
+
+
 PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "shr.u32": lambda a, n: np.where(n > 31, 0, a >> np.minimum(n, 31)),
     "shl.b32": lambda a, n: a << n,
@@ -104,6 +112,10 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "lop3.b32": logic,
     "prmt.b32": chosen_bytes,
     "cvt.u32.u16": lambda a: a,
+    "add.f32": lambda a, b: bits_of(floats(a) + floats(b)),
+    "mul.f32": lambda a, b: bits_of(floats(a) * floats(b)),
+    "fma.rn.f32": lambda a, b, c: bits_of((floats(a).astype(np.float64) * floats(b) + floats(c)).astype(np.float32)),
+    "cvt.rn.bf16x2.f32": lambda high, low: narrow(floats(low)).astype(np.int64) | narrow(floats(high)).astype(np.int64) << 16,
     "mov.b32": lambda a: a,
     "mov.f32": lambda a: a,
     "setp.ne.b32": lambda a, b: a != b,
@@ -121,6 +133,10 @@ class Machine(Language):
     def arange(self, start: int, end: int, layout: Any) -> Lanes:  # type: ignore[override]
         return np.arange(start, end, dtype=np.int32).view(Lanes)
 
+    @staticmethod
+    def where(choice: Any, a: Any, b: Any) -> Values:
+        return Language.where(choice, a, b).view(Lanes)
+
     def shared(self, nbytes: int, tid: Lanes) -> tuple[Any, Lanes]:
         self.memory = self.memory[:nbytes]
         return SimpleNamespace(_keep_alive=lambda: None), np.zeros(self.count, np.int32).view(Lanes)
@@ -134,6 +150,10 @@ class Machine(Language):
         raw = self.device.bytes[np.where(seen, at, 0)[:, None] + np.arange(4)]
         return np.where(seen, np.ascontiguousarray(raw).view(np.float32)[:, 0], np.float32(other)).view(Lanes)
 
+    @staticmethod
+    def sqrt(value: Any) -> Any:
+        return np.sqrt(value).view(Lanes)
+
     def inline_asm_elementwise(self, text: str, registers: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
         outs = registers.count("=")
         held = {f"${outs + i}": self._bits(value) for i, value in enumerate(args)}
@@ -142,8 +162,13 @@ class Machine(Language):
             if statement.strip() and not statement.strip().startswith(IGNORED):
                 self._do(statement.strip(), held)
         kinds = dtype if isinstance(dtype, tuple) else (dtype,)
-        found = tuple(held[f"${i}"].astype(np.uint32).view(kind).view(Lanes) for i, kind in enumerate(kinds))
+        found = tuple(self._typed(held[f"${i}"], kind) for i, kind in enumerate(kinds))
         return found if isinstance(dtype, tuple) else found[0]
+
+    @staticmethod
+    def _typed(bits: np.ndarray, kind: Any) -> Lanes:
+        wide = np.dtype(kind).itemsize == 8
+        return (bits if wide else bits.astype(np.uint32)).view(kind).view(Lanes)
 
     def _bits(self, value: Any) -> np.ndarray:
         value = np.ascontiguousarray(np.broadcast_to(np.asarray(value), self.count))
@@ -162,16 +187,26 @@ class Machine(Language):
             seen, statement = held["p"].astype(bool), statement[3:]
         op, _, rest = statement.partition(" ")
         parts = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest)]
-        if op in PLAIN:
+        if op == "mov.b64":
+            low, high = parts[0].strip("{}").split(",")
+            word = self._value(parts[1], held)
+            held[low], held[high] = word & MASK, word >> 32 & MASK
+        elif op in PLAIN:
             found = PLAIN[op](*(self._value(part, held) for part in parts[1:]))
             held[parts[0]] = found if found.dtype == bool else found & MASK
         elif op.startswith("mma."):
             self._multiply(*(part.strip("{}").split(",") for part in parts), held=held)
         elif op.startswith("ld."):
             self._load(op, parts[0].strip("{}").split(","), self._place(parts[1], held), held)
-        elif op == "st.shared.f32":
-            value = np.ascontiguousarray(self._value(parts[1], held).astype(np.uint32)[:, None])
-            self.memory[self._place(parts[0], held)[:, None] + np.arange(4)] = value.view(np.uint8)
+        elif op.startswith("st."):
+            memory = self.device.bytes if ".global" in op else self.memory
+            for i, name in enumerate(parts[1].strip("{}").split(",")):
+                value = np.ascontiguousarray(self._value(name, held)[seen].astype(np.uint32)[:, None])
+                place = self._place(parts[0], held)[seen] + 4 * i
+                memory[place[:, None] + np.arange(4)] = value.view(np.uint8)
+        elif op == "shfl.sync.bfly.b32":
+            value = self._value(parts[1], held).reshape(-1, 32)
+            held[parts[0]] = value[:, np.arange(32) ^ int(parts[2])].reshape(-1)
         else:
             assert op.startswith("cp.async."), statement
             self._copy(self._place(parts[0], held)[seen], self._place(parts[1], held)[seen], int(parts[2]))
@@ -187,7 +222,7 @@ class Machine(Language):
         self.memory[to[:, None] + np.arange(size)] = self.device.bytes[source[:, None] + np.arange(size)]
 
     def _load(self, op: str, outs: list[str], at: np.ndarray, held: dict[str, np.ndarray]) -> None:
-        size = 2 if op.endswith(".b16") else 4
+        size = {"b16": 2, "b64": 8}.get(op.rpartition(".")[2], 4)
         assert not (at % (size * len(outs))).any()
         memory = self.memory
         if ".global" in op:
@@ -195,7 +230,7 @@ class Machine(Language):
             memory = self.device.bytes
         for i, out in enumerate(outs):
             raw = np.ascontiguousarray(memory[(at + size * i)[:, None] + np.arange(size)])
-            held[out] = raw.view(np.uint16 if size == 2 else np.uint32)[:, 0].astype(np.int64)
+            held[out] = raw.view(f"u{size}")[:, 0].astype(np.int64)
 
     def _multiply(self, d: list[str], a: list[str], b: list[str], c: list[str], held: dict[str, np.ndarray]) -> None:
         """Lane (g, t) has rows g and g + 8 of a, column g of b, columns 2t and 2t + 1 of c."""
@@ -224,8 +259,8 @@ def sources(machine: Machine, *names: str) -> dict[str, Any]:
     """What modules of `ops` define for one program, each with all that those before it do."""
     gluon = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function)
     made: dict[str, Any] = {"gl": machine, "gluon": gluon}
-    given = dict.fromkeys(("Any", "Sequence", "Tensor", "QTensor", "torch", "accumulate", "capability"), list)
+    given = dict.fromkeys(("Any", "Sequence", "Tensor", "QTensor", "torch", "accumulate", "capability", "cdiv"), list)
     for name in names:
-        made |= run_source(name, {**given, "INTERPRETED": False, **made})
+        made |= run_source(name, {**given, "Build": lambda *args, **options: None, "INTERPRETED": False, **made})
         made["shared"] = machine.shared
     return made

@@ -13,7 +13,7 @@ from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
 from auraflux.ops.turboquant._inputs import append, attend, code_pages
-from auraflux.ops.turboquant.arrangement import PAIR_BITS, PAIR_WIDTHS, Arrangement, arrangement_for
+from auraflux.ops.turboquant.arrangement import PAIR_WIDTHS, Arrangement, arrangement_for
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.pages import pack, unpack
 from auraflux.ops.turboquant.reference import append_codes, turboquant_attention, turboquant_partials
@@ -91,8 +91,9 @@ def test_only_hopper_gets_pairs(monkeypatch: pytest.MonkeyPatch):
     assert arrangement_for("cpu", 8, 4, 128, 64) is ROWS
     for key_bits in BITS:
         for value_bits in BITS:
-            paired = {key_bits, value_bits} <= set(PAIR_BITS)
-            assert arrangement_for("cuda", key_bits, value_bits, 128, 64) is (PAIRS if paired else ROWS)
+            assert arrangement_for("cuda", key_bits, value_bits, 128, 64) is PAIRS
+            # sixteen codes of 3 bits fill a word and a half
+            assert arrangement_for("cuda", key_bits, value_bits, 64, 64) is (ROWS if 3 in (key_bits, value_bits) else PAIRS)
     assert arrangement_for("cuda", 8, 4, 96, 64) is ROWS
     assert arrangement_for("cuda", 8, 4, 128, 24) is ROWS
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

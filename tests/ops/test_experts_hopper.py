@@ -6,8 +6,8 @@ import torch
 
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.moe._expert_cases import layer
-from auraflux.ops.moe.experts import Experts
-from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, route
+from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
 from tests.ops.threads import Pointer, pointer, slot_kernels
@@ -21,21 +21,30 @@ def passed(stack: QTensor) -> tuple[Pointer | None, Pointer | None, Pointer | No
     return pointer(stack.packed), pointer(stack.scales), pointer(stack.biases), stack.packed.stride(0), stack.scales.stride(0)
 
 
-def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out: torch.Tensor) -> None:
+def own_of(shared: SharedExpert | None) -> list[tuple[Pointer | None, ...]]:
+    if shared is None:
+        return [(None,) * 3] * 3
+    return [tuple(pointer(x) for x in (w.packed, w.scales, w.biases)) for w in (shared.gate, shared.up, shared.down)]
+
+
+def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out, shared=None) -> None:
     """All of `up_slots`, and those programs of `down_slots` that make ROWS."""
-    inner, hidden, warps = experts.inner, experts.hidden, 1 << (k - 1).bit_length()
-    between = torch.full((x.shape[0] * k, inner), float("nan"), dtype=torch.bfloat16)
+    inner, hidden, slots = experts.inner, experts.hidden, k if shared is None else k + 1
+    own_gate, own_up, own_down = own_of(shared)
+    between = torch.full((x.shape[0] * slots, inner), float("nan"), dtype=torch.bfloat16)
     choice = [pointer(one) for one in (ids, scores, bias)]
     for tile in range(inner // 16):
-        for pair in range(x.shape[0] * k):
+        for pair in range(x.shape[0] * slots):
             kernel, weight = slot_kernels(4, tile, pair)["up_slots"], (*passed(experts.gate), *passed(experts.up))
-            sizes = {"H": hidden, "K": k, "W": 4, "D": 4, "E": rule["E"], "SCORING": rule["SCORING"]}
-            kernel(pointer(x), *choice, *weight, pointer(between), experts.count, inner, **sizes)
+            sizes = {"H": hidden, "K": k, "W": 4, "D": 2, "E": rule["E"], "SCORING": rule["SCORING"]}
+            kernel(pointer(x), *choice, *weight, *own_gate, *own_up, pointer(between), experts.count, inner, **sizes)
     for tile in ROWS:
         for token in range(x.shape[0]):
-            kernel, sizes = slot_kernels(warps, tile, token)["down_slots"], {"INNER": inner, "K": k, "W": warps, "D": 2}
+            kernel, sizes = slot_kernels(8, tile, token)["down_slots"], {"INNER": inner, "K": k, "W": 8}
             given = pointer(ids), pointer(weights), pointer(scores), pointer(bias), scale, *map(pointer, added)
-            kernel(pointer(between), *given, *passed(experts.down), pointer(out), experts.count, hidden, **sizes, **rule)
+            kernel(
+                pointer(between), *given, *passed(experts.down), *own_down, pointer(out), experts.count, hidden, **sizes, **rule
+            )
 
 
 def seen(x: torch.Tensor) -> torch.Tensor:
@@ -87,3 +96,14 @@ def test_experts_are_chosen_by_their_scores(experts: Experts, x: torch.Tensor, s
     expected = combine.reference(residual.float(), moe, shared.float(), gate.float())
     assert relative_rms(seen(out).float(), seen(expected)) <= TOL
     assert np.isfinite(out.float().numpy()).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_shared_expert_is_one_more_slot(experts: Experts, x: torch.Tensor):
+    one, scores, gate = layer(1, 256, 256, lanes=1), torch.randn(2, 5).bfloat16(), torch.randn(2).bfloat16()
+    shared, residual = SharedExpert(one.gate[0], one.up[0], one.down[0]), torch.randn(2, 256).bfloat16()
+    out, rule = torch.zeros(2, 256, dtype=torch.bfloat16), {"E": 32, "SCORING": "softmax", "RENORMALIZE": True}
+    run(x, None, None, scores, None, 1.0, (residual, None, gate), experts, 3, rule, out, shared)
+    routing = Routing(3, "softmax", True)
+    expected = mixture.reference(x.float(), scores, routing, experts, residual.float(), None, shared, gate.float())
+    assert relative_rms(seen(out).float(), seen(expected)) <= TOL

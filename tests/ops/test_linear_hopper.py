@@ -1,6 +1,5 @@
 """Products of few tokens on Hopper, on numpy: which bits of which words meet which inputs, and where scales are found."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +21,9 @@ def weight_of(rows: int, width: int, bits: int, group: int):
 
 
 def put(device: Device, weight) -> list:
-    return [device.put(None if part is None else part.view(torch.int8)) for part in (weight.packed, weight.scales, weight.biases)]
+    return [
+        device.put(None if part is None else part.view(torch.int8)) for part in (weight.packed, weight.scales, weight.biases)
+    ]
 
 
 def nothing(*shape: int) -> torch.Tensor:
@@ -30,7 +31,7 @@ def nothing(*shape: int) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, weights: list, added: torch.Tensor | None, gated: bool, blocks: int, parts: int) -> list:
-    """Every program of `matvec` over one or two weights of as many rows."""
+    """Every program of `matvec_codes` over one or two weights of as many rows."""
     device, (rows, width) = Device(), weights[0].shape
     outs = [device.put(nothing(1, rows)) for _ in range(1 if gated else len(weights))]
     args = [device.put(x)]
@@ -38,10 +39,11 @@ def multiply(x: torch.Tensor, weights: list, added: torch.Tensor | None, gated: 
         args += put(device, weights[number]) if number < len(weights) else [None] * 3
         args += [device.put(added) if number < len(weights) else None, outs[number] if number < len(outs) else None]
     count = 1 if gated else len(weights)
-    args += [rows // (16 * blocks) if number < count - 1 else None for number in range(3)]
-    sizes = count, gated, width, weights[0].bits, weights[0].group, blocks, parts, 2, 3, 1, 2
-    for program in range(len(weights) * rows // (16 * blocks)):
-        sources(Machine(device, 2, program), *PARTS, "linear/_hopper_one.py")["matvec"](*args, *sizes)
+    programs = len(weights) * rows // (16 * blocks)
+    args += [programs // 2 if number < count - 1 else None for number in range(3)]
+    sizes = count, gated, width, weights[0].bits, weights[0].group, blocks, parts, 2, 3, 2
+    for program in range(programs):
+        sources(Machine(device, 2, program), *PARTS, "linear/_hopper_one.py")["matvec_codes"](*args, *sizes)
     return [device.get(out, nothing(1, rows)).float() for out in outs]
 
 
@@ -70,3 +72,31 @@ def test_one_token_gated():
     gate, up = (product(x, weight) for weight in weights)
     (found,) = multiply(x, weights, None, True, 2, 1)
     assert relative_rms(found, torch.nn.functional.silu(gate) * up) < 1e-2
+
+
+# bits, group (0: MXFP4), width, parts of eight columns, blocks of rows, tokens
+SOME = [(8, 64, 576, 4, 1, 5), (4, 64, 1088, 2, 2, 13), (2, 64, 1024, 2, 1, 11), (6, 64, 640, 2, 1, 5), (5, 64, 640, 2, 1, 5),
+        (3, 64, 640, 2, 1, 8), (4, 32, 544, 1, 1, 3), (4, 0, 544, 1, 1, 9), (4, 128, 1152, 2, 1, 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "group", "width", "parts", "blocks", "tokens"), SOME)
+def test_some_tokens(bits: int, group: int, width: int, parts: int, blocks: int, tokens: int):
+    torch.manual_seed(0)
+    weight, x, device = weight_of(32 * blocks, width, bits, group), torch.randn(tokens, width).bfloat16(), Device()
+    out, rows = device.put(nothing(tokens, 32 * blocks)), 32 * blocks
+    args = (
+        device.put(x),
+        *put(device, weight),
+        out,
+        tokens,
+        rows,
+        width,
+        bits,
+        group or 32,
+        parts,
+        blocks,
+        1 if tokens <= 8 else 2,
+    )
+    for program in range(2):
+        sources(Machine(device, 2, program), *PARTS, "linear/_hopper_some.py")["matmul_codes"](*args, 2, 1)
+    assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight)) < TOL

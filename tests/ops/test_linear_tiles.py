@@ -1,6 +1,7 @@
 """Products by tiles of tokens on Hopper, without one: tokens are in the order in which codes are taken apart; plans fit."""
 
 import types
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from auraflux.ops._cases import relative_rms
 from auraflux.ops.linear import _by_tiles, _hopper_tiles
+from auraflux.quant import quantize
 from auraflux.quant.packing import unpack
 from tests.ops.emulated import Pointer, Program, Tensor
 
@@ -37,7 +40,7 @@ def test_tokens_are_in_the_order_of_codes(bits: int, block: int):
     packed = torch.randint(-(2**31), 2**31, (16, block * bits // 32), dtype=torch.int32, generator=generator)
     codes = unpack(packed, bits).numpy()
     inputs, ordered = np.arange(block, dtype=np.float32), np.full(block, -1, np.float32)
-    run(_hopper_tiles.order_tokens, Pointer(inputs), Pointer(ordered), 1, block, block, bits, 1, block, block)
+    run(_by_tiles.order_tokens, Pointer(inputs), Pointer(ordered), 1, block, block, bits, 1, block, block)
     words = run(_hopper_tiles._words, Shaped(packed.numpy()), block)
     for n, some in enumerate(words):
         for j in range(4):
@@ -51,9 +54,42 @@ def test_tokens_are_in_the_order_of_codes(bits: int, block: int):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("tokens", [2, 17, 33, 65, 129, 1000])
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (8192, 8192), (256000, 4096), (64, 65536)])
-def test_plans_fit(bits: int, tokens: int, rows: int, width: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_by_tiles, "multiprocessors", lambda device: 132)
-    tile, block, stages, shares = _by_tiles._plan(tokens, [rows], width, bits, torch.device("cpu"))
-    assert stages >= 3
-    assert stages * (_by_tiles.ROWS * block * bits // 8 + block * tile * 2) <= 221 << 10
-    assert 1 <= shares <= max(1, -(-width // block))
+def test_plans_fit(bits: int, tokens: int, rows: int, width: int):
+    found = _by_tiles.plan(tokens, (rows,), width, bits, 132)
+    assert found.stages >= 3
+    assert found.stages * (found.rows * found.block * bits // 8 + found.block * found.tile * 2) <= _by_tiles.SHARED_NBYTES
+    # more sums than these do not fit into registers
+    assert found.rows * found.tile <= 128 * 256
+    assert 1 <= found.shares <= max(1, -(-width // found.block))
+
+
+def test_plans_fill_the_gpu():
+    assert _by_tiles.plan(64, (8192,), 8192, 4, 132) == _by_tiles.Plan(64, 128, 256, 4, 2)
+    # gate and up: one round of high programs, not two of low ones
+    assert _by_tiles.plan(64, (14336, 14336), 4096, 4, 132) == _by_tiles.Plan(64, 256, 256, 3, 1)
+    assert _by_tiles.plan(1024, (14336, 14336), 4096, 4, 132) == _by_tiles.Plan(256, 128, 128, 3, 1)
+
+
+def every_plan() -> list[tuple[_by_tiles.Plan, int]]:
+    found = []
+    for bits, (tile, rows), shares in product((4, 8), _by_tiles.STEP_US, (1, 3)):
+        block = 256 if tile <= 64 and bits == 4 else 128
+        stages = min(6, _by_tiles.SHARED_NBYTES // (rows * block * bits // 8 + block * tile * 2))
+        if bits == 4 or rows == 128:
+            found.append((_by_tiles.Plan(tile, rows, block, stages, shares), bits))
+    return [(plan, bits) for plan, bits in found if plan.stages >= 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("plan", "bits"), every_plan())
+def test_plans_on_the_gpu(plan: _by_tiles.Plan, bits: int, group: int):
+    x = torch.randn(300, 1152).bfloat16().cuda()
+    weights = [quantize(torch.randn(rows, 1152).bfloat16().cuda(), bits, group, "affine") for rows in (333, 333, 65)]
+    products = [x.float() @ weight.dequantize(torch.float32).T for weight in weights]
+    outs = [x.new_full((300, weight.shape[0]), float("nan")) for weight in weights]
+    _by_tiles.launch_tiles(x, weights, outs, False, plan)
+    for out, wanted in zip(outs, products, strict=True):
+        assert relative_rms(out.float(), wanted) < 4e-3
+    _by_tiles.launch_tiles(x, weights[:2], outs[:1], True, plan)
+    assert relative_rms(outs[0].float(), torch.nn.functional.silu(products[0]) * products[1]) < 1e-2

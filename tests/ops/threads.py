@@ -1,8 +1,8 @@
 """Gluon kernels whose tensors have one element per thread, on numpy: a program of the grid at a time, its threads side by side.
 
 Triton's interpreter does not run Gluon. This runs a kernel's source with stand-ins for the language and for the pieces of PTX
-in `linear._nibbles` and `moe._cuda_choose`, so that places, masks and sums can be checked without a GPU. It cannot see what
-goes wrong between threads: copies are done when asked for, and barriers mean nothing.
+in `linear._nibbles`, `moe._cuda_quads` and `moe._cuda_choose`, so that places, masks and sums can be checked without a GPU. It
+cannot see what goes wrong between threads: copies are done when asked for, and barriers mean nothing.
 """
 
 import re
@@ -94,8 +94,11 @@ class Language:
         return np.full(1, self.ids[axis], np.int32).view(Values)
 
     @staticmethod
-    def where(choice: Any, a: Any, b: Any) -> Values:
-        kind = next(x.dtype for x in (a, b) if isinstance(x, np.ndarray))
+    def where(choice: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, Pointer):
+            # of two tensors, as if one lay behind the other
+            return Pointer(np.concatenate([a.memory, b.memory]), a.kind, np.where(choice, a.offset, b.offset + a.memory.size))
+        kind = next((x.dtype for x in (a, b) if isinstance(x, np.ndarray)), np.int64)
         return np.where(choice, np.asarray(a, kind), np.asarray(b, kind)).view(Values)
 
     @staticmethod
@@ -177,8 +180,26 @@ class Threads:
             found += [self._columns(sums, 0), self._columns(sums, 1)]
         return tuple(found)
 
-    def four_sum(self, at: Any) -> Values:
-        return self._read(at, 16).view(np.float32).sum(-1, dtype=np.float32).view(Values)
+    def copy_quad(self, slot: Any, lane: Any, source: Pointer, there: Any, K: int) -> None:
+        for first in range(0, 16, 4):
+            row = first + lane // 8
+            self.copy(16, slot + row * 128 + (lane % 8 ^ row % 8) * 16, source + first * (K // 2), there)
+
+    def sum_quad(self, slot: Any, x: np.ndarray, g: Any, mine: Any, h: int, sums: tuple[Values, ...]) -> tuple[Values, ...]:
+        t, X, sums = np.arange(self.count) % 4, self.sum_x(x), sums[:4]
+        for j in range(4):
+            found = self.group_sums(self.codes_at(slot + (mine ^ 32 * j)), x, None, 1)
+            places = [(2 * t + i % 2 == 4 * h + j) * (found[i] + 128 * X[i % 2]) for i in range(4)]
+            sums = tuple((one + more).astype(np.float32).view(Values) for one, more in zip(sums, places, strict=True))
+        return sums
+
+    def put_rows(self, at: Any, lane: Any, first: Any, second: Any) -> None:
+        for more, value in ((0, first), (32, second)):
+            sums = np.repeat(np.asarray(value).reshape(-1, 4).sum(1, dtype=np.float32), 4)
+            self.put((at + lane // 4 * 4 + more)[lane % 4 == 0], sums[lane % 4 == 0])
+
+    def float_at(self, at: Any, there: Any) -> Values:
+        return np.where(there, self._read(np.where(there, at, 0), 4).view(np.float32)[..., 0], np.float32(0)).view(Values)
 
     def bf16_at(self, word: Any, place: int) -> Values:
         return widen((np.asarray(word).astype(np.int64) >> (16 * place) & 0xFFFF).astype(np.uint16)).view(Values)
@@ -195,23 +216,32 @@ def run_source(name: str, names: dict[str, Any]) -> dict[str, Any]:
     """What the source of a module defines, its imports replaced by `names`."""
     text = (OPS / name).read_text()
     text = re.sub(r"^from [^\n]* import (\([^)]*\)|[^\n]*)\n", "", text, flags=re.M)
-    made = {"gluon": SimpleNamespace(jit=lambda function: function), **names}
+    same = {"jit": lambda function: function, "constexpr_function": lambda function: function}
+    made = {"gluon": SimpleNamespace(**same), **names}
     exec(compile(text, name, "exec"), made)
     return made
 
 
 def slot_kernels(warps: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe._cuda_slots` for one program."""
+    """The kernels of `moe._cuda_slots` for one program; every warp chooses for itself."""
     threads, language = Threads(warps), Language(*ids)
-    choosing = run_source("moe/_cuda_choose.py", {"gl": language})
-    choosing |= {"_highest": threads.over_warp(np.max), "_lowest": threads.over_warp(np.min)}
-    found = {name: choosing[name] for name in ("choose", "load_scores", "weights_of")}
-    for function in found.values():
-        function.__globals__.update(choosing, _add_lanes=threads.over_warp(np.sum), from_lane=threads.from_lane)
-    pieces = ("shared", "word_at", "put", "copy", "copy_codes", "codes_at", "load_x", "sum_x", "group_sums", "bf16_at")
-    found |= {name: getattr(threads, name) for name in (*pieces, "from_lane")}
+    found: dict[str, Any] = {"gl": language, "run": lambda *args: None, "wait_ptx": lambda pending: None, "MMA": ""}
     found |= dict.fromkeys(("AWAIT", "COMMIT", "SYNC", "X_GLOBAL"), None) | {"COPY8": 8}
-    found |= {"gl": language, "run": lambda *args: None, "wait_ptx": lambda pending: None}
-    made = run_source("moe/_cuda_slots.py", found)
-    made["_four_sum"] = threads.four_sum
-    return made
+    pieces = ("shared", "word_at", "put", "copy", "copy_codes", "codes_at", "load_x", "bf16_at")
+    found |= {name: getattr(threads, name) for name in pieces}
+    choosing = run_source("moe/_cuda_choose.py", found)
+    choosing |= {"_highest": threads.over_warp(np.max), "_lowest": threads.over_warp(np.min), "from_lane": threads.from_lane}
+    choosing |= {"_add_lanes": threads.over_warp(np.sum)}
+    for name in ("load_scores", "weights_of", "_choose_wide"):
+        choosing[name].__globals__.update(choosing)
+    found |= {name: choosing[name] for name in ("load_scores", "weights_of", "from_lane")}
+    wide = choosing["_choose_wide"]
+    found["choose"] = lambda xs, bias, tid, box, experts, last, E, sigmoid, narrow: wide(
+        xs, bias, tid % 32, experts, last, E, sigmoid
+    )
+    quads = run_source("moe/_cuda_quads.py", found)
+    quads |= {name: getattr(threads, name) for name in ("copy_quad", "sum_x", "sum_quad", "put_rows", "float_at")}
+    quads |= {"made": lambda value: value, "added": lambda sums: sums}
+    for name in ("sum_runs", "scaled", "expert_of", "down_of", "code_bytes"):
+        quads[name].__globals__.update(quads)
+    return run_source("moe/_cuda_slots.py", {**found, **quads})

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -92,6 +93,18 @@ def not_finite() -> Args:
     pages.v[last, 0, 5, 7] = torch.inf
     pages.k[last, :, 8:] = torch.nan
     pages.v[last, :, 8:] = torch.nan
+    return args
+
+
+def beyond_the_end(lengths: list[int], new: list[int], **options: Any) -> Args:
+    """Bits beyond the end that nobody sees, and a value that only later queries do, in bf16."""
+    args = queries(lengths, new, (8, 2), 128, page=64, dtype=BF16, **options)
+    pages = args["pages"]
+    for b, length in enumerate(lengths):
+        last = pages.table[b, length // 64]
+        pages.k[last, :, length % 64 :] = torch.nan
+        pages.v[last, :, length % 64 :] = torch.nan
+        pages.v[last, 1, length % 64 - 1, 7] = torch.inf
     return args
 
 
@@ -239,6 +252,33 @@ CASES = [
     Case(attention, "long-decode", lambda: queries([2000, 3], [1, 1], (4, 1), 64, sinks=True)),
     Case(attention, "long-chunk", lambda: queries([1500, 3], [3, 1], (4, 1), 64, sinks=True)),
     Case(attention, "bf16", lambda: queries(*RAGGED, (8, 2), 64, dtype=BF16), tol=4e-3),
+    Case(attention, "bf16-decode", lambda: queries([700, 40], [1, 1], (8, 2), 128, page=64, dtype=BF16), tol=4e-3),
+    Case(
+        attention, "bf16-decode-batch", lambda: queries([70] * 34, [1] * 34, (6, 2), 64, None, 64, BF16, sinks=True), tol=4e-3
+    ),
+    Case(
+        attention,
+        "bf16-decode-window",
+        lambda: queries([700, 9], [2, 1], (6, 2), 64, None, 64, BF16, None, 100, True),
+        tol=4e-3,
+    ),
+    Case(
+        attention, "bf16-decode-softcap", lambda: queries([300], [1], (16, 1), 256, page=64, dtype=BF16, softcap=3.0), tol=4e-3
+    ),
+    Case(attention, "f16-decode", lambda: queries([500], [1], (32, 1), 128, page=128, dtype=F16, sinks=True), tol=1e-3),
+    Case(attention, "bf16-decode-not-finite", lambda: beyond_the_end([300, 130], [1, 2], window=100), tol=4e-3),
+    Case(attention, "bf16-prefill", lambda: queries([333, 100, 7], [300, 100, 0], (8, 2), 128, page=64, dtype=BF16), tol=4e-3),
+    Case(
+        attention, "bf16-prefill-window", lambda: queries([400], [300], (6, 2), 64, None, 128, BF16, None, 70, True), tol=4e-3
+    ),
+    Case(
+        attention,
+        "bf16-prefill-softcap",
+        lambda: queries([200], [130], (4, 2), 256, page=64, dtype=BF16, softcap=3.0),
+        tol=4e-3,
+    ),
+    Case(attention, "f16-prefill", lambda: queries([200], [200], (4, 4), 128, page=64, dtype=F16), tol=1e-3),
+    Case(attention, "bf16-prefill-not-finite", lambda: beyond_the_end([300, 130], [200, 130]), tol=4e-3),
     Case(attention, "bf16-cache", lambda: queries(*RAGGED, (8, 2), 100, page=7, cache=BF16)),
     Case(attention, "f16-cache", lambda: queries(*RAGGED, (8, 2), 100, page=7, cache=F16)),
     Case(attention_partials, "decode", lambda: queries([1000, 300], [1, 1], (8, 2), 128, page=64, window=128), bench=True),
@@ -270,6 +310,10 @@ CASES = [
     Case(latent_attention, "bf16", lambda: latent_queries(*RAGGED, 4, 64, 16, dtype=BF16), tol=4e-3),
     Case(latent_attention, "few-heads-bf16", lambda: latent_queries([130, 64], [1, 1], 8, 512, 64, 64, BF16), tol=4e-3),
     Case(latent_attention, "many-heads-bf16", lambda: latent_queries([200, 3], [2, 1], 128, 512, 64, 128, BF16), tol=4e-3),
+    Case(latent_attention, "few-heads-batch", lambda: latent_queries([70] * 68, [1] * 68, 16, 512, 64, 64, BF16), tol=4e-3),
+    Case(latent_attention, "odd-heads-bf16", lambda: latent_queries([500], [1], 21, 512, 64, 128, BF16), tol=4e-3),
+    Case(latent_attention, "many-heads-batch", lambda: latent_queries([70] * 34, [1] * 34, 128, 512, 64, 64, BF16), tol=4e-3),
+    Case(latent_attention, "80-heads-bf16", lambda: latent_queries([300, 20], [2, 1], 80, 512, 64, 64, BF16), tol=4e-3),
     Case(latent_attention, "f16-cache", lambda: latent_queries(*RAGGED, 4, 100, 16, cache=F16)),
     Case(append_latent, "one-token", lambda: new_latents([700], [1], 512, 64, 64), bench=True),
     Case(append_latent, "ragged", lambda: new_latents(*RAGGED, 63, 5, 7)),

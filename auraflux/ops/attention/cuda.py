@@ -1,17 +1,26 @@
-"""Attention on CUDA, in Triton: how it computes is in `_flash`, `_flash_pages` and `_latent_flash`."""
+"""Attention on CUDA. Plain Triton serves everything: `_flash`, `_flash_pages`, `_latent_flash`.
+
+On Hopper Gluon serves what it can faster: few tokens in `_decode_hopper`, many in `_prefill_hopper`; latents in
+`_latent_columns` for few heads and in `_latent_rows` for many.
+"""
 
 import torch
 from torch import Tensor
 
-from auraflux.ops._triton import Build, cdiv, power_of_two, ready
-from auraflux.ops.attention._flash import EVERYTHING, Parts, join, launch_merge, merge, narrow, parts_like, shape_for
+from auraflux.ops._triton import cdiv, power_of_two, ready
+from auraflux.ops.attention._builds import KERNELS
+from auraflux.ops.attention._decode_hopper import attend_decode, fits_decode
+from auraflux.ops.attention._flash import EVERYTHING, Parts, launch_merge, narrow, parts_like, shape_for
 from auraflux.ops.attention._flash_pages import attend_pages
-from auraflux.ops.attention._latent_flash import latent_output, latent_products, latent_query
-from auraflux.ops.attention._latent_hopper import attend_hopper, fits_hopper, latent_tiles, merge_tiles, tile_layout
+from auraflux.ops.attention._latent_columns import MOST_COLUMNS, attend_columns
+from auraflux.ops.attention._latent_flash import latent_output, latent_query
+from auraflux.ops.attention._latent_rows import attend_rows, fits_latent
+from auraflux.ops.attention._prefill_hopper import attend_prefill, fits_prefill
 from auraflux.ops.attention._rows import append_rows, split_rows
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 
 __all__ = [
+    "KERNELS",
     "append_kv",
     "append_latent",
     "attention",
@@ -34,7 +43,12 @@ def attention(
     softcap: float | None = None,
 ) -> Tensor:
     out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
-    _attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap)
+    if out.numel() and fits_decode(q, pages):
+        attend_decode(q, pages, starts, scale, window, sinks, softcap, out)
+    elif out.numel() and fits_prefill(q, pages, scale):
+        attend_prefill(q, pages, starts, scale, window, sinks, softcap, out)
+    else:
+        _attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap)
     return out
 
 
@@ -54,10 +68,11 @@ def attention_partials(
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
     out = torch.empty_like(q_latent)
-    if out.numel() and fits_hopper(q_latent, q_rope, pages):
-        attend_hopper(q_latent, q_rope, pages, starts, scale, out)
-        return out
-    _attend(q_latent, q_rope, (pages.latent, pages.rope), pages, starts, scale, out)
+    if out.numel() and fits_latent(q_latent, q_rope, pages):
+        attend = attend_columns if q_latent.shape[1] <= MOST_COLUMNS else attend_rows
+        attend(q_latent, q_rope, pages, starts, scale, out)
+    else:
+        _attend(q_latent, q_rope, (pages.latent, pages.rope), pages, starts, scale, out)
     return out
 
 
@@ -191,59 +206,3 @@ def split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> tuple[Tensor, 
         sizes = {"HEADS": heads, "NOPE": nope, "ROPE": rope, "LATENT": latent, "BLOCK": block}
         split_rows[(tokens, cdiv(wider, block))](q, kv, *parts, **sizes)
     return parts
-
-
-def _attend_build(kind: str, rows: int, keys: int, whole: bool, latent: bool = False, **options: int) -> Build:
-    """Attention over pages of 64: 32 heads of 128 on 8, or 16 heads on one latent of 512 with a rotated key of 64."""
-    pointer, sizes = f"*{kind}", "fp32 fp32 i32 i32 i32:16 i32 i32 i32"
-    spare = dict.fromkeys(("part_o", "part_m", "part_l") if whole else (), None)
-    spare |= {} if whole else {"out": None}
-    spare |= {"sinks": None} if latent else {"q_rope": None, "sinks": None}
-    shape = {"G": 16, "HEADS": 1, "D": 512, "DV": 64, "P": 512, "PV": 64} if latent else {
-        "G": 4, "HEADS": 8, "D": 128, "DV": 128, "P": 128, "PV": 128}  # fmt: skip
-    flags = {"WIDE": kind == "fp32", "LATENT": latent, "SOFTCAP": False, "ALIGNED": True, "WHOLE": whole}
-    pointers = [pointer] * (4 if latent else 3) + ["*i32"] * 3 + ([pointer] if whole else ["*fp32"] * 3)
-    constants = {**spare, **shape, "PAGE": 64, "M": rows, "N": keys, "S": 1, **flags}
-    return Build(attend_pages, f"{' '.join(pointers)} {sizes}", constants, kind != "fp32", options)
-
-
-def _latent_build(whole: bool) -> Build:
-    """Heads over one sequence in parts, or over a batch of 32 at once."""
-    tiles = (f"tensordesc<bf16[64,{columns}],{tile_layout(columns)!r}>".replace(" ", "") for columns in (512, 64, 512, 64))
-    left_out = ("part_o", "part_m", "part_l") if whole else ("out",)
-    results, sizes = "*bf16" if whole else "*fp32 *fp32 *fp32", "fp32 i32 i32:16 i32 i32 i32"
-    constants = {**dict.fromkeys(left_out, None), "PAGE": 64, "S": 32 if whole else 1}
-    types = f"{' '.join(tiles)} *i32 *i32 *i32 {results} {sizes}"
-    return Build(latent_tiles, types, constants, hot=True, options={"num_warps": 8})
-
-
-_MERGED = {"sinks": None, "D": 128, "P": 64, "S": 64, "C": 32}
-_ROWS = "*i32 *i32 *i32 i32 i32 i32"
-_WEIGHT = {"HEADS": 64, "ROWS": 256, "USED": 128, "C": 512, "BITS": 4, "GROUP": 64, "R": 32, "B": 64, "WIDE": False}
-_KV = {"HEADS": 8, "A": 128, "B": 128, "PAGE": 64, "P": 128, "S": 1}
-
-KERNELS = [
-    _attend_build("bf16", 16, 64, whole=False, num_warps=4, num_stages=3),
-    _attend_build("bf16", 128, 64, whole=True, num_warps=8, num_stages=3),
-    _attend_build("fp32", 16, 32, whole=False, num_warps=4, num_stages=2),
-    _attend_build("fp32", 32, 32, whole=True, num_warps=4, num_stages=2),
-    _attend_build("bf16", 16, 32, whole=False, latent=True, num_warps=8, num_stages=2),
-    _latent_build(whole=False),
-    _latent_build(whole=True),
-    Build(merge_tiles, "*fp32 *fp32 *fp32 *bf16 i32:16", {"S": 128, "P": 32}, hot=True),
-    Build(merge, "*fp32 *fp32 *fp32 *bf16 i32:16 i32:16", _MERGED, hot=True),
-    Build(
-        join,
-        "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32:16 i32:16",
-        {"sinks": None, "D": 128, "P": 64, "S": 64, "C": 32},
-        hot=True,
-    ),
-    Build(
-        append_rows, f"*bf16 *bf16 *bf16 *bf16 {_ROWS}", {"HEADS": 8, "A": 128, "B": 128, "PAGE": 64, "P": 128, "S": 1}, True
-    ),
-    Build(
-        split_rows, "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16", {"HEADS": 128, "NOPE": 128, "ROPE": 64, "LATENT": 512, "BLOCK": 1024}
-    ),
-    Build(latent_products, "*bf16 *i32 *bf16 *bf16 *bf16 i32", {**_WEIGHT, "SKIP": 0, "QUERY": True, "T": 16}, hot=True),
-    Build(latent_products, "*bf16 *i32 *bf16 *bf16 *bf16 i32", {**_WEIGHT, "SKIP": 128, "QUERY": False, "T": 64}, hot=True),
-]

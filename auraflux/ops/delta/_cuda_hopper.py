@@ -9,9 +9,14 @@ the part of A that joins pairs of them. Its operands are float16, which is as ex
 accumulators. An accumulator lies as a register operand does, so memory, W S, new values and memory again never touch
 shared memory. One more warp feeds the tiles.
 
+A long sequence goes in parts. The walk of one, on a stream of its own, runs beside the chunks of the next: 32 value heads
+occupy 64 multiprocessors, and what it reads is still in the second cache.
+
 Slots of a ragged batch's chunks are those of `_cuda_chunks`. A sequence's last chunk reads into the tokens of the next one;
 those count for nothing, as their strength is taken as 0, and are not written.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,13 +31,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from auraflux.ops._triton import INTERPRETED, capability
+from auraflux.ops._triton import INTERPRETED, capability, cdiv, multiprocessors
 from auraflux.ops.delta._cuda_scan import scan_tiles
 from auraflux.ops.delta._cuda_tiles import A64, A128, BF, COL, F32, HALVES, HF, M64, M128, ROW, C, publish
 
 HOPPER = (9, 0)
 WIDTH = 128  # channels of keys and values
 STAGES = 3
+# chunks from which on a single sequence goes in so many parts, and what they were measured with: 32 value heads on an H200
+PARTS = ((256, 4), (32, 2), (0, 1))
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _parts(tokens: int, heads: int, device: torch.device) -> int:
+    """How many parts a sequence goes in: one is walked while the next one's chunks are made, on multiprocessors left over."""
+    if 2 * heads >= multiprocessors(device) * 3 // 4:
+        return 1
+    return next(parts for chunks, parts in PARTS if tokens >= chunks * C.value)
 
 
 @gluon.jit
@@ -67,11 +86,11 @@ def _inverse(a, As, Xs, i, j):
 
 @gluon.jit
 def chunk_tiles(
-    qs, ks, vs, ws, us, ps, decay, beta, gates, starts, sequences, tokens,
+    qs, ks, vs, ws, us, ps, decay, beta, gates, starts, sequences, begin, tokens,
     HEADS: gl.constexpr, SHARED: gl.constexpr, SINGLE: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
-    head, place = gl.program_id(0), gl.program_id(1)
+    head, place = gl.program_id(0), begin // C + gl.program_id(1)
     if SINGLE:
         first, end = place * C, tokens
     else:
@@ -169,25 +188,23 @@ def prefill_hopper(
     gates = torch.empty(slots * heads * 192, dtype=torch.float32, device=v.device)
     qs, ks, vs, os = _tiles(q, tokens, 128), _tiles(k, tokens, 128), _tiles(v, tokens, 128), _tiles(out, tokens, 64)
     ws, ps = _tiles(w, len(w), 128), _tiles(p, len(p), 64)
-    chunk_tiles[heads, slots](
-        qs, ks, vs, ws, _tiles(u, len(u), 128), ps, decay, beta, gates, starts, batch, tokens, heads, shared,
-        batch == 1, num_warps=4, maxnreg=168,
-    )  # fmt: skip
-    scan_tiles[2, heads, batch](
-        qs,
-        ks,
-        ws,
-        _tiles(u, len(u), 64),
-        ps,
-        os,
-        out,
-        gates,
-        state,
-        starts,
-        tokens,
-        heads,
-        shared,
-        batch == 1,
-        STAGES,
-        num_warps=4,
-    )
+    wide, narrow, single = _tiles(u, len(u), 128), _tiles(u, len(u), 64), batch == 1
+    parts = _parts(tokens, heads, v.device) if single else 1
+    size = cdiv(cdiv(tokens, C.value), parts) * C.value
+    main = torch.cuda.current_stream(v.device)
+    side = _side(v.device) if parts > 1 else main
+    for begin in range(0, tokens, size):
+        end = min(tokens, begin + size)
+        chunk_tiles[heads, cdiv(end - begin, C.value) if single else slots](
+            qs, ks, vs, ws, wide, ps, decay, beta, gates, starts, batch, begin, end, heads, shared, single,
+            num_warps=4, maxnreg=168,
+        )  # fmt: skip
+        if parts > 1:
+            side.wait_stream(main)
+        with torch.cuda.stream(side):
+            scan_tiles[2, heads, batch](
+                qs, ks, ws, narrow, ps, os, out, gates, state, starts, begin, end, heads, shared, single, STAGES,
+                num_warps=4,
+            )  # fmt: skip
+    if parts > 1:
+        main.wait_stream(side)

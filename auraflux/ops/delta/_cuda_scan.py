@@ -50,7 +50,7 @@ def _memory(state, head, half):
 @gluon.jit
 def _carry(
     os, out, Q, K, W, U, P, G, T, full, empty, gates, state, start, end, slot, head, half, b,
-    HEADS: gl.constexpr, ST: gl.constexpr,
+    HEADS: gl.constexpr, SINGLE: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     S = gl.load(_memory(state, b * HEADS + head, half))
     gdc_wait()
@@ -82,7 +82,8 @@ def _carry(
         total = warpgroup_mma_wait(0, deps=[total])
         T.permute((1, 0)).store(total.to(BF))
         publish()
-        if first + C <= end:
+        # what is past the last sequence's end is past the tensor's, where the copy engine writes nothing
+        if SINGLE or first + C <= end:
             tma.async_copy_shared_to_global(os, [first, head * 128 + half * 64], T)
         else:
             at = (first + token).to(gl.int64)[:, None] * (HEADS * 128) + (head * 128 + half * 64 + value)[None, :]
@@ -97,12 +98,12 @@ def _carry(
 
 @gluon.jit
 def scan_tiles(
-    qs, ks, ws, us, ps, os, out, gates, state, starts, tokens,
+    qs, ks, ws, us, ps, os, out, gates, state, starts, begin, tokens,
     HEADS: gl.constexpr, SHARED: gl.constexpr, SINGLE: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     half, head, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if SINGLE:
-        start, end = b * 0, tokens
+        start, end = b * 0 + begin, tokens
     else:
         start, end = gl.load(starts + b), gl.minimum(gl.load(starts + b + 1), tokens)
     if start >= end:
@@ -123,7 +124,10 @@ def scan_tiles(
     publish()
     gl.warp_specialize(
         [
-            (_carry, (os, out, Q, K, W, U, P, G, T, full, empty, gates, state, start, end, slot, head, half, b, HEADS, ST)),
+            (
+                _carry,
+                (os, out, Q, K, W, U, P, G, T, full, empty, gates, state, start, end, slot, head, half, b, HEADS, SINGLE, ST),
+            ),
             (
                 _feed,
                 (qs, ks, ws, us, ps, Q, K, W, U, P, G, full, empty, gates, start, end, slot, head, half, HEADS, SHARED, ST),

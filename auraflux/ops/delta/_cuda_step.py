@@ -3,9 +3,10 @@
 Both products are taken of the old memory, so one pass does everything: with S' = g S + k dᵀ, S'ᵀ q = g Sᵀ q + d (k . q). The
 norms of q and k are factors of the two results.
 
-A cluster of programs serves a key head and the value heads that share it, each program some columns of their memories. They
-all read the key head's last inputs; only when they have met, at the exchange for the norm of the result, are these
-overwritten. With few heads a value head is split among several programs, which exchange one number each.
+A cluster of programs serves a key head and the value heads that share it. They all read the key head's last inputs, which are
+overwritten only when every program is known to have them. With few heads a value head's columns are split among several
+programs, and one number each goes around for the norm of the result: by stores that count themselves in, before the memory
+is written, as a barrier of the cluster would wait for that to be done.
 
 The memory is read before `gdc_wait`, while the kernel before still runs, which may not be one that writes it: a step right
 after another of the same sequences starts when that has ended.
@@ -21,8 +22,11 @@ from auraflux.ops._triton import INTERPRETED, capability
 
 HOPPER = (9, 0)
 WIDTH = 128  # channels of keys and values
+ARRIVE, WAIT = gl.constexpr("barrier.cluster.arrive.release.aligned;"), gl.constexpr("barrier.cluster.wait.acquire.aligned;")
 MOST_PROGRAMS = 8  # of a cluster
 SPLIT = 4  # programs of a value head, where a cluster has room for them
+SPLIT_HEADS = 128  # up to so many in all; with more, an H200 is full without
+WARPS = {1: 8, 2: 8, 4: 4}  # by programs of a head
 
 # by device, the memory that the last step changed
 _latest: dict[torch.device, int] = {}
@@ -43,16 +47,42 @@ def _channels(programs, warps, split):
 
 
 @gluon.constexpr_function
-def _exchange_ptx(programs, split):
-    """The sum over the programs of a head: thread i leaves this one's number with program i, and each adds up its head's."""
+def _open_ptx(programs):
+    """A box for a number of each program, after a barrier that counts their bytes; others may write when all have this."""
+    return (
+        f"{{.shared .align 16 .b64 box[{programs // 2 + 1}]; .reg .b32 la,i; .reg .b64 s; .reg .pred z; mov.u32 la,box;"
+        "mov.u32 i,%tid.x; setp.eq.u32 z,i,0; @z mbarrier.init.shared::cta.b64 [la],1;"
+        f"@z mbarrier.arrive.expect_tx.shared::cta.b64 s,[la],{4 * programs}; fence.mbarrier_init.release.cluster;"
+        "barrier.cluster.arrive.release.aligned; add.u32 $0,la,8; // $1\n}"
+    )
+
+
+@gluon.constexpr_function
+def _send_ptx(programs):
+    """Thread i leaves this program's number $2 with program i."""
+    return (
+        "{.reg .b32 ra,rb,r,i; .reg .pred w; mov.u32 r,%cluster_ctarank; shl.b32 r,r,2; mov.u32 i,%tid.x;"
+        f"setp.lt.u32 w,i,{programs}; barrier.cluster.wait.acquire.aligned; @w mapa.shared::cluster.u32 ra,$1,i;"
+        "@w sub.u32 rb,ra,8; @w add.u32 ra,ra,r;"
+        "@w st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [ra],$2,[rb]; mov.b32 $0,$1;}"
+    )
+
+
+@gluon.constexpr_function
+def _take_ptx(split):
+    """The sum over the programs of a head, when all of the cluster have sent theirs."""
     add = "".join(f"ld.shared.f32 t,[la+{4 * i}]; add.f32 $0,$0,t;" for i in range(1, split))
     return (
-        f"{{.shared .align 16 .b32 box[{programs}]; .reg .b32 la,ra,r,i; .reg .f32 t; .reg .pred w; mov.u32 la,box;"
-        f"mov.u32 r,%cluster_ctarank; shl.b32 r,r,2; mov.u32 i,%tid.x; setp.lt.u32 w,i,{programs};"
-        "barrier.cluster.wait.acquire.aligned; @w mapa.shared::cluster.u32 ra,la,i; @w add.u32 ra,ra,r;"
-        "@w st.shared::cluster.f32 [ra],$1; barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-        f"and.b32 r,r,{-4 * split}; add.u32 la,la,r; ld.shared.f32 $0,[la]; {add}}}"
+        "{.reg .b32 la,r; .reg .f32 t; .reg .pred p; sub.u32 la,$1,8;"
+        "MORE: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[la],0; @!p bra MORE; mov.u32 r,%cluster_ctarank;"
+        f"shl.b32 r,r,2; and.b32 r,r,{-4 * split}; add.u32 la,$1,r; ld.shared.f32 $0,[la]; {add}}}"
     )
+
+
+@gluon.jit
+def _cluster(PTX: gl.constexpr, value):
+    """Arrive at the barrier of the cluster, or wait there."""
+    gl.inline_asm_elementwise(PTX + " mov.u32 $0,$1;", "=r,r,~{memory}", [value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -98,10 +128,8 @@ def layer_step(
     C: gl.constexpr = (2 + G) * KEYS * 128
     n, key_head = gl.program_id(0) // KEYS, gl.program_id(0) % KEYS
     rank = gl.inline_asm_elementwise("mov.u32 $0,%cluster_ctarank; // $1", "=r,r", [n], gl.int32, is_pure=True, pack=1)
-    if NC > 1:
-        # met by the first wait of the exchange: a program must have started before others write to it
-        ptx: gl.constexpr = "barrier.cluster.arrive.relaxed.aligned; mov.u32 $0,$1;"
-        gl.inline_asm_elementwise(ptx, "=r,r", [n], gl.int32, is_pure=False, pack=1)
+    if NS > 1:
+        box = gl.inline_asm_elementwise(_open_ptx(NC), "=r,r,~{memory}", [rank], gl.int32, is_pure=False, pack=1)
     first, head = (n * KEYS + key_head) * G, (n * KEYS + key_head) * G + rank // NS
     row, column = gl.arange(0, 128, LK), gl.arange(0, G * 128, LV)
     memory = state + first.to(gl.int64) * 16384 + ((column // 128 * 16384 + column % 128)[None, :] + row[:, None] * 128)
@@ -124,19 +152,27 @@ def layer_step(
     q = gl.convert_layout(_convolved(xq, last_q, taps_q), LK)
     k = gl.convert_layout(_convolved(xk, last_k, taps_k), LK)
     v = gl.convert_layout(_convolved(xv, last_v, taps_v), LV)
+    if NC > 1 and NS == 1:
+        _cluster(ARRIVE, n)
     kq, unit_k, unit_q = gl.sum(k * q, 0), gl.rsqrt(gl.sum(k * k, 0) + unit_eps), gl.rsqrt(gl.sum(q * q, 0) + unit_eps) * scale
     g = gl.exp(-rate * gl.where(forget > 20.0, forget, gl.log(1.0 + gl.exp(forget))))
     at_k, at_q = gl.sum(S * k[:, None], 0), gl.sum(S * q[:, None], 0)
     d = (v - at_k * (g * unit_k)) / (1.0 + gl.exp(-strength))
     o = at_q * (g * unit_q) + d * (kq * unit_k * unit_q)
-    gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
+    if NS == 1:
+        gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
     o2 = gl.reshape(o, [NC, 128 // NS])  # a row for each program
     total = gl.sum(o2 * o2, 1)
-    if NC > 1:
-        total = gl.inline_asm_elementwise(_exchange_ptx(NC, NS), "=f,f", [total], gl.float32, is_pure=False, pack=1)
+    if NS > 1:
+        args = [box + gl.zeros_like(total).to(gl.int32), total]
+        box = gl.inline_asm_elementwise(_send_ptx(NC), "=r,r,f,~{memory}", args, gl.int32, is_pure=False, pack=1)
+        gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
+        total = gl.inline_asm_elementwise(_take_ptx(NS), "=f,r,~{memory}", [box], gl.float32, is_pure=False, pack=1)
     o2 = o2 * gl.rsqrt(total * (1.0 / 128) + eps)[:, None]
     o = gl.convert_layout(gl.reshape(o2, [G * 128]), LV, assert_trivial=True) * w * (gate / (1.0 + gl.exp(-gate)))
     gl.store(out + first.to(gl.int64) * 128 + column, o.to(out.dtype.element_ty))
+    if NC > 1 and NS == 1:
+        _cluster(WAIT, n)
     _keep(conv, cq, xq, last_q, C, rank == 0)
     _keep(conv, ck, xk, last_k, C, rank == 0)
     _keep(conv, cv, xv, last_v, C, cv >= 0)
@@ -166,10 +202,10 @@ def step_hopper(
     """`delta_layer_step` into `out`."""
     (batch, heads), key_heads = state.shape[:2], _key_heads(qkv, state)
     shared = heads // key_heads
-    split = min(SPLIT, MOST_PROGRAMS // shared)
+    split = SPLIT if batch * heads <= SPLIT_HEADS and SPLIT * shared <= MOST_PROGRAMS else 1
     early = _latest.get(state.device) != state.data_ptr()
     _latest[state.device] = state.data_ptr()
     layer_step[(batch * key_heads,)](
         qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, out, unit_eps, eps, WIDTH**-0.5,
-        key_heads, shared, split, num_warps=16 // split, num_ctas=shared * split, launch_pdl=early,
+        key_heads, shared, split, num_warps=WARPS[split], num_ctas=shared * split, launch_pdl=early,
     )  # fmt: skip

@@ -15,22 +15,44 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear._hopper_rows import copy_part, copy_scales, lines_at, passed, row_pitch, scale_piece, scale_pitch, served
+from auraflux.ops._triton import Build, cdiv
+from auraflux.ops.linear._hopper_rows import (
+    copy_part,
+    copy_scales,
+    lines_at,
+    passed,
+    row_pitch,
+    scale_piece,
+    scale_pitch,
+    served,
+)
 from auraflux.ops.linear._nibbles import AWAIT, COMMIT, SYNC, put, run, shared, wait_ptx, word_at
 from auraflux.ops.linear._planes import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
 from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # that one launch multiplies one token by
 WIDEST = 32768  # inputs whose scales shared memory holds
-# parts of a run, and parts in flight
-RINGS = {2: (1, 3), 3: (1, 2), 4: (2, 3), 5: (2, 3), 6: (2, 3), 8: (4, 3)}
+MANY_RUNS = 16  # of eight columns: enough for eight warps
+MANY_ROWS = 8192  # enough for programs of several blocks
+MX = 0  # stands for the bits of MXFP4 below
+# by bits and whether groups are of 32: blocks of 16 rows of a program, where there are many rows; parts of a run, parts in
+# flight, columns in turns. Measured on an H200, 8192 x 8192; what is not among those for eight warps was no better with them
+EIGHT_WARPS = {
+    (MX, True): (2, 1, 4, 4), (2, False): (4, 1, 2, 4), (4, True): (2, 1, 3, 8),
+    (8, False): (2, 4, 3, 2), (8, True): (2, 2, 3, 2),
+}  # fmt: skip
+FOUR_WARPS = {
+    (MX, True): (1, 1, 2, 4), (2, False): (1, 1, 3, 4), (3, False): (1, 1, 2, 2), (4, False): (1, 2, 3, 4),
+    (4, True): (1, 1, 2, 4), (5, False): (1, 1, 2, 2), (6, False): (1, 1, 2, 2),
+    (8, False): (1, 4, 3, 1), (8, True): (1, 2, 3, 2),
+}  # fmt: skip
 
 
 @gluon.jit
-def matvec(
+def matvec_codes(
     x, w, s, b, a, y, w1, s1, b1, a1, y1, w2, s2, b2, a2, y2, w3, s3, b3, a3, y3, end0, end1, end2,
     COUNT: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
-    R: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr = 1, GANG: gl.constexpr = 1,
+    R: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, D: gl.constexpr, GANG: gl.constexpr,
 ):  # fmt: skip
     """One token, 16R rows a program. Warp v takes runs v, v + W, ... of eight columns, in PARTS; D parts are in flight.
 
@@ -57,6 +79,7 @@ def matvec(
     STEPS: gl.constexpr = R * PARTS
     BIASES: gl.constexpr = 16 * R * S_PITCH
     PER: gl.constexpr = D * SLOT + SIZE * BIASES
+    AHEAD: gl.constexpr = MINE > 1
     ROWS: gl.constexpr = 8 if GATED else 16
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
@@ -94,12 +117,10 @@ def matvec(
         run(COMMIT, lane)
     run(AWAIT, lane)
     # where a lane's words begin, and by how many bits its stream is shifted there
-    word = 24 * t // 32 if BITS == 3 else WORDS * t
+    word = 24 * t // 32 if BITS == 3 else t if BITS == 5 else WORDS * t
     mine = base + g * PITCH + word * 4
     after, shift = mine, mine
     if BITS == 3 or BITS == 5:
-        word = word if BITS == 3 else t
-        mine = base + g * PITCH + word * 4
         after, shift = base + g * PITCH + gl.minimum(word + 1, BITS - 1) * 4, 8 * BITS * t % 32
     line = scales + g * S_PITCH + t * (S_RUN // 4)
     if not WHOLE:
@@ -135,7 +156,7 @@ def matvec(
                 for j in gl.static_range(8 // PARTS // GANG):
                     words = ()
                     for n in gl.static_range(GANG):
-                        words += ws[j * GANG + n]
+                        words += ws[j * GANG + n]  # type: ignore[assignment]
                     c = column_sums(words, xs, shift, BITS, COLUMN, AFFINE, 1, GANG)
                     for n in gl.static_range(GANG):
                         keep = t == (h * (8 // PARTS) + j * GANG + n) // 2
@@ -183,34 +204,89 @@ def matvec(
     memory._keep_alive()
 
 
-def fits_one(x: Tensor, weight: QTensor) -> bool:
-    """Whether `multiply_hopper_one` serves one token times a weight."""
-    return served(x, weight) and 0 < weight.shape[1] <= WIDEST
+def fits_codes_one(x: Tensor, weights: Sequence[QTensor], added: Sequence[Tensor | None] = ()) -> bool:
+    """Whether `multiply_codes_one` serves one token times weights of one format."""
+    return (
+        x.shape[0] == 1
+        and 0 < len(weights) <= MOST_WEIGHTS
+        and 0 < x.shape[1] <= WIDEST
+        and len({vector is None for vector in added}) <= 1
+        and all(served(x, weight) for weight in weights)
+    )
 
 
-def multiply_hopper_one(
+def _shape(weights: Sequence[QTensor]) -> tuple[int, int, int, int, int]:
+    """Blocks of 16 rows of a program, parts of a run, warps, parts in flight, columns in turns."""
+    first, rows = weights[0], [weight.shape[0] for weight in weights]
+    runs = cdiv(first.shape[1], 8 * min(first.group, 64))
+    kind = MX if first.biases is None else first.bits, first.group == 32
+    # each warp takes as many runs, whether they are there or not
+    eight = kind in EIGHT_WARPS and runs >= MANY_RUNS and 8 * cdiv(runs, 8) <= 1.2 * runs
+    block, parts, deep, gang = (EIGHT_WARPS if eight else FOUR_WARPS)[kind]
+    if sum(rows) < MANY_ROWS or any(count % (16 * block) for count in rows):
+        block = 1
+    return block, parts, 8 if eight else 4, deep, gang
+
+
+def multiply_codes_one(
     x: Tensor,
     weights: Sequence[QTensor],
     outs: Sequence[Tensor],
-    added: Sequence[Tensor | None] | None = None,
+    added: Sequence[Tensor | None] = (),
     gated: bool = False,
-    ring=None, warps=4, cap=None, ahead=1, R=1, gang=1,
-):
+) -> None:
     """One token times up to MOST_WEIGHTS weights of one width and format in one launch, into bf16 [1, N] each.
 
-    added   vectors to add, one for each weight or none at all
+    added   vectors to add, one for each weight, or none at all
     gated   silu(first product) * second, into one out
     """
-    bits, group, width = weights[0].bits, weights[0].group, weights[0].shape[1]
     args: list[Any] = []
     for number in range(MOST_WEIGHTS):
         args += passed(weights[number]) if number < len(weights) else [None] * 3
-        args.append(added[number] if added and number < len(weights) else None)
+        args.append(added[number] if number < len(added) else None)
         args.append(outs[number] if number < len(outs) else None)
-    ends = list(accumulate(weight.shape[0] // (16 * R) for weight in weights))
-    count, grid = (1, ends[0] * 2) if gated else (len(weights), ends[-1])
+    block, parts, warps, deep, gang = _shape(weights)
+    ends = list(accumulate(weight.shape[0] // (16 * block) for weight in weights))
+    count = 1 if gated else len(weights)
     args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
-    parts, deep = ring or RINGS[bits]
-    if group == 32:
-        parts = max(1, parts // 2)
-    return matvec[(grid,)](x, *args, count, gated, width, bits, group, R, parts, warps, deep, ahead, gang, num_warps=warps, maxnreg=cap, launch_pdl=True)
+    sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, block, parts, warps, deep, gang
+    matvec_codes[(ends[-1],)](x, *args, *sizes, num_warps=warps, launch_pdl=True)
+
+
+def _builds() -> list[Build]:
+    """Each of the formats, three weights, and two of an MLP."""
+    names, codes = "wsbay", "*i8 *i8 *i8"
+
+    def build(types: str, weights: int, kind: tuple[int, bool], group: int, width: int, warps: int, **flags: Any) -> Build:
+        block, parts, deep, gang = (EIGHT_WARPS if warps == 8 else FOUR_WARPS)[kind]
+        absent = [f"{name}{number}" for number in range(weights, MOST_WEIGHTS) for name in names]
+        absent += ["a", "a1", "a2", "a3", *(f"end{number}" for number in range(max(flags["COUNT"], 1) - 1, MOST_WEIGHTS - 1))]
+        absent += (["b"] if kind[0] == MX else []) + (["y1"] if flags["GATED"] else [])
+        sizes = {
+            "K": width,
+            "BITS": kind[0] or 4,
+            "GROUP": group,
+            "R": block,
+            "PARTS": parts,
+            "W": warps,
+            "D": deep,
+            "GANG": gang,
+        }
+        return Build(matvec_codes, types, {**dict.fromkeys(absent), **flags, **sizes}, hot=True, options={"num_warps": warps})
+
+    one, alone = f"*bf16 {codes} *bf16", {"COUNT": 1, "GATED": False}
+    three = f"*bf16 {' '.join([f'{codes} *bf16'] * 3)} i32 i32"
+    return [
+        *(build(one, 1, (bits, False), 64, 8192, 8, **alone) for bits in (2, 8)),
+        *(build(one, 1, (bits, False), 64, 8192, 4, **alone) for bits in (3, 5, 6)),
+        build(one, 1, (4, True), 32, 8192, 8, **alone),
+        build("*bf16 *i8 *i8 *bf16", 1, (MX, True), 32, 8192, 8, **alone),
+        build("*bf16 *i8 *i8 *bf16", 1, (MX, True), 32, 2880, 4, **alone),
+        build(one, 1, (4, False), 64, 8256, 4, **alone),
+        build(one, 1, (4, False), 128, 8192, 4, **alone),
+        build(three, 3, (8, False), 64, 4096, 4, COUNT=3, GATED=False),
+        build(f"{one} {codes}", 2, (8, False), 64, 4096, 4, COUNT=1, GATED=True),
+    ]
+
+
+ONE_BUILDS = _builds()

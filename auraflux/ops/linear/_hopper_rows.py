@@ -140,6 +140,7 @@ def served(x: Tensor, weight: QTensor) -> bool:
         and weight.scales.dtype is (torch.uint8 if weight.biases is None else torch.bfloat16)
         and (weight.bits, weight.group) in SERVED
         and capability(x.device) == HOPPER
+        and rows > 0
         and rows % 16 == 0
         and width * weight.bits % 128 == 0
         and not (x.data_ptr() | weight.packed.data_ptr() | weight.scales.data_ptr() | biases.data_ptr()) % 16

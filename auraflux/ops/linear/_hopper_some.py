@@ -4,12 +4,28 @@ As in `_hopper_one.py`, warps split K and each streams codes into its own ring, 
 an `mma` is a token.
 """
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear._hopper_rows import copy_part, copy_scales, lines_at, row_pitch, scale_piece, scale_pitch
+from auraflux.ops._triton import Build, cdiv
+from auraflux.ops.linear._hopper_rows import (
+    copy_part,
+    copy_scales,
+    lines_at,
+    passed,
+    row_pitch,
+    scale_piece,
+    scale_pitch,
+    served,
+)
 from auraflux.ops.linear._nibbles import AWAIT, COMMIT, COPY16, SYNC, copy, put, run, shared, wait_ptx, word_at
 from auraflux.ops.linear._planes import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
+from auraflux.quant import QTensor
+
+MOST_TOKENS = 16
+WARPS = 8
+SHARED_NBYTES = 227 << 10  # of a program
 
 
 @gluon.jit
@@ -24,7 +40,7 @@ def _copy_x(slot, lane, x, there_from, M, K: gl.constexpr, TOKENS: gl.constexpr,
 
 
 @gluon.jit
-def matmul16(
+def matmul_codes(
     x, w, s, b, y, M, N, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -101,15 +117,17 @@ def matmul16(
                     xs += xm
                     X += column_starts(xm, BITS, COLUMN, AFFINE)
                 for r in gl.static_range(R):
-                    ws = words_at(slot + mine, slot + after, 16 * r * PITCH + (2 * p + half) * (COLUMN * BITS // 8), BITS, COLUMN, PITCH)
+                    ws = words_at(
+                        slot + mine, slot + after, 16 * r * PITCH + (2 * p + half) * (COLUMN * BITS // 8), BITS, COLUMN, PITCH
+                    )
                     c = column_sums(ws, xs, shift, BITS, COLUMN, AFFINE, TILES, 1)
                     for k in gl.static_range(4 * TILES):
-                        line = lines[2 * r + k // 2 % 2]
+                        a = acc[r * 4 * TILES + k]
                         if AFFINE:
-                            a = acc[r * 4 * TILES + k] + line[half] * (c[k] + X[k // 4 * 4 + k % 2 + 2])
-                            a += line[2 + half] * X[k // 4 * 4 + k % 2]
+                            a += lines[2 * r + k // 2 % 2][half] * (c[k] + X[k // 4 * 4 + k % 2 + 2])
+                            a += lines[2 * r + k // 2 % 2][2 + half] * X[k // 4 * 4 + k % 2]
                         else:
-                            a = acc[r * 4 * TILES + k] + line[half] * (c[k] * MX_SHIFT)
+                            a += lines[2 * r + k // 2 % 2][half] * (c[k] * MX_SHIFT)
                         if not EVEN:
                             a = gl.where((warp + i * W) * HELD + (2 * p + half) < COLUMNS, a, acc[r * 4 * TILES + k])
                         new += (a,)  # type: ignore[assignment]
@@ -135,3 +153,60 @@ def matmul16(
         row, token2 = row0 + k2 // (4 * TILES) * 16 + g + k2 % 4 // 2 * 8, k2 // 4 % TILES * 8 + 2 * t + k2 % 2
         gl.store(y + token2 * N + row, out.to(gl.bfloat16), (token2 < M) & (k2 < SUMS))
     memory._keep_alive()
+
+
+def _plan(tokens: int, weight: QTensor) -> tuple[int, int, int | None] | None:
+    """Parts of eight columns, blocks of 16 rows of a program, a cap on registers; None where a shape does not go."""
+    rows = weight.shape[0]
+    parts = 4 if weight.bits == 8 and weight.group < 128 else 2
+    if weight.group == 32:
+        parts //= 2
+    wanted = 2 if tokens <= 8 else 4
+    if rows < 8192:
+        wanted //= 2
+    for block in (4, 2, 1):
+        if block <= wanted and rows % (16 * block) == 0 and _shared_nbytes(tokens, weight, parts, block) <= SHARED_NBYTES:
+            return parts, block, 128 if block == 2 and tokens <= 8 else None
+    return None
+
+
+def _shared_nbytes(tokens: int, weight: QTensor, parts: int, block: int) -> int:
+    column, size = min(weight.group, 64), 1 if weight.biases is None else 2
+    width = column * 8 // parts
+    mine, held = cdiv(cdiv(weight.shape[1], width), WARPS), width // weight.group * size
+    held += 0 if scale_piece(weight.shape[1] // weight.group * size, held) else 4
+    codes = 16 * block * row_pitch(width * weight.bits // 8, weight.bits, column)
+    x = (8 if tokens <= 8 else 16) * (2 * width + 16)
+    return WARPS * (codes + x + 16 * size * block * scale_pitch(mine, held)) + 2048
+
+
+def fits_some(x: Tensor, weight: QTensor) -> bool:
+    """Whether `multiply_some` serves a product."""
+    return 1 < x.shape[0] <= MOST_TOKENS and served(x, weight) and weight.shape[1] > 0 and _plan(x.shape[0], weight) is not None
+
+
+def multiply_some(x: Tensor, weight: QTensor, out: Tensor) -> None:
+    """Up to MOST_TOKENS tokens times a weight, into bf16 [T, N]."""
+    tokens, (rows, width) = x.shape[0], weight.shape
+    plan = _plan(tokens, weight)
+    assert plan is not None
+    parts, block, cap = plan
+    sizes = tokens, rows, width, weight.bits, weight.group, parts, block, 1 if tokens <= 8 else 2, WARPS, 1
+    grid = (rows // (16 * block),)
+    matmul_codes[grid](x, *passed(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+
+
+SOME_BUILDS = [
+    Build(
+        matmul_codes,
+        f"*bf16 *i8 *i8 {'*i8 ' if affine else ''}*bf16 i32 i32:16",
+        {**sizes, **({} if affine else {"b": None}), "K": 8192, "W": WARPS, "D": 1},
+        hot=True,
+        options={"num_warps": WARPS, **({"maxnreg": 128} if sizes["R"] == 2 else {})},
+    )
+    for affine, sizes in (
+        (True, {"BITS": 8, "GROUP": 64, "PARTS": 4, "R": 2, "TILES": 1}),
+        (True, {"BITS": 8, "GROUP": 64, "PARTS": 4, "R": 4, "TILES": 2}),
+        (False, {"BITS": 4, "GROUP": 32, "PARTS": 1, "R": 2, "TILES": 1}),
+    )
+]

@@ -108,6 +108,19 @@ def codes_ptx(row_nbytes, rows):
 
 
 @gluon.constexpr_function
+def _halves_ptx(row_nbytes, rows):
+    """128 bytes of each row; a lane copies 16 bytes of rows r, r + 4, r + 8 ... ($1: to even fours, $2: to odd fours).
+
+    The first half of the rows begins at $3, the second at $4.
+    """
+    text = "{.reg .pred p; setp.ne.b32 p,$5,0; mov.b32 $0,0;"
+    for i in range(rows // 4):
+        half, at = divmod(4 * i, rows // 2)
+        text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],[${3 + half}+{at * row_nbytes}],16;"
+    return text + "}"
+
+
+@gluon.constexpr_function
 def wait_ptx(pending):
     return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1"
 
@@ -129,6 +142,16 @@ def copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
     even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
     args = [even, odd, (source + r * (K // 2) + chunk * 16).to(gl.int64), there.to(gl.int32)]
     gl.inline_asm_elementwise(codes_ptx(K // 2, ROWS), "=r,r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.constexpr):
+    """128 bytes of each of ROWS rows; half of them begin at `first`, half at `second`."""
+    r, chunk = lane // 8, lane % 8
+    even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
+    mine = r * (K // 2) + chunk * 16
+    args = [even, odd, (first + mine).to(gl.int64), (second + mine).to(gl.int64), there.to(gl.int32)]
+    gl.inline_asm_elementwise(_halves_ptx(K // 2, ROWS), "=r,r,r,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

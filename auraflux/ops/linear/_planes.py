@@ -3,9 +3,9 @@
 Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
 column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
 
-- Two codes that lie 16 bits apart become a pair of bf16 by one `lop3`: a code of n bits at bit p of a half of a word, p + n <= 7,
-  is the mantissa of (128 >> p) + code. A row's stream of 3, 5 or 6 bits is first cut so that such halves meet; there, and at 2
-  bits, code i pairs with the one half of the stream further on.
+- Two codes that lie 16 bits apart become a pair of bf16 by one `lop3`: a code of n bits at bit p of a half of a word, where
+  p + n <= 7, is the mantissa of (128 >> p) + code. A row's stream of 3, 5 or 6 bits is first cut so that such halves meet;
+  there, and at 2 bits, code i pairs with the one half of the stream further on.
 - Eight bits are two planes, the lower seven and the highest: 128 + low and 128 + high add up to 256 + code.
 - MXFP4's sign and three bits are put where bf16 has its sign, lowest exponent bits and highest mantissa bit: value / 2**126.
   x is multiplied by 2**64, so that sums stay clear of float32's smallest numbers.
@@ -221,7 +221,7 @@ def sums_regs(column):
 
 @gluon.constexpr_function
 def copy_part_ptx(row_nbytes, part_nbytes, pitch, even):
-    """Part of 16 rows into a slot. $1: where a lane's chunk goes, $2, $3: where it lies in the first and in the last eight rows.
+    """Part of 16 rows into a slot. $1: where a lane's chunk goes, $2, $3: where it lies, of the first and the last eight rows.
 
     $4 is how much of the row is left from there on; where parts are whole, whether there is any.
     """

@@ -33,6 +33,11 @@ def product(tokens: int, rows: int, width: int, bits: int, dtype: torch.dtype = 
     return {**args, "bias": torch.randn(rows)} if bias else args
 
 
+def coded(tokens: int, rows: int, width: int, bits: int, group: int) -> Args:
+    """In bf16; a group of 0 stands for MXFP4."""
+    return product(tokens, rows, width, bits, dtype=BF16, group=group or 32, kind="affine" if group else "mxfp4")
+
+
 def dense(tokens: int, rows: int, width: int, dtype: torch.dtype) -> Args:
     return {"x": torch.randn(tokens, width), "weight": (torch.randn(rows, width) / width**0.5).to(dtype)}
 
@@ -61,6 +66,22 @@ def several_in_bf16(rows: tuple[int, ...]) -> Args:
 
 def several_tokens(tokens: int, rows: tuple[int, ...], bits: int) -> Args:
     return in_bf16(several(tokens, rows, 704, bits))
+
+
+def tiled_pair(tokens: int, rows: int, width: int, bits: int = 4) -> Args:
+    return in_bf16(pair(tokens, rows, width, bits))
+
+
+def several_coded(rows: tuple[int, ...], width: int, bits: int) -> Args:
+    return in_bf16(several(1, rows, width, bits))
+
+
+def pair_in_bf16(bits: int, width: int) -> Args:
+    return in_bf16(pair(1, 96, width, bits))
+
+
+def with_all_biases(args: Args) -> Args:
+    return {**args, "biases": [torch.randn(weight.shape[0]) for weight in args["weights"]]}
 
 
 def bf16_pair(first: int, second: int, width: int) -> list[torch.Tensor]:
@@ -143,6 +164,24 @@ def contracts(name: str, make, **options) -> list[Case]:
 # each is compiled on its own, so few stand for all: every width, group and type of scale occurs
 FORMATS = [*((bits, 64, BF16) for bits in (2, 3, 4, 5, 6, 8)), (4, 32, F16), (2, 128, F32)]
 
+# tokens, rows, inputs, bits, inputs of a group (0: MXFP4), for the kernels that read any format on Hopper: whole runs of
+# columns and not, scales in whole words and not, four warps and eight
+CODED = [
+    *((1, 48, width, bits, 64) for bits, width in ((2, 704), (3, 640), (3, 704), (4, 1088), (5, 1280), (6, 320), (8, 576))),
+    *((1, 32, width, bits, group) for bits, group, width in ((2, 128, 1152), (8, 128, 1152), (4, 32, 544), (8, 32, 1120))),
+    (1, 32, 352, 4, 0),
+    # too large for Triton's interpreter
+    (1, 128, 8192, 2, 64),
+    (1, 48, 8192, 8, 64),
+    (1, 112, 4096, 4, 32),
+    (1, 64, 4096, 8, 32),
+    (1, 128, 4096, 4, 0),
+    (1, 176, 2880, 4, 0),
+    (2, 176, 2880, 4, 0),
+    *((tokens, 48, 640, bits, 64) for tokens, bits in ((11, 2), (8, 3), (5, 5), (16, 6))),
+    (9, 32, 544, 4, 0),
+]
+
 # tokens, rows, inputs, bits, inputs of a group
 TILED = [
     (17, 128, 512, 4, 64),
@@ -156,6 +195,20 @@ TILED = [
     (40, 200, 544, 8, 32),
     (70, 129, 1152, 8, 128),
     (260, 100, 320, 8, 64),
+]
+# sizes for which tiles are shared out in each of the other ways
+TILED_LARGE = [
+    (520, 1000, 192, 4, 64),
+    (520, 200, 4160, 4, 64),
+    (17, 17000, 128, 4, 32),
+    (40, 17000, 192, 4, 32),
+    (300, 9000, 128, 4, 128),
+    (100, 200, 1152, 4, 128),
+    (520, 4100, 128, 4, 64),
+    (200, 5000, 4160, 4, 64),
+    (520, 1000, 128, 8, 64),
+    (520, 200, 2112, 8, 64),
+    (520, 2100, 128, 8, 32),
 ]
 
 CASES = [
@@ -190,14 +243,25 @@ CASES = [
         linear_case(f"bf16-{width}-{tokens}", lambda t=tokens, w=width: product(t, 128, w, 4, dtype=BF16), tol=4e-3)
         for width, tokens in ((256, 1), (768, 1), (2560, 1), (512, 5), (768, 16), (512, 33))
     ],
+    *[
+        linear_case(
+            f"bf16-{f'{bits}bit-g{group}' if group else 'mxfp4'}-{tokens}x{rows}x{width}",
+            lambda t=tokens, r=rows, w=width, b=bits, g=group: coded(t, r, w, b, g),
+            tol=4e-3,
+        )
+        for tokens, rows, width, bits, group in CODED
+    ],
+    linear_case("bf16-one-token-bias", lambda: product(1, 64, 256, 4, dtype=BF16, bias=True), tol=4e-3),
+    linear_case("bf16-some-tokens-bias", lambda: product(5, 64, 320, 6, dtype=BF16, bias=True), tol=4e-3),
     # tiles of tokens on Hopper: each size of tile, width of code and group, ends of rows, of inputs and of tokens
     *[
         linear_case(
             f"bf16-{bits}bit-g{group}-{tokens}x{rows}x{width}",
             lambda t=tokens, r=rows, w=width, b=bits, g=group: product(t, r, w, b, dtype=BF16, group=g),
             tol=4e-3,
+            slow=(tokens, rows, width, bits, group) in TILED_LARGE,
         )
-        for tokens, rows, width, bits, group in TILED
+        for tokens, rows, width, bits, group in TILED + TILED_LARGE
     ],
     linear_case("bf16-tiles-bias", lambda: product(20, 130, 320, 4, dtype=BF16, bias=True), tol=4e-3),
     linear_case("many-tokens", lambda: product(150, 65, 128, 4, bias=True)),
@@ -227,6 +291,9 @@ CASES = [
     Case(add_norm_linears, "biases", lambda: {**from_stream(1, 128, [9]), "biases": [torch.randn(9)], "delta": None}),
     Case(add_norm_gate_up, "bf16", lambda: gated_stream(1, 64, 2048, BF16), tol=8e-3),
     Case(add_norm_gate_up, "nothing-to-add", lambda: {**gated_stream(1, 128, 768, BF16), "delta": None}, tol=8e-3),
+    Case(add_norm_gate_up, "many-rows", lambda: gated_stream(1, 12288, 512, BF16), tol=8e-3),
+    Case(add_norm_linears, "many-rows", partial(stream_in_bf16, (12288, 64), 4096, False), tol=4e-3, slow=True),
+    Case(add_norm_linears, "many-rows-narrow", partial(stream_in_bf16, (24576, 128), 256, False), tol=4e-3),
     Case(add_norm_gate_up, "many-tokens", lambda: gated_stream(3, 33, 128)),
     Case(linears, "one-token", lambda: several(1, (2048, 512, 512), 1024, 4), exact=False, tol=FAST, flops=flops, bench=True),
     Case(linears, "one-token-exact", lambda: several(1, (128, 64, 33), 128, 4)),
@@ -242,10 +309,31 @@ CASES = [
         Case(linears, f"bf16-{tokens}-tokens-{bits}bit", partial(several_tokens, tokens, rows, bits), tol=4e-3)
         for tokens, rows, bits in ((20, (200, 64), 4), (40, (128, 300, 65), 4), (70, (1, 64, 128, 40), 8))
     ],
+    Case(linears, "bf16-many-rows", partial(several_tokens, 40, (9000, 8000, 65), 4), tol=4e-3, slow=True),
+    *[
+        Case(linears, f"bf16-{bits}bit-{len(rows)}", partial(several_coded, rows, width, bits), tol=4e-3)
+        for bits, rows, width in ((8, (64, 16), 576), (8, (96, 32, 32), 2048), (6, (48, 16, 16, 32), 320))
+    ],
+    Case(linears, "bf16-biases", lambda: with_all_biases(several_coded((64, 32, 16), 512, 4)), tol=4e-3),
+    Case(linears, "bf16-some-biases", lambda: with_biases(several_coded((64, 32, 16), 512, 8)), tol=4e-3),
     Case(linears, "dense-bf16-pair", lambda: in_bf16({"x": torch.randn(1, 333), "weights": bf16_pair(65, 1, 333)}), tol=4e-3),
     Case(gate_up_swiglu, "bf16-one-token", lambda: in_bf16(pair(1, 96, 768, 4)), tol=1e-2, flops=flops),
-    Case(gate_up_swiglu, "bf16-tokens", lambda: in_bf16(pair(33, 200, 704, 4)), tol=1e-2, flops=flops),
-    Case(gate_up_swiglu, "bf16-tokens-8bit", lambda: in_bf16(pair(130, 100, 256, 8)), tol=1e-2, flops=flops),
+    Case(gate_up_swiglu, "bf16-tokens", partial(tiled_pair, 33, 200, 704), tol=1e-2, flops=flops),
+    *[
+        Case(gate_up_swiglu, f"bf16-{t}x{rows}x{width}", partial(tiled_pair, t, rows, width), tol=1e-2, flops=flops, slow=True)
+        for t, rows, width in ((33, 200, 2112), (20, 10000, 128), (50, 9000, 320), (100, 9000, 320), (520, 4100, 256))
+    ],
+    Case(gate_up_swiglu, "bf16-tokens-8bit", partial(tiled_pair, 130, 100, 256, 8), tol=1e-2, flops=flops),
+    *[
+        Case(
+            gate_up_swiglu,
+            f"bf16-{bits}bit-one-token",
+            partial(pair_in_bf16, bits, width),
+            tol=1e-2,
+            flops=flops,
+        )
+        for bits, width in ((8, 768), (2, 576))
+    ],
     Case(gate_up_swiglu, "one-token", lambda: pair(1, 1536, 576, 4), exact=False, tol=2e-2, flops=flops, bench=True),
     Case(gate_up_swiglu, "many-tokens", lambda: pair(21, 128, 192, 4), flops=flops),
     Case(gate_up_swiglu, "mixed-bits", lambda: pair(3, 63, 128, 4, up_bits=8), flops=flops),

@@ -1,8 +1,9 @@
 """Products with weights on CUDA, by the number of tokens.
 
 One is bound by reading codes (`_one.py`). For several, the weight is written out in the activations' dtype, and cuBLAS does the
-rest. The commonest format has kernels of its own on Hopper (`_hopper.py`), which read codes also for several tokens. Dense
-weights go to cuBLAS at once.
+rest. The commonest format has kernels of its own on Hopper (`_hopper.py`), which read codes also for several tokens; up to a
+thousand, codes of 4 and 8 bits become operands of the matrix units there (`_by_tiles.py`). Other formats and widths have
+kernels for one token (`_hopper_one.py`) and up to 16 (`_hopper_some.py`). Dense weights go to cuBLAS at once.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,13 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import Build, cdiv, power_of_two, ready
 from auraflux.ops.activation.cuda import swiglu
+from auraflux.ops.linear._builds import STREAM_BUILDS
 from auraflux.ops.linear._by_tiles import FEW, MOST_TOGETHER, TILE_BUILDS, fits_tiles, multiply_hopper_tiles
 from auraflux.ops.linear._codes import check_order, constants, operands, weights_at
-from auraflux.ops.linear._hopper import MOST_WEIGHTS, fits_hopper, matmul16, matvec, multiply_hopper, multiply_hopper_one
+from auraflux.ops.linear._hopper import fits_hopper, matmul16, multiply_hopper
+from auraflux.ops.linear._hopper_one import ONE_BUILDS, fits_codes_one, multiply_codes_one
+from auraflux.ops.linear._hopper_some import SOME_BUILDS, fits_some, multiply_some
+from auraflux.ops.linear._hopper_stream import MOST_WEIGHTS, multiply_stream
 from auraflux.ops.linear._normed import NORMED_BUILDS, WIDEST, multiply_normed
 from auraflux.ops.linear._one import (
     multiply_one,
@@ -91,7 +96,10 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
     alike, plain = _one_format(weights), _small_and_dense(weights)
     if len(flat) == 1 and 1 < len(alike) <= MOST_WEIGHTS and not any(b is not None for b in added) and _fit(flat, alike):
         outs = [x.new_empty(1, weight.shape[0]) for weight in weights]
-        multiply_hopper_one(flat, alike, outs)
+        multiply_stream(flat, alike, outs)
+    elif _by_codes(flat, alike, added):
+        outs = [x.new_empty(1, weight.shape[0]) for weight in weights]
+        multiply_codes_one(flat, alike, outs, added)
     elif len(flat) == 1 and len(alike) == 3 and not fits_hopper(flat, alike[0]):
         outs = [x.new_empty(1, weight.shape[0]) for weight in weights]
         multiply_one_three(flat, alike, added, outs)
@@ -118,7 +126,7 @@ def add_norm_linears(
     if len(flat) == 1 and 0 < len(alike) <= MOST_WEIGHTS and not added and _fit(flat, alike) and norm.dtype is torch.float32:
         outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
         total = x if delta is None else torch.empty_like(x)
-        multiply_hopper_one(flat, alike, outs, normed=(delta, norm, total, eps))
+        multiply_stream(flat, alike, outs, normed=(delta, norm, total, eps))
         return total, tuple(outs)
     h, total = _normed(x, delta, norm, eps)
     return total, linears(h, weights, biases)
@@ -150,7 +158,7 @@ def add_norm_gate_up(
     if len(flat) == 1 and alike and _fit(flat, alike) and norm.dtype is torch.float32:
         out = x.new_empty(*x.shape[:-1], gate.shape[0])
         total = x if delta is None else torch.empty_like(x)
-        multiply_hopper_one(flat, alike, [out], gated=True, normed=(delta, norm, total, eps))
+        multiply_stream(flat, alike, [out], gated=True, normed=(delta, norm, total, eps))
         return total, out
     h, total = _normed(x, delta, norm, eps)
     return total, gate_up_swiglu(h, gate, up)
@@ -169,7 +177,9 @@ def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
     if alike and tokens == 1:
         out = x.new_empty(tokens, gate.shape[0])
         if _fit(flat, alike):
-            multiply_hopper_one(flat, alike, [out], gated=True)
+            multiply_stream(flat, alike, [out], gated=True)
+        elif _by_codes(flat, alike, ()):
+            multiply_codes_one(flat, alike, [out], gated=True)
         else:
             multiply_one_gated(flat, alike[0], alike[1], out)
     elif _by_tiles(flat, alike):
@@ -216,6 +226,12 @@ def _fit(x: Tensor, weights: Sequence[QTensor]) -> bool:
     return all(fits_hopper(x, weight) for weight in weights)
 
 
+def _by_codes(x: Tensor, weights: Sequence[QTensor], added: Sequence[Tensor | None]) -> bool:
+    """Whether one token goes to the kernel for every format: not where that for the commonest one serves."""
+    bare = all(vector is None for vector in added)
+    return fits_codes_one(x, weights, added) and not (bare and _fit(x, weights))
+
+
 def _by_tiles(x: Tensor, weights: Sequence[QTensor]) -> bool:
     """Whether weights of one format are multiplied by tiles of tokens: not where the kernel for few tokens serves."""
     return bool(weights) and fits_tiles(x, weights) and not (len(x) <= FEW and _fit(x, weights))
@@ -239,6 +255,12 @@ def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if bias is None and fits_hopper(x, weight):
             multiply_hopper(x, weight, out)
             return out
+        if _by_codes(x, [weight], [bias]):
+            multiply_codes_one(x, [weight], [out], [bias])
+            return out
+        if fits_some(x, weight):
+            multiply_some(x, weight, out)
+            return out if bias is None else (out + bias).to(x.dtype)
         if tokens == 1:
             multiply_one(x, weight, bias, out)
             return out
@@ -274,33 +296,6 @@ def _dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None)
     return out
 
 
-def _matvec_builds() -> list[Build]:
-    """One weight, three, and two of an MLP; from a normalised stream, with and without something to add."""
-    weight, names = "*i8 *i64 *i64", "wsby"
-    options = {"num_warps": 4, "maxnreg": 128}
-
-    def absent(first: int) -> dict[str, None]:
-        return {f"{name}{number}": None for number in range(first, MOST_WEIGHTS) for name in names}
-
-    none = {"end0": None, "end1": None, "end2": None}
-    sizes = {"W": 4, "D": 3}
-    one = {**absent(1), **none, "COUNT": 1, "GATED": False, "K": 8192, **sizes}
-    three = {**absent(3), "end2": None, "COUNT": 3, "GATED": False, "K": 2048, **sizes}
-    gated = {**absent(2), **none, "y1": None, "COUNT": 1, "GATED": True, "K": 4096, **sizes}
-    several = " ".join([f"{weight} *bf16"] * 3)
-    plain = {"delta": None, "norm": None, "total": None}
-    added, alone = "*bf16 *bf16 *fp32 *bf16 fp32", "*bf16 *fp32 *bf16 fp32"
-    return [
-        Build(matvec, f"*bf16 fp32 {weight} *bf16", {**one, **plain}, hot=True, options=options),
-        Build(matvec, f"*bf16 fp32 {several} i32 i32", {**three, **plain}, hot=True, options=options),
-        Build(matvec, f"*bf16 fp32 {weight} *bf16 {weight}", {**gated, **plain}, hot=True, options=options),
-        Build(matvec, f"{alone} {several} i32 i32", {**three, "delta": None}, hot=True, options=options),
-        Build(matvec, f"{added} {several} i32 i32", {**three, "K": 4096}, hot=True, options=options),
-        Build(matvec, f"{added} {weight} *bf16 {weight}", gated, hot=True, options=options),
-        Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 8192}, hot=True, options=options),
-    ]
-
-
 def _builds() -> list[Build]:
     four = {"BITS": 4, "GROUP": 64, "AFFINE": True}
     one = {"EVEN": True, "COLUMNS": 128, "ROWS": 4}
@@ -326,7 +321,7 @@ def _builds() -> list[Build]:
             hot=True,
             options=warp,
         ),
-        *_matvec_builds(),
+        *STREAM_BUILDS,
         Build(
             matmul16,
             "*bf16 *i8 *i64 *i64 *bf16 i32 i32:16",
@@ -347,4 +342,4 @@ def _builds() -> list[Build]:
     ]
 
 
-KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS]
+KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS, *ONE_BUILDS, *SOME_BUILDS]

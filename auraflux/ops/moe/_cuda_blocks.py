@@ -2,7 +2,8 @@
 
 A block is of 8 or 16 pairs (token, slot) of one expert, see `_cuda_many`. A program multiplies 128 rows of the expert with a
 block: their x lie in shared memory for all of it, and each of eight warps has 16 rows and streams their codes by itself, as in
-`linear._nibbles`. Half of the warps of `up_block` have rows of gate, the others the same ones of up.
+`linear._nibbles`. Half of the warps of `up_block` have rows of gate, the others the same ones of up. `down_block` starts early
+and asks for its first codes while `up_block` still works: which experts are met has been known since before that.
 """
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.linear._nibbles import (
+    AWAIT,
     COMMIT,
     COPY8,
     COPY16,
@@ -29,15 +31,16 @@ from auraflux.ops.linear._nibbles import (
     wait_ptx,
     word_at,
 )
+from auraflux.ops.moe._cuda_group import MOST_GROUPED, grouped_at_once
 from auraflux.ops.moe._cuda_many import grouped
-from auraflux.ops.moe._cuda_slots import code_bytes
+from auraflux.ops.moe._cuda_quads import code_bytes
 from auraflux.ops.moe._cuda_stacks import passed
 from auraflux.ops.moe.experts import Experts
 
 WARPS = 8
 BLOCKS = (8, 16)  # pairs
 MOST_PAIRS = 2048  # 16 for each of 128 experts
-RING = 4  # quads of 16 rows that a warp has in flight
+RING = 3  # quads of 16 rows that a warp has in flight
 SHARED_NBYTES = 227 << 10
 X_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 
@@ -69,7 +72,7 @@ def _copy_block(to, x, placed, warp, lane, pairs, k, K: gl.constexpr, TILES: gl.
 @gluon.jit
 def _rows_of_block(
     tid, base_x, sums_x, base, codes, scales, biases, x, placed, pairs, k,
-    K: gl.constexpr, TILES: gl.constexpr, D: gl.constexpr,
+    K: gl.constexpr, TILES: gl.constexpr, D: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Products of a warp's 16 rows with a block's vectors: for each 8 of them, rows g and g + 8 at vectors 2t and 2t + 1."""
     QUADS: gl.constexpr = K // 256
@@ -81,12 +84,17 @@ def _rows_of_block(
         there = e < 16 * QUADS
         copy(COPY8, lines + e * 8, scales + e * 4, there)
         copy(COPY8, lines + (16 * QUADS + e) * 8, biases + e * 4, there)
-    _copy_block(base_x, x, placed, warp, lane, pairs, k, K, TILES)
+    if not EARLY:
+        _copy_block(base_x, x, placed, warp, lane, pairs, k, K, TILES)
     for d in gl.static_range(D):
         if d < QUADS:
             copy_codes(base + d * 2048, lane, codes + d * 128, lane >= 0, K, 16)
         run(COMMIT, lane)
-    run(wait_ptx(D), lane)
+    if EARLY:
+        # x is being made by the kernel before
+        run(AWAIT, lane)
+        _copy_block(base_x, x, placed, warp, lane, pairs, k, K, TILES)
+    run(wait_ptx(0 if EARLY else D), lane)
     gl.thread_barrier()
     x_mine = g * 512 + ((2 * t) ^ g) * 16
     # sums over groups, [group, pair]: each warp makes some
@@ -137,10 +145,11 @@ def up_block(
 ):  # fmt: skip
     """silu(gate x) * up x of a block's pairs, 64 elements; grid (inner / 64, blocks)."""
     PER: gl.constexpr = D * 2048 + H
+    tid = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
+    run(AWAIT, tid)
     expert = gl.load(owner + gl.program_id(1)).to(gl.int64)
     if expert >= experts:
         return
-    tid = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
     memory, base_x = shared(TILES * 17 * H + 8 * PER, tid)
@@ -153,7 +162,7 @@ def up_block(
     at = gl.where(first, expert * gate_scale_step, expert * up_scale_step) + row * (H // 64)
     scales, biases = gl.where(first, gate_scales + at, up_scales + at), gl.where(first, gate_biases + at, up_biases + at)
     base = sums_x + TILES * H + warp * PER
-    acc = _rows_of_block(tid, base_x, sums_x, base, codes, scales, biases, x, placed, pairs, k, H, TILES, D)
+    acc = _rows_of_block(tid, base_x, sums_x, base, codes, scales, biases, x, placed, pairs, k, H, TILES, D, False)
     gl.thread_barrier()
     # [half, pair, row of 64]
     for n in gl.static_range(4 * TILES):
@@ -190,7 +199,7 @@ def down_block(
     codes = code_bytes(down) + expert * step * 4 + row * (INNER // 2)
     at = expert * scale_step + row * (INNER // 64)
     base = sums_x + TILES * INNER + warp * PER
-    acc = _rows_of_block(tid, base_x, sums_x, base, codes, scales + at, biases + at, x, placed, pairs, 1, INNER, TILES, D)
+    acc = _rows_of_block(tid, base_x, sums_x, base, codes, scales + at, biases + at, x, placed, pairs, 1, INNER, TILES, D, True)
     for n in gl.static_range(4 * TILES):
         pair = gl.load(placed + n // 4 * 8 + 2 * t + n % 2)
         gl.store(out + pair.to(gl.int64) * hidden + row + g + n // 2 % 2 * 8, acc[n], pair < pairs)
@@ -216,13 +225,14 @@ def some_hopper(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     """`expert_parts` for some tokens."""
     k, pairs, inner, hidden = ids.shape[1], ids.numel(), experts.inner, experts.hidden
     tiles = 1 if pairs <= MOST_PAIRS // 2 else 2
-    placed, owner = grouped(ids, experts.count, 8 * tiles)
+    group = grouped_at_once if experts.count <= MOST_GROUPED else grouped
+    placed, owner = group(ids, experts.count, 8 * tiles)
     between = x.new_empty(pairs, inner)
     up_block[inner // 64, len(owner)](
         x, placed, owner, *passed(experts.gate), *passed(experts.up), between, experts.count, pairs, k, inner, hidden, tiles,
-        RING, num_warps=WARPS,
+        RING, num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
     down_block[hidden // 128, len(owner)](
         between, placed, owner, *passed(experts.down), parts, experts.count, pairs, hidden, inner, tiles, RING,
-        num_warps=WARPS,
+        num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip

@@ -19,6 +19,9 @@ from auraflux.quant import QTensor
 
 SUMMED = 1024  # elements a program sums
 
+# the residual stream, a shared expert's result and its gate
+Added = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 @triton.jit
 def activate(gate, up, alpha, limit, CLAMP: tl.constexpr):
@@ -40,8 +43,14 @@ def add_bias(total, bias, at, there):
 
 
 @triton.jit
-def sum_slots(parts, ids, weights, out, experts, k, hidden, BLOCK: tl.constexpr):
-    """A token's weighted sum, in the order of its slots; NaN where an expert is not there, if `ids` are given."""
+def sum_slots(
+    parts, spots, ids, weights, residual, beside, beside_gate, out, experts, k, hidden, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A token's weighted sum, in the order of its slots; NaN where an expert is not there, if `ids` are given.
+
+    Parts lie pair by pair, or, if `spots` are given, each pair's in the row that is its spot. The sum is added to `residual`
+    and to `beside` where they are given, rounded first as `combine` would find it.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -50,17 +59,29 @@ def sum_slots(parts, ids, weights, out, experts, k, hidden, BLOCK: tl.constexpr)
         if ids is not None:
             expert = tl.load(ids + token * k + slot)
             there &= (expert >= 0) & (expert < experts)
-        part = tl.load(parts + (token * k + slot) * hidden + column, mask=there, other=float("nan"))
+        row = token * k + slot if spots is None else tl.load(spots + token * k + slot).to(tl.int64)
+        part = tl.load(parts + row * hidden + column, mask=there, other=float("nan"))
         weight = tl.load(weights + token * k + slot) + tl.zeros_like(total)
         total = tl.fma(part.to(tl.float32), weight, total)
+    if residual is not None:
+        at, there = token * hidden + column, column < hidden
+        total = total.to(out.dtype.element_ty).to(tl.float32) + tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+        if beside is not None:
+            more = tl.load(beside + at, mask=there, other=0.0).to(tl.float32)
+            if beside_gate is not None:
+                more *= sigmoid(tl.load(beside_gate + token).to(tl.float32))
+            total += more
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=column < hidden)
 
 
-def summed(parts: Tensor, ids: Tensor | None, weights: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
-    """The weighted sum of each token's parts."""
-    tokens, k, hidden = parts.shape
+def summed(
+    parts: Tensor, spots: Tensor | None, ids: Tensor | None, weights: Tensor, experts: int, dtype: torch.dtype,
+    added: Added = (None, None, None),
+) -> Tensor:  # fmt: skip
+    """The weighted sum of each token's parts, and what is added to it."""
+    (tokens, k), hidden = weights.shape, parts.shape[-1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
-    sum_slots[tokens, cdiv(hidden, SUMMED)](parts, ids, weights, out, experts, k, hidden, SUMMED)
+    sum_slots[tokens, cdiv(hidden, SUMMED)](parts, spots, ids, weights, *added, out, experts, k, hidden, SUMMED)
     return out
 
 

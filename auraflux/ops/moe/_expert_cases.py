@@ -6,7 +6,7 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops._simd import ISA
-from auraflux.ops.moe.experts import Clamp, Experts, blob_of
+from auraflux.ops.moe.experts import Clamp, Experts, SharedExpert, blob_of
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor, quantize
@@ -100,6 +100,12 @@ def scored(tokens: int, k: int, experts: Experts, dtype: torch.dtype = torch.flo
     return {**args, "experts": experts, "h": h} | ({"shared": beside, "shared_gate": gate} if shared else {})
 
 
+def shared_by_weights(args: Args, inner: int) -> Args:
+    """The same with a shared expert whose weights are given, and not what it gave."""
+    one = layer(1, args["experts"].hidden, inner)
+    return {**args, "shared": SharedExpert(one.gate[0], one.up[0], one.down[0])}
+
+
 def case(name: str, make, **options) -> Case:
     return Case(expert_mlp, name, make, nbytes=touched, flops=flops, **options)
 
@@ -135,6 +141,8 @@ EXPERT_CASES = [
     case("many-bf16", lambda: routed(40, 2, layer(4, 64, 128), BF16), tol=6e-3),
     case("quads-bf16", lambda: routed(2, 3, layer(8, 512, 256), BF16), tol=6e-3),
     case("some-quads-bf16", lambda: routed(20, 4, layer(8, 512, 256), BF16), tol=6e-3),
+    # in tiles on Hopper
+    case("thousands-bf16", lambda: routed(1030, 8, layer(12, 256, 768), BF16), tol=6e-3),
     case("no-tokens", lambda: routed(0, 2, layer(4, 64, 128))),
     part("one-token", lambda: some(routed(1, 8, layer(32, 2048, 768)), [3, 5]), exact=False, tol=FAST, bench=True),
     part("few-tokens", lambda: some(routed(5, 2, layer(8, 128, 128)), [1])),
@@ -149,6 +157,7 @@ EXPERT_CASES = [
     part("many-bf16", lambda: some(routed(40, 2, layer(4, 64, 128), BF16), [3]), tol=6e-3),
     part("quads-bf16", lambda: some(routed(2, 3, layer(8, 512, 256), BF16), [3]), tol=6e-3),
     part("some-quads-bf16", lambda: some(routed(20, 4, layer(8, 512, 256), BF16), [3]), tol=6e-3),
+    part("thousands-bf16", lambda: some(routed(1030, 8, layer(12, 512, 256), BF16), [3]), tol=6e-3),
     part("no-tokens", lambda: some(routed(0, 2, layer(4, 64, 128)), [])),
     Case(sum_parts, "one-token", lambda: results(1, 8, 2048), bench=True),
     Case(sum_parts, "many-tokens", lambda: results(100, 8, 1024), bench=True),
@@ -157,6 +166,13 @@ EXPERT_CASES = [
     Case(sum_parts, "no-tokens", lambda: results(0, 2, 64)),
     Case(mixture, "few-tokens", lambda: scored(3, 2, layer(8, 128, 128))),
     Case(mixture, "many-tokens", lambda: scored(70, 4, layer(9, 128, 64), shared=False)),
+    Case(mixture, "many-shared", lambda: scored(40, 4, layer(9, 128, 64))),
+    # pairs in blocks on Hopper
+    Case(mixture, "some-tokens", lambda: scored(12, 8, layer(16, 512, 256), BF16), tol=8e-3),
+    Case(mixture, "thousands-bf16", lambda: scored(1030, 8, layer(12, 256, 256), BF16), tol=8e-3),
     Case(mixture, "bf16", lambda: scored(2, 8, layer(16, 512, 256), BF16), tol=8e-3),
+    Case(mixture, "shared-weights", lambda: shared_by_weights(scored(3, 2, layer(8, 128, 128)), 64)),
+    Case(mixture, "shared-weights-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 256), tol=8e-3),
+    Case(mixture, "wide-shared-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 512), tol=8e-3),
     Case(mixture, "no-tokens", lambda: scored(0, 2, layer(4, 64, 128))),
 ]

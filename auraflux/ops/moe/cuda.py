@@ -7,15 +7,17 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import INTERPRETED, Build, cdiv, power_of_two, ready
+from auraflux.ops.moe import reference
 from auraflux.ops.moe._cuda_blocks import down_block, fits_blocks, some_hopper, up_block
+from auraflux.ops.moe._cuda_by_tiles import TILE_BUILDS, fits_tiles, tiled, tiled_parts
 from auraflux.ops.moe._cuda_few import down_few, few, up_few
-from auraflux.ops.moe._cuda_hopper import MOST_CHOICES, chosen_hopper, few_hopper, fits_hopper
+from auraflux.ops.moe._cuda_group import group_pairs
+from auraflux.ops.moe._cuda_hopper import MOST_CHOICES, chosen_hopper, few_hopper, fits_few, fits_hopper, fits_slot
 from auraflux.ops.moe._cuda_many import count_pairs, down_many, many, place_pairs, plan_blocks, up_many
 from auraflux.ops.moe._cuda_route import combine_kernel, rank_kernel, route_kernel
 from auraflux.ops.moe._cuda_slots import down_slots, up_slots
-from auraflux.ops.moe._cuda_stacks import check_stacks, sum_slots, summed
-from auraflux.ops.moe.experts import Experts
-from auraflux.ops.moe.reference import mixture_by_steps
+from auraflux.ops.moe._cuda_stacks import Added, check_stacks, sum_slots, summed
+from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
 MOST_EXPERTS = 4096
@@ -65,11 +67,18 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Ten
     check_stacks(experts)
     if not ids.numel() or not x.numel():
         return torch.zeros_like(x)
-    if ids.numel() <= FEW_PAIRS and fits_hopper(x, experts):
+    if ids.numel() <= FEW_PAIRS and fits_few(x, ids.shape[1], experts):
         return few_hopper(x, ids, weights, experts, torch.empty_like(x))
+    return _summed(x, ids, weights, experts, (None, None, None))
+
+
+def _summed(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, added: Added) -> Tensor:
+    if fits_tiles(x, ids, experts):
+        found, spots = tiled(x, ids, experts)
+        return summed(found, spots, ids, weights, experts.count, x.dtype, added)
     parts = x.new_empty(*ids.shape, experts.hidden, dtype=x.dtype if _path(x, ids, experts) is many else torch.float32)
     _path(x, ids, experts)(x, ids, experts, parts)
-    return summed(parts, ids, weights, experts.count, x.dtype)
+    return summed(parts, None, ids, weights, experts.count, x.dtype, added)
 
 
 def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
@@ -77,7 +86,7 @@ def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> Non
     check_stacks(experts)
     if not parts.numel():
         return
-    if ids.numel() <= FEW_PAIRS and fits_hopper(x, experts):
+    if ids.numel() <= FEW_PAIRS and fits_few(x, ids.shape[1], experts):
         few_hopper(x, ids, None, experts, parts)
     else:
         _path(x, ids, experts)(x, ids, experts, parts)
@@ -87,6 +96,8 @@ def _path(x: Tensor, ids: Tensor, experts: Experts) -> Callable[[Tensor, Tensor,
     """What writes the parts of pairs: of shapes alone, so that calls for some of the experts agree with one for all."""
     if ids.numel() <= FEW_PAIRS:
         return few
+    if fits_tiles(x, ids, experts):
+        return tiled_parts
     return some_hopper if fits_hopper(x, experts) and fits_blocks(ids, experts) else many
 
 
@@ -94,19 +105,25 @@ def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     ready(parts)
     if not parts.numel():
         return torch.zeros(parts.shape[0], parts.shape[2], dtype=dtype, device=parts.device)
-    return summed(parts, None, weights, 0, dtype)
+    return summed(parts, None, None, weights, 0, dtype)
 
 
 def mixture(
     x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
-    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+    bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Few tokens choose their experts inside the kernels that multiply with them, two in all."""
+    """Few tokens choose their experts inside the kernels that multiply with them, two in all; others are added up with `h`."""
     ready(x)
-    few_pairs, fits = 0 < x.shape[0] * routing.k <= FEW_PAIRS, h.dtype is x.dtype and fits_hopper(x, experts)
+    few_pairs, fits = 0 < x.shape[0] * routing.k <= FEW_PAIRS, h.dtype is x.dtype and fits_few(x, routing.k, experts)
     if few_pairs and fits and routing.groups == 1 and experts.count <= MOST_CHOICES:
-        return chosen_hopper(x, scores, routing, bias, experts, (h, shared, shared_gate))
-    return mixture_by_steps(x, scores, routing, experts, h, bias, shared, shared_gate)
+        if isinstance(shared, SharedExpert) and not fits_slot(shared, routing.k, experts):
+            shared = reference.shared_result(x, shared)
+        return chosen_hopper(x, scores, routing, bias, experts, h, shared, shared_gate)
+    if (few_pairs and fits) or h.dtype is not x.dtype or not x.numel():
+        return reference.mixture_by_steps(x, scores, routing, experts, h, bias, shared, shared_gate)
+    check_stacks(experts)
+    ids, weights = reference.route(scores, routing, bias)
+    return _summed(x, ids, weights, experts, (h, reference.shared_result(x, shared), shared_gate))
 
 
 def _builds() -> list[Build]:
@@ -117,11 +134,19 @@ def _builds() -> list[Build]:
     plain, up = {"gate_bias": None, "up_bias": None, "CLAMP": False}, {"UNIT": 8, "ROWS": 8, "COLUMNS": 128}
     down, tile = {"ROWS": 16, "COLUMNS": 32}, {"ROWS": 64, "TOKENS": 128, "BK": 64}
     biased = f"{mx_codes} {mx_codes} *bf16 *bf16"
-    slots, wide = f"{codes} {codes} *bf16 {ints}", {"num_warps": 8}
+    three, wide, wider = "*i32 *bf16 *bf16", {"num_warps": 8}, {"num_warps": 16}
+    slots, own_slots = f"{codes} {codes} *bf16 {ints}", f"{codes} {codes} {three} {three} *bf16 {ints}"
     given = {"scores": None, "bias": None, "E": 0, "SCORING": ""}
     chosen = {"ids": None, "bias": None, "E": 128, "SCORING": "softmax"}
-    eight = {"INNER": 768, "K": 8, "RENORMALIZE": True, "W": 8, "D": 4, "beside": None, "beside_gate": None}
-    alone, own = {"residual": None}, {"weights": None}
+    parts = ("", "_scales", "_biases")
+    up_slot, no_up = (
+        {"H": 2048, "K": 8, "W": 8, "D": 2},
+        {f"own_{name}{part}": None for name in ("gate", "up") for part in parts},
+    )
+    eight = {"INNER": 768, "K": 8, "RENORMALIZE": True, "W": 16, "beside": None}
+    no_down = {"beside_gate": None, **{f"own{part}": None for part in parts}}
+    alone, unweighted = {"residual": None}, {"weights": None}
+    apart = {"spots": None, "residual": None, "beside": None, "beside_gate": None}
     return [
         Build(route_kernel, "*bf16 *i32 *fp32 i32 i32:16 i32 fp32", one, hot=True, options={"num_warps": 1}),
         Build(route_kernel, "*bf16 *fp32 *i32 *fp32 i32 i32:16 i32 i32 i32 fp32", grouped, hot=True, options={"num_warps": 1}),
@@ -136,23 +161,46 @@ def _builds() -> list[Build]:
         Build(up_few, f"*bf16 *i32 {codes} {codes} *fp32 i32 i32 {ints} fp32 fp32", {**plain, **four, **up}, hot=True),
         Build(up_few, f"*bf16 *i32 {biased} *fp32 i32 i32 {ints} fp32 fp32", {"CLAMP": True, **mx, **up}, hot=True),
         Build(down_few, f"*fp32 *i32 {codes} *fp32 i32 {ints}", {"bias": None, **four, **down}, hot=True),
-        Build(up_slots, f"*bf16 *i32 {slots}", {"H": 2048, "K": 8, "W": 4, "D": 4, **given}, hot=True),
-        Build(up_slots, f"*bf16 *bf16 {slots}", {"H": 2048, "K": 10, "W": 4, "D": 4, **chosen, "E": 512}, hot=True),
-        Build(down_slots, f"*bf16 *i32 *fp32 fp32 {codes} *bf16 {ints}", {**eight, **given, **alone}, hot=True, options=wide),
-        Build(down_slots, f"*bf16 *bf16 fp32 *bf16 {codes} *bf16 {ints}", {**eight, **chosen, **own}, hot=True, options=wide),
+        Build(up_slots, f"*bf16 *i32 {slots}", {**up_slot, **no_up, **given}, hot=True, options=wide),
+        Build(up_slots, f"*bf16 *bf16 {slots}", {**up_slot, **no_up, **chosen, "E": 512, "K": 10}, hot=True, options=wide),
+        Build(up_slots, f"*bf16 *bf16 {own_slots}", {**up_slot, **chosen, "E": 256}, hot=True, options=wide),
+        Build(
+            down_slots,
+            f"*bf16 *i32 *fp32 fp32 {codes} *bf16 {ints}",
+            {**eight, **no_down, **given, **alone},
+            hot=True,
+            options=wider,
+        ),
+        Build(
+            down_slots,
+            f"*bf16 *bf16 fp32 *bf16 {codes} *bf16 {ints}",
+            {**eight, **no_down, **chosen, **unweighted},
+            hot=True,
+            options=wider,
+        ),
+        Build(
+            down_slots,
+            f"*bf16 *bf16 fp32 *bf16 *bf16 {codes} {three} *bf16 {ints}",
+            {**eight, **chosen, **unweighted, "INNER": 512, "E": 256},
+            hot=True,
+            options=wider,
+        ),
         Build(
             up_block,
             f"*bf16 *i32 *i32 {codes} {codes} *bf16 i32:16 i32 i32 i32:16",
-            {"H": 2048, "TILES": 2, "D": 4},
+            {"H": 2048, "TILES": 2, "D": 3},
             hot=True,
             options={"num_warps": 8},
         ),
         Build(
             down_block,
             f"*bf16 *i32 *i32 {codes} *fp32 i32:16 i32 i32:16",
-            {"INNER": 768, "TILES": 2, "D": 4},
+            {"INNER": 768, "TILES": 2, "D": 3},
             hot=True,
             options={"num_warps": 8},
+        ),
+        Build(
+            group_pairs, "*i32 *i32 *i32 i32 i32 i32", {"SIZE": 8, "PIECES": 4, "W": 16}, hot=True, options={"num_warps": 16}
         ),
         Build(count_pairs, "*i32 *i32 i32 i32", {"BLOCK": 1024}, hot=True),
         Build(plan_blocks, "*i32 *i32 *i32 i32 i32", {"SIZE": 64, "BE": 512, "BLOCK": 32}, hot=True),
@@ -171,9 +219,10 @@ def _builds() -> list[Build]:
             hot=True,
             options={"num_stages": 3},
         ),
-        Build(sum_slots, "*bf16 *i32 *fp32 *bf16 i32 i32 i32:16", {"BLOCK": 1024}, hot=True),
-        Build(sum_slots, "*fp32 *fp32 *bf16 i32 i32 i32:16", {"ids": None, "BLOCK": 1024}),
+        Build(sum_slots, "*bf16 *i32 *fp32 *bf16 i32 i32 i32:16", {"BLOCK": 1024, **apart}, hot=True),
+        Build(sum_slots, "*fp32 *i32 *i32 *fp32 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16", {"BLOCK": 1024}, hot=True),
+        Build(sum_slots, "*fp32 *fp32 *bf16 i32 i32 i32:16", {"ids": None, "BLOCK": 1024, **apart}),
     ]
 
 
-KERNELS = _builds()
+KERNELS = _builds() + TILE_BUILDS

@@ -28,6 +28,19 @@ class Clamp:
 
 
 @dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """The weights of an MLP that every token goes to, down(silu(gate x) * up x).
+
+    gate, up  [I, H]
+    down      [H, I]
+    """
+
+    gate: Stack
+    up: Stack
+    down: Stack
+
+
+@dataclass(frozen=True, eq=False)
 class Experts:
     """E experts, each down(silu(gate x) * up x).
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.activation.reference import clamped_swiglu, swiglu
-from auraflux.ops.linear.reference import FLOAT_DTYPES, dense
-from auraflux.ops.moe.experts import Experts
+from auraflux.ops.linear.reference import FLOAT_DTYPES, dense, gate_up_swiglu, linear
+from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
 
@@ -204,14 +204,21 @@ def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_mixture(
     x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
-    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+    bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> None:  # fmt: skip
     check_dense(x=x, scores=scores, h=h)
     check_dtype("x", x, *FLOAT_DTYPES)
     check_shape("x", x, None, experts.hidden)
     check_shape("scores", scores, x.shape[0], experts.count)
     _check_route(scores, routing, bias)
-    _check_combine(h, x, shared, shared_gate)
+    if isinstance(shared, SharedExpert):
+        inner, hidden = shared.gate.shape[0], experts.hidden
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            if tuple(getattr(shared, name).shape) != shape:
+                raise InputError(f"'{name}' of shared has shape {list(getattr(shared, name).shape)}; {list(shape)} is needed.")
+        _check_combine(h, x, x, shared_gate)
+    else:
+        _check_combine(h, x, shared, shared_gate)
     if experts.device != x.device:
         raise InputError(f"the experts are on {experts.device}, 'x' on {x.device}. Move one of them.")
 
@@ -219,7 +226,7 @@ def _check_mixture(
 @op(check=_check_mixture)
 def mixture(
     x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
-    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+    bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Take tokens to the experts that their scores choose, and add the results to the residual stream.
 
@@ -227,20 +234,30 @@ def mixture(
     scores      [T, E]  of the router
     h           [T, H]  the residual stream
     bias        [E]     or None, see `route`
-    shared, shared_gate see `combine`
+    shared      [T, H]  see `combine`; or the weights that make it of x
+    shared_gate [T]     see `combine`
     returns     [T, H]  in h's dtype
     """
     ids, weights = route.reference(scores, routing, bias)
+    if isinstance(shared, SharedExpert):
+        shared = linear.reference(gate_up_swiglu.reference(x, shared.gate, shared.up), shared.down)
     return combine.reference(h, expert_mlp.reference(x, ids, weights, experts), shared, shared_gate)
 
 
 def mixture_by_steps(
     x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
-    bias: Tensor | None = None, shared: Tensor | None = None, shared_gate: Tensor | None = None,
+    bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`mixture` by the kernels of its steps."""
     ids, weights = route(scores, routing, bias)
-    return combine(h, expert_mlp(x, ids, weights, experts), shared, shared_gate)
+    return combine(h, expert_mlp(x, ids, weights, experts), shared_result(x, shared), shared_gate)
+
+
+def shared_result(x: Tensor, shared: Tensor | SharedExpert | None) -> Tensor | None:
+    """What the shared expert adds, made of x where only its weights are given."""
+    if isinstance(shared, SharedExpert):
+        return linear(gate_up_swiglu(x, shared.gate, shared.up), shared.down)
+    return shared
 
 
 def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:

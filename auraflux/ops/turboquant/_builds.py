@@ -1,6 +1,7 @@
 """What is compiled for Hopper without a GPU, to see that it compiles and that nothing hot spills; see `ops/_compile.py`."""
 
 from auraflux.ops._triton import Build
+from auraflux.ops.turboquant._append_many import WARPS, append_many
 from auraflux.ops.turboquant._codec_rows import (
     append_coded,
     append_coded_latent,
@@ -9,9 +10,11 @@ from auraflux.ops.turboquant._codec_rows import (
     finish_rows,
     rotate_rows,
 )
-from auraflux.ops.turboquant._few import CUTS, FINISHERS, depth
+from auraflux.ops.turboquant._few import CUTS, depth, finish_sizes
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
-from auraflux.ops.turboquant._hopper import attend_pairs, finish_pairs
+from auraflux.ops.turboquant._hopper import attend_pairs
+from auraflux.ops.turboquant._hopper_merge import finish_pairs
+from auraflux.ops.turboquant._places import step
 from auraflux.ops.turboquant._turned_rows import turn_and_append
 from auraflux.ops.turboquant._written import write_pages
 
@@ -37,20 +40,23 @@ def _attend(
     return Build(attend_codes, " ".join(types), constants, kind == "fp16", options)
 
 
-def _pairs(bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int = 1, **flags: bool) -> Build:
+def _pairs(
+    bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int = 1, long: bool = False, **flags: bool
+) -> Build:
     """Attention over codes in pairs, in pages of 64; heads are (query heads, coded heads)."""
     types = "*bf16 *fp32 *i32 *fp32 *i32 *fp32 *i32 *i32 *i32 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32 i32 i32 i32"
-    cut = CUTS[width]
+    cut, blocks = CUTS[width], 2 if long and depth(*bits, width, 2) else 1
     sizes = {"G": heads[0] // heads[1], "HEADS": heads[1], "D": width, "PAGE": 64, "S": sequences, "NW": cut.warps}
-    codes = {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "DEEP": depth(*bits, width)}
+    codes = {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "U": blocks, "DEEP": max(1, depth(*bits, width, blocks))}
     constants = {**sizes, **codes, "WINDOW": False, "SOFTCAP": False, **flags}
     return Build(attend_pairs, types, constants, True, {"num_warps": cut.warps, "maxnreg": cut.registers})
 
 
 def _finish(width: int, splits: int) -> Build:
-    padded = 1 << (splits - 1).bit_length()
-    sizes = {"D": width, "S": padded, "C": min(padded, 8192 // width), "NW": FINISHERS, "sinks": None}
-    return Build(finish_pairs, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32", sizes, True, {"num_warps": FINISHERS})
+    sizes = finish_sizes(splits, width)
+    return Build(
+        finish_pairs, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32", sizes | {"sinks": None}, True, {"num_warps": sizes["NW"]}
+    )
 
 
 _INDEX = "*i32 *i32 *i32 i32 i32 i32"
@@ -66,14 +72,26 @@ _FOUR = {"num_warps": 4}
 _HEADS = 32, 8
 _SHAPE = {"HEADS": 8, "D": 128, "P": 128, "PAGE": 64, "N": 16}
 
+
+def _many(bits: tuple[int, int]) -> Build:
+    """Many tokens coded into pages of 64."""
+    types = f"*bf16 *bf16{' *i32 *fp32 *i32 fp32 fp32 fp32' * 2} *fp32 *i32 *i32 i32 i32 i32"
+    steps = {"KEY_STEP": step(bits[0]), "VALUE_STEP": step(bits[1])}
+    sizes = {"HEADS": 8, "D": 128, "KEY_BITS": bits[0], "VALUE_BITS": bits[1], "PAGE": 64, "NW": WARPS}
+    return Build(append_many, types, sizes | steps, True, {"num_warps": WARPS})
+
+
 _WRITE = "*i32 *fp32 *fp32 *i32 *fp32 *fp32 *i32 *i32 *i32 *bf16 *bf16 i32 i32 i32"
 
 KERNELS = [
     Build(write_pages, _WRITE, {**_SHAPE, "KEY_BITS": 8, "VALUE_BITS": 4, "PAIRS": True}, True, _FOUR),
     Build(write_pages, _WRITE, {**_SHAPE, "KEY_BITS": 6, "VALUE_BITS": 3, "PAIRS": False}, True, _FOUR),
     *(_pairs((k, v), _HEADS, 128) for k in (2, 4, 8) for v in (2, 4, 8)),
+    *(_pairs(bits, _HEADS, 128, long=True) for bits in ((4, 4), (4, 2), (2, 2), (3, 3), (6, 4))),
+    *(_pairs(bits, _HEADS, 128) for bits in ((3, 3), (6, 3), (8, 6))),
     *(_pairs((k, v), (64, 8), 64, WINDOW=k == 8) for k, v in ((4, 4), (8, 4), (8, 8))),
-    *(_pairs((k, v), (16, 2), 256, SOFTCAP=k == 8) for k, v in ((4, 4), (8, 4), (8, 8))),
+    *(_pairs(bits, (64, 8), 64, long=True) for bits in ((4, 4), (6, 6))),
+    *(_pairs((k, v), (16, 2), 256, SOFTCAP=k == 8) for k, v in ((4, 4), (8, 4), (8, 8), (6, 3))),
     _pairs((4, 4), (12, 1), 128, sequences=8, WINDOW=True, SOFTCAP=True),
     _pairs((8, 8), (16, 1), 256, sequences=8, WINDOW=True, SOFTCAP=True),
     _attend("fp16", (4, 4), 16, 64, num_warps=4, num_stages=3),
@@ -90,7 +108,9 @@ KERNELS = [
     Build(encode_rows, _ENCODE, {**_SIGNS, "BITS": 8, "R": 16}, True, _FOUR),
     Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_SIGNS, "BITS": 3}, True, _ONE),
     Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_MATRIX, "BITS": 6}, False, _ONE),
+    *(_many(bits) for bits in ((8, 4), (4, 4), (4, 2))),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": True, "R": 1}, True, _ONE),
+    Build(append_coded, _APPEND, {**_SIGNS, **_KV, "VALUE_BITS": 3, "PAIRS": True, "R": 1}, True, _ONE),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": False, "R": 16}, True, _FOUR),
     Build(append_coded, _APPEND, {**_MATRIX, **_KV, "PAIRS": False, "R": 1}, False, _ONE),
     Build(turn_and_append, _TURNED, {**_KV, "Q_HEADS": 32, "D": 128, "INTERLEAVED": False, "PAIRS": True}, True, _ONE),

@@ -13,6 +13,7 @@ from auraflux.ops.turboquant._turn import (
     level_at,
     nearest,
     store_half,
+    store_half_units,
     store_words,
 )
 
@@ -189,7 +190,7 @@ def append_coded(
         store_words(k_codes, row, there, codes, KEY_BITS, P, (D * KEY_BITS + 31) // 32)
         tl.store(k_norms + row, norm, mask=there)
         return
-    if PAIRS:
+    if PAIRS and VALUE_BITS % 3:
         # asked for now, needed at the end
         at, mine, shift = half_of_pair(v_codes, row, VALUE_BITS, D)
         old = tl.load(at, mask=there, other=0)
@@ -197,6 +198,8 @@ def append_coded(
     tl.store(v_norms + row, norm, mask=there)
     if not PAIRS:
         store_words(v_codes, row, there, codes, VALUE_BITS, P, (D * VALUE_BITS + 31) // 32)
+    elif VALUE_BITS % 3 == 0:
+        store_half_units(v_codes, row, there, codes, VALUE_BITS, D)
     else:
         store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)
 

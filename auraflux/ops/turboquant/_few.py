@@ -12,7 +12,8 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_exact
 from auraflux.ops._triton import INTERPRETED, cdiv, multiprocessors, power_of_two
 from auraflux.ops.attention._flash import EVERYTHING, LOG2E, parts_like
-from auraflux.ops.turboquant._hopper import RING, attend_pairs, finish_pairs
+from auraflux.ops.turboquant._hopper import RING, attend_pairs
+from auraflux.ops.turboquant._hopper_merge import finish_pairs
 from auraflux.ops.turboquant._turn import turn_for
 from auraflux.ops.turboquant.arrangement import Arrangement, arrangement_for
 from auraflux.ops.turboquant.codebook import codebook
@@ -20,9 +21,9 @@ from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
 COLUMNS = 8  # query heads of a program
-BLOCK = 16  # tokens of a warp at a time
+BLOCK = 16  # tokens of a warp at a time, or twice as many
 MOST_SPLITS = 256
-FINISHERS = 8  # warps that merge the parts of a row
+LONG = 16  # steps in all, from which a warp takes two blocks at a time; fewer would leave programs without work
 
 
 class Cut(NamedTuple):
@@ -39,12 +40,12 @@ RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
 
 
-def depth(key_bits: int, value_bits: int, width: int) -> int:
-    """How many blocks of each warp are under way: as many as fit beside the table, within reason."""
+def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1) -> int:
+    """How many times `blocks` of each warp can be under way beside the table, within reason."""
     cut = CUTS[width]
-    room = (SHARED_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - RING.value
-    block = BLOCK * (width * (key_bits + value_bits) // 8 + 8)
-    return max(1, min(DEEPEST, room // (cut.warps * block)))
+    start = RING.value + 4096 * (min(key_bits, value_bits) == 2)
+    room = (SHARED_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - start
+    return min(DEEPEST, room // (cut.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
 
 
 def serves(q: Tensor, pages: CodePages) -> bool:
@@ -64,14 +65,14 @@ def _fits(device: torch.device, *shape: int) -> bool:
 def level_words(key_bits: int, value_bits: int, width: int, device: torch.device) -> Tensor:
     """Two float16 levels of N(0, 1) for every byte, as a word for keys and one for values: int32 [256, 2].
 
-    A byte is two codes of 4 bits, or one of 8, whose level comes twice; a nibble is two of 2 bits.
+    A byte is two codes of 2, 3 or 4 bits, the first in its lowest, or one of 6 or 8, whose level comes twice.
     """
     return torch.stack([_pair_words(bits, width) for bits in (key_bits, value_bits)], 1).to(device)
 
 
 def _pair_words(bits: int, width: int) -> Tensor:
-    byte, book = torch.arange(256), (codebook(bits, width) * width**0.5).half()
-    pair = (byte, byte) if bits == 8 else (byte & ((1 << bits) - 1), byte >> bits & ((1 << bits) - 1))
+    byte, book, mask = torch.arange(256), (codebook(bits, width) * width**0.5).half(), (1 << bits) - 1
+    pair = byte & mask, byte >> (bits if bits <= 4 else 0) & mask
     return torch.stack([book[code] for code in pair], 1).view(torch.int32).squeeze(1)
 
 
@@ -83,7 +84,26 @@ def splits_for(programs: int, slots: int, most: int) -> int:
         shares = [(cdiv(programs * n, slots) * slots / (programs * n), n) for n in range(max(1, wanted), 9)]
         # a part more costs some time of its own
         wanted = min(shares, key=lambda share: share[0] + share[1] / 32)[1]
-    return max(1, min(wanted, MOST_SPLITS, most))
+    wanted = max(1, min(wanted, MOST_SPLITS, most))
+    # as few parts as make no more steps
+    return cdiv(most, cdiv(most, wanted))
+
+
+class Plan(NamedTuple):
+    """Parts of a row, blocks of a warp at a time, and how often these are under way."""
+
+    splits: int
+    blocks: int
+    depth: int
+
+
+@lru_cache
+def plan_for(programs: int, slots: int, capacity: int, page: int, key_bits: int, value_bits: int, width: int) -> Plan:
+    warps = CUTS[width].warps
+    steps, deep = cdiv(capacity, warps * 2 * BLOCK), depth(key_bits, value_bits, width, 2)
+    if page % (2 * BLOCK) == 0 and deep and steps >= LONG:
+        return Plan(splits_for(programs, slots, steps), 2, deep)
+    return Plan(splits_for(programs, slots, cdiv(capacity, warps * BLOCK)), 1, max(1, depth(key_bits, value_bits, width)))
 
 
 def attend_few(
@@ -98,27 +118,28 @@ def attend_few(
     (tokens, heads, width), (sequences, table_width) = q.shape, pages.table.shape
     group, cut, device = heads // pages.heads, CUTS[width], q.device
     tiles = pages.heads * cdiv(group, COLUMNS)
-    slots = cut.resident * multiprocessors(device)
-    splits = splits_for(tokens * tiles, slots, cdiv(pages.capacity, cut.warps * BLOCK))
-    parts = parts_like(tokens * heads, splits, width, device)
+    slots, bits = cut.resident * multiprocessors(device), (pages.key_bits, pages.value_bits)
+    plan = plan_for(tokens * tiles, slots, pages.capacity, pages.pool[1], *bits, width)
+    parts = parts_like(tokens * heads, plan.splits, width, device)
     signs, _ = turn_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
-    attend_pairs[(splits, tiles, tokens)](
+    attend_pairs[(plan.splits, tiles, tokens)](
         *(q, signs, pages.key_codes, pages.key_norms, pages.value_codes, pages.value_norms),
-        level_words(pages.key_bits, pages.value_bits, width, device),
+        level_words(*bits, width, device),
         *(pages.table, pages.lengths, starts, *parts),
         factor * 2 / softcap if softcap else factor,
         softcap * LOG2E.value if softcap else 1.0,
         EVERYTHING if window is None else window,
-        *(tokens, sequences, table_width, pages.pool[0], splits),
+        *(tokens, sequences, table_width, pages.pool[0], plan.splits),
         G=group,
         HEADS=pages.heads,
         D=width,
         PAGE=pages.pool[1],
         S=power_of_two(sequences),
         NW=cut.warps,
-        DEEP=depth(pages.key_bits, pages.value_bits, width),
+        DEEP=plan.depth,
+        U=plan.blocks,
         KEY_BITS=pages.key_bits,
         VALUE_BITS=pages.value_bits,
         WINDOW=window is not None,
@@ -127,7 +148,14 @@ def attend_few(
         maxnreg=cut.registers,
         launch_pdl=True,
     )
-    out, padded = torch.empty_like(q), power_of_two(splits)
-    sizes = {"D": width, "S": padded, "C": min(padded, 8192 // width), "NW": FINISHERS}
-    finish_pairs[(tokens * heads,)](*parts, sinks, signs, out, heads, splits, **sizes, num_warps=FINISHERS, launch_pdl=True)
+    out, sizes = torch.empty_like(q), finish_sizes(plan.splits, width)
+    rest = {"num_warps": sizes["NW"], "launch_pdl": True}
+    finish_pairs[(tokens * heads,)](*parts, sinks, signs, out, heads, plan.splits, **sizes, **rest)
     return out
+
+
+def finish_sizes(splits: int, width: int) -> dict[str, int]:
+    """How the parts of a row are merged: few warps end sooner, as long as their registers hold what they read."""
+    padded = power_of_two(splits)
+    warps = 2 if padded <= 64 else 4 if padded <= 128 else 8
+    return {"D": width, "S": padded, "C": min(padded, 2048 // width * warps), "NW": warps}

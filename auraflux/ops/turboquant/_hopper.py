@@ -2,12 +2,13 @@
 
 - A byte names two neighbouring levels of an operand. A table in shared memory turns it into two float16 numbers, with a column
   for every lane, so that look-ups never share a bank: one `prmt` makes the address, one `ld.shared` two elements. Codes of 2
-  bits come four to a byte and are looked up as nibbles, codes of 8 bits one by one.
+  bits come four to a byte and are looked up by its halves, codes of 8 bits one by one, of 3 and 6 bits as in `_hopper_units`.
 - Keys [16 tokens, D] and values [D, 16 tokens] are the first operand of `mma.m16n8k16`, query heads its 8 columns. A lane's
   words of a key, and of 16 values in pairs (`arrangement.py`), hold just what its registers need: nothing is shuffled.
 - Codes and norms go through a ring in shared memory, one of its own for each warp, by `cp.async`: registers would not hold what
-  must be under way to keep the memory busy. A lane reads back the codes that it asked for itself, so warps wait for nobody.
-- Warps are the batch of a 3-D layout: each has its own tokens, maximum and sums. They meet only at the end.
+  must be under way to keep the memory busy. A warp reads back the codes that it asked for itself, so warps wait for nobody.
+- Warps are the batch of a 3-D layout: each has its own tokens, maximum and sums. They meet only at the end, and programs that
+  share a row in `_hopper_merge`.
 - Queries are rotated by every program, while its first codes are on their way. Rows of the sums are coordinates in the order
   of the registers; `finish_pairs` undoes that, since the Walsh-Hadamard transform is the same for any order of index bits.
 """
@@ -17,10 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.turboquant._hopper_merge import leave_part
 from auraflux.ops.turboquant._hopper_parts import (
+    NOTHING,
     block_of,
     copy,
     copy_ptx,
+    key_copies,
+    linear_copies,
     load_queries,
     look_up,
     norm_layout,
@@ -32,14 +37,14 @@ from auraflux.ops.turboquant._hopper_parts import (
     run,
     table_words,
     transform,
+    value_copies,
     wait_ptx,
 )
+from auraflux.ops.turboquant._hopper_units import look_up_units, read_units
 
-NOTHING = gl.constexpr(-1e30)  # a score of what is not seen; below the maximum at the start
 TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
-RING = gl.constexpr(17 * 4096)  # where it begins in shared memory, after the table and the queries
-LOG2E = gl.constexpr(1.4426950408889634)
+RING = gl.constexpr(17 * 4096)  # where it begins in shared memory, after the table and the queries; of 2 bits 4096 later
 LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
 MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
 
@@ -49,39 +54,51 @@ def attend_pairs(
     q, signs, k_codes, k_norms, v_codes, v_norms, levels, table, lengths, starts, part_o, part_m, part_l,
     factor, cap, window, tokens, sequences, table_width, pool, splits,
     G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
-    DEEP: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    DEEP: gl.constexpr, U: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attend from one token's query heads to the keys of one split; grid (splits, HEADS * tiles of 8 query heads, tokens).
 
     factor  what makes the products of rotated queries and levels logarithms to base 2, or, capped, arguments of the cap
     cap     what capped scores reach, to base 2
+    U       blocks of 16 tokens that a warp takes at a time
     """
     TILES: gl.constexpr = (G + 7) // 8
     EACH: gl.constexpr = (G + TILES - 1) // TILES
+    K_ODD: gl.constexpr = KEY_BITS % 3 == 0
+    V_ODD: gl.constexpr = VALUE_BITS % 3 == 0
     KW: gl.constexpr = D * KEY_BITS // 32
-    CW: gl.constexpr = min(4, KW // 4)
+    CW: gl.constexpr = 3 if K_ODD else min(4, KW // 4)
     J: gl.constexpr = KW // 4 // CW
     VW: gl.constexpr = D * VALUE_BITS // 128  # words of a lane, of 8 tokens
+    CHUNK: gl.constexpr = 32 * CW // KEY_BITS  # neighbouring coordinates of a lane's keys
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
     LL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
     LN: gl.constexpr = norm_layout(NW)
-    LQ: gl.constexpr = query_layout(NW, D, 32 // KEY_BITS * CW)
+    LQ: gl.constexpr = query_layout(NW, D, CHUNK)
     LS: gl.constexpr = gl.SliceLayout(2, M)
-    STEP: gl.constexpr = NW * 16
+    STEP: gl.constexpr = NW * 16 * U
     V_SIDE: gl.constexpr = 0 if KEY_BITS == VALUE_BITS else 1
-    VPIECES: gl.constexpr = 2 * pieces(VW)[0]
-    VEACH: gl.constexpr = pieces(VW)[1]
-    # bytes of a warp's stage of the ring: words of keys, of values, norms
+    # bytes of a block, and of a warp's stage of the ring: keys, values, norms
     K_NBYTES: gl.constexpr = 64 * KW
     V_NBYTES: gl.constexpr = 256 * VW
-    STAGE: gl.constexpr = K_NBYTES + V_NBYTES + 128
-    COPY: gl.constexpr = copy_ptx(2 * J, 4 * CW, KW, CW, VW)
+    STAGE: gl.constexpr = U * (K_NBYTES + V_NBYTES + 128)
+    K_COPY: gl.constexpr = copy_ptx(linear_copies(K_NBYTES) if K_ODD else key_copies(2 * J, 4 * CW, KW, CW), K_NBYTES, U, True)
+    V_COPY: gl.constexpr = copy_ptx(linear_copies(V_NBYTES) if V_ODD else value_copies(VW), V_NBYTES, U, False)
 
-    gdc_wait()
     split, token = gl.program_id(0), gl.program_id(2)
     head, tile = gl.program_id(1) // TILES, gl.program_id(1) % TILES
+    # all memory is one piece, so the table is where shared memory begins; the compiler does not see the look-ups read it, hence
+    # the barriers and _keep_alive
+    START: gl.constexpr = RING + 4096 * (min(KEY_BITS, VALUE_BITS) == 2)
+    ROWS: gl.constexpr = START // 4096 + (NW * DEEP * STAGE + 4095) // 4096
+    shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # levels and signs are older than any kernel
+    _fill(shared, levels, 0, KEY_BITS, NW)
+    if V_SIDE:
+        _fill(shared, levels, 1, VALUE_BITS, NW)
+    gdc_wait()
     if S == 1:
         position = gl.load(lengths) - tokens + token
     else:
@@ -94,8 +111,8 @@ def attend_pairs(
     low = gl.maximum(position + 1 - window, 0) if WINDOW else 0
     # splits take blocks in turn: without a window the first are known before the length is
     stride = splits * STEP
-    begin = low // 16 * 16 + split * STEP
-    key = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None] * 16 + begin
+    begin = low // (16 * U) * (16 * U) + split * STEP
+    key = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None] * (16 * U) + begin
     key += gl.arange(0, 16, layout=gl.SliceLayout(0, LS))[None, :]
     # one of everything for each lane
     warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LL))[:, None]
@@ -103,41 +120,35 @@ def attend_pairs(
     # 0 in all lanes, but the compiler does not know: pages that it knew to be equal it would wait for at once, to hold them
     # in a register of the warp
     zero = gl.inline_asm_elementwise(MASKED_LANE, "=r,r", [lane * 0 + (pool >> 31)], gl.int32, is_pure=True, pack=1)
-    t = warp * 16 + begin + zero
+    t = warp * (16 * U) + begin + zero
     page, next_page = page_of(table, t, table_width, PAGE), page_of(table, t + stride, table_width, PAGE)
-    k_from = k_codes + (lane // 4 * KW + lane % 4 * CW)
-    v_from = v_codes + lane * VW
+    k_from = (k_codes + (lane * 4 if K_ODD else lane // 4 * KW + lane % 4 * CW)).to(gl.int64)
+    v_from = (v_codes + lane * (4 if V_ODD else VW)).to(gl.int64)
     # a lane in four has a key's norm, or that of the key 8 later, or the same of values
     n_from = gl.where(lane % 4 < 2, k_norms.to(gl.int64), v_norms.to(gl.int64)) + (lane // 4 + lane % 2 * 8) * 4
     row = (token * HEADS + head) * G + tile * EACH
     live = gl.minimum(EACH, G - tile * EACH)
     x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
-    k_words = table_words(levels, 0, 16 if KEY_BITS == 2 else 256, NW)
-    v_words = table_words(levels, 1, 16 if VALUE_BITS == 2 else 256, NW) if V_SIDE else k_words
-    # all memory is one piece, so the table is where shared memory begins; the compiler does not see the look-ups read it, hence
-    # the barriers and _keep_alive
-    ROWS: gl.constexpr = RING // 4096 + (NW * DEEP * STAGE + 4095) // 4096
-    shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     place = gl.inline_asm_elementwise(SHARED_BASE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
-    ring = place + RING + (warp + lane * 0) * (DEEP * STAGE)
-    k_to, v_to, n_to = ring + lane * (4 * CW), ring + K_NBYTES + lane * (4 * VEACH), ring + (K_NBYTES + V_NBYTES) + lane * 4
+    ring = place + START + (warp + lane * 0) * (DEEP * STAGE)
+    k_to = ring + lane * (16 if K_ODD else 4 * CW)
+    v_to = ring + U * K_NBYTES + lane * (16 if V_ODD else 4 * pieces(VW)[1])
+    k_at = ring + (lane // 4 * KW + lane % 4 * 3) * 4 if K_ODD else k_to
+    v_at = ring + U * K_NBYTES + lane * (4 * VW) if V_ODD else v_to
+    n_to = ring + U * (K_NBYTES + V_NBYTES) + lane * 4
     quad = gl.arange(0, NW, layout=gl.SliceLayout(1, LN))[:, None] * (DEEP * STAGE)
-    quad += place + RING + (K_NBYTES + V_NBYTES) + gl.arange(0, 8, layout=gl.SliceLayout(0, LN))[None, :] * 16
+    quad += place + START + U * (K_NBYTES + V_NBYTES) + gl.arange(0, 8, layout=gl.SliceLayout(0, LN))[None, :] * 16
     for d in gl.static_range(DEEP):
         block = block_of(page, t + d * stride, head, pool, HEADS, PAGE)
-        copy(COPY, k_to + d * STAGE, v_to + d * STAGE, n_to + d * STAGE, k_from, v_from, n_from, block, t >= 0, KW, VW)
+        copy(K_COPY, k_to + d * STAGE, n_to + d * STAGE, k_from, n_from, block, t >= 0, K_NBYTES)
+        copy(V_COPY, v_to + d * STAGE, n_to, v_from, n_from, block, t >= 0, V_NBYTES)
         page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
-    looked = shared._reinterpret(gl.int32, [256, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    looked.slice(0, k_words.shape[0], 0).slice(0, 32, 1).store(k_words)
-    if V_SIDE:
-        looked.slice(0, v_words.shape[0], 0).slice(32, 32, 1).store(v_words)
     turned = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     turned.store((transform(x, NW) * factor).to(gl.float16))
     gl.thread_barrier()
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
     qx = gl.expand_dims(turned.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
-    PAIRS: gl.constexpr = 16 // KEY_BITS  # of a word
-    qx = gl.reshape(qx, [NW, 8, J, 4, CW * PAIRS, 2])
+    qx = gl.reshape(qx, [NW, 8, J, 4, CHUNK // 2, 2])
     qx = gl.reshape(gl.permute(qx, [0, 2, 4, 3, 5, 1]), [NW, D, 8])  # j, word and pair, c, e | head
     qx = gl.convert_layout(qx, B, assert_trivial=True)
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
@@ -146,115 +157,126 @@ def attend_pairs(
     l = gl.full([NW, 16, 8], 0.0, gl.float32, M)  # noqa: E741
     m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
     end = gl.minimum(position + 1, table_width * PAGE)
+    stage = split * 0
     for i in range(gl.cdiv(gl.maximum(end - begin, 0), stride)):
-        run(wait_ptx(DEEP - 1), lane)
-        stage = i % DEEP * STAGE
-        kw = read(k_to + stage, 2 * J, CW, 2 * J, NW)
-        vw = read(v_to + stage, VPIECES, VEACH, 2, NW)
+        run(wait_ptx(2 * DEEP - 1), lane)
+        kw = _read_keys(k_at + stage, J, CW, KW, KEY_BITS, NW)
         kn, vn = read_norms(quad + stage, LS, NW)
+        if U == 2:
+            kw1 = _read_keys(k_at + stage + K_NBYTES, J, CW, KW, KEY_BITS, NW)
+            kn1, vn1 = read_norms(quad + stage + 128, LS, NW)
         # this part of the ring is free again; a page is asked for two steps before its codes
         block = block_of(page, t + (i + DEEP) * stride, head, pool, HEADS, PAGE)
         needed = t < end - (i + DEEP) * stride
-        copy(COPY, k_to + stage, v_to + stage, n_to + stage, k_from, v_from, n_from, block, needed, KW, VW)
+        copy(K_COPY, k_to + stage, n_to + stage, k_from, n_from, block, needed, K_NBYTES)
         page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, table_width, PAGE)
 
-        kx = gl.reshape(look_up(kw, column, place, 0, KEY_BITS), [NW, 2, J, 8, 4, CW * PAIRS, 2])
-        kx = gl.reshape(gl.permute(kx, [0, 1, 3, 2, 5, 4, 6]), [NW, 16, D])  # h, g | j, word and pair, c, e
-        s = mma_v2(gl.convert_layout(kx, A, assert_trivial=True), qx, gl.full([NW, 16, 8], 0.0, gl.float32, M))
-        s *= kn[:, :, None]
-        if SOFTCAP:
-            # tanh by one exponential; its absolute error is what counts here
-            s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)
         seen = key < end - i * stride
         if WINDOW:
             seen &= key >= low - i * stride
-        s = gl.where(seen[:, :, None], s, NOTHING)
-        top = gl.maximum(m, gl.max(s, 1))
+        s = _scores(kw, qx, kn, seen, column, place, cap, D, J, CHUNK, KEY_BITS, SOFTCAP, NW)
+        if U == 2:
+            seen1 = key < end - i * stride - 16
+            if WINDOW:
+                seen1 &= key >= low - i * stride - 16
+            s1 = _scores(kw1, qx, kn1, seen1, column, place, cap, D, J, CHUNK, KEY_BITS, SOFTCAP, NW)
+            top = gl.maximum(m, gl.max(gl.maximum(s, s1), 1))
+        else:
+            top = gl.maximum(m, gl.max(s, 1))
+        run(wait_ptx(2 * DEEP - 1), lane)
+        vw = _read_values(v_at + stage, VW, VALUE_BITS, NW)
+        if U == 2:
+            vw1 = _read_values(v_at + stage + V_NBYTES, VW, VALUE_BITS, NW)
+        copy(V_COPY, v_to + stage, n_to, v_from, n_from, block, needed, V_NBYTES)
         fade = gl.exp2(m - top)
+        m = top
         p = gl.exp2(s - top[:, None, :])
         l = l * fade[:, None, :] + p  # noqa: E741
-        m = top
-        # norms need not be finite where nothing is seen
-        weights = (p * gl.where(seen, vn, 0.0)[:, :, None]).to(gl.float16)
-        # tokens are the rows of the scores and of the next operand's columns: 8x8 blocks are transposed inside the warp
-        px = gl.inline_asm_elementwise(TRANSPOSE, "=r,r", [weights], dtype=gl.float16, is_pure=False, pack=2)
-        px = gl.reshape(gl.permute(gl.reshape(px, [NW, 2, 8, 8]), [0, 1, 3, 2]), [NW, 16, 8])
-        px = gl.convert_layout(px, B, assert_trivial=True)
-        vx = gl.reshape(look_up(vw, column, place, 128 * V_SIDE, VALUE_BITS), [NW, 2, 8, 4, D // 8, 2])
-        vx = gl.reshape(gl.permute(vx, [0, 4, 2, 1, 3, 5]), [NW, D, 16])  # x, g | h, c, e
-        o = mma_v2(gl.convert_layout(vx, A, assert_trivial=True), px, o * fade[:, None, :])
+        vx = _values(vw, column, place, V_SIDE, VALUE_BITS, D, NW)
+        o = mma_v2(vx, _weights(p, vn, seen, NW), o * fade[:, None, :])
+        if U == 2:
+            p = gl.exp2(s1 - top[:, None, :])
+            l += p  # noqa: E741
+            vx = _values(vw1, column, place, V_SIDE, VALUE_BITS, D, NW)
+            o = mma_v2(vx, _weights(p, vn1, seen1, NW), o)
+        stage = gl.where(stage == (DEEP - 1) * STAGE, 0, stage + STAGE)
     gdc_launch_dependents()
     run(wait_ptx(0), lane)
     shared._keep_alive()
     gl.thread_barrier()
-    _leave(o, m, gl.sum(l, 1), part_o, part_m, part_l, row, live, split, splits, D, NW)
+    leave_part(o, m, gl.sum(l, 1), part_o, part_m, part_l, row, live, split, splits, D, NW)
 
 
 @gluon.jit
-def _leave(o, m, l, part_o, part_m, part_l, row, live, split, splits, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
-    """Join the sums of all warps, in shared memory where the table was, and store them as one part of each row."""
-    E: gl.constexpr = gl.BlockedLayout([NW, 1, 4], [1, 16, 2], [1, NW, 1], [2, 1, 0])
+def _fill(shared, levels, SIDE: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    """Fill one side of the table; of 2 bits by the upper half of a byte, and a small one by the lower half."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    o_all = gl.allocate_shared_memory(gl.float32, [NW, D, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]), o)
-    m_all = gl.allocate_shared_memory(gl.float32, [NW, 8], FLAT, m).load(gl.SliceLayout(1, E))
-    l_all = gl.allocate_shared_memory(gl.float32, [NW, 8], FLAT, l).load(gl.SliceLayout(1, E))
-    top = gl.max(m_all, 0)
-    weight = gl.exp2(m_all - top[None, :])
-    o = gl.sum(o_all.load(E) * weight[:, None, :], 0)
-    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, E)))[None, :]
-    r = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, E)))[:, None]
-    gl.store(part_o + ((row + g).to(gl.int64) * splits + split) * D + r, o, mask=g < live)
-    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, E)))
-    gl.store(part_m + (row + g) * splits + split, top, mask=g < live)
-    gl.store(part_l + (row + g) * splits + split, gl.sum(l_all * weight, 0), mask=g < live)
+    whole = shared._reinterpret(gl.int32, [256, 64], FLAT)
+    whole.slice(32 * SIDE, 32, 1).store(table_words(levels, SIDE, 256, 4 if BITS == 2 else 0, NW))
+    if BITS == 2:
+        small = shared.index(17)._reinterpret(gl.int32, [16, 64], FLAT)
+        small.slice(32 * SIDE, 32, 1).store(table_words(levels, SIDE, 16, 0, NW))
+
+
+@gluon.constexpr_function
+def _unit_offsets(first, count, rest):
+    return tuple(h * first + i * rest for h in range(2) for i in range(count))
 
 
 @gluon.jit
-def finish_pairs(
-    part_o,
-    part_m,
-    part_l,
-    sinks,
-    signs,
-    out,
-    heads,
-    splits,
-    D: gl.constexpr,
-    S: gl.constexpr,
-    C: gl.constexpr,
-    NW: gl.constexpr,
-):
-    """Merge the parts of a row, maxima to base 2, C at a time, and turn it back; grid (rows,).
+def _read_keys(at, J: gl.constexpr, CW: gl.constexpr, KW: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    return read_units(at, _unit_offsets(32 * KW, J, 48)) if BITS % 3 == 0 else read(at, 2 * J, CW, 2 * J, NW)
 
-    The transform is the same whichever way index bits are numbered, so that it can be made in the order of the parts.
-    """
-    LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
-    row = gl.program_id(0)
-    r = gl.arange(0, D, layout=gl.SliceLayout(0, LR))
-    d = r % 8 * (D // 8) + r // 8
-    sign = gl.load(signs + d)
-    gdc_wait()
-    first = row.to(gl.int64) * splits
-    s = gl.arange(0, S, layout=gl.SliceLayout(1, LR))
-    highest = gl.load(part_m + first + s, mask=s < splits, other=NOTHING)
-    sums = gl.load(part_l + first + s, mask=s < splits, other=0.0)
-    c = gl.arange(0, C, layout=gl.SliceLayout(1, LR))
-    acc = gl.load(part_o + (first + c)[:, None] * D + r[None, :], mask=(c < splits)[:, None], other=0.0)
-    top = gl.max(highest, 0)
-    if sinks is not None:
-        sink = gl.load(sinks + row % heads) * LOG2E
-        top = gl.maximum(top, sink)
-    total = gl.sum(gl.exp2(highest - top) * sums, 0)
-    if sinks is not None:
-        total += gl.exp2(sink - top)
-    high = gl.load(part_m + first + c, mask=c < splits, other=NOTHING)
-    acc *= gl.exp2(high - top)[:, None]
-    for i in range(C, S, C):
-        part = i + c
-        high = gl.load(part_m + first + part, mask=part < splits, other=NOTHING)
-        o = gl.load(part_o + (first + part)[:, None] * D + r[None, :], mask=(part < splits)[:, None], other=0.0)
-        acc += o * gl.exp2(high - top)[:, None]
-    # of the transform, and of the levels, which came larger by sqrt(D)
-    factor = gl.where(total == 0.0, 0.0, 1.0 / (D * total))
-    y = transform(gl.expand_dims(gl.sum(acc, 0), 0), NW) * factor
-    gl.store(out + row.to(gl.int64) * D + d[None, :], (y * sign[None, :]).to(out.dtype.element_ty))
+
+@gluon.jit
+def _read_values(at, VW: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    PIECES: gl.constexpr = pieces(VW)
+    return read_units(at, _unit_offsets(128 * VW, VW // 3, 12)) if BITS % 3 == 0 else read(at, 2 * PIECES[0], PIECES[1], 2, NW)
+
+
+@gluon.jit
+def _scores(
+    kw, qx, kn, seen, column, place, cap,
+    D: gl.constexpr, J: gl.constexpr, CHUNK: gl.constexpr, BITS: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """Scores [warps, 16 tokens, 8 heads] of a block of keys."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    if BITS % 3 == 0:
+        kx = gl.reshape(look_up_units(kw, column, place, 0, BITS, 2 * J), [NW, 8, 4, 2, J, CHUNK // 2, 2])
+        kx = gl.permute(kx, [0, 3, 1, 4, 5, 2, 6])
+    else:
+        kx = gl.reshape(look_up(kw, column, place, 0, BITS), [NW, 2, J, 8, 4, CHUNK // 2, 2])
+        kx = gl.permute(kx, [0, 1, 3, 2, 5, 4, 6])
+    kx = gl.convert_layout(
+        gl.reshape(kx, [NW, 16, D]), gl.DotOperandLayout(0, M, 2), assert_trivial=True
+    )  # h, g | j, pair, c, e
+    s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * kn[:, :, None]
+    if SOFTCAP:
+        # tanh by one exponential; its absolute error is what counts here
+        s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)
+    return gl.where(seen[:, :, None], s, NOTHING)
+
+
+@gluon.jit
+def _weights(p, vn, seen, NW: gl.constexpr):
+    """Weights of a block's values as the second operand of their sum."""
+    B: gl.constexpr = gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
+    # norms need not be finite where nothing is seen
+    weights = (p * gl.where(seen, vn, 0.0)[:, :, None]).to(gl.float16)
+    # tokens are the rows of the scores and of the next operand's columns: 8x8 blocks are transposed inside the warp
+    px = gl.inline_asm_elementwise(TRANSPOSE, "=r,r", [weights], dtype=gl.float16, is_pure=False, pack=2)
+    px = gl.reshape(gl.permute(gl.reshape(px, [NW, 2, 8, 8]), [0, 1, 3, 2]), [NW, 16, 8])
+    return gl.convert_layout(px, B, assert_trivial=True)
+
+
+@gluon.jit
+def _values(vw, column, place, SIDE: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
+    """Values [warps, D, 16 tokens] of a block as the first operand of their sum."""
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
+    if BITS % 3 == 0:
+        vx = gl.reshape(look_up_units(vw, column, place, 128 * SIDE, BITS, D * BITS // 192), [NW, 8, 4, 2, D // 8, 2])
+        vx = gl.permute(vx, [0, 4, 1, 3, 2, 5])
+    else:
+        vx = gl.reshape(look_up(vw, column, place, 128 * SIDE, BITS), [NW, 2, 8, 4, D // 8, 2])
+        vx = gl.permute(vx, [0, 4, 2, 1, 3, 5])
+    return gl.convert_layout(gl.reshape(vx, [NW, D, 16]), A, assert_trivial=True)  # x, g | h, c, e

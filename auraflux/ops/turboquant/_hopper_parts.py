@@ -3,6 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+NOTHING = gl.constexpr(-1e30)  # a score of what is not seen; below the maximum at the start
+LOW_NIBBLES = gl.constexpr(17 * 4096)  # where shared memory has the levels by the lower half of a byte, for 2 bits
+
 
 @gluon.constexpr_function
 def _pair_ptx(byte, side):
@@ -29,20 +32,41 @@ def pieces(words):
 
 
 @gluon.constexpr_function
-def copy_ptx(key_rows, key_span, key_pitch, key_words, value_words):
-    """Copy a lane's words of a block and one norm. $1, $2, $3: to; $4, $5, $6: from (keys, values, norms); $7: whether to."""
-    text = "{.reg .pred p; setp.ne.b32 p, $7, 0; bar.warp.sync 0xffffffff; "
-    for r in range(key_rows):
-        parts = key_rows // 2
-        source = 4 * (r // parts * 8 * key_pitch + r % parts * key_span)
-        how = "cg" if key_words == 4 else "ca"
-        text += f"@p cp.async.{how}.shared.global [$1 + {r * 128 * key_words}], [$4 + {source}], {4 * key_words}; "
-    count, each = pieces(value_words)
-    for h in range(2):
-        for i in range(count):
-            source, how = 4 * (h * 32 * value_words + i * each), "cg" if each == 4 else "ca"
-            text += f"@p cp.async.{how}.shared.global [$2 + {(h * count + i) * 128 * each}], [$5 + {source}], {4 * each}; "
-    return text + "@p cp.async.ca.shared.global [$3 + 0], [$6 + 0], 4; cp.async.commit_group; mov.b32 $0, 0;}"
+def key_copies(rows, span, pitch, words):
+    """Copies of a lane's words of a block of keys: `rows` of `words` each; [to, from, size] in bytes."""
+    parts = rows // 2
+    return [(128 * r * words, 4 * (r // parts * 8 * pitch + r % parts * span), 4 * words, "p") for r in range(rows)]
+
+
+@gluon.constexpr_function
+def value_copies(words):
+    """Copies of a lane's words of a block of values: 16 tokens in pairs, `words` of each 8."""
+    count, each = pieces(words)
+    places = [(h, i) for h in range(2) for i in range(count)]
+    return [(128 * each * (h * count + i), 4 * (h * 32 * words + i * each), 4 * each, "p") for h, i in places]
+
+
+@gluon.constexpr_function
+def linear_copies(nbytes):
+    """Copies of a block as it lies, 16 bytes of every lane at a time, and of half of the lanes at the end."""
+    return [(at, at, 16, "p" if nbytes - at >= 512 else "q") for at in range(0, nbytes, 512)]
+
+
+@gluon.constexpr_function
+def copy_ptx(copies, nbytes, blocks, norms):
+    """Ask for neighbouring blocks of `nbytes`, and with them for their norms, one of each lane and block.
+
+    $1, $2: to; $3, $4: from (words, norms); $5: whether to
+    """
+    text = "{.reg .pred p, q; .reg .b32 l; setp.ne.b32 p, $5, 0; mov.u32 l, %laneid; setp.lt.and.u32 q, l, 16, p; "
+    text += "bar.warp.sync 0xffffffff; "
+    for b in range(blocks):
+        for to, source, size, who in copies:
+            how = "cg" if size == 16 else "ca"
+            text += f"@{who} cp.async.{how}.shared.global [$1 + {b * nbytes + to}], [$3 + {b * nbytes + source}], {size}; "
+        if norms:
+            text += f"@p cp.async.ca.shared.global [$2 + {b * 128}], [$4 + {b * 64}], 4; "
+    return text + "cp.async.commit_group; mov.b32 $0, 0;}"
 
 
 @gluon.constexpr_function
@@ -109,8 +133,8 @@ def look_up(w, lane, table, SIDE: gl.constexpr, BITS: gl.constexpr):
     elif BITS == 4:
         found = _four_bytes(w, lane, table, SIDE)
     else:
-        low = _four_bytes(w & 0x0F0F0F0F, lane, table, SIDE)
-        high = _four_bytes((w >> 4) & 0x0F0F0F0F, lane, table, SIDE)
+        low = _four_bytes(w & 0x0F0F0F0F, lane, table, LOW_NIBBLES + SIDE)
+        high = _four_bytes(w, lane, table, SIDE)
         found = gl.reshape(gl.permute(gl.join(low, high), [0, 1, 2, 3, 5, 4]), [W, R, C, 8, 2])
     return found
 
@@ -178,12 +202,11 @@ def read_norms(at, LAYOUT: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def copy(PTX: gl.constexpr, k_to, v_to, n_to, k_from, v_from, n_from, block, there, KW: gl.constexpr, VW: gl.constexpr):
-    """Ask for a lane's part of a block, where it is needed."""
+def copy(PTX: gl.constexpr, to, n_to, source, n_from, block, there, NBYTES: gl.constexpr):
+    """Ask for a lane's part of blocks of NBYTES and their norms, where they are needed."""
     block = block.to(gl.int64)
-    sources = [(k_from + block * (16 * KW)).to(gl.int64), (v_from + block * (64 * VW)).to(gl.int64), n_from + block * 64]
-    args = [k_to, v_to, n_to, sources[0], sources[1], sources[2], there.to(gl.int32)]
-    gl.inline_asm_elementwise(PTX, "=r,r,r,r,l,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+    args = [to, n_to, source + block * NBYTES, n_from + block * 64, there.to(gl.int32)]
+    gl.inline_asm_elementwise(PTX, "=r,r,r,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -192,12 +215,12 @@ def run(PTX: gl.constexpr, lane):
 
 
 @gluon.jit
-def table_words(levels, SIDE: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
-    """Load one side of the table: 32 equal columns of the words by byte."""
+def table_words(levels, SIDE: gl.constexpr, ROWS: gl.constexpr, SHIFT: gl.constexpr, NW: gl.constexpr):
+    """Load one side of the table: 32 equal columns of the words by byte, or by its upper bits."""
     LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
     byte = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LT))[:, None]
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, LT))[None, :]
-    return gl.load(levels + byte * 2 + SIDE + column * 0)
+    return gl.load(levels + (byte >> SHIFT) * 2 + SIDE + column * 0)
 
 
 @gluon.jit

@@ -92,9 +92,7 @@ def words_of(codes, BITS: tl.constexpr, P: tl.constexpr, PIECE: tl.constexpr):
     R: tl.constexpr = codes.shape[0]
     shift = (tl.arange(0, GROUP) * BITS - 32 * PIECE)[None, None, :]
     codes = tl.reshape(codes, [R, P // GROUP, GROUP]).to(tl.uint32)
-    up = codes << tl.minimum(tl.maximum(shift, 0), 31).to(tl.uint32)
-    down = codes >> tl.minimum(tl.maximum(-shift, 0), 31).to(tl.uint32)
-    return tl.sum(tl.where(shift >= 32, 0, tl.where(shift >= 0, up, down)), 2).to(tl.int32, bitcast=True)
+    return tl.sum(moved(codes, shift), 2).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -126,6 +124,30 @@ def store_half(at, mine, shift, there, old, codes, BITS: tl.constexpr, D: tl.con
     new = tl.sum(tl.reshape(codes, [D // X, X]).to(tl.uint32) << place, 1).to(tl.int32, bitcast=True)
     # a mask of its own: the interpreter reads past one that is broadcast
     tl.atomic_xor(at, (old ^ new) & mine, mask=there & (mine != 0), sem="relaxed")
+
+
+@triton.jit
+def store_half_units(out, row, there, codes, BITS: tl.constexpr, D: tl.constexpr):
+    """Do the same for values of 3 or 6 bits, of which no fewer than three words hold whole codes of both tokens."""
+    X: tl.constexpr = 48 // BITS
+    UNITS: tl.constexpr = D * BITS // 384
+    u = tl.arange(0, 8 * UNITS)
+    at = out + (row // 8 * 8 + u // UNITS) * (12 * UNITS) + row % 8 // 2 * (3 * UNITS) + u % UNITS * 3
+    place = (2 * BITS * tl.arange(0, X))[None, :] + (row % 2).to(tl.int32) * BITS
+    codes = tl.reshape(codes, [8 * UNITS, X]).to(tl.uint32)
+    for i in tl.static_range(3):
+        new = tl.sum(moved(codes, place - 32 * i), 1).to(tl.int32, bitcast=True)
+        mine = tl.sum(moved(codes * 0 + ((1 << BITS) - 1), place - 32 * i), 1).to(tl.int32, bitcast=True)
+        old = tl.load(at + i, mask=there, other=0)
+        tl.atomic_xor(at + i, (old ^ new) & mine, mask=there & (mine != 0), sem="relaxed")
+
+
+@triton.jit
+def moved(codes, shift):
+    """Move unsigned codes up by `shift` bits, or down where it is negative, within a word."""
+    up = codes << tl.minimum(tl.maximum(shift, 0), 31).to(tl.uint32)
+    down = codes >> tl.minimum(tl.maximum(-shift, 0), 31).to(tl.uint32)
+    return tl.where(shift >= 32, 0, tl.where(shift >= 0, up, down))
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 from auraflux.ops.attention._rows import place_token
 from auraflux.ops.rope.cuda import cos_sin
 from auraflux.ops.turboquant._codec_rows import encoded_values
-from auraflux.ops.turboquant._turn import half_of_pair, store_half, store_words
+from auraflux.ops.turboquant._turn import half_of_pair, store_half, store_half_units, store_words
 
 
 @triton.jit
@@ -63,14 +63,16 @@ def turn_and_append(
         store_words(k_codes, row, there, codes, KEY_BITS, D, (D * KEY_BITS + 31) // 32)
         tl.store(k_norms + row, norm, mask=there)
         return
-    if PAIRS:
+    if PAIRS and VALUE_BITS % 3:
         # asked for now, needed at the end
         at, mine, shift = half_of_pair(v_codes, row, VALUE_BITS, D)
         old = tl.load(at, mask=there, other=0)
     y = tl.load(v + source + d).to(tl.float64)
     codes, norm = encoded_values(y, signs, v_places, v_levels, v_offset, v_factor, D, VALUE_BITS)
     tl.store(v_norms + row, norm, mask=there)
-    if PAIRS:
-        store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)
-    else:
+    if not PAIRS:
         store_words(v_codes, row, there, codes, VALUE_BITS, D, (D * VALUE_BITS + 31) // 32)
+    elif VALUE_BITS % 3 == 0:
+        store_half_units(v_codes, row, there, codes, VALUE_BITS, D)
+    else:
+        store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)

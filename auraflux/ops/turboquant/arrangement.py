@@ -17,7 +17,7 @@ from torch import Tensor
 EIGHT = 8  # tokens that are turned together
 BLOCK = 16  # tokens that a product takes: pages are made of whole ones
 HOPPER = 9  # compute capability
-PAIR_BITS = (2, 4, 8)  # which fill bytes
+PAIR_BITS = (2, 4, 8)  # which fill bytes; 3 and 6 bits fill three words
 PAIR_WIDTHS = (64, 128, 256)
 
 
@@ -51,9 +51,13 @@ class Arrangement(Enum):
 
 def arrangement_for(device: torch.device | str, key_bits: int, value_bits: int, width: int, page: int) -> Arrangement:
     """Choose the order that the fastest kernel of a device reads."""
-    bits = {key_bits, value_bits}
-    fits = bits <= set(PAIR_BITS) and Arrangement.PAIRS.refusal(page, width) is None
+    fits = fills_words(key_bits, width) and fills_words(value_bits, width) and Arrangement.PAIRS.refusal(page, width) is None
     return Arrangement.PAIRS if fits and _hopper(torch.device(device)) else Arrangement.ROWS
+
+
+def fills_words(bits: int, width: int) -> bool:
+    """Whether a pair of tokens has whole words of a stored row, or whole threes of words where codes cross their edges."""
+    return width * bits // 4 % (32 if bits in PAIR_BITS else 96) == 0
 
 
 def _hopper(device: torch.device) -> bool:

@@ -51,6 +51,8 @@ BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_nbytes, "flops": attend
 LATENT_BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_latent_nbytes, "flops": attend_latent_flops}
 PAIRS = list(product(BITS, BITS))
 BYTES = list(product(PAIR_BITS, PAIR_BITS))  # of which values may lie in pairs
+# bits of keys and values, width: some cross the edges of words
+UNITS = ((3, 3, 128), (6, 4, 128), (4, 6, 64), (3, 6, 256), (8, 3, 128), (6, 6, 64), (2, 6, 128))
 
 CASES = [
     Case(rotate, "one-token", lambda: {"x": vectors(1, 32, 128), "seed": SEED}, bench=True),
@@ -79,6 +81,19 @@ CASES = [
         Case(append_codes, f"pairs-few-v{v}", partial(in_pairs, append, [21, 9, 40], [1, 2, 3], 2, 64, bits=(8, v)))
         for v in PAIR_BITS
     ),
+    *(
+        Case(append_codes, f"pairs-k{k}v{v}w{d}", partial(in_pairs, append, [21, 9, 40], [6, 9, 1], 2, d, bits=(k, v)))
+        for k, v, d in UNITS
+    ),
+    *(
+        Case(
+            append_codes,
+            f"pairs-at-once-k{k}v{v}",
+            partial(in_pairs, append, [1200], [1101], 8, 128, BF16, bits=(k, v), page=64),
+            slow=True,
+        )
+        for k, v in ((8, 4), (4, 4), (4, 2), (8, 2))
+    ),
     Case(append_codes, "pairs-many", lambda: in_pairs(append, [60, 50], [43, 20], 3, 128, bits=(8, 4), page=32)),
     Case(append_codes, "pairs-window", lambda: in_pairs(append, [100, 40, 7], [1, 0, 1], 2, 256, gone=[6, 2, 0])),
     Case(append_codes, "bf16", lambda: append([7], [7], 2, 128, dtype=BF16)),
@@ -96,6 +111,10 @@ CASES = [
     *(
         Case(rope_append_codes, f"pairs-k{k}v{v}", partial(in_pairs, turned, [21, 9, 40], [6, 9, 1], (4, 2), 64, bits=(k, v)))
         for k, v in BYTES[::2]
+    ),
+    *(
+        Case(rope_append_codes, f"pairs-k{k}v{v}w{d}", partial(in_pairs, turned, [21, 40], [6, 1], (4, 2), d, bits=(k, v)))
+        for k, v, d in UNITS[1::4]
     ),
     Case(rope_append_codes, "rows", lambda: turned([21, 40], [5, 1], (6, 3), 128, bits=(6, 3), normed=False)),
     Case(rope_append_codes, "partial", lambda: in_pairs(turned, [300, 7], [1, 1], (8, 2), 256, 64, apart=True, bits=(8, 4))),
@@ -189,6 +208,22 @@ CASES = [
         for d in PAIR_WIDTHS
     ),
     *(
+        Case(
+            turboquant_attention, f"pairs-k{k}v{v}w{d}", partial(in_pairs, attend, [333, 7], [1, 1], (4, 2), d, (k, v)), **FAST
+        )
+        for k, v, d in UNITS
+    ),
+    *(
+        Case(
+            turboquant_attention,
+            f"pairs-long-k{k}v{v}w{d}",
+            partial(in_pairs, attend, [7000, 500], [4, 2], (48, 24), d, (k, v), page=64, window=window),
+            **FAST,
+            slow=True,
+        )
+        for k, v, d, window in ((4, 4, 128, None), (4, 2, 64, 5000), (3, 3, 128, None), (2, 2, 256, None))
+    ),
+    *(
         Case(turboquant_attention, f"pairs-group{n}", partial(in_pairs, attend, [170, 17], [1, 1], (2 * n, 2), 128), **FAST)
         for n in (1, 3, 7, 8, 9, 12, 16, 66)
     ),
@@ -198,6 +233,15 @@ CASES = [
     ),
     Case(turboquant_attention, "pairs-exact", lambda: in_pairs(attend, [70, 33], [1, 5], (4, 2), 64, (8, 4))),
     Case(turboquant_attention, "pairs-prefill", lambda: in_pairs(attend, [90, 63], [40, 33], (4, 2), 128, page=32)),
+    Case(
+        turboquant_attention, "pairs-prefill-k6v3", lambda: in_pairs(attend, [90, 63], [40, 33], (4, 2), 128, (6, 3), page=32)
+    ),
+    Case(
+        turboquant_attention,
+        "pairs-prompt-k3v6",
+        lambda: in_pairs(attend, [200], [130], (2, 1), 128, (3, 6), page=32),
+        slow=True,
+    ),
     Case(turboquant_attention, "pairs-few", lambda: in_pairs(attend, [150, 90, 9], [3, 0, 2], (4, 2), 64, window=70), **FAST),
     Case(
         turboquant_attention,

@@ -14,6 +14,7 @@ from auraflux.ops._triton import INTERPRETED, cdiv, multiprocessors, power_of_tw
 from auraflux.ops.attention._flash import EVERYTHING, Parts, launch_merge, parts_like, shape_for
 from auraflux.ops.attention.cuda import attention
 from auraflux.ops.rope.cuda import norm_rope
+from auraflux.ops.turboquant._append_many import append_at_once, appends
 from auraflux.ops.turboquant._builds import KERNELS
 from auraflux.ops.turboquant._codec_rows import (
     append_coded,
@@ -28,7 +29,7 @@ from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
 from auraflux.ops.turboquant._turn import book_for, levels_for, turn_for
 from auraflux.ops.turboquant._turned_rows import turn_and_append
 from auraflux.ops.turboquant._written import worth_writing, written
-from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.arrangement import Arrangement, fills_words
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
@@ -106,10 +107,19 @@ def _check(first: Tensor, width: int) -> None:
         raise Declined(f"rows of {width}, fewer than the {NARROWEST} codes that fill whole words at every number of bits")
 
 
+def _check_pairs(pages: CodePages) -> None:
+    if pages.arrangement is Arrangement.PAIRS and not fills_words(pages.value_bits, pages.width):
+        raise Declined(f"values of {pages.value_bits} bits in pairs, {pages.width} wide: two tokens do not fill words")
+
+
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     tokens, heads, width = k.shape
     _check(k, width)
     if not tokens:
+        return
+    _check_pairs(pages)
+    if appends(k, v, pages):
+        append_at_once(k, v, pages)
         return
     turn, matrix = turn_for(width, pages.seed, False, k.device)
     pairs = pages.arrangement is Arrangement.PAIRS
@@ -149,6 +159,7 @@ def rope_append_codes(
 ) -> Tensor:
     tokens, heads, width = k.shape
     _check(k, width)
+    _check_pairs(pages)
     turn, matrix = turn_for(width, pages.seed, False, k.device)
     if matrix or not 0 < tokens <= MOST_TURNED:
         q, k = norm_rope(q, k, inv_freq, positions, norms, eps, mscale, interleaved)

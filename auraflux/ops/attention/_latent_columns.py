@@ -1,0 +1,131 @@
+"""Latent attention for few heads and few tokens on Hopper, in Gluon: the heads of one token are columns, in bf16.
+
+Everything is computed transposed. Latents of 64 positions are rows of the scores' product and, turned, of the results', so that
+no row of the matrix unit is empty however few the heads are, and the work takes less time than reading. One warp asks for
+latents by the copy engine, those of earlier steps before the kernel launched before this one has ended.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops._triton import cdiv, multiprocessors, power_of_two
+from auraflux.ops.attention._hopper_shares import LOG2E, MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
+from auraflux.ops.attention._latent_feed import clear, feed
+from auraflux.ops.attention.pages import LatentPages
+
+MOST_COLUMNS = 32
+LATENT = 512
+STAGES = 2
+MERGED = 64  # channels of a program that merges
+REGISTERS = {8: 128, 16: 128, 32: 216}  # so few that programs that merge find room beside these
+BF, F32 = gl.bfloat16, gl.float32
+
+
+@gluon.jit
+def _attend(
+    Q, QR, K, R, P, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split, splits, pool,
+    PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    T: gl.constexpr = columns(N)
+    position, head = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
+    m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
+    l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
+    acc = gl.full([512, N], 0.0, F32, T)
+    zero = gl.full([64, N], 0.0, F32, T)
+    following = gl.load(table + begin // PAGE)
+    gdc_wait()
+    mbarrier.wait(bars.index(2 * ST), 0)
+    for i in range(count):
+        first, tile = begin + i * 64, K.index(i % ST)
+        page, following = following, gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
+        left = gl.where((page >= 0) & (page < pool), end - first, 0)
+        mbarrier.wait(bars.index(i % ST), i // ST % 2)
+        if left < 64:
+            clear(tile, left, 64)
+        s = warpgroup_mma(tile, Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(R.index(i % ST), QR.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s = gl.where((position < left)[:, None], s * scale, float("-inf"))
+        top = gl.maximum(m, gl.max(s, 0))
+        safe = gl.where(top == float("-inf"), 0.0, top)
+        p = gl.exp2(s - safe[None, :])
+        fade = gl.exp2(m - safe)
+        m, l = top, l * fade[None, :] + p  # noqa: E741
+        P.permute((1, 0)).store(p.to(BF))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(tile.permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(bars.index(ST + i % ST))
+    total, channel, inside = gl.sum(l, 0), gl.arange(0, 512, gl.SliceLayout(1, T)), head < heads
+    at = token.to(gl.int64) * heads * splits + split
+    if part_m is not None:
+        gl.store(part_m + at + head * splits, m, mask=inside)
+        gl.store(part_l + at + head * splits, total, mask=inside)
+    part = gl.where(total == 0.0, 0.0, 1.0 / total)
+    where = at * 512 + (head[None, :] * (splits * 512) + channel[:, None])
+    gl.store(out + where, (acc * part[None, :]).to(out.dtype.element_ty), mask=inside[None, :] & (channel >= 0)[:, None])
+
+
+@gluon.jit
+def latent_columns(
+    queries, rotated, latents, ropes, table, lengths, starts, out, part_m, part_l,
+    scale, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """All heads of one token, N at most, with one share of its positions; grid (tokens, splits)."""
+    gdc_launch_dependents()
+    token, split = gl.program_id(0), gl.program_id(1)
+    share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
+    sequence, begin, _, end, count, old = share
+    table += sequence.to(gl.int64) * table_width
+    Q = gl.allocate_shared_memory(BF, [N, 512], queries.layout)
+    QR = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
+    K = gl.allocate_shared_memory(BF, [ST, 64, 512], latents.layout)
+    R = gl.allocate_shared_memory(BF, [ST, 64, 64], ropes.layout)
+    P = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [2 * ST + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * ST + 1):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_attend, (Q, QR, K, R, P, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split,
+                       splits, pool, PAGE, N, ST)),
+            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, token * heads, pool,
+                    PAGE, N, 64, ST)),
+        ],
+        [1],
+        [56],
+    )  # fmt: skip
+
+
+def attend_columns(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    pages: LatentPages,
+    starts: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """`latent_attention` of few heads into `out`."""
+    (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
+    splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tokens, cdiv(table_width * page, TILE)))
+    parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
+    n = max(8, power_of_two(heads))
+    latent_columns[tokens, splits](
+        tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
+        pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences, heads, table_width,
+        pool, splits, page, power_of_two(sequences), n, STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+    )  # fmt: skip
+    if parts is not None:
+        merge(parts, None, out, MERGED)

@@ -1,0 +1,81 @@
+"""One token times four-bit weights on Hopper, on numpy: tiles of rows, several weights, and a norm before them."""
+
+import pytest
+import torch
+
+from auraflux.ops._cases import relative_rms
+from auraflux.ops.norm.reference import add_rms_norm, rms_norm
+from tests.ops.ptx import Device, Machine, sources
+from tests.ops.test_linear_hopper import TOL, nothing, product, weight_of
+
+EPS, WARPS, DEEP = 1e-6, 2, 3
+
+
+def operands(device: Device, weight) -> list:
+    """As the kernel is given them: bytes of codes, and scales four at a time."""
+    scales = [part.view(torch.int64) for part in (weight.scales, weight.biases)]
+    return [device.put(part) for part in (weight.packed.view(torch.int8), *scales)]
+
+
+def multiply(stream: tuple, weights: list, gated: bool, tiles: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every program of `matvec`: what it stores for the weights, and for the sum of the stream and what is added to it."""
+    device, width = Device(), weights[0].shape[1]
+    x, delta, norm = stream
+    rows = [weight.shape[0] for weight in weights]
+    outs = [device.put(nothing(1, count)) for count in (rows[:1] if gated else rows)]
+    total = device.put(nothing(1, width))
+    args = [device.put(x), device.put(delta), device.put(norm), total, EPS]
+    for number in range(4):
+        args += operands(device, weights[number]) if number < len(weights) else [None] * 3
+        args.append(outs[number] if number < len(outs) else None)
+    each = (8 if gated else 16) * tiles
+    ends = [sum(rows[: number + 1]) // each for number in range(len(outs))]
+    args += [ends[number] if number < len(outs) - 1 else None for number in range(3)]
+    for program in range(ends[-1]):
+        made = sources(Machine(device, WARPS, program), "linear/_nibbles.py", "linear/_hopper_stream.py")
+        made["matvec"](*args, len(outs), gated, width, tiles, WARPS, DEEP)
+    found = [device.get(out, nothing(1, count)).float() for out, count in zip(outs, rows, strict=False)]
+    return found, device.get(total, nothing(1, width))
+
+
+def stream_of(width: int, kind: str) -> tuple:
+    x, delta, norm = torch.randn(1, width).bfloat16(), torch.randn(1, width).bfloat16(), torch.rand(width) + 0.5
+    return {"plain": (x, None, None), "normed": (x, None, norm), "added": (x, delta, norm)}[kind]
+
+
+def read(stream: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the weights are to be multiplied by, and the sum."""
+    x, delta, norm = stream
+    if norm is None:
+        return x, x
+    return (rms_norm(x, norm, EPS), x) if delta is None else add_rms_norm(delta, x, norm, EPS)
+
+
+@pytest.mark.parametrize("kind", ["plain", "normed", "added"])
+@pytest.mark.parametrize(("width", "tiles"), [(256, 1), (768, 2), (1280, 1), (2048, 2), (512, 4)])
+def test_rows_in_tiles(width: int, tiles: int, kind: str):
+    torch.manual_seed(width)
+    stream, weight = stream_of(width, kind), weight_of(32 * tiles, width, 4, 64)
+    (found,), total = multiply(stream, [weight], False, tiles)
+    h, wanted_total = read(stream)
+    assert relative_rms(found, product(h, weight)) < TOL
+    if kind == "added":
+        assert torch.equal(total, wanted_total)
+
+
+def test_several_weights_and_a_norm():
+    torch.manual_seed(0)
+    stream, weights = stream_of(1024, "added"), [weight_of(rows, 1024, 4, 64) for rows in (64, 32, 32)]
+    found, _ = multiply(stream, weights, False, 2)
+    for mine, weight in zip(found, weights, strict=True):
+        assert relative_rms(mine, product(read(stream)[0], weight)) < TOL
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_gated_and_a_norm(tiles: int):
+    torch.manual_seed(0)
+    stream, (gate, up) = stream_of(768, "added"), (weight_of(32, 768, 4, 64) for _ in range(2))
+    (found,), _ = multiply(stream, [gate, up], True, tiles)
+    h, _ = read(stream)
+    first, second = (product(h, weight).bfloat16().float() for weight in (gate, up))
+    assert relative_rms(found, torch.nn.functional.silu(first) * second) < 2 * TOL
