@@ -42,19 +42,25 @@ def scores(engine: Engine, text: list[int]) -> Tensor:
     return torch.cat([together, *(engine.decode(batch, [token]) for token in text[-ALONE:])]).float().cpu()
 
 
+def use_every_expert(config: Any) -> None:
+    """Have tokens go to all experts: where two score alike, rounding may choose another one, and such a token is far off."""
+    for count in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(config, count, None):
+            config.num_experts_per_tok = getattr(config, count)
+    if getattr(config, "n_group", None):
+        config.topk_group = config.n_group
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_says_on_the_gpu_what_it_says_on_the_cpu(name: str, tmp_path: Path):
     torch.manual_seed(0)
     source = MODELS[name]()
+    use_every_expert(source.config.get_text_config())
     folder, text = save(source, tmp_path), tokens(source, 110)
     with use_backend("reference"):
         wanted = scores(engine_for(folder, "none", "cpu", torch.float32), text)
     assert error(scores(engine_for(folder, "none", "cuda", torch.float32), text), wanted) < 1e-3
-    found = scores(engine_for(folder, "none", "cuda", torch.bfloat16), text)
-    each = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    # where two experts score alike, rounding may choose the other one, and such a token is far off
-    assert each.quantile(0.9) < 0.02, each
-    assert error(found[each < 0.05], wanted[each < 0.05]) < 0.02
+    assert error(scores(engine_for(folder, "none", "cuda", torch.bfloat16), text), wanted) < 0.02
 
 
 @pytest.mark.parametrize(
