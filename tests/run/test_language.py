@@ -64,7 +64,7 @@ def test_an_interrupted_step_is_taken_back(model: LanguageModel, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model.engine.model.layers[1].mlp), "__call__", interrupt)
+        patch.setattr(type(model.engine.model.layers[1].mlp), "of_stream", interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(model.tokens([*IDS, 3, 4], max_tokens=8))
     assert list(model.tokens(IDS, max_tokens=8)) == wanted

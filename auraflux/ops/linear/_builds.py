@@ -1,10 +1,18 @@
-"""What is compiled for Hopper without a GPU of `_hopper_stream.py`, see `ops/_compile.py`."""
+"""What is compiled for Hopper without a GPU, to see that it compiles and that nothing hot spills; see `ops/_compile.py`."""
 
 from auraflux.ops._triton import Build
+from auraflux.ops.linear._by_tiles import TILE_BUILDS
+from auraflux.ops.linear._dense_rows import BLOCK, COLUMNS_AT_ONCE, dense_one, dequantize_rows, take_rows
+from auraflux.ops.linear._hopper import matmul16
+from auraflux.ops.linear._hopper_one import ONE_BUILDS
+from auraflux.ops.linear._hopper_some import SOME_BUILDS
 from auraflux.ops.linear._hopper_stream import MOST_WEIGHTS, matvec
+from auraflux.ops.linear._normed import NORMED_BUILDS
+from auraflux.ops.linear._one import one_token, one_token_gated, one_token_three, order_x
+from auraflux.ops.linear._written import WRITTEN_BUILDS
 
 
-def _builds() -> list[Build]:
+def _stream_builds() -> list[Build]:
     """One weight, three, and two of an MLP; from a normalised stream, with and without something to add."""
     weight, names = "*i8 *i64 *i64", "wsby"
     options = {"num_warps": 4, "maxnreg": 128}
@@ -32,4 +40,50 @@ def _builds() -> list[Build]:
     ]
 
 
-STREAM_BUILDS = _builds()
+def _builds() -> list[Build]:
+    four = {"BITS": 4, "GROUP": 64, "AFFINE": True}
+    one = {"EVEN": True, "COLUMNS": 128, "ROWS": 4}
+    codes, mx = "*i32 *bf16 *bf16", "*i32 *u8 *u8"
+    each = f"{codes} *bf16 i32"
+    none, warp = {"bias": None}, {"num_warps": 1}
+    return [
+        Build(order_x, "*bf16 *fp32 i32:16", {"UNIT": 8, "BLOCK": 64}, hot=True, options={"num_warps": 2}),
+        Build(one_token, f"*fp32 {codes} *bf16 i32 i32:16", {**none, **four, **one}, hot=True, options=warp),
+        Build(one_token, f"*fp32 {codes} *bf16 i32 i32:16", {**none, **four, "BITS": 5, **one, "COLUMNS": 64}, hot=True),
+        Build(
+            one_token,
+            f"*fp32 {mx} *bf16 *bf16 i32 i32:16",
+            {"BITS": 4, "GROUP": 32, "AFFINE": False, **one},
+            hot=True,
+            options=warp,
+        ),
+        Build(one_token_gated, f"*fp32 {codes} {codes} *bf16 i32 i32:16", {**four, **one}, hot=True, options=warp),
+        Build(
+            one_token_three,
+            f"*fp32 {each} {each} {each} i32:16",
+            {"bias0": None, "bias1": None, "bias2": None, **four, **one},
+            hot=True,
+            options=warp,
+        ),
+        *_stream_builds(),
+        Build(
+            matmul16,
+            "*bf16 *i8 *i64 *i64 *bf16 i32 i32:16",
+            {"K": 8192, "R": 4, "TILES": 2, "W": 8, "D": 1},
+            hot=True,
+            options={"num_warps": 8},
+        ),
+        Build(dequantize_rows, f"{codes} *bf16 i32:16 i32:16", {"ids": None, **four, "BLOCK": BLOCK}, hot=True),
+        Build(take_rows, "*bf16 *i64 *bf16 i32 i32:16", {"BLOCK": BLOCK}),
+        Build(
+            dense_one,
+            "*bf16 *bf16 *bf16 i32 i32:16",
+            {"weight1": None, "out1": None, "COLUMNS": COLUMNS_AT_ONCE},
+            hot=True,
+            options={"num_warps": 4},
+        ),
+        Build(dense_one, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32:16", {"COLUMNS": COLUMNS_AT_ONCE}, hot=True),
+    ]
+
+
+KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS, *ONE_BUILDS, *SOME_BUILDS]

@@ -9,80 +9,38 @@ kernels for one token (`_hopper_one.py`) and up to 16 (`_hopper_some.py`). Dense
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._triton import Build, cdiv, power_of_two, ready
+from auraflux.ops._triton import ready
 from auraflux.ops.activation.cuda import swiglu
-from auraflux.ops.linear._builds import STREAM_BUILDS
-from auraflux.ops.linear._by_tiles import FEW, MOST_TOGETHER, TILE_BUILDS, fits_tiles, multiply_hopper_tiles
-from auraflux.ops.linear._codes import check_order, constants, operands, weights_at
-from auraflux.ops.linear._hopper import fits_hopper, matmul16, multiply_hopper
-from auraflux.ops.linear._hopper_one import ONE_BUILDS, fits_codes_one, multiply_codes_one
-from auraflux.ops.linear._hopper_some import SOME_BUILDS, fits_some, multiply_some
+from auraflux.ops.linear._builds import KERNELS
+from auraflux.ops.linear._by_tiles import FEW, MOST_TOGETHER, fits_tiles, multiply_hopper_tiles
+from auraflux.ops.linear._codes import check_order
+from auraflux.ops.linear._dense_rows import dequantized, multiply_dense, take
+from auraflux.ops.linear._hopper import fits_hopper, multiply_hopper
+from auraflux.ops.linear._hopper_one import fits_codes_one, multiply_codes_one
+from auraflux.ops.linear._hopper_some import fits_some, multiply_some
 from auraflux.ops.linear._hopper_stream import MOST_WEIGHTS, multiply_stream
-from auraflux.ops.linear._normed import NORMED_BUILDS, WIDEST, multiply_normed
-from auraflux.ops.linear._one import (
-    multiply_one,
-    multiply_one_gated,
-    multiply_one_three,
-    one_token,
-    one_token_gated,
-    one_token_three,
-    order_x,
-)
-from auraflux.ops.linear._written import WRITTEN_BUILDS, fits_written, written
+from auraflux.ops.linear._normed import WIDEST, multiply_normed
+from auraflux.ops.linear._one import multiply_one, multiply_one_gated, multiply_one_three
+from auraflux.ops.linear._written import fits_written, written
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.norm.cuda import add_rms_norm, rms_norm
 from auraflux.quant import QTensor
 
-BLOCK = 1024  # elements a program dequantizes
-DENSE_COLUMNS = 2048
+__all__ = [
+    "KERNELS",
+    "add_norm_gate_up",
+    "add_norm_linears",
+    "add_norm_scores",
+    "embed",
+    "gate_up_swiglu",
+    "linear",
+    "linears",
+]
+
 DENSE_BATCH = 4096  # rows of dense weights; for more, cuBLAS is as good at one token
-
-
-@triton.jit
-def _dequantize(
-    packed, scales, biases, ids, out, rows, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write out rows of a weight: those of `ids`, or all. An id out of range gives NaN."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source, good = row, True
-    if ids is not None:
-        source = tl.load(ids + row).to(tl.int64)
-        good = (source >= 0) & (source < rows)
-    there = k < K
-    weight = weights_at(packed, scales, biases, source, k, there & good, K, BITS, GROUP, AFFINE)
-    tl.store(out + row * K + k, tl.where(good, weight, float("nan")), mask=there)
-
-
-@triton.jit
-def _take(table, ids, out, rows, K, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(ids + row).to(tl.int64)
-    good = (source >= 0) & (source < rows)
-    tl.store(out + row * K + k, tl.load(table + source * K + k, mask=(k < K) & good, other=float("nan")), mask=k < K)
-
-
-@triton.jit
-def _dense_one(x, weight, weight1, out, out1, rows, K, COLUMNS: tl.constexpr):
-    """One token times one row of a dense weight, or of a second one after the first; of any dtype, widened as it is read."""
-    row = tl.program_id(0)
-    if weight1 is not None:  # noqa: SIM102 - the first is decided when the kernel is compiled
-        if row >= rows:
-            weight, out, row = weight1, out1, row - rows
-    weight += row.to(tl.int64) * K
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, K, COLUMNS):
-        k = start + tl.arange(0, COLUMNS)
-        value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-        total += tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32) * value
-    tl.store(out + row, tl.sum(total, 0))
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -104,7 +62,7 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
         outs = [x.new_empty(1, weight.shape[0]) for weight in weights]
         multiply_one_three(flat, alike, added, outs)
     elif len(flat) == 1 and len(plain) == 2 and not any(b is not None for b in added):
-        outs = _dense_products(flat, plain[0], plain[1])
+        outs = multiply_dense(flat, plain[0], plain[1])
     elif _by_tiles(flat, alike):
         outs = _tiled(flat, alike, added)
     else:
@@ -192,17 +150,12 @@ def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
 
 def embed(ids: Tensor, table: Weight) -> Tensor:
     ready(ids)
-    tokens, (rows, width) = len(ids), table.shape
     if isinstance(table, QTensor):
         check_order(table)
-        return _dequantized(table, torch.float32, ids)
-    out = table.new_empty(tokens, width)
-    if out.numel():
-        if not table.dtype.is_floating_point:
-            raise Declined(f"a table of {table.dtype}")
-        block = min(BLOCK, power_of_two(width))
-        _take[(tokens, cdiv(width, block))](table, ids, out, rows, width, block)
-    return out
+        return dequantized(table, torch.float32, ids)
+    if not table.dtype.is_floating_point:
+        raise Declined(f"a table of {table.dtype}")
+    return take(table, ids)
 
 
 def _check(x: Tensor, weights: Sequence[Weight]) -> None:
@@ -264,82 +217,12 @@ def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if tokens == 1:
             multiply_one(x, weight, bias, out)
             return out
-        weight = written(weight) if fits_written(weight, x.dtype) else _dequantized(weight, x.dtype)
+        weight = written(weight) if fits_written(weight, x.dtype) else dequantized(weight, x.dtype)
     out = _dense(x, weight)
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def _dense(x: Tensor, weight: Tensor) -> Tensor:
     if x.shape[0] == 1 and (x.dtype != weight.dtype or weight.shape[0] <= DENSE_BATCH):
-        return _dense_products(x, weight)[0]
+        return multiply_dense(x, weight)[0]
     return x @ weight.T if x.dtype == weight.dtype else x.float() @ weight.float().T
-
-
-def _dense_products(x: Tensor, weight: Tensor, second: Tensor | None = None) -> list[Tensor]:
-    """One token times one or two dense weights, in x's dtype."""
-    (rows, width), more = weight.shape, 0 if second is None else second.shape[0]
-    outs = [x.new_empty(1, count) for count in (rows, more)]
-    block = min(DENSE_COLUMNS, power_of_two(width))
-    out1 = None if second is None else outs[1]
-    _dense_one[(rows + more,)](x, weight, second, outs[0], out1, rows, width, block, num_warps=4)
-    return outs[: 1 if second is None else 2]
-
-
-def _dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-    rows, width = weight.shape
-    count = rows if ids is None else len(ids)
-    out = torch.empty(count, width, dtype=dtype, device=weight.device)
-    if out.numel():
-        block = min(BLOCK, power_of_two(width))
-        grid = (count, cdiv(width, block))
-        _dequantize[grid](*operands(weight), ids, out, rows, width, **constants(weight), BLOCK=block)
-    return out
-
-
-def _builds() -> list[Build]:
-    four = {"BITS": 4, "GROUP": 64, "AFFINE": True}
-    one = {"EVEN": True, "COLUMNS": 128, "ROWS": 4}
-    codes, mx = "*i32 *bf16 *bf16", "*i32 *u8 *u8"
-    each = f"{codes} *bf16 i32"
-    none, warp = {"bias": None}, {"num_warps": 1}
-    return [
-        Build(order_x, "*bf16 *fp32 i32:16", {"UNIT": 8, "BLOCK": 64}, hot=True, options={"num_warps": 2}),
-        Build(one_token, f"*fp32 {codes} *bf16 i32 i32:16", {**none, **four, **one}, hot=True, options=warp),
-        Build(one_token, f"*fp32 {codes} *bf16 i32 i32:16", {**none, **four, "BITS": 5, **one, "COLUMNS": 64}, hot=True),
-        Build(
-            one_token,
-            f"*fp32 {mx} *bf16 *bf16 i32 i32:16",
-            {"BITS": 4, "GROUP": 32, "AFFINE": False, **one},
-            hot=True,
-            options=warp,
-        ),
-        Build(one_token_gated, f"*fp32 {codes} {codes} *bf16 i32 i32:16", {**four, **one}, hot=True, options=warp),
-        Build(
-            one_token_three,
-            f"*fp32 {each} {each} {each} i32:16",
-            {"bias0": None, "bias1": None, "bias2": None, **four, **one},
-            hot=True,
-            options=warp,
-        ),
-        *STREAM_BUILDS,
-        Build(
-            matmul16,
-            "*bf16 *i8 *i64 *i64 *bf16 i32 i32:16",
-            {"K": 8192, "R": 4, "TILES": 2, "W": 8, "D": 1},
-            hot=True,
-            options={"num_warps": 8},
-        ),
-        Build(_dequantize, f"{codes} *bf16 i32:16 i32:16", {"ids": None, **four, "BLOCK": BLOCK}, hot=True),
-        Build(_take, "*bf16 *i64 *bf16 i32 i32:16", {"BLOCK": BLOCK}),
-        Build(
-            _dense_one,
-            "*bf16 *bf16 *bf16 i32 i32:16",
-            {"weight1": None, "out1": None, "COLUMNS": DENSE_COLUMNS},
-            hot=True,
-            options={"num_warps": 4},
-        ),
-        Build(_dense_one, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32:16", {"COLUMNS": DENSE_COLUMNS}, hot=True),
-    ]
-
-
-KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS, *ONE_BUILDS, *SOME_BUILDS]
