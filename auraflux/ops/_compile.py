@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops._compile [FAMILY ...] [--json]`.
+"""Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops._compile [FAMILY ...] [--first] [--json]`.
 
 Each family's `cuda.py` lists in `KERNELS` what is worth building (see `Build`). Printed are registers a thread, bytes of stack
 (what did not fit into registers) and bytes of shared memory.
@@ -36,11 +36,15 @@ class Report:
     error: str | None = None
 
 
-def builds(only: Sequence[str] = ()) -> list[tuple[str, int]]:
-    """Every build there is, as its family and its place in the family's list."""
+def builds(only: Sequence[str] = (), first: bool = False) -> list[tuple[str, int]]:
+    """Every build there is, or the first one of each kernel, as its family and its place in the family's list."""
     root = Path(__file__).parent
     wanted = [name for name in families() if (not only or name in only) and (root / name / "cuda.py").exists()]
-    return [(name, place) for name in wanted for place in range(len(_listed(name)))]
+    found = []
+    for name in wanted:
+        kernels = [build.kernel for build in _listed(name)]
+        found += [(name, place) for place, kernel in enumerate(kernels) if not first or kernels.index(kernel) == place]
+    return found
 
 
 def _listed(family: str) -> list:
@@ -97,8 +101,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def compile_all(only: Sequence[str] = ()) -> list[Report]:
-    found = builds(only)
+def compile_all(only: Sequence[str] = (), first: bool = False) -> list[Report]:
+    found = builds(only, first)
     # spawned, not forked: LLVM and torch have threads by now
     with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, max(1, len(found)))) as pool:
         return pool.map(compile_one, found, chunksize=1)
@@ -107,11 +111,12 @@ def compile_all(only: Sequence[str] = ()) -> list[Report]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="auraflux.ops._compile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("family", nargs="*")
+    parser.add_argument("--first", action="store_true", help="of each kernel only the first build listed")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; unset it: interpreted kernels cannot be compiled")
-    reports = compile_all(given.family)
+    reports = compile_all(given.family, given.first)
     if given.json:
         print(json.dumps([asdict(report) for report in reports]))
         return 0
