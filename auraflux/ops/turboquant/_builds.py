@@ -70,7 +70,7 @@ _KV = {"HEADS": 8, "KEY_BITS": 8, "VALUE_BITS": 4, "PAGE": 64, "S": 1}
 _ONE = {"num_warps": 1}
 _FOUR = {"num_warps": 4}
 _HEADS = 32, 8
-_SHAPE = {"HEADS": 8, "D": 128, "P": 128, "PAGE": 64, "N": 16}
+_SHAPE = {"HEADS": 8, "D": 128, "P": 128, "COLUMNS": 128, "PAGE": 64, "N": 64}
 
 
 def _many(bits: tuple[int, int]) -> Build:
@@ -81,7 +81,7 @@ def _many(bits: tuple[int, int]) -> Build:
     return Build(append_many, types, sizes | steps, True, {"num_warps": WARPS})
 
 
-_WRITE = "*i32 *fp32 *fp32 *i32 *fp32 *fp32 *i32 *i32 *i32 *bf16 *bf16 i32 i32 i32"
+_WRITE = "*i32 *fp32 *fp16 *i32 *fp32 *fp16 *fp16 *i32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32"
 
 KERNELS = [
     Build(write_pages, _WRITE, {**_SHAPE, "KEY_BITS": 8, "VALUE_BITS": 4, "PAIRS": True}, True, _FOUR),

@@ -47,6 +47,8 @@ from auraflux.ops.turboquant.reference import (
 
 # queries, weights and levels rounded to bytes, or, on a GPU, to float16
 FAST: dict[str, Any] = {"exact": False, "tol": 1e-2}
+ROUNDED: dict[str, Any] = {"tol": 6e-3, "slow": True}
+PROMPT: dict[str, Any] = {"page": 64, "dtype": BF16}
 BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_nbytes, "flops": attend_flops}
 LATENT_BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_latent_nbytes, "flops": attend_latent_flops}
 PAIRS = list(product(BITS, BITS))
@@ -241,6 +243,19 @@ CASES = [
         "pairs-prompt-k3v6",
         lambda: in_pairs(attend, [200], [130], (2, 1), 128, (3, 6), page=32),
         slow=True,
+    ),
+    *(
+        Case(turboquant_attention, f"prompt-w{d}", partial(attend, [200, 150], [140, 150], (4, 2), d, **PROMPT), **ROUNDED)
+        for d in (64, 80, 128, 256, 512)
+    ),
+    *(
+        Case(
+            turboquant_attention,
+            f"pairs-prompt-k{k}v{v}",
+            partial(in_pairs, attend, [200], [130], (4, 2), 128, (k, v), **PROMPT),
+            **ROUNDED,
+        )
+        for k, v in ((8, 4), (4, 4), (6, 3))
     ),
     Case(turboquant_attention, "pairs-few", lambda: in_pairs(attend, [150, 90, 9], [3, 0, 2], (4, 2), 64, window=70), **FAST),
     Case(

@@ -105,9 +105,7 @@ def turboquant_attention(
     if serves(q, pages):
         return attend_few(q, pages, starts, scale, window, sinks, softcap)
     if worth_writing(q, pages):
-        turned = rotated(q, pages.seed, False, q.dtype)
-        out = attention(turned, written(pages, starts, window, q.dtype), starts, scale, window, sinks, softcap)
-        return rotated(out, pages.seed, True, q.dtype)
+        return attention(q, written(pages, starts, window, q.dtype), starts, scale, window, sinks, softcap)
     return _finish(_attend(q, None, pages, starts, scale, window, softcap), sinks, pages.seed, q)
 
 
