@@ -80,13 +80,14 @@ class Batch:
         context: int,
         checkpoints: Checkpoints,
         find_index: Callable[[int, int], StepIndex],
+        expected: int = 0,
     ):
         if not sequences or len(set(sequences)) < len(sequences):
             raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
         self.sequences, self.context = sequences, context
         self.single = False
         self.counts: list[int] = []
-        self._checkpoints, self._find_index = checkpoints, find_index
+        self._checkpoints, self._find_index, self._expected = checkpoints, find_index, expected
         self._views: dict[Layer, Any] = {}
         self._turn_to(max(sequence.length for sequence in sequences))
 
@@ -131,8 +132,8 @@ class Batch:
             part.refresh(self.index, self.rows(part))
 
     def _turn_to(self, longest: int) -> None:
-        """Use the index that reaches as far."""
-        found = self._find_index(len(self.sequences), longest)
+        """Use the index that reaches as far, or as far as is expected."""
+        found = self._find_index(len(self.sequences), max(longest, self._expected))
         if getattr(self, "index", None) is not found:
             self.index, self._views = found, {}
 

@@ -120,8 +120,9 @@ class Cache:
         """Begin an empty sequence."""
         return Sequence({part: part.open() for part in self.parts}, self.checkpoints, self._format)
 
-    def batch(self, sequences: list[Sequence]) -> Batch:
-        return Batch(sequences, self.context, self.checkpoints, self._index)
+    def batch(self, sequences: list[Sequence], expected: int = 0) -> Batch:
+        """Make a batch; `expected` is a length that one of its sequences will reach, if it is known."""
+        return Batch(sequences, self.context, self.checkpoints, self._index, min(expected, self.context))
 
     def _index(self, count: int, longest: int) -> StepIndex:
         """The index for so many sequences up to a length; kernels share their work by how far it reaches."""

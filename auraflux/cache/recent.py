@@ -34,8 +34,9 @@ class RecentLayer(AttentionLayer):
         return self.coded.view(batch), self.recent.view(batch)
 
     def steady(self, batch: Batch) -> bool:
-        """Once every sequence has older positions than the newest."""
-        return all(sequence.length > self.newest for sequence in batch.sequences)
+        """Once all new tokens of every sequence have older positions than the newest."""
+        steps = zip(batch.sequences, batch.counts, strict=True)
+        return all(sequence.length - new >= self.newest for sequence, new in steps)
 
     def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the batch's new tokens: [T, Hkv, D] both."""

@@ -40,7 +40,12 @@ LOADING = [
     click.option("--sparse-v", type=float, default=0.0, metavar="W", help="Pass over values whose weight is below W."),
     click.option("--context", type=int, metavar="N", help="Most tokens of a text; by default what model and memory allow."),
     click.option("--quantize", type=int, metavar="BITS", help="Round dense weights to so many bits while loading."),
-    click.option("--graph/--no-graph", "graphs", default=True, help="Replay the steps of decoding (CUDA graphs on a GPU)."),
+    click.option(
+        "--graph/--no-graph",
+        "graphs",
+        default=True,
+        help="Replay steps of decoding; on a GPU as CUDA graphs, and pieces of long prompts too.",
+    ),
     click.option("--exact", is_flag=True, help="Multiply float32 activations, not int8 ones."),
     *EXPERTS,
 ]

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops._launch import quicken
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +34,7 @@ def power_of_two(n: int) -> int:
 
 @dataclass(frozen=True)
 class Build:
-    """One specialisation of a kernel, compiled for Hopper by a test that needs no GPU.
+    """One specialisation of a kernel, compiled for Hopper by a test that needs no GPU. Kernels that have one launch quickly.
 
     kernel     a function under @triton.jit or @gluon.jit
     types      those of the arguments that are not constants, in order: "*bf16 *fp32 i32:16 fp32"; i32:16 is a multiple of 16,
@@ -48,6 +49,9 @@ class Build:
     constants: dict[str, Any] = field(default_factory=dict)
     hot: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        quicken(self.kernel)
 
     @property
     def name(self) -> str:

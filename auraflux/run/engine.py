@@ -29,7 +29,7 @@ class Engine:
     sequences  that can be open at once
     chunk      tokens that go through the model together, over all sequences
     exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
-    graphs     replay steps of decoding (on a GPU, as CUDA graphs) instead of running their Python every time
+    graphs     replay steps of decoding, on a GPU also of long prompts, instead of running their Python every time
     """
 
     def __init__(
@@ -62,10 +62,14 @@ class Engine:
         try:
             with device_memory():
                 batch.extend([len(each) for each in ids])
-                return self.forward(flat, batch)
+                return self.decoder.read(batch, flat) if self._repeats(batch) else self.forward(flat, batch)
         except BaseException:
             self.undo(batch, before)
             raise
+
+    def _repeats(self, batch: Batch) -> bool:
+        """Whether a step has the size that long prompts are cut into, on a device that replays such steps."""
+        return self.graphs and self.device.type == "cuda" and batch.counts == [self.chunk] and not batch.single
 
     @staticmethod
     def undo(batch: Batch, lengths: list[int]) -> None:
@@ -90,7 +94,7 @@ class Engine:
 
     def prefill(self, sequence: Sequence, ids: list[int], advance: Callable[[int], None] = lambda tokens: None) -> Tensor:
         """Take a prompt in pieces and keep a checkpoint at its end: the scores of the token after it, [V]."""
-        batch = self.cache.batch([sequence])
+        batch = self._batch_for(sequence, ids)
         for start in range(0, len(ids), self.chunk):
             piece = ids[start : start + self.chunk]
             hidden = self.step(batch, [piece])
@@ -98,9 +102,14 @@ class Engine:
         sequence.checkpoint()
         return self.score(hidden[-1:])[0]
 
+    def _batch_for(self, sequence: Sequence, ids: list[int]) -> Batch:
+        """Make a batch for a prompt. Pieces read one index where they are to be replayed, so it reaches the prompt's end."""
+        replayed = self.device.type == "cuda" and len(ids) >= 2 * self.chunk
+        return self.cache.batch([sequence], sequence.length + len(ids) if replayed else 0)
+
     def all_scores(self, sequence: Sequence, ids: list[int]) -> Tensor:
         """The scores after every token of a text, [T, V], read through the cache as generation reads it."""
-        batch = self.cache.batch([sequence])
+        batch = self._batch_for(sequence, ids)
         pieces = [ids[start : start + self.chunk] for start in range(0, len(ids), self.chunk)]
         return torch.cat([self.score(self.step(batch, [piece])) for piece in pieces])
 

@@ -1,7 +1,8 @@
-"""Decoding as a replay: a step is recorded once and then repeated without its Python.
+"""Steps as replays: one is recorded and then repeated without its Python.
 
 On a GPU a recording is a CUDA graph, on a CPU a list of kernel launches (`ops/_record.py`). It reads all that changes from step
-to step through a `StepIndex`, so one serves all batches of as many sequences until one outgrows the index.
+to step through a `StepIndex`, so one serves all batches of as many sequences until one outgrows the index. Steps of decoding
+are recorded, and on a GPU, which would wait for the Python of a mixture's many kernels, whole pieces of prompts too.
 """
 
 import logging
@@ -33,27 +34,30 @@ class Replay(Protocol):
 
 @dataclass(eq=False)
 class Step:
-    """What is known of steps that read one index and hold their states at the same places.
+    """What is known of steps that read one index, hold their states at the same places and have as many tokens.
 
-    ids     [B]     tokens of the step
-    scores  [B, V]  after each replay
-    batch   of the recording: what it refers to must live as long
+    ids        [T]  tokens of the step
+    positions  [T]  of a piece of a prompt; those of decoding are in the index
+    result          after each replay
+    batch           of the recording: what it refers to must live as long
     """
 
     ids: Tensor
+    positions: Tensor
     compiled: bool = False
     recording: Replay | None = None
-    scores: Tensor | None = None
+    result: Tensor | None = None
     batch: Batch | None = None
 
 
 class Decoder:
-    """Gives each sequence of a batch one token, by replay where that can be."""
+    """Gives each sequence of a batch one token, or one sequence a piece of a prompt, by replay where that can be."""
 
     def __init__(self, engine: "Engine"):
         self.engine = engine
-        # why steps are not replayed; None if they are
+        # why steps of decoding, and those of prompts, are not replayed; None if they are
         self.refused: str | None = None if engine.graphs else "it is switched off"
+        self.unread: str | None = None
         self._steps: dict[object, Step] = {}
         self._capture = CudaCapture() if engine.device.type == "cuda" else _record
 
@@ -69,41 +73,55 @@ class Decoder:
 
     def _decode(self, batch: Batch, ids: list[int]) -> Tensor:
         batch.extend([1] * len(ids))
-        step = self._step(batch)
-        step.ids.copy_(torch.tensor(ids), non_blocking=True)
-        if step.recording is None:
-            return self._run(step, batch)
-        step.recording.replay()
-        assert step.scores is not None
-        return step.scores.clone()
+        return self._replayed(batch, torch.tensor(ids), lambda step: self.engine.score(self.engine.forward(step.ids, batch)))
 
-    def _step(self, batch: Batch) -> Step:
-        key = batch.index, batch.places
+    def read(self, batch: Batch, ids: Tensor) -> Tensor:
+        """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
+        return self._replayed(batch, ids, lambda step: self.engine.forward(step.ids, batch))
+
+    def _replayed(self, batch: Batch, ids: Tensor, work: Callable[[Step], Tensor]) -> Tensor:
+        step = self._step(batch, len(ids))
+        step.ids.copy_(ids, non_blocking=True)
+        if not batch.single:
+            step.positions.copy_(batch.positions, non_blocking=True)
+            batch.positions = step.positions
+        if step.recording is None:
+            return self._run(step, batch, lambda: work(step))
+        step.recording.replay()
+        assert step.result is not None
+        return step.result.clone()
+
+    def _step(self, batch: Batch, tokens: int) -> Step:
+        key = batch.index, batch.places, tuple(batch.counts)
         step = self._steps.pop(key, None)
         if step is None:
-            step = Step(torch.zeros(len(batch.sequences), dtype=torch.int64, device=self.engine.device))
+            ids, positions = (torch.zeros(tokens, dtype=kind, device=self.engine.device) for kind in (torch.int64, torch.int32))
+            step = Step(ids, positions)
             if len(self._steps) == KEPT:
                 del self._steps[next(iter(self._steps))]
         self._steps[key] = step
         return step
 
-    def _run(self, step: Step, batch: Batch) -> Tensor:
+    def _run(self, step: Step, batch: Batch, work: Callable[[], Tensor]) -> Tensor:
         """Run a step, and record it if it is time to."""
-
-        def work() -> Tensor:
-            return self.engine.score(self.engine.forward(step.ids, batch))
-
+        refused = self.refused if batch.single else self.refused or self.unread
         # the first run compiles what is not compiled yet; none of that belongs in a recording
-        if self.refused is not None or not step.compiled or not all(layer.steady(batch) for layer in self.engine.cache.layers):
+        if refused is not None or not step.compiled or not all(layer.steady(batch) for layer in self.engine.cache.layers):
             step.compiled = True
             return work()
-        recording, scores = self._capture(work)
+        recording, result = self._capture(work)
         if recording.spoiled is not None:
-            self.refused = recording.spoiled
-            log.warning("steps of decoding are not replayed: %s", self.refused)
-            return scores
-        step.recording, step.scores, step.batch = recording, scores, batch
-        return scores.clone()
+            self._refuse(recording.spoiled, batch.single)
+            return result
+        step.recording, step.result, step.batch = recording, result, batch
+        return result.clone()
+
+    def _refuse(self, why: str, single: bool) -> None:
+        if single:
+            self.refused = why
+        else:
+            self.unread = why
+        log.warning("%s are not replayed: %s", "steps of decoding" if single else "pieces of prompts", why)
 
 
 def _record(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:

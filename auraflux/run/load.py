@@ -44,7 +44,7 @@ def load(
     quantize  bits to which dense weights are rounded on the way
     exact     multiply float32 activations; otherwise CPU kernels round them to int8 per group
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds
-    graphs    replay the steps of decoding: on a GPU as CUDA graphs
+    graphs    replay steps of decoding: on a GPU as CUDA graphs, and pieces of long prompts too
     expert_memory  "4GB": that the experts of a packed model may take, or settings in full; others are read as they are chosen
     chunk     tokens of a prompt that go through the model together; by default 512, on a GPU 2048
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal

@@ -79,3 +79,29 @@ def test_a_graph_is_the_step_it_was_captured_from(name: str, kv: str, tmp_path: 
         batch = engine.cache.batch(pair)
         found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
     assert torch.equal(found[True], found[False])
+
+
+PIECE, PIECES, REST = 128, 5, 7
+
+
+@pytest.mark.parametrize(("name", "kv"), [*product(MODELS, ["none", "k8v4"])])
+def test_a_long_prompt_is_read_by_replays_of_a_piece(name: str, kv: str, tmp_path: Path):
+    torch.manual_seed(0)
+    source = MODELS[name]()
+    folder, text = save(source, tmp_path), tokens(source, PIECES * PIECE + REST)
+    found = {}
+    for graphs in (True, False):
+        options = {"context": 1024, "chunk": PIECE, "graphs": graphs}
+        engine = engine_for(folder, kv, "cuda", torch.bfloat16, bits=4, **options)
+        scores = []
+        # the second prompt has no piece that is not a replay
+        for prompt in (text, text[::-1]):
+            sequence = engine.cache.open()
+            scores.append(engine.prefill(sequence, prompt))
+            batch = engine.cache.batch([sequence])
+            scores += [engine.decode(batch, [token])[0] for token in text[:3]]
+            sequence.close()
+        found[graphs] = torch.stack(scores)
+        recorded = [step for step in engine.decoder._steps.values() if step.recording and len(step.ids) == PIECE]
+        assert bool(recorded) == graphs, engine.decoder.unread
+    assert torch.equal(found[True], found[False])

@@ -170,6 +170,7 @@ def fits_hopper(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b
     )
 
 
+@cache
 def tile_layout(columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([64, columns], BF)
 

@@ -1,0 +1,128 @@
+"""Launching again: the same build for what Triton would build once, another for what it would build anew."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from auraflux.ops import _launch  # noqa: E402
+from auraflux.ops._launch import Launcher  # noqa: E402
+
+
+class Driver:
+    device, stream = 0, 77
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+
+class Recorded:
+    """A launcher of a kernel whose builds and launches are written down."""
+
+    def __init__(self, kernel: Any):
+        self.built: list[dict[str, Any]] = []
+        self.launched: list[tuple[Any, ...]] = []
+        kernel.run = self.build
+        self.launch = Launcher(kernel)
+
+    def build(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        self.built.append({"args": args, "grid": grid, **named})
+
+        def run(*given: Any) -> None:
+            self.launched.append(given)
+
+        return SimpleNamespace(run=run, function="f", packed_metadata="m")
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Calls that went to Triton, and those that went to a build."""
+        return len(self.built), len(self.launched)
+
+    def __call__(self, *args: Any, grid: Any = (3,), **named: Any) -> None:
+        self.launch(*args, grid=grid, warmup=False, **named)
+
+
+def add(x, y, n, factor, BLOCK: tl.constexpr, WIDE: tl.constexpr = False):
+    pass
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    monkeypatch.setattr(_launch, "driver", SimpleNamespace(active=Driver()))
+    return Recorded(triton.runtime.jit.JITFunction(add))
+
+
+X, Y = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
+
+
+def test_a_second_call_goes_straight_to_the_build(kernel: Recorded):
+    kernel(X, Y, 48, 0.5, BLOCK=16, num_warps=4)
+    kernel(Y.float(), Y, 64, 2.5, BLOCK=16, num_warps=4, grid=(5, 2))
+    assert kernel.counts == (1, 1)
+    (x, y, z, stream, function, metadata, *hooks), values = kernel.launched[0][:9], kernel.launched[0][9:]
+    assert (x, y, z, stream, function, metadata, hooks) == (5, 2, 1, Driver.stream, "f", "m", [None] * 3)
+    assert values[1] is Y
+    assert values[2:] == (64, 2.5, 16, False)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ((X.bfloat16(), Y, 48, 0.5), {}),
+        ((X[1:], Y, 48, 0.5), {}),
+        ((None, Y, 48, 0.5), {}),
+        ((X, Y, 47, 0.5), {}),
+        ((X, Y, 1, 0.5), {}),
+        ((X, Y, 1 << 36, 0.5), {}),
+        ((X, Y, (1 << 36) + 1, 0.5), {}),
+        ((X, Y, 48, 1), {}),
+        ((X, Y, 48, 0.5), {"BLOCK": 32}),
+        ((X, Y, 48, 0.5), {"WIDE": True}),
+        ((X, Y, 48, 0.5), {"WIDE": 0}),
+        ((X, Y, 48, 0.5), {"num_warps": 8}),
+        ((X, Y, 48, 0.5), {"launch_pdl": True}),
+    ],
+)
+def test_what_another_build_serves_is_told_apart(kernel: Recorded, args: tuple[Any, ...], named: dict[str, Any]):
+    usual = {"BLOCK": 16, "num_warps": 4}
+    kernel(X, Y, 48, 0.5, **usual)
+    kernel(*args, **usual | named)
+    assert kernel.counts == (2, 0)
+    kernel(*args, **usual | named)
+    assert kernel.counts == (2, 1)
+
+
+def test_devices_have_builds_of_their_own(kernel: Recorded, monkeypatch: pytest.MonkeyPatch):
+    kernel(X, Y, 48, 0.5, BLOCK=16)
+    monkeypatch.setattr(Driver, "device", 1)
+    kernel(X, Y, 48, 0.5, BLOCK=16)
+    assert kernel.counts == (2, 0)
+
+
+def test_how_constants_are_given_does_not_matter(kernel: Recorded):
+    kernel(X, Y, 48, 0.5, BLOCK=16)
+    kernel(X, Y, 48, 0.5, 16)
+    kernel(X, Y, n=48, factor=0.5, WIDE=False, BLOCK=16)
+    assert kernel.counts == (1, 2)
+
+
+@pytest.mark.parametrize(("args", "named"), [((X, Y, 48, 0.5), {}), ((X, Y, 48, object()), {"BLOCK": 16}), ((X,) * 7, {})])
+def test_what_is_not_understood_is_left_to_triton(kernel: Recorded, args: tuple[Any, ...], named: dict[str, Any]):
+    for _ in range(2):
+        kernel(*args, **named)
+    assert kernel.counts == (2, 0)
+    assert kernel.built[0] == {"args": args, "grid": (3,), **named}
+
+
+def test_a_profiler_sees_every_launch(kernel: Recorded, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_launch.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    for _ in range(2):
+        kernel(X, Y, 48, 0.5, BLOCK=16)
+    assert kernel.counts == (2, 0)
