@@ -7,6 +7,7 @@ asked for, and barriers mean nothing.
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,9 +79,13 @@ def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.
 
 
 def chosen_bytes(a: np.ndarray, b: np.ndarray, how: np.ndarray) -> np.ndarray:
-    nibbles = [how[0] >> 4 * k & 15 for k in range(4)]
-    assert max(nibbles) < 8
-    return sum(((a if n < 4 else b) >> 8 * (n % 4) & 255) << 8 * k for k, n in enumerate(nibbles))
+    nibbles = [how >> 4 * k & 15 for k in range(4)]
+    assert max(n.max() for n in nibbles) < 8
+    return sum((np.where(n < 4, a, b) >> 8 * (n % 4) & 255) << 8 * k for k, n in enumerate(nibbles))
+
+
+def larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum(a & 0xFFFF, b & 0xFFFF) | np.maximum(a >> 16, b >> 16) << 16
 
 
 def funnel(low: np.ndarray, high: np.ndarray, shift: np.ndarray) -> np.ndarray:
@@ -107,6 +112,12 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "shl.b32": lambda a, n: a << n,
     "shf.r.wrap.b32": funnel,
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "sub.u32": lambda a, b: a - b,
+    "max.u32": np.maximum,
+    "max.u16x2": larger_halves,
+    "selp.b32": lambda a, b, choice: np.where(choice.astype(bool), a, b),
     "mul.lo.u32": lambda a, b: a * b,
     "mul.rn.bf16x2": pairs_times,
     "lop3.b32": logic,
@@ -119,6 +130,8 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
     "mov.f32": lambda a: a,
     "setp.ne.b32": lambda a, b: a != b,
+    "setp.eq.u32": lambda a, b: a == b,
+    "setp.lt.u32": lambda a, b: a < b,
     "setp.gt.s32": lambda a, b: a.astype(np.uint32).view(np.int32) > b,
 }
 
@@ -193,9 +206,11 @@ class Machine(Language):
             held[low], held[high] = word & MASK, word >> 32 & MASK
         elif op in PLAIN:
             found = PLAIN[op](*(self._value(part, held) for part in parts[1:]))
-            held[parts[0]] = found if found.dtype == bool else found & MASK
+            found = found if found.dtype == bool else found & MASK
+            held[parts[0]] = found if seen.all() else np.where(seen, found, held[parts[0]])
         elif op.startswith("mma."):
-            self._multiply(*(part.strip("{}").split(",") for part in parts), held=held)
+            multiply = self._multiply_bytes if ".u8.s8." in op else self._multiply
+            multiply(*(part.strip("{}").split(",") for part in parts), held=held)
         elif op.startswith("ld."):
             self._load(op, parts[0].strip("{}").split(","), self._place(parts[1], held), held)
         elif op.startswith("st."):
@@ -207,6 +222,9 @@ class Machine(Language):
         elif op == "shfl.sync.bfly.b32":
             value = self._value(parts[1], held).reshape(-1, 32)
             held[parts[0]] = value[:, np.arange(32) ^ int(parts[2])].reshape(-1)
+        elif op == "shfl.sync.idx.b32":
+            value, lanes = (self._value(part, held).reshape(-1, 32) for part in parts[1:3])
+            held[parts[0]] = np.take_along_axis(value, lanes, 1).reshape(-1)
         else:
             assert op.startswith("cp.async."), statement
             self._copy(self._place(parts[0], held)[seen], self._place(parts[1], held)[seen], int(parts[2]))
@@ -254,13 +272,39 @@ class Machine(Language):
             found = np.ascontiguousarray(out[:, i // 2 * 8 :, i % 2 :: 2][:, :8])
             held[name] = found.reshape(-1).view(np.uint32).astype(np.int64)
 
+    def _multiply_bytes(self, d: list[str], a: list[str], b: list[str], c: list[str], held: dict[str, np.ndarray]) -> None:
+        """As `_multiply`; whole numbers, a lane has four neighbours of a row of a and of a column of b."""
+
+        def byte(name: str, k: int) -> np.ndarray:
+            return (self._value(name, held) >> 8 * k & 255).reshape(-1, 8, 4)
+
+        warps = self.count // 32
+        left, right, start = (np.zeros((warps, *shape), np.int64) for shape in ((16, 32), (32, 8), (16, 8)))
+        for k in range(4):
+            for i, name in enumerate(a):
+                left[:, i % 2 * 8 :, i // 2 * 16 + k :: 4][:, :8, :4] = byte(name, k)
+            for i, name in enumerate(b):
+                right[:, i * 16 + k :: 4][:, :4] = byte(name, k).astype(np.int8).swapaxes(1, 2)
+        for i, name in enumerate(c):
+            value = self._value(name, held).astype(np.uint32).view(np.int32)
+            start[:, i // 2 * 8 :, i % 2 :: 2][:, :8] = value.reshape(-1, 8, 4)
+        out = start + left @ right
+        assert (abs(out) < 1 << 31).all()
+        for i, name in enumerate(d):
+            held[name] = np.ascontiguousarray(out[:, i // 2 * 8 :, i % 2 :: 2][:, :8]).reshape(-1) & MASK
+
 
 def sources(machine: Machine, *names: str) -> dict[str, Any]:
     """What modules of `ops` define for one program, each with all that those before it do."""
     gluon = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function)
-    made: dict[str, Any] = {"gl": machine, "gluon": gluon}
-    given = dict.fromkeys(("Any", "Sequence", "Tensor", "QTensor", "torch", "accumulate", "capability", "cdiv"), list)
+    made: dict[str, Any] = {"gl": machine, "gluon": gluon, "dataclass": dataclass}
+    given = dict.fromkeys(
+        ("Any", "Sequence", "Tensor", "QTensor", "torch", "accumulate", "capability", "cdiv", "multiprocessors"), list
+    )
     for name in names:
-        made |= run_source(name, {**given, "Build": lambda *args, **options: None, "INTERPRETED": False, **made})
+        made |= run_source(
+            name,
+            {**given, "Build": lambda *args, **options: None, "INTERPRETED": False, "cache": lambda function: function, **made},
+        )
         made["shared"] = machine.shared
     return made

@@ -1,5 +1,7 @@
 """The expert kernels for few tokens on Hopper, on numpy: which codes, scales and inputs meet, and what becomes of the sums."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,41 +12,46 @@ from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
-from tests.ops.threads import Pointer, pointer, slot_kernels
+from tests.ops.experts_ptx import fresh_device, placed, slot_kernels
 
 TOL = 6e-3  # what lies between the kernels is bf16
 ROWS = (0, 7)  # of the result, in sixteens
 GIVEN = {"E": 0, "SCORING": ""}
-
-
-def passed(stack: QTensor) -> tuple[Pointer | None, Pointer | None, Pointer | None, int, int]:
-    return pointer(stack.packed), pointer(stack.scales), pointer(stack.biases), stack.packed.stride(0), stack.scales.stride(0)
-
-
-def own_of(shared: SharedExpert | None) -> list[tuple[Pointer | None, ...]]:
-    if shared is None:
-        return [(None,) * 3] * 3
-    return [tuple(pointer(x) for x in (w.packed, w.scales, w.biases)) for w in (shared.gate, shared.up, shared.down)]
+TILES = 3
+WARPS = 8  # of `down_slots`
 
 
 def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out, shared=None) -> None:
     """All of `up_slots`, and those programs of `down_slots` that make ROWS."""
-    inner, hidden, slots = experts.inner, experts.hidden, k if shared is None else k + 1
-    own_gate, own_up, own_down = own_of(shared)
+    device, inner, hidden, slots = fresh_device(), experts.inner, experts.hidden, k if shared is None else k + 1
+
+    def arrays(weight: QTensor | None) -> tuple[Any, ...]:
+        return (
+            (None,) * 3 if weight is None else tuple(placed(device, a) for a in (weight.packed, weight.scales, weight.biases))
+        )
+
+    def passed(stack: QTensor) -> tuple[Any, ...]:
+        return *arrays(stack), stack.packed.stride(0), stack.scales.stride(0)
+
     between = torch.full((x.shape[0] * slots, inner), float("nan"), dtype=torch.bfloat16)
-    choice = [pointer(one) for one in (ids, scores, bias)]
-    for tile in range(inner // 16):
-        for pair in range(x.shape[0] * slots):
-            kernel, weight = slot_kernels(4, tile, pair)["up_slots"], (*passed(experts.gate), *passed(experts.up))
-            sizes = {"H": hidden, "K": k, "W": 4, "D": 2, "E": rule["E"], "SCORING": rule["SCORING"]}
-            kernel(pointer(x), *choice, *weight, *own_gate, *own_up, pointer(between), experts.count, inner, **sizes)
-    for tile in ROWS:
+    inputs, hiddens, results = (placed(device, one) for one in (x, between, out))
+    choice = [placed(device, one) for one in (ids, scores, bias)]
+    own = [None] * 3 if shared is None else [shared.gate, shared.up, shared.down]
+    gate, up, own_gate, own_up = passed(experts.gate), passed(experts.up), arrays(own[0]), arrays(own[1])
+    programs = -(-slots * inner // 16 // TILES)
+    for token in range(x.shape[0]):
+        for program in range(programs):
+            kernel = slot_kernels(device, 16, programs, program, token)["up_slots"]
+            sizes = {"H": hidden, "K": k, "TILES": TILES, "E": rule["E"], "SCORING": rule["SCORING"]}
+            kernel(inputs, *choice, *gate, *up, *own_gate, *own_up, hiddens, experts.count, inner, **sizes)
+    given = choice[0], placed(device, weights), *choice[1:], scale, *(placed(device, one) for one in added)
+    down, own_down = passed(experts.down), arrays(own[2])
+    for row in ROWS:
         for token in range(x.shape[0]):
-            kernel, sizes = slot_kernels(8, tile, token)["down_slots"], {"INNER": inner, "K": k, "W": 8}
-            given = pointer(ids), pointer(weights), pointer(scores), pointer(bias), scale, *map(pointer, added)
-            kernel(
-                pointer(between), *given, *passed(experts.down), *own_down, pointer(out), experts.count, hidden, **sizes, **rule
-            )
+            kernel, sizes = slot_kernels(device, WARPS, 1, row, token)["down_slots"], {"INNER": inner, "K": k, "W": WARPS}
+            kernel(hiddens, *given, *down, *own_down, results, experts.count, hidden, **sizes, **rule)
+    assert results is not None
+    out.copy_(device.get(results, out))
 
 
 def seen(x: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,6 @@ from auraflux.ops.linear._nibbles import (
 )
 from auraflux.ops.moe._cuda_group import MOST_GROUPED, grouped_at_once
 from auraflux.ops.moe._cuda_many import grouped
-from auraflux.ops.moe._cuda_quads import code_bytes
 from auraflux.ops.moe._cuda_stacks import passed
 from auraflux.ops.moe.experts import Experts
 
@@ -43,6 +42,11 @@ MOST_PAIRS = 2048  # 16 for each of 128 experts
 RING = 3  # quads of 16 rows that a warp has in flight
 SHARED_NBYTES = 227 << 10
 X_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
+
+
+@gluon.jit
+def _code_bytes(pointer):
+    return pointer.to(gl.pointer_type(gl.int8), bitcast=True)
 
 
 @gluon.jit
@@ -158,7 +162,7 @@ def up_block(
     row0 = gl.program_id(0).to(gl.int64) * 64
     row = row0 + warp % 4 * 16
     first = warp < 4
-    codes = gl.where(first, code_bytes(gate) + expert * gate_step * 4, code_bytes(up) + expert * up_step * 4) + row * (H // 2)
+    codes = gl.where(first, _code_bytes(gate) + expert * gate_step * 4, _code_bytes(up) + expert * up_step * 4) + row * (H // 2)
     at = gl.where(first, expert * gate_scale_step, expert * up_scale_step) + row * (H // 64)
     scales, biases = gl.where(first, gate_scales + at, up_scales + at), gl.where(first, gate_biases + at, up_biases + at)
     base = sums_x + TILES * H + warp * PER
@@ -196,7 +200,7 @@ def down_block(
     placed += gl.program_id(1) * (8 * TILES)
     row0 = gl.program_id(0).to(gl.int64) * 128
     row = row0 + warp * 16
-    codes = code_bytes(down) + expert * step * 4 + row * (INNER // 2)
+    codes = _code_bytes(down) + expert * step * 4 + row * (INNER // 2)
     at = expert * scale_step + row * (INNER // 64)
     base = sums_x + TILES * INNER + warp * PER
     acc = _rows_of_block(tid, base_x, sums_x, base, codes, scales + at, biases + at, x, placed, pairs, 1, INNER, TILES, D, True)

@@ -1,5 +1,7 @@
 """When the kernels of `_cuda_tiles` serve a mixture, and how they are launched."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -13,6 +15,7 @@ from auraflux.ops.moe.experts import Experts, Stack
 
 PAIRS, INPUTS, ROWS, STAGES, WARPS = 128, 256, 256, 2, 8  # of a program, of a block of K; blocks in flight
 GROUP = 64
+HALF = PAIRS // 2
 TILED_PAIRS = 8192  # from so many on: 64 for each of 128 experts
 MOVED = 1024  # elements or places that a program of the small kernels has
 
@@ -21,12 +24,13 @@ def fits_tiles(x: Tensor, ids: Tensor, experts: Experts) -> bool:
     return ids.numel() >= TILED_PAIRS and fits_hopper(x, experts)
 
 
+@cache
 def _layout(kind: gl.dtype, *shape: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(shape), kind)
 
 
 def _inputs(x: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [256, 64], _layout(gl.bfloat16, 256, 64))
+    return TensorDescriptor.from_tensor(x, [HALF, 64], _layout(gl.bfloat16, HALF, 64))
 
 
 def _codes(stack: Stack) -> TensorDescriptor:
@@ -34,7 +38,9 @@ def _codes(stack: Stack) -> TensorDescriptor:
     return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), block, _layout(gl.int32, *block))
 
 
-def _multiplied(x: Tensor, owner: Tensor, stacks: tuple[Stack, ...], outs: tuple[Tensor, ...]) -> None:
+def _multiplied(
+    x: Tensor, owner: Tensor, placed: Tensor, pairs: int, stacks: tuple[Stack, ...], outs: tuple[Tensor, ...]
+) -> None:
     """Blocks in order, [blocks, width / 64, PAIRS, 64], times one or two stacks of their experts, to [places, rows] each."""
     experts, rows, width = stacks[0].shape
     tiles, sizes = cdiv(rows, ROWS), (ROWS, PAIRS, INPUTS, GROUP, STAGES, WARPS)
@@ -46,26 +52,24 @@ def _multiplied(x: Tensor, owner: Tensor, stacks: tuple[Stack, ...], outs: tuple
     if len(stacks) == 1:
         codes, lines, steps = [*codes, None], [*lines, None, None, None], [*steps, None]
     expert_tiles[tiles * len(stacks), len(owner)](
-        _inputs(x), *codes, owner, *lines, *steps, experts, rows, width, tiles, len(stacks), *sizes,
+        _inputs(x), *codes, owner, placed, pairs, *lines, *steps, experts, rows, width, tiles, len(stacks), *sizes,
         _layout(gl.int32, ROWS, INPUTS // 8), num_warps=WARPS,
     )  # fmt: skip
 
 
 def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The results of pairs by the places of their blocks, [places, hidden], and the pairs of places."""
-    k, inner, hidden = ids.shape[1], experts.inner, experts.hidden
+    k, pairs, inner, hidden = ids.shape[1], ids.numel(), experts.inner, experts.hidden
     placed, owner = grouped(ids, experts.count, PAIRS)
-    places = len(placed)
+    places, sizes = len(placed), (PAIRS, INPUTS, MOVED)
     ordered = x.new_empty(places * hidden // 64, 64)
-    order_pairs[places, cdiv(hidden, MOVED)](
-        x, placed, owner, ordered, ids.numel(), experts.count, k, hidden, PAIRS, INPUTS, MOVED, num_warps=4
-    )
+    order_pairs[places, cdiv(hidden, MOVED)](x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
     gate, up, between = x.new_empty(places, inner), x.new_empty(places, inner), x.new_empty(places * inner // 64, 64)
-    _multiplied(ordered, owner, (experts.gate, experts.up), (gate, up))
-    order_hidden[places, cdiv(inner, MOVED)](gate, up, owner, between, experts.count, inner, PAIRS, INPUTS, MOVED, num_warps=4)
+    _multiplied(ordered, owner, placed, pairs, (experts.gate, experts.up), (gate, up))
+    order_hidden[places, cdiv(inner, MOVED)](gate, up, placed, between, pairs, inner, *sizes, num_warps=4)
     # what was read for gate and up is no longer needed
     found = ordered.view(places, hidden)
-    _multiplied(between, owner, (experts.down,), (found,))
+    _multiplied(between, owner, placed, pairs, (experts.down,), (found,))
     return found, placed
 
 
@@ -88,34 +92,19 @@ def _descriptor(kind: str, shape: list[int], layout: gl.NVMMASharedLayout) -> st
 
 
 def _builds() -> list[Build]:
-    inputs = _descriptor("bf16", [256, 64], _layout(gl.bfloat16, 256, 64))
-    block = [1, ROWS, INPUTS // 8]
-    codes = _descriptor("i32", block, _layout(gl.int32, *block))
+    inputs, block = _descriptor("bf16", [HALF, 64], _layout(gl.bfloat16, HALF, 64)), [1, ROWS, INPUTS // 8]
+    codes, ints = _descriptor("i32", block, _layout(gl.int32, *block)), "i32:16 i32:16"
     sizes = {"R": ROWS, "T": PAIRS, "KB": INPUTS, "G": GROUP, "ST": STAGES, "W": WARPS}
     sizes |= {"CODES": _layout(gl.int32, ROWS, INPUTS // 8)}
-    one, ints, moved = (
-        dict.fromkeys(("w1", "s1", "b1", "y1", "step1")),
-        "i32:16 i32:16",
-        {"T": PAIRS, "KB": INPUTS, "BLOCK": MOVED},
-    )
-    wide = {"num_warps": WARPS}
+    one, moved = dict.fromkeys(("w1", "s1", "b1", "y1", "step1")), {"T": PAIRS, "KB": INPUTS, "BLOCK": MOVED}
+    line, wide = "*bf16 *bf16 *bf16", {"num_warps": WARPS}
+    two_types = f"{inputs} {codes} {codes} *i32 *i32 i32:16 {line} {line} {ints} i32 {ints} i32"
+    one_types = f"{inputs} {codes} *i32 *i32 i32:16 {line} i32:16 i32 {ints} i32"
     return [
-        Build(
-            expert_tiles,
-            f"{inputs} {codes} {codes} *i32 *bf16 *bf16 *bf16 *bf16 *bf16 *bf16 {ints} i32 {ints} i32",
-            {"COUNT": 2, **sizes},
-            hot=True,
-            options=wide,
-        ),
-        Build(
-            expert_tiles,
-            f"{inputs} {codes} *i32 *bf16 *bf16 *bf16 i32:16 i32 {ints} i32",
-            {"COUNT": 1, **sizes, **one},
-            hot=True,
-            options=wide,
-        ),
-        Build(order_pairs, f"*bf16 *i32 *i32 *bf16 {ints} i32 i32:16", moved, hot=True),
-        Build(order_hidden, "*bf16 *bf16 *i32 *bf16 i32 i32:16", moved, hot=True),
+        Build(expert_tiles, two_types, {"COUNT": 2, **sizes}, hot=True, options=wide),
+        Build(expert_tiles, one_types, {"COUNT": 1, **sizes, **one}, hot=True, options=wide),
+        Build(order_pairs, "*bf16 *i32 *bf16 i32:16 i32 i32:16", moved, hot=True),
+        Build(order_hidden, "*bf16 *bf16 *i32 *bf16 i32:16 i32:16", moved, hot=True),
         Build(find_places, f"*i32 *i32 {ints}", {"BLOCK": MOVED}, hot=True),
         Build(spread_parts, f"*bf16 *i32 *fp32 {ints}", {"BLOCK": MOVED}, hot=True),
     ]

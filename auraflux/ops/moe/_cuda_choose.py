@@ -1,14 +1,12 @@
 """Choosing a token's experts inside a Gluon kernel, one at a time: the highest score, and of equal ones the lowest place.
 
 A score is compared by its bits, as integers of the same order. NaN takes the place of -inf, and what is past the end lies
-below all scores. Scores of 16 bits share a word with their places, and one warp chooses for its program; others are
-chosen by every warp for itself, with a few scores in each lane.
+below all scores. The first warp of a program chooses, with a few scores in each lane; scores of 16 bits share a word with their
+places.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from auraflux.ops.linear._nibbles import word_at
 
 LOWEST = gl.constexpr(-(2**31))
 PAST = gl.constexpr(2**30)
@@ -19,18 +17,48 @@ ADD_LANES = gl.constexpr(
 )
 
 
-@gluon.constexpr_function
-def _choose_ptx(count):
-    """The first warp ($1 is 0) finds slots 0 to $4 and leaves them from $3 on; keys from $5 on, E / 32 in each lane."""
+MOST_SORTED = 8  # keys of a lane
+
+
+def _sort_ptx(keys: list[str]) -> str:
+    """Bring a lane's keys into falling order, by Batcher's merges."""
+    text, count, p = "", len(keys), 1
+    while p < count:
+        k = p
+        while k:
+            for j in range(k % p, count - k, 2 * k):
+                for i in range(j, min(j + k, count - k)):
+                    if i // (2 * p) == (i + k) // (2 * p):
+                        high, low = keys[i], keys[i + k]
+                        text += f"max.s32 m,{high},{low}; min.s32 {low},{high},{low}; mov.b32 {high},m;"
+            k //= 2
+        p *= 2
+    return text
+
+
+def _choose_ptx(count: int) -> str:
+    """Lane n ($2) of the first warp ($1 is 0) gets the n-th highest key, for n up to $3; keys from $4 on, `count` a lane."""
     keys = [f"k{i}" for i in range(count)]
-    text = f"{{.reg .pred p,q,e; .reg .b32 at,end,m,top,low; .reg .b32 {','.join(keys)}; mov.b32 $0,0; setp.ne.b32 p,$1,0;"
-    text += "@p bra.uni DONE; setp.eq.b32 e,$2,0; mov.b32 low,0x80000000; mov.b32 at,$3; shl.b32 end,$4,2; add.u32 end,end,at;"
-    text += "".join(f"mov.b32 {key},${5 + i};" for i, key in enumerate(keys)) + "NEXT: mov.b32 m,k0;"
-    text += (
-        "".join(f"max.s32 m,m,{key};" for key in keys[1:]) + "redux.sync.max.s32 top,m,0xffffffff; @e st.shared.b32 [at],top;"
-    )
-    text += "".join(f"setp.eq.b32 q,{key},top; selp.b32 {key},low,{key},q;" for key in keys)
-    return text + "add.u32 at,at,4; setp.le.u32 p,at,end; @p bra.uni NEXT; DONE: }"
+    text = f"{{.reg .pred p,q,e; .reg .b32 n,m,top,low; .reg .b32 {','.join(keys)}; mov.b32 $0,0; setp.ne.b32 p,$1,0;"
+    text += "@p bra.uni DONE; mov.b32 low,0x80000000; mov.b32 n,0;"
+    text += "".join(f"mov.b32 {key},${4 + i};" for i, key in enumerate(keys))
+    if count <= MOST_SORTED:
+        text += _sort_ptx(keys) + "NEXT: redux.sync.max.s32 top,k0,0xffffffff; setp.eq.b32 q,k0,top;"
+        text += "".join(f"selp.b32 {key},{after},{key},q;" for key, after in zip(keys, [*keys[1:], "low"], strict=True))
+    else:
+        text += "NEXT: mov.b32 m,k0;" + "".join(f"max.s32 m,m,{key};" for key in keys[1:])
+        text += "redux.sync.max.s32 top,m,0xffffffff;"
+        text += "".join(f"setp.eq.b32 q,{key},top; selp.b32 {key},low,{key},q;" for key in keys)
+    text += "setp.eq.b32 e,n,$2; selp.b32 $0,top,$0,e;"
+    return text + "add.u32 n,n,1; setp.le.u32 p,n,$3; @p bra.uni NEXT; DONE: }"
+
+
+CHOOSE = [_choose_ptx(count) for count in range(1, 17)]
+
+
+@gluon.constexpr_function
+def _chosen_ptx(count):
+    return CHOOSE[count - 1]
 
 
 @gluon.jit
@@ -63,11 +91,13 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def load_scores(scores, lane, experts, E: gl.constexpr):
+def load_scores(scores, tid, experts, E: gl.constexpr):
+    """The first warp's, E / 32 in each lane."""
     xs = ()
     for i in gl.static_range(E // 32):
-        place = lane + 32 * i
-        xs += (gl.load(scores + place, mask=place < experts, other=float("-inf")).to(gl.float32),)  # type: ignore[assignment]
+        place = tid % 32 + 32 * i
+        there = (place < experts) & (tid < 32)
+        xs += (gl.load(scores + place, mask=there, other=float("-inf")).to(gl.float32),)  # type: ignore[assignment]
     return xs
 
 
@@ -108,32 +138,28 @@ def _choose_wide(xs, bias, lane, experts, last, E: gl.constexpr, SIGMOID: gl.con
 
 
 @gluon.jit
-def choose(xs, bias, tid, box, experts, last, E: gl.constexpr, SIGMOID: gl.constexpr, NARROW: gl.constexpr):
-    """Lane n gets the expert of slot n, for slots up to `last`.
-
-    NARROW  scores have 16 bits; `box` are 128 bytes of shared memory for them
-    """
+def choose(xs, bias, tid, experts, last, E: gl.constexpr, SIGMOID: gl.constexpr, NARROW: gl.constexpr):
+    """Lane n of the first warp gets the expert of slot n, for slots up to `last`; other warps get 0. NARROW: 16-bit scores."""
     lane = tid % 32
     if NARROW and not SIGMOID:
-        args = [tid // 32, lane, box, lane * 0 + last]
+        args = [tid // 32, lane, lane * 0 + last]
         for i in gl.static_range(E // 32):
             place = lane + 32 * i
             key = (_ordered(xs[i]) & -65536) | (0xFFFF - place)
             args += [gl.where(place < experts, key, LOWEST)]
-        registers: gl.constexpr = "=r" + ",r" * (4 + E // 32) + ",~{memory}"
-        gl.inline_asm_elementwise(_choose_ptx(E // 32), registers, args, gl.int32, is_pure=False, pack=1)
-        gl.thread_barrier()
-        chosen = 0xFFFF - (word_at(box + gl.minimum(lane, last) * 4) & 0xFFFF)
+        registers: gl.constexpr = "=&r" + ",r" * (3 + E // 32)
+        top = gl.inline_asm_elementwise(_chosen_ptx(E // 32), registers, args, gl.int32, is_pure=False, pack=1)
+        chosen = 0xFFFF - (top & 0xFFFF)
     else:
         chosen = _choose_wide(xs, bias, lane, experts, last, E, SIGMOID)
-    return chosen
+    return gl.where(tid < 32, chosen, 0)
 
 
 @gluon.jit
 def weights_of(
     xs, scores, chosen, lane, scale, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, RENORMALIZE: gl.constexpr
 ):
-    """Lane n gets the weight of slot n."""
+    """Lane n of the first warp gets the weight of slot n."""
     y = gl.load(scores + chosen).to(gl.float32)
     if SCORING == "sigmoid":
         weight = _sigmoid(y)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops._triton import INTERPRETED, capability, cdiv
+from auraflux.ops._triton import INTERPRETED, Build, capability, cdiv, multiprocessors
 from auraflux.ops.moe._cuda_slots import down_slots, up_slots
 from auraflux.ops.moe._cuda_stacks import passed
 from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
@@ -14,10 +14,12 @@ from auraflux.quant import QTensor
 
 QUAD = 256  # inputs whose codes lie in 128 bytes
 HOPPER = (9, 0)
-UP_WARPS = 8  # half of them for gate, half for up
-DOWN_WARPS = 16
-UP_RING = 4  # quads of 16 rows that a warp has in flight at most
-MOST_RUNS = 2 * DOWN_WARPS  # of two quads, all slots together: their codes lie in shared memory at once
+UP_WARPS = 16
+DOWN_WARPS = 8
+MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their pieces
+MOST_NBYTES = 112 << 10  # of shared memory for tiles; more, and `down_slots` has no room beside them
+MOST_GROUPS = 256  # of 16 rows, all slots together: their codes lie in shared memory at once
+MOST_SLOTS = 32  # one lane for each
 WIDEST = 8192
 MOST_CHOICES = 512  # experts that the lanes of a warp hold the scores of
 
@@ -34,7 +36,7 @@ def _aligned(stack: Stack) -> bool:
         and width <= WIDEST
         and all(part.is_contiguous() for part in one)
         and not (parts[0].data_ptr() | parts[0].stride(0) * 4) % 16
-        and not (parts[1].data_ptr() | parts[2].data_ptr() | parts[1].stride(0) * 2) % 8
+        and not (parts[1].data_ptr() | parts[2].data_ptr() | parts[1].stride(0) * 2) % 16
         and parts[1].stride(0) == parts[2].stride(0)
     )
 
@@ -53,17 +55,13 @@ def fits_hopper(x: Tensor, experts: Experts) -> bool:
 
 def fits_few(x: Tensor, k: int, experts: Experts) -> bool:
     """Whether the kernels of `_cuda_slots` serve k slots of few tokens."""
-    return k * _runs(experts) <= MOST_RUNS and fits_hopper(x, experts)
-
-
-def _runs(experts: Experts) -> int:
-    return cdiv(experts.inner // QUAD, 2)
+    return k * (experts.inner // 64) <= MOST_GROUPS and fits_hopper(x, experts)
 
 
 def fits_slot(shared: SharedExpert, k: int, experts: Experts) -> bool:
     """Whether a shared expert can be one more slot: of the experts' width and format."""
     weights = (shared.gate, shared.up, shared.down)
-    few = (k + 1) * _runs(experts) <= MOST_RUNS
+    few = k < MOST_SLOTS and (k + 1) * (experts.inner // 64) <= MOST_GROUPS
     return few and shared.gate.shape[0] == experts.inner and all(_aligned(weight) for weight in weights)
 
 
@@ -96,13 +94,49 @@ def _launch(
     ids, weights, scores, bias, *more = choice
     between = x.new_empty(tokens * slots, inner)
     own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
-    deep = min(UP_RING, 2 * cdiv(hidden // QUAD, UP_WARPS))
-    up_slots[inner // 16, tokens * slots](
+    programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
+    up_slots[programs, tokens](
         x, ids, scores, bias, *passed(experts.gate), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
-        hidden, k, *rule[:2], UP_WARPS, deep, num_warps=UP_WARPS, launch_pdl=True,
+        hidden, k, *rule[:2], most, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
     down_slots[hidden // 16, tokens](
         between, ids, weights, scores, bias, *more, *passed(experts.down), *own_down, out, experts.count, hidden, inner, k,
         *rule, DOWN_WARPS, num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out
+
+
+def up_sizes(hidden: int, tiles: int, tokens: int, processors: int) -> tuple[int, int]:
+    """Programs of `up_slots` for each token, about one a multiprocessor if that does, and how many tiles they have at most."""
+    room = max(1, min(MOST_TILES, MOST_NBYTES // (18 * hidden)))
+    most = min(cdiv(tiles * tokens, processors), room)
+    return max(cdiv(tiles, most), min(processors // tokens, tiles)), most
+
+
+def _builds() -> list[Build]:
+    stack, three, ints = "*i32 *bf16 *bf16 i32:16 i32:16", "*i32 *bf16 *bf16", "i32:16 i32:16"
+    given = {"scores": None, "bias": None, "E": 0, "SCORING": ""}
+    chosen = {"ids": None, "bias": None, "E": 128, "SCORING": "softmax"}
+    parts, up = ("", "_scales", "_biases"), {"H": 2048, "K": 8, "TILES": 3}
+    no_up = dict.fromkeys(f"own_{name}{part}" for name in ("gate", "up") for part in parts)
+    down = {"INNER": 768, "K": 8, "RENORMALIZE": True, "W": DOWN_WARPS, "beside": None}
+    alone = dict.fromkeys(("beside_gate", *(f"own{part}" for part in parts)))
+    shared = {"INNER": 512, "E": 256, "weights": None}
+    some = [
+        (up_slots, f"*bf16 *i32 {stack} {stack} *bf16 {ints}", up | given | no_up),
+        (up_slots, f"*bf16 *i32 {stack} {stack} *bf16 {ints}", up | given | no_up | {"H": 6144, "TILES": 1}),
+        (up_slots, f"*bf16 *bf16 {stack} {stack} *bf16 {ints}", up | chosen | no_up),
+        (up_slots, f"*bf16 *bf16 {stack} {stack} *bf16 {ints}", up | chosen | no_up | {"E": 512, "K": 10}),
+        (up_slots, f"*bf16 *bf16 {stack} {stack} {three} {three} *bf16 {ints}", up | chosen | {"E": 256}),
+        (down_slots, f"*bf16 *i32 *fp32 fp32 {stack} *bf16 {ints}", down | alone | given | {"residual": None}),
+        (down_slots, f"*bf16 *bf16 fp32 *bf16 {stack} *bf16 {ints}", down | alone | chosen | {"weights": None}),
+        (down_slots, f"*bf16 *bf16 fp32 *bf16 {stack} *bf16 {ints}", down | alone | chosen | {"weights": None, "INNER": 2048}),
+        (down_slots, f"*bf16 *bf16 fp32 *bf16 *bf16 {stack} {three} *bf16 {ints}", down | chosen | shared),
+    ]
+    return [
+        Build(kernel, types, constants, hot=True, options={"num_warps": constants.get("W", UP_WARPS)})
+        for kernel, types, constants in some
+    ]
+
+
+SLOT_BUILDS = _builds()

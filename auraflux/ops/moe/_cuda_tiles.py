@@ -1,9 +1,9 @@
 """Four-bit experts for thousands of pairs on Hopper, in Gluon: weights are made in registers, for `wgmma` to multiply.
 
-Pairs are in blocks of one expert, see `_cuda_many`. A program multiplies R rows of a block's expert by its T pairs. Rows are
-the matrix units' M: a lane holds codes of rows g and g + 8, and one fused multiply-add in pairs of bf16 makes them what a
-weight written out in bf16 would be. Pairs are N, and lie in shared memory. Codes and pairs come by the copy engine, which one
-more warp feeds, in blocks of KB inputs.
+Pairs are in blocks of one expert, see `_cuda_many`. A program multiplies R rows of a block's expert by its T pairs, or by half
+as many where there are no more. Rows are the matrix units' M: a lane holds codes of rows g and g + 8, and one fused
+multiply-add in pairs of bf16 makes them what a weight written out in bf16 would be. Pairs are N, and lie in shared memory.
+Codes and pairs come by the copy engine, which one more warp feeds, in blocks of KB inputs.
 
 A lane reads 16 bytes of a row's codes at once. That gives K an order of its own within a block, the same for all rows, into
 which `order_pairs` and `order_hidden` bring the inputs first.
@@ -88,40 +88,45 @@ def _line(scales, biases, at, there):
 
 @gluon.jit
 def _feed(
-    xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count,
+    xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many,
     COUNT: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
-    BOX: gl.constexpr = xs.block_type.shape[0]
+    """Blocks of KB inputs one after the other: codes, and inputs of pairs, of their second half where there are `many`."""
+    HALF: gl.constexpr = T // 2
     EACH: gl.constexpr = KB // 64 * T
     R: gl.constexpr = C.shape[1]
     WORDS: gl.constexpr = C.shape[2]
     for i in range(count):
         bar = full.index(i % ST)
         mbarrier.wait(empty.index(i % ST), (i // ST + 1) % 2, pred=i >= ST)
-        mbarrier.expect(bar, R * WORDS * 4 + EACH * 128)
+        if many:
+            mbarrier.expect(bar, R * WORDS * 4 + EACH * 128)
+        else:
+            mbarrier.expect(bar, R * WORDS * 4 + EACH * 64)
         codes = C.index(i % ST)._reinterpret(I32, [1, R, WORDS], w0.layout)
         tma.async_copy_global_to_shared(w0, [expert, row0, i * WORDS], bar, codes, pred=which == 0)
         if COUNT > 1:
             tma.async_copy_global_to_shared(w1, [expert, row0, i * WORDS], bar, codes, pred=which == 1)
-        for n in gl.static_range(EACH // BOX):
-            some = X.index(i % ST).slice(n * BOX, BOX, dim=0)
-            tma.async_copy_global_to_shared(xs, [x_row + i * EACH + n * BOX, 0], bar, some)
+        for n in gl.static_range(EACH // HALF):
+            some = X.index(i % ST).slice(n * HALF, HALF, dim=0)
+            tma.async_copy_global_to_shared(xs, [x_row + i * EACH + n * HALF, 0], bar, some, pred=True if n % 2 == 0 else many)
 
 
 @gluon.jit
-def _multiply(
+def _products(
     X, C, full, empty, scales, biases, out, rows, width, row0, block, count,
-    T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
+    T: gl.constexpr, N: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
+    """The first N pairs of a block."""
     R: gl.constexpr = C.shape[1]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, T, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, N, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ONE: gl.constexpr = _held(R, W, 1)
     row, t = row0 + gl.arange(0, R, gl.SliceLayout(1, ONE)), gl.arange(0, 4, gl.SliceLayout(0, ONE))
     inside, line = (row < rows)[:, None], (gl.minimum(row, rows - 1).to(gl.int64) * (width // G))[:, None]
     k = (t * (KB // 4))[None, :]
     s, b = _line(scales, biases, line + k // G, inside & (k < width))
-    acc = gl.full([R, T], 0.0, F32, ACC)
+    acc = gl.full([R, N], 0.0, F32, ACC)
     for i in range(count):
         mbarrier.wait(full.index(i % ST), i // ST % 2)
         words = _words(C.index(i % ST).load(_held(R, W, C.shape[2] // 4)))
@@ -130,35 +135,49 @@ def _multiply(
         for n in gl.static_range(4):
             for j in gl.static_range(4):
                 a = _weights(words[n], s, b, j, A)
-                x = X.index(i % ST).slice(n * T, T, dim=0).permute((1, 0)).slice(16 * j, 16, dim=0)
-                # one by one: a warp does not go on until all but the last of several products have begun
+                x = X.index(i % ST).slice(n * T, N, dim=0).permute((1, 0)).slice(16 * j, 16, dim=0)
+                # one by one: a warp does not go on until all but the last of several products have begun; none may be
+                # left when the loop starts anew, or ptxas lets each wait for the one before
                 acc = warpgroup_mma(a, x, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
+                acc = warpgroup_mma_wait(0 if n + j == 6 else 1, deps=[acc])
             if n == 0:
                 # all that read the block before is done
                 mbarrier.arrive(empty.index((i + ST - 1) % ST), pred=i > 0)
         s, b = next_s, next_b
     acc = warpgroup_mma_wait(0, deps=[acc])
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, W], [0, 1])
-    r, c = row0 + gl.arange(0, R, gl.SliceLayout(1, OUT)), block * T + gl.arange(0, T, gl.SliceLayout(0, OUT))
+    r, c = row0 + gl.arange(0, R, gl.SliceLayout(1, OUT)), block * T + gl.arange(0, N, gl.SliceLayout(0, OUT))
     at = c.to(gl.int64)[None, :] * rows + r[:, None]
     gl.store(out + at, gl.convert_layout(acc.to(BF), OUT), mask=(r < rows)[:, None] & (c >= 0)[None, :])
 
 
 @gluon.jit
+def _multiply(
+    X, C, full, empty, scales, biases, out, rows, width, row0, block, count, many,
+    T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    if many:
+        _products(X, C, full, empty, scales, biases, out, rows, width, row0, block, count, T, T, KB, G, ST, W)
+    else:
+        _products(X, C, full, empty, scales, biases, out, rows, width, row0, block, count, T, T // 2, KB, G, ST, W)
+
+
+@gluon.jit
 def expert_tiles(
-    xs, w0, w1, owner, s0, b0, y0, s1, b1, y1, step0, step1, experts, rows, width, tiles,
+    xs, w0, w1, owner, placed, pairs, s0, b0, y0, s1, b1, y1, step0, step1, experts, rows, width, tiles,
     COUNT: gl.constexpr, R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr,
     W: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """R rows of a block's expert times its T pairs, to y [places, rows]; grid (tiles of rows, blocks).
 
-    With two weights, tiles of rows from `tiles` on are of the second.
+    With two weights, tiles of rows from `tiles` on are of the second. What is not `placed` before `pairs` is an empty place.
     """
     at, block = gl.program_id(0), gl.program_id(1)
     expert = gl.load(owner + block)
     if expert >= experts:
         return
+    # places are filled from the first on
+    many = gl.load(placed + block * T + T // 2) < pairs
     # numbers, also where they are known when the kernel is compiled
     which, before, step0 = 0 * at, 0 * at, 0 * at + step0
     if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
@@ -179,8 +198,8 @@ def expert_tiles(
     s0, b0 = s0 + wide * step0, b0 + wide * step0
     gl.warp_specialize(
         [
-            (_multiply, (X, C, full, empty, s0, b0, y0, rows, width, row0, block, count, T, KB, G, ST, W)),
-            (_feed, (xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, COUNT, T, KB, ST)),
+            (_multiply, (X, C, full, empty, s0, b0, y0, rows, width, row0, block, count, many, T, KB, G, ST, W)),
+            (_feed, (xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many, COUNT, T, KB, ST)),
         ],
         [1],
         [24],
@@ -188,35 +207,39 @@ def expert_tiles(
 
 
 @triton.jit
-def _ordered(at, KB: tl.constexpr):
-    """Which input stands at a place: lane t of four has a quarter of a block's, 16 for each 64: pairs (j, j + 4) of words v."""
-    e, t, v, j = at % 2, at // 2 % 4, at // 8 % 2, at % 64 // 16
-    return at // KB * KB + KB // 4 * t + at % KB // 64 * 16 + 8 * v + j + 4 * e
+def _ordered(x, KB: tl.constexpr):
+    """Inputs as lanes take them: lane t of four has a quarter of a block's, 16 for each 64: pairs (j, j + 4) of words v."""
+    M: tl.constexpr = x.shape[0] // KB
+    return x.reshape(M, 4, KB // 64, 2, 2, 4).permute(0, 2, 5, 3, 1, 4).reshape(x.shape[0])
 
 
 @triton.jit
-def order_pairs(x, placed, owner, out, pairs, experts, k, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
-    """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros where there are none; grid (places, parts of K)."""
+def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
+    """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros in places beside them; grid (places, parts of K).
+
+    Halves of blocks that have no pairs, so none in their first place, stay as they are.
+    """
     place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(owner + place // T) >= experts:
+    if tl.load(placed + place // (T // 2) * (T // 2)) >= pairs:
         return
     pair = tl.load(placed + place)
-    value = tl.load(x + (pair // k).to(tl.int64) * K + _ordered(at, KB), mask=(at < K) & (pair < pairs), other=0.0)
+    value = tl.load(x + (pair // k).to(tl.int64) * K + at, mask=(at < K) & (pair < pairs), other=0.0)
     tile = (place // T).to(tl.int64) * K * T
-    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, value, mask=at < K)
+    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, _ordered(value, KB), mask=at < K)
 
 
 @triton.jit
-def order_hidden(gate, up, owner, out, experts, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
+def order_hidden(gate, up, placed, out, pairs, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
     """silu(gate) * up of blocks' pairs, in the same order."""
     place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(owner + place // T) >= experts:
+    if tl.load(placed + place // (T // 2) * (T // 2)) >= pairs:
         return
-    source = place.to(tl.int64) * K + _ordered(at, KB)
+    source = place.to(tl.int64) * K + at
     g = tl.load(gate + source, mask=at < K, other=0.0).to(tl.float32)
     u = tl.load(up + source, mask=at < K, other=0.0).to(tl.float32)
     tile = (place // T).to(tl.int64) * K * T
-    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, (silu(g) * u).to(out.dtype.element_ty), mask=at < K)
+    value = _ordered((silu(g) * u).to(out.dtype.element_ty), KB)
+    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, value, mask=at < K)
 
 
 @triton.jit

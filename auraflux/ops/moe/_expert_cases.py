@@ -100,6 +100,12 @@ def scored(tokens: int, k: int, experts: Experts, dtype: torch.dtype = torch.flo
     return {**args, "experts": experts, "h": h} | ({"shared": beside, "shared_gate": gate} if shared else {})
 
 
+def by_sigmoid(args: Args) -> Args:
+    """The same, chosen by sigmoids and a bias."""
+    bias = torch.randn(args["experts"].count) * 0.1
+    return {**args, "routing": Routing(args["routing"].k, "sigmoid", True, scale=1.5), "bias": bias}
+
+
 def shared_by_weights(args: Args, inner: int) -> Args:
     """The same with a shared expert whose weights are given, and not what it gave."""
     one = layer(1, args["experts"].hidden, inner)
@@ -140,6 +146,9 @@ EXPERT_CASES = [
     # for matrix units weights and what lies between are rounded too
     case("many-bf16", lambda: routed(40, 2, layer(4, 64, 128), BF16), tol=6e-3),
     case("quads-bf16", lambda: routed(2, 3, layer(8, 512, 256), BF16), tol=6e-3),
+    # more inputs than the warps of a program have at a time
+    case("wide-quads-bf16", lambda: routed(2, 3, layer(4, 2304, 256), BF16), tol=6e-3),
+    case("deep-quads-bf16", lambda: routed(1, 8, layer(8, 256, 2048), BF16), tol=6e-3),
     case("some-quads-bf16", lambda: routed(20, 4, layer(8, 512, 256), BF16), tol=6e-3),
     # in tiles on Hopper
     case("thousands-bf16", lambda: routed(1030, 8, layer(12, 256, 768), BF16), tol=6e-3),
@@ -171,6 +180,8 @@ EXPERT_CASES = [
     Case(mixture, "some-tokens", lambda: scored(12, 8, layer(16, 512, 256), BF16), tol=8e-3),
     Case(mixture, "thousands-bf16", lambda: scored(1030, 8, layer(12, 256, 256), BF16), tol=8e-3),
     Case(mixture, "bf16", lambda: scored(2, 8, layer(16, 512, 256), BF16), tol=8e-3),
+    Case(mixture, "one-token-bf16", lambda: scored(1, 8, layer(16, 2048, 768), BF16, shared=False), tol=8e-3),
+    Case(mixture, "sigmoid-bf16", lambda: by_sigmoid(scored(2, 3, layer(40, 512, 256), BF16)), tol=8e-3),
     Case(mixture, "shared-weights", lambda: shared_by_weights(scored(3, 2, layer(8, 128, 128)), 64)),
     Case(mixture, "shared-weights-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 256), tol=8e-3),
     Case(mixture, "wide-shared-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 512), tol=8e-3),

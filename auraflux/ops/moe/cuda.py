@@ -1,6 +1,7 @@
 """Mixture of experts on CUDA. Which experts are met is known on the device alone: wrappers look at shapes only."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,9 @@ from auraflux.ops.moe._cuda_blocks import down_block, fits_blocks, some_hopper, 
 from auraflux.ops.moe._cuda_by_tiles import TILE_BUILDS, fits_tiles, tiled, tiled_parts
 from auraflux.ops.moe._cuda_few import down_few, few, up_few
 from auraflux.ops.moe._cuda_group import group_pairs
-from auraflux.ops.moe._cuda_hopper import MOST_CHOICES, chosen_hopper, few_hopper, fits_few, fits_hopper, fits_slot
+from auraflux.ops.moe._cuda_hopper import MOST_CHOICES, SLOT_BUILDS, chosen_hopper, few_hopper, fits_few, fits_hopper, fits_slot
 from auraflux.ops.moe._cuda_many import count_pairs, down_many, many, place_pairs, plan_blocks, up_many
 from auraflux.ops.moe._cuda_route import combine_kernel, rank_kernel, route_kernel
-from auraflux.ops.moe._cuda_slots import down_slots, up_slots
 from auraflux.ops.moe._cuda_stacks import Added, check_stacks, sum_slots, summed
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
@@ -127,102 +127,48 @@ def mixture(
 
 
 def _builds() -> list[Build]:
-    one = {"R": 1, "BG": 1, "BS": 128, "BK": 8, "bias": None, "groups": 1, "kept": 1, "SCORING": "softmax", "RENORMALIZE": True}
-    grouped = {"R": 1, "BG": 8, "BS": 32, "BK": 8, "SCORING": "sigmoid", "RENORMALIZE": True}
     four, mx = {"BITS": 4, "GROUP": 64, "AFFINE": True}, {"BITS": 4, "GROUP": 32, "AFFINE": False}
     codes, mx_codes, ints = "*i32 *bf16 *bf16 i32:16 i32:16", "*i32 *u8 *u8 i32:16 i32:16", "i32:16 i32:16"
     plain, up = {"gate_bias": None, "up_bias": None, "CLAMP": False}, {"UNIT": 8, "ROWS": 8, "COLUMNS": 128}
-    down, tile = {"ROWS": 16, "COLUMNS": 32}, {"ROWS": 64, "TOKENS": 128, "BK": 64}
-    biased = f"{mx_codes} {mx_codes} *bf16 *bf16"
-    three, wide, wider = "*i32 *bf16 *bf16", {"num_warps": 8}, {"num_warps": 16}
-    slots, own_slots = f"{codes} {codes} *bf16 {ints}", f"{codes} {codes} {three} {three} *bf16 {ints}"
-    given = {"scores": None, "bias": None, "E": 0, "SCORING": ""}
-    chosen = {"ids": None, "bias": None, "E": 128, "SCORING": "softmax"}
-    parts = ("", "_scales", "_biases")
-    up_slot, no_up = (
-        {"H": 2048, "K": 8, "W": 8, "D": 2},
-        {f"own_{name}{part}": None for name in ("gate", "up") for part in parts},
-    )
-    eight = {"INNER": 768, "K": 8, "RENORMALIZE": True, "W": 16, "beside": None}
-    no_down = {"beside_gate": None, **{f"own{part}": None for part in parts}}
-    alone, unweighted = {"residual": None}, {"weights": None}
-    apart = {"spots": None, "residual": None, "beside": None, "beside_gate": None}
-    return [
-        Build(route_kernel, "*bf16 *i32 *fp32 i32 i32:16 i32 fp32", one, hot=True, options={"num_warps": 1}),
-        Build(route_kernel, "*bf16 *fp32 *i32 *fp32 i32 i32:16 i32 i32 i32 fp32", grouped, hot=True, options={"num_warps": 1}),
-        Build(
-            rank_kernel,
-            "*bf16 *i32 *fp32 i32:16 i32 fp32",
-            {"bias": None, "SCORING": "softmax", "RENORMALIZE": True, "BE": 128, "EARLY": True},
-            hot=True,
-        ),
-        Build(combine_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED}, hot=True),
-        Build(combine_kernel, "*bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED, "shared": None, "gate": None}, hot=True),
-        Build(up_few, f"*bf16 *i32 {codes} {codes} *fp32 i32 i32 {ints} fp32 fp32", {**plain, **four, **up}, hot=True),
-        Build(up_few, f"*bf16 *i32 {biased} *fp32 i32 i32 {ints} fp32 fp32", {"CLAMP": True, **mx, **up}, hot=True),
-        Build(down_few, f"*fp32 *i32 {codes} *fp32 i32 {ints}", {"bias": None, **four, **down}, hot=True),
-        Build(up_slots, f"*bf16 *i32 {slots}", {**up_slot, **no_up, **given}, hot=True, options=wide),
-        Build(up_slots, f"*bf16 *bf16 {slots}", {**up_slot, **no_up, **chosen, "E": 512, "K": 10}, hot=True, options=wide),
-        Build(up_slots, f"*bf16 *bf16 {own_slots}", {**up_slot, **chosen, "E": 256}, hot=True, options=wide),
-        Build(
-            down_slots,
-            f"*bf16 *i32 *fp32 fp32 {codes} *bf16 {ints}",
-            {**eight, **no_down, **given, **alone},
-            hot=True,
-            options=wider,
-        ),
-        Build(
-            down_slots,
-            f"*bf16 *bf16 fp32 *bf16 {codes} *bf16 {ints}",
-            {**eight, **no_down, **chosen, **unweighted},
-            hot=True,
-            options=wider,
-        ),
-        Build(
-            down_slots,
-            f"*bf16 *bf16 fp32 *bf16 *bf16 {codes} {three} *bf16 {ints}",
-            {**eight, **chosen, **unweighted, "INNER": 512, "E": 256},
-            hot=True,
-            options=wider,
-        ),
-        Build(
-            up_block,
-            f"*bf16 *i32 *i32 {codes} {codes} *bf16 i32:16 i32 i32 i32:16",
-            {"H": 2048, "TILES": 2, "D": 3},
-            hot=True,
-            options={"num_warps": 8},
-        ),
-        Build(
-            down_block,
-            f"*bf16 *i32 *i32 {codes} *fp32 i32:16 i32 i32:16",
-            {"INNER": 768, "TILES": 2, "D": 3},
-            hot=True,
-            options={"num_warps": 8},
-        ),
-        Build(
-            group_pairs, "*i32 *i32 *i32 i32 i32 i32", {"SIZE": 8, "PIECES": 4, "W": 16}, hot=True, options={"num_warps": 16}
-        ),
-        Build(count_pairs, "*i32 *i32 i32 i32", {"BLOCK": 1024}, hot=True),
-        Build(plan_blocks, "*i32 *i32 *i32 i32 i32", {"SIZE": 64, "BE": 512, "BLOCK": 32}, hot=True),
-        Build(place_pairs, "*i32 *i32 *i32 i32 i32", {"BLOCK": 1024}, hot=True),
-        Build(
+    tile, wide, staged = {"ROWS": 64, "TOKENS": 128, "BK": 64}, {"num_warps": 8}, {"num_stages": 3}
+    biased, block = f"{mx_codes} {mx_codes} *bf16 *bf16", {"TILES": 2, "D": 3}
+    some: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
+        (up_few, f"*bf16 *i32 {codes} {codes} *fp32 i32 i32 {ints} fp32 fp32", plain | four | up, {}),
+        (up_few, f"*bf16 *i32 {biased} *fp32 i32 i32 {ints} fp32 fp32", {"CLAMP": True} | mx | up, {}),
+        (down_few, f"*fp32 *i32 {codes} *fp32 i32 {ints}", {"bias": None, "ROWS": 16, "COLUMNS": 32} | four, {}),
+        (up_block, f"*bf16 *i32 *i32 {codes} {codes} *bf16 i32:16 i32 i32 i32:16", {"H": 2048} | block, wide),
+        (down_block, f"*bf16 *i32 *i32 {codes} *fp32 i32:16 i32 i32:16", {"INNER": 768} | block, wide),
+        (group_pairs, "*i32 *i32 *i32 i32 i32 i32", {"SIZE": 8, "PIECES": 4, "W": 16}, {"num_warps": 16}),
+        (count_pairs, "*i32 *i32 i32 i32", {"BLOCK": 1024}, {}),
+        (plan_blocks, "*i32 *i32 *i32 i32 i32", {"SIZE": 64, "BE": 512, "BLOCK": 32}, {}),
+        (place_pairs, "*i32 *i32 *i32 i32 i32", {"BLOCK": 1024}, {}),
+        (
             up_many,
             f"*bf16 *i32 *i32 {codes} {codes} *bf16 i32 i32 i32 {ints} fp32 fp32",
-            {**plain, **four, **tile},
-            hot=True,
-            options={"num_stages": 3},
+            plain | four | tile,
+            staged,
         ),
-        Build(
-            down_many,
-            f"*bf16 *i32 *i32 {codes} *bf16 i32 i32 {ints}",
-            {"bias": None, **four, **tile},
-            hot=True,
-            options={"num_stages": 3},
-        ),
-        Build(sum_slots, "*bf16 *i32 *fp32 *bf16 i32 i32 i32:16", {"BLOCK": 1024, **apart}, hot=True),
+        (down_many, f"*bf16 *i32 *i32 {codes} *bf16 i32 i32 {ints}", {"bias": None} | four | tile, staged),
+    ]
+    return [Build(kernel, types, constants, hot=True, options=options) for kernel, types, constants, options in some]
+
+
+def _builds_around() -> list[Build]:
+    """Routing, and what adds up parts."""
+    rule = {"SCORING": "softmax", "RENORMALIZE": True}
+    one = {"R": 1, "BG": 1, "BS": 128, "BK": 8, "bias": None, "groups": 1, "kept": 1, **rule}
+    grouped = {"R": 1, "BG": 8, "BS": 32, "BK": 8, "SCORING": "sigmoid", "RENORMALIZE": True}
+    apart, warp = {"BLOCK": 1024, **dict.fromkeys(("spots", "residual", "beside", "beside_gate"))}, {"num_warps": 1}
+    return [
+        Build(route_kernel, "*bf16 *i32 *fp32 i32 i32:16 i32 fp32", one, hot=True, options=warp),
+        Build(route_kernel, "*bf16 *fp32 *i32 *fp32 i32 i32:16 i32 i32 i32 fp32", grouped, hot=True, options=warp),
+        Build(rank_kernel, "*bf16 *i32 *fp32 i32:16 i32 fp32", {"bias": None, "BE": 128, "EARLY": True, **rule}, hot=True),
+        Build(combine_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED}, hot=True),
+        Build(combine_kernel, "*bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED, "shared": None, "gate": None}, hot=True),
+        Build(sum_slots, "*bf16 *i32 *fp32 *bf16 i32 i32 i32:16", apart, hot=True),
         Build(sum_slots, "*fp32 *i32 *i32 *fp32 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16", {"BLOCK": 1024}, hot=True),
-        Build(sum_slots, "*fp32 *fp32 *bf16 i32 i32 i32:16", {"ids": None, "BLOCK": 1024, **apart}),
+        Build(sum_slots, "*fp32 *fp32 *bf16 i32 i32 i32:16", {"ids": None, **apart}),
     ]
 
 
-KERNELS = _builds() + TILE_BUILDS
+KERNELS = _builds() + _builds_around() + SLOT_BUILDS + TILE_BUILDS

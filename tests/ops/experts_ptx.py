@@ -1,0 +1,130 @@
+"""The expert kernels for few tokens on numpy: what `ptx.Machine` needs for them."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.ops.ptx import Address, Device, Lanes, Machine, sources
+from tests.ops.threads import BF16, Narrow, narrow, run_source, widen
+
+KINDS = {torch.bfloat16: BF16, torch.int32: np.int32, torch.float32: np.float32}
+ASIDE = ("mbarrier", "AGAIN", "SKIP", "@p mbarrier", "@p fence", "@p bra", "@!p bra")
+MEMORY_NBYTES = 1 << 24
+
+
+class Typed(Address):
+    """Places of elements of one kind."""
+
+    def __init__(self, at: Any, size: int, kind: Any):
+        super().__init__(at, size)
+        self.kind, self.dtype = kind, SimpleNamespace(element_ty=kind)
+
+    def __add__(self, other: Any) -> "Typed":
+        return Typed(self.at + np.asarray(other, np.int64) * self.size, self.size, self.kind)
+
+
+def placed(device: Device, tensor: torch.Tensor | None) -> Typed | None:
+    address = device.put(tensor)
+    return None if address is None or tensor is None else Typed(address.at, address.size, KINDS[tensor.dtype])
+
+
+def fresh_device() -> Device:
+    device = Device()
+    device.bytes = np.full(MEMORY_NBYTES, 0xFF, np.uint8)
+    return device
+
+
+def pairs_fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    found = np.zeros_like(a)
+    for shift in (0, 16):
+        x, y, z = (widen((v >> shift & 0xFFFF).astype(np.uint16)).astype(np.float64) for v in (a, b, c))
+        found |= narrow((x * y + z).astype(np.float32)).astype(np.int64) << shift
+    return found
+
+
+class SlotMachine(Machine):
+    """Adds typed memory, shuffles and votes, and the copy engine, whose copies are done when asked for."""
+
+    def __init__(self, device: Device, warps: int, programs: int, *ids: int):
+        super().__init__(device, warps, *ids)
+        self.programs = programs
+
+    def num_programs(self, axis: int) -> Lanes:
+        return np.full(1, self.programs, np.int32).view(Lanes)
+
+    def program_id(self, axis: int) -> Lanes:
+        return np.full(1, self.ids[axis], np.int32).view(Lanes)
+
+    def load(self, source: Typed, mask: Any = True, other: Any = 0) -> Any:  # type: ignore[override]
+        at, seen = np.broadcast_arrays(source.at, np.asarray(mask))
+        self.device.check(at[seen], source.size)
+        raw = np.ascontiguousarray(self.device.bytes[np.where(seen, at, 0)[:, None] + np.arange(source.size)])
+        if source.kind == BF16:
+            return narrow(np.where(seen, widen(raw.view(np.uint16)[:, 0]), np.float32(other))).view(Narrow)
+        return np.where(seen, raw.view(source.kind)[:, 0], np.asarray(other, source.kind)).view(Lanes)
+
+    def store(self, to: Typed, value: Any, mask: Any = True) -> None:  # type: ignore[override]
+        at, bits, seen = np.broadcast_arrays(to.at, np.asarray(value), np.asarray(mask))
+        bits = np.ascontiguousarray(bits[seen])
+        assert bits.itemsize == to.size
+        self.device.check(at[seen], to.size)
+        self.device.bytes[at[seen][:, None] + np.arange(to.size)] = bits[:, None].view(np.uint8)
+
+    def _do(self, statement: str, held: dict[str, np.ndarray]) -> None:
+        if statement.startswith(ASIDE):
+            return
+        bare = statement.removeprefix("@p ")
+        seen = np.full(self.count, True) if bare == statement else held["p"].astype(bool)
+        op, _, rest = bare.partition(" ")
+        parts = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest)]
+        if op.startswith("cp.async.bulk"):
+            self._fetch(*(self._place(part, held) for part in parts[:2]), self._value(parts[2], held), ~held["p"].astype(bool))
+        elif op == "shfl.sync.idx.b32":
+            value, lanes = (self._value(part, held).reshape(-1, 32) for part in parts[1:3])
+            held[parts[0]] = np.take_along_axis(value, lanes, 1).reshape(-1)
+        elif op == "vote.sync.ballot.b32":
+            votes = held[parts[1]].reshape(-1, 32).astype(np.int64) << np.arange(32)
+            held[parts[0]] = np.repeat(votes.sum(1), 32)
+        elif op == "popc.b32":
+            held[parts[0]] = np.array([int(word).bit_count() for word in self._value(parts[1], held)])
+        elif op == "setp.eq.b32":
+            held[parts[0]] = self._value(parts[1], held) == self._value(parts[2], held)
+        elif op == "fma.rn.bf16x2":
+            held[parts[0]] = pairs_fused(*(self._value(part, held) for part in parts[1:]))
+        elif op == "st.shared.b64":
+            value = np.ascontiguousarray(self._value(parts[1], held)[seen])
+            self.memory[self._place(parts[0], held)[seen][:, None] + np.arange(8)] = value[:, None].view(np.uint8)
+        elif op.startswith("ld.") and not seen.all():
+            before = held[parts[0]]
+            at = np.where(seen, self._place(parts[1], held), 0)
+            self._load(op, parts[:1], at, held)
+            held[parts[0]] = np.where(seen, held[parts[0]], before)
+        else:
+            super()._do(statement, held)
+
+    def _fetch(self, to: np.ndarray, source: np.ndarray, nbytes: np.ndarray, seen: np.ndarray) -> None:
+        for i in np.nonzero(seen)[0]:
+            assert not (to[i] | source[i] | nbytes[i]) % 16
+            self.device.check(source[i : i + 1], int(nbytes[i]))
+            assert to[i] + nbytes[i] <= self.memory.size
+            self.memory[to[i] : to[i] + nbytes[i]] = self.device.bytes[source[i] : source[i] + nbytes[i]]
+
+
+def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
+    """The kernels of `moe._cuda_slots` for one program; experts are chosen as among scores of 32 bits."""
+    machine = SlotMachine(device, warps, programs, *ids)
+
+    def over_warp(function: Any) -> Any:
+        return lambda x: np.repeat(function(x.reshape(-1, 32), 1), 32).astype(x.dtype).view(Lanes)
+
+    made = sources(machine, "linear/_nibbles.py", "moe/_cuda_choose.py")
+    wide, choosing = made["choose"], made["choose"].__globals__
+    choosing |= {"_highest": over_warp(np.max), "_lowest": over_warp(np.min)}
+    made["choose"] = lambda *args: wide(*args[:4], int(np.ravel(args[4])[0]), *args[5:7], False)
+    for name in ("moe/_cuda_fetch.py", "moe/_cuda_groups.py", "moe/_cuda_slots.py"):
+        made |= run_source(name, made)
+        made["shared"] = machine.shared
+    return made
