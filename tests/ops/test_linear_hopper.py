@@ -8,6 +8,7 @@ from auraflux.quant import quantize
 from tests.ops.ptx import Device, Machine, sources
 
 PARTS = "linear/_nibbles.py", "linear/_planes.py", "linear/_hopper_rows.py"
+BYTES = *PARTS, "linear/_bytes.py", "linear/_hopper_run.py", "linear/_hopper_bytes.py"
 TOL = 4e-3
 # bits, group (0: MXFP4), width, parts of a run: whole runs and not, scales in whole words and not
 FORMATS = [
@@ -30,8 +31,10 @@ def nothing(*shape: int) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=torch.bfloat16)
 
 
-def multiply(x: torch.Tensor, weights: list, added: torch.Tensor | None, gated: bool, blocks: int, parts: int) -> list:
-    """Every program of `matvec_codes` over one or two weights of as many rows."""
+def multiply(
+    x: torch.Tensor, weights: list, added: torch.Tensor | None, gated: bool, blocks: int, parts: int, in_bytes: bool = False
+) -> list:
+    """Every program of `matvec_codes` or `matvec_bytes` over one or two weights of as many rows."""
     device, (rows, width) = Device(), weights[0].shape
     outs = [device.put(nothing(1, rows)) for _ in range(1 if gated else len(weights))]
     args = [device.put(x)]
@@ -41,9 +44,13 @@ def multiply(x: torch.Tensor, weights: list, added: torch.Tensor | None, gated: 
     count = 1 if gated else len(weights)
     programs = len(weights) * rows // (16 * blocks)
     args += [programs // 2 if number < count - 1 else None for number in range(3)]
-    sizes = count, gated, width, weights[0].bits, weights[0].group, blocks, parts, 2, 3, 2
+    sizes = count, gated, width, weights[0].bits, weights[0].group, blocks, parts
     for program in range(programs):
-        sources(Machine(device, 2, program), *PARTS, "linear/_hopper_one.py")["matvec_codes"](*args, *sizes)
+        if in_bytes:
+            made = sources(Machine(device, 2 * blocks, program), *BYTES)
+            made["matvec_bytes"](*args, *sizes, 2 * blocks, 3, 2, blocks > 1, 0)
+        else:
+            sources(Machine(device, 2, program), *PARTS, "linear/_hopper_one.py")["matvec_codes"](*args, *sizes, 2, 3, 2)
     return [device.get(out, nothing(1, rows)).float() for out in outs]
 
 
@@ -59,18 +66,43 @@ def test_one_token(bits: int, group: int, width: int, parts: int):
     assert relative_rms(found, product(x, weight)) < TOL
 
 
-def test_one_token_times_several_weights():
+@pytest.mark.parametrize(("bits", "group", "width", "parts"), [form for form in FORMATS if form[1]])
+def test_one_token_in_bytes(bits: int, group: int, width: int, parts: int):
+    torch.manual_seed(0)
+    weight, x = weight_of(32, width, bits, group), torch.randn(1, width).bfloat16()
+    (found,) = multiply(x, [weight], None, False, 2, parts, True)
+    assert relative_rms(found, product(x, weight)) < TOL
+
+
+def test_bytes_of_inputs_far_out():
+    """Inputs that are large, zero in a whole group, tiny, larger than their neighbours, or not finite."""
+    torch.manual_seed(0)
+    weight, x = weight_of(32, 512, 2, 64), torch.randn(1, 512)
+    x[:, :64], x[:, 64:128], x[:, 128:192], x[:, 200] = x[:, :64] * 1e30, 0, x[:, 128:192] * 1e-36, 1000
+    (found,) = multiply(x.bfloat16(), [weight], None, False, 2, 1, True)
+    assert relative_rms(found, product(x.bfloat16(), weight)) < TOL
+    x[:, :64] = 0
+    (found,) = multiply(x.bfloat16(), [weight], None, False, 2, 1, True)
+    assert relative_rms(found, product(x.bfloat16(), weight)) < TOL
+    x[:, 300] = float("nan")
+    (found,) = multiply(x.bfloat16(), [weight], None, False, 2, 1, True)
+    assert found.isnan().all()
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_one_token_times_several_weights(in_bytes: bool):
     torch.manual_seed(0)
     weights, x, added = [weight_of(64, 576, 8, 64) for _ in range(2)], torch.randn(1, 576).bfloat16(), torch.randn(64)
-    for found, weight in zip(multiply(x, weights, added, False, 2, 4), weights, strict=True):
+    for found, weight in zip(multiply(x, weights, added, False, 2, 4, in_bytes), weights, strict=True):
         assert relative_rms(found, product(x, weight) + added) < TOL
 
 
-def test_one_token_gated():
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_one_token_gated(in_bytes: bool):
     torch.manual_seed(0)
     weights, x = [weight_of(32, 640, 5, 64) for _ in range(2)], torch.randn(1, 640).bfloat16()
     gate, up = (product(x, weight) for weight in weights)
-    (found,) = multiply(x, weights, None, True, 2, 1)
+    (found,) = multiply(x, weights, None, True, 2, 1, in_bytes)
     assert relative_rms(found, torch.nn.functional.silu(gate) * up) < 1e-2
 
 

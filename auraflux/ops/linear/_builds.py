@@ -4,6 +4,7 @@ from auraflux.ops._triton import Build
 from auraflux.ops.linear._by_tiles import TILE_BUILDS
 from auraflux.ops.linear._dense_rows import BLOCK, COLUMNS_AT_ONCE, dense_one, dequantize_rows, take_rows
 from auraflux.ops.linear._hopper import matmul16
+from auraflux.ops.linear._hopper_bytes import BYTES_BUILDS
 from auraflux.ops.linear._hopper_one import ONE_BUILDS
 from auraflux.ops.linear._hopper_some import SOME_BUILDS
 from auraflux.ops.linear._hopper_stream import MOST_WEIGHTS, matvec
@@ -86,4 +87,4 @@ def _builds() -> list[Build]:
     ]
 
 
-KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS, *ONE_BUILDS, *SOME_BUILDS]
+KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS, *ONE_BUILDS, *BYTES_BUILDS, *SOME_BUILDS]

@@ -137,6 +137,7 @@ def plan(tokens: int, rows: tuple[int, ...], width: int, bits: int, processors: 
     return best
 
 
+@cache
 def tile_layout(kind: str, rows: int, columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if kind == "bf16" else gl.int32)
 

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops._triton import Build, cdiv
+from auraflux.ops.linear._hopper_bytes import multiply_bytes, suits_bytes
 from auraflux.ops.linear._hopper_rows import (
     copy_part,
     copy_scales,
@@ -240,6 +241,9 @@ def multiply_codes_one(
     added   vectors to add, one for each weight, or none at all
     gated   silu(first product) * second, into one out
     """
+    if suits_bytes(x, weights):
+        multiply_bytes(x, weights, outs, added, gated)
+        return
     args: list[Any] = []
     for number in range(MOST_WEIGHTS):
         args += passed(weights[number]) if number < len(weights) else [None] * 3

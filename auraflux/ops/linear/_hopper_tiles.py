@@ -112,6 +112,14 @@ def _lines(scales, biases, k, inside, width, KB: gl.constexpr, G: gl.constexpr, 
 
 
 @gluon.jit
+def _fetch(scales, biases, group):
+    """Bring scales and biases into the cache."""
+    ptx: gl.constexpr = "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.b32 $0,0;"
+    args = [(scales + group).to(gl.int64), (biases + group).to(gl.int64)]
+    gl.inline_asm_elementwise(ptx, "=r,l,l", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _request_codes(w0, w1, w2, codes, bar, row0, word, which, there, COUNT: gl.constexpr, GATED: gl.constexpr):
     if GATED:
         HALF: gl.constexpr = codes.shape[0] // 2
@@ -188,6 +196,9 @@ def _multiply(
         scales, biases = scales + line, biases + line
     k = (first * KB + t * (KB // 4))[None, :]
     lines = _lines(scales, biases, k, inside, width, KB, G, V)
+    # 32 bytes hold 16 groups: a row's next ones come from memory while these are used
+    for ahead in range(first * KB, (first + count) * KB, 64 * G):
+        _fetch(scales, biases, gl.minimum(ahead + t * (16 * G), width - G)[None, :] // G)
     acc = gl.full([R, T], 0.0, F32, ACC)
     for i in range(count):
         mbarrier.wait(full.index(i % ST), i // ST % 2)

@@ -86,16 +86,21 @@ def _registers(tiles: int) -> Any:
 GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
 X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
 NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
-SUM_LANES = gl.constexpr(
-    "{.reg .f32 t; mov.f32 $0,$1;"
-    + "".join(f"shfl.sync.bfly.b32 t,$0,{m},31,0xffffffff; add.f32 $0,$0,t;" for m in (16, 8, 4, 2, 1))
-    + "}"
-)
+
+
+def _sum_lanes_ptx(*masks: int) -> Any:
+    steps = (f"shfl.sync.bfly.b32 t,$0,{mask},31,0xffffffff; add.f32 $0,$0,t;" for mask in masks)
+    return gl.constexpr("{.reg .f32 t; mov.f32 $0,$1;" + "".join(steps) + "}")
+
+
+SUM_LANES, SUM_FOUR = _sum_lanes_ptx(16, 8, 4, 2, 1), _sum_lanes_ptx(2, 1)
 COPY8, COPY16 = _copy_ptx("ca", 8), _copy_ptx("cg", 16)
 COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
 SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
 # after this x may be read; the next kernel may start at once, since all it reads early is weights
 AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
+WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
+LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
 
 
 @gluon.constexpr_function
@@ -193,6 +198,12 @@ def load_normed_x(PTX: gl.constexpr, x, norm, delta, total, stores):
 @gluon.jit
 def sum_lanes(value):
     return gl.inline_asm_elementwise(SUM_LANES, "=&f,f", [value], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sum_four(value):
+    """The sum over lanes 4g to 4g + 3."""
+    return gl.inline_asm_elementwise(SUM_FOUR, "=&f,f", [value], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

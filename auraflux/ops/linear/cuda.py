@@ -3,7 +3,7 @@
 One is bound by reading codes (`_one.py`). For several, the weight is written out in the activations' dtype, and cuBLAS does the
 rest. The commonest format has kernels of its own on Hopper (`_hopper.py`), which read codes also for several tokens; up to a
 thousand, codes of 4 and 8 bits become operands of the matrix units there (`_by_tiles.py`). Other formats and widths have
-kernels for one token (`_hopper_one.py`) and up to 16 (`_hopper_some.py`). Dense weights go to cuBLAS at once.
+kernels for one token (`_hopper_one.py`, `_hopper_bytes.py`) and up to 16 (`_hopper_some.py`). Dense weights go to cuBLAS.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,196 @@
+"""How a warp multiplies codes by one token's x as whole numbers on Hopper: PTX for what a thread does, for Gluon kernels.
+
+Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
+column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
+
+- A register holds four codes, each in a byte of its own. A code may lie higher in its byte than at the lowest bits, so that a
+  mask is all it takes; its x is as much smaller then.
+- x is rounded to 16 bits, over the largest of its column, and goes into two bytes: x = (256 high + low) * factor. Columns of
+  an `mma` are the high bytes of four columns of codes and the low bytes of the same four, whose sums are added in the end.
+- Lanes keep the sums of columns 4u to 4u + 3, u = t % 2: the high ones where t < 2, else the low ones.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.linear._planes import word_count
+
+BYTES_MMA = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
+
+
+@gluon.constexpr_function
+def place_of(bits, q, b):
+    """Byte b of register q: which of a lane's codes of a column it is, and how many bits above the lowest one it begins."""
+    if bits == 8:
+        return 4 * q + b, 0
+    if bits == 4:
+        return 8 * (q // 2) + 2 * b + q % 2, 0
+    if bits == 2:
+        return 4 * b + q, 2 * (q % 2)
+    if bits == 6:
+        return 8 * (q % 2) + ((0, 3, 4, 7), (1, 2, 5, 6))[q // 2][b], ((0, 2, 0, 2), (2, 0, 2, 0))[q // 2][b]
+    codes = {3: ((0, 3, 6, 1), (2, 4, 5, 7)), 5: ((0, 2, 5, 7), (1, 3, 4, 6))}[bits]
+    higher = {3: ((0, 1, 2, 3), (2, 0, 3, 1)), 5: ((0, 2, 1, 3), (1, 3, 0, 2))}[bits]
+    return 8 * (q // 2) + codes[q % 2][b], higher[q % 2][b]
+
+
+@gluon.constexpr_function
+def in_place(bits, q, value):
+    """`value` where each byte of register q has its code."""
+    return sum(value << (8 * b + place_of(bits, q, b)[1]) for b in range(4))
+
+
+@gluon.constexpr_function
+def _apart_ptx(bits, r, w, shift):
+    """Words w of row r as registers {r}f0, ... of four codes; $shift: which bytes of two words, and their shift."""
+    f, t = [f"{r}f{q}" for q in range(4)], [f"{r}t{n}" for n in range(7)]
+
+    def keep(q, source):
+        return f"and.b32 {f[q]},{source},{in_place(bits, q, (1 << bits) - 1):#x};"
+
+    def pick(to, a, b, how):
+        return f"prmt.b32 {to},{a},{b},{how};"
+
+    text = ""
+    if bits == 8:
+        text += "".join(f"mov.b32 {to},{word};" for to, word in zip(f, w, strict=False))
+    elif bits == 4:
+        for i, word in enumerate(w):
+            text += keep(2 * i, word) + f"shr.u32 {t[i]},{word},4;" + keep(2 * i + 1, t[i])
+    elif bits == 2:
+        text += keep(0, w[0]) + keep(1, w[0]) + f"shr.u32 {t[0]},{w[0]},4;" + keep(2, t[0]) + keep(3, t[0])
+    elif bits == 6:
+        # codes 0 and 3 of four lie within bytes, 1 and 2 do four bits on
+        text += pick(t[0], w[0], w[1], 0x5320) + pick(t[1], w[1], w[2], 0x7542) + keep(0, t[0]) + keep(1, t[1])
+        text += f"shf.r.wrap.b32 {t[2]},{w[0]},{w[1]},4; shf.r.wrap.b32 {t[3]},{w[1]},{w[2]},4; shr.u32 {t[4]},{w[2]},4;"
+        text += pick(t[5], t[2], t[3], 0x4310) + pick(t[6], t[3], t[4], 0x6532) + keep(2, t[5]) + keep(3, t[6])
+    else:
+        # half of the codes of eight lie within bytes, the other half do some bits on
+        for h in range(2):
+            low, high, far = w[2 * h], w[2 * h + 1], t[3 * h + 1]
+            text += pick(t[3 * h], low, high, shift[0]) + keep(2 * h, t[3 * h])
+            text += f"shf.r.wrap.b32 {far},{low},{high},{shift[1]};" + (pick(far, far, far, 0x2110) if bits == 3 else "")
+            text += keep(2 * h + 1, far)
+    return text
+
+
+@gluon.constexpr_function
+def _columns_ptx(bits, column, gang, first):
+    """16 rows times some columns in turns, so that an `mma` need not wait for the one before.
+
+    Out: 4 sums a column. In: words of row g and of row g + 8 for each column, x of both sets, and what 3 and 5 bits are
+    shifted by. `first` is the number of the first column.
+    """
+    words, regs = word_count(bits, column), column // 16
+    x = 4 * gang + 2 * words * gang
+    rows = [f"{r}{n}" for n in range(gang) for r in "uv"]
+    text = "{.reg .b32 " + ",".join(f"{r}f<4>,{r}t<7>" for r in rows) + ";"
+    shift = [f"${x + 2 * regs + i}" for i in range(2)]
+    for n, r in enumerate(rows):
+        text += _apart_ptx(bits, r, [f"${4 * gang + words * n + i}" for i in range(words)], shift)
+    for i in range(0, regs, 2):
+        for n in range(gang):
+            c, b = ",".join(f"${4 * n + k}" for k in range(4)), x + regs * ((first + n) // 2 % 2) + i
+            a = ",".join(f"{r}{n}f{k}" for k in (i, i + 1) for r in "uv")
+            text += f"{BYTES_MMA} {{{c}}},{{{a}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _columns_regs(bits, column, gang):
+    return "=&r," * (4 * gang) + ",".join("r" * (2 * word_count(bits, column) * gang + column // 8 + 2 * (bits in (3, 5))))
+
+
+@gluon.constexpr_function
+def _load_ptx(column, apart):
+    pairs, text = column // 8, ""
+    for i in range(pairs // 4):
+        text += f"ld.global.v4.b32 {{{','.join(f'${4 * i + k}' for k in range(4))}}},[${pairs}+{(64 if apart else 16) * i}];"
+    return text
+
+
+@gluon.constexpr_function
+def _rounded_ptx(bits, column):
+    """Out: x of the first set of columns, of the second, four factors. In: pairs of x, the lane, whose factors to give."""
+    pairs, regs = column // 8, column // 16
+    o = 2 * regs + 4
+    text = "{.reg .b32 m,k,e,a<8>,y<16>,s<8>,v,w,f; .reg .pred p;"
+    for i in range(pairs):
+        text += f"and.b32 a{i},${o + i},0x7FFF7FFF;" + (f"max.u16x2 m,m,a{i};" if i else "mov.b32 m,a0;")
+    for lane in (1, 2):
+        text += f"shfl.sync.bfly.b32 k,m,{lane},31,0xffffffff; max.u16x2 m,m,k;"
+    text += "shr.u32 k,m,16; max.u16x2 m,m,k; and.b32 m,m,0xFFFF; shr.u32 e,m,7; max.u32 e,e,16;"
+    places = {place_of(bits, q, b)[0]: (q, b, place_of(bits, q, b)[1]) for q in range(regs) for b in range(4)}
+    # 255/256 of 2**(14 - exponent), less for codes that lie higher; and 1 over it, or NaN where x is not finite
+    for higher in sorted({higher for _, _, higher in places.values()}):
+        text += f"sub.u32 k,{267 - higher},e; shl.b32 s{higher},k,23; or.b32 s{higher},s{higher},0x7F0000;"
+    text += "sub.u32 k,e,14; shl.b32 f,k,23; or.b32 f,f,0x8081; setp.eq.u32 p,e,255; @p mov.b32 f,0x7FC00000;"
+    for n in range(2 * pairs):
+        text += f"and.b32 v,${o + n // 2},0xFFFF0000;" if n % 2 else f"shl.b32 v,${o + n // 2},16;"
+        # the lowest bits of 1.5 * 2**23 + 128 + x: high, then low + 128
+        text += f"fma.rn.f32 y{n},v,s{places[n][2]},0f4B400080;"
+    for q in range(regs):
+        y = [f"y{place_of(bits, q, b)[0]}" for b in range(4)]
+        text += f"prmt.b32 v,{y[0]},{y[1]},0x5140; prmt.b32 w,{y[2]},{y[3]},0x5140;"
+        text += f"prmt.b32 ${q},v,w,0x7632; prmt.b32 ${regs + q},v,w,0x5410; xor.b32 ${regs + q},${regs + q},0x80808080;"
+    # lanes below 16 keep high bytes and get those of the lanes above, which keep low bytes
+    text += f"setp.lt.u32 p,${o + pairs},16;"
+    for q in range(regs):
+        text += f"selp.b32 v,${regs + q},${q},p; shfl.sync.bfly.b32 w,v,16,31,0xffffffff;"
+        text += f"selp.b32 ${q},${q},w,p; selp.b32 ${regs + q},w,${regs + q},p;"
+    for i in range(4):
+        text += f"shfl.sync.idx.b32 ${2 * regs + i},f,${o + pairs + 1 + i},31,0xffffffff;"
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _sums_ptx(bits, column):
+    regs = column // 16
+    text = "{.reg .b32 o<4>,d<4>;" + "".join(f"mov.b32 o{q},{in_place(bits, q, 1):#x};" for q in range(regs))
+    for half in range(2):
+        c = f"${2 * half},${2 * half + 1},d{2 * half},d{2 * half + 1}"
+        for i in range(0, regs, 2):
+            b = 4 + regs * half + i
+            text += f"{BYTES_MMA} {{{c}}},{{o{i},o{i},o{i + 1},o{i + 1}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
+    return text + "}"
+
+
+@gluon.jit
+def column_of(lane):
+    """Which of eight columns a lane makes x of: 0, 1, 4, 5 are the first set of the `mma`, 2, 3, 6, 7 the second."""
+    g = lane // 4
+    return g // 2 % 2 * 4 + g // 4 * 2 + g % 2
+
+
+@gluon.jit
+def raw_x(x, t, BITS: gl.constexpr, COLUMN: gl.constexpr):
+    """The x of a lane's codes of a column that begins at address `x`."""
+    APART: gl.constexpr = BITS == 3 or BITS == 5
+    regs: gl.constexpr = "=r," * (COLUMN // 8) + "l"
+    at = x + t * (16 if APART else COLUMN // 2)
+    return gl.inline_asm_elementwise(_load_ptx(COLUMN, APART), regs, [at], (gl.int32,) * (COLUMN // 8), is_pure=False, pack=1)
+
+
+@gluon.jit
+def rounded(x, lane, BITS: gl.constexpr, COLUMN: gl.constexpr):
+    """x of two sets of columns, then the factors of what this lane keeps."""
+    at = lane % 2 * 8
+    regs: gl.constexpr = "=&r," * (COLUMN // 8) + "=&f," * 4 + "r," * (COLUMN // 8) + "r,r,r,r,r"
+    types: gl.constexpr = (gl.int32,) * (COLUMN // 8) + (gl.float32,) * 4
+    args = x + (lane, at, at + 4, at + 16, at + 20)  # noqa: RUF005 - tuples of tensors are not unpacked in kernels
+    return gl.inline_asm_elementwise(_rounded_ptx(BITS, COLUMN), regs, args, types, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sums_of_x(x, BITS: gl.constexpr, COLUMN: gl.constexpr):
+    """Sums of x of columns 4u to 4u + 3."""
+    regs: gl.constexpr = "=&r," * 4 + ",".join("r" * (COLUMN // 8))
+    return gl.inline_asm_elementwise(_sums_ptx(BITS, COLUMN), regs, x, (gl.int32,) * 4, is_pure=True, pack=1)
+
+
+@gluon.jit
+def byte_sums(words, x, BITS: gl.constexpr, COLUMN: gl.constexpr, GANG: gl.constexpr, FIRST: gl.constexpr):
+    """Σ code x of GANG columns from number FIRST on: rows g (2) and g + 8 (2), two columns each."""
+    text: gl.constexpr = _columns_ptx(BITS, COLUMN, GANG, FIRST)
+    regs: gl.constexpr = _columns_regs(BITS, COLUMN, GANG)
+    return gl.inline_asm_elementwise(text, regs, words + x, (gl.int32,) * (4 * GANG), is_pure=True, pack=1)
