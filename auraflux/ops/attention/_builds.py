@@ -7,7 +7,8 @@ from auraflux.ops.attention._decode_hopper import SHAPES, decode_columns
 from auraflux.ops.attention._flash import join, merge
 from auraflux.ops.attention._flash_pages import attend_pages
 from auraflux.ops.attention._hopper_shares import merge_shares, tile_layout
-from auraflux.ops.attention._latent_columns import REGISTERS, latent_columns
+from auraflux.ops.attention._latent_columns import SHAPES as LATENT_SHAPES
+from auraflux.ops.attention._latent_columns import latent_columns
 from auraflux.ops.attention._latent_flash import latent_products
 from auraflux.ops.attention._latent_rows import latent_rows
 from auraflux.ops.attention._prefill_hopper import STAGES, prefill_tiles
@@ -38,9 +39,9 @@ def _latent_build(heads: int, whole: bool) -> Build:
     tiles = " ".join(map(_tiles, (heads, heads, 64, 64), (512, 64, 512, 64)))
     results = "*bf16" if whole else f"*{'bf16' if rows else 'fp32'} *fp32 *fp32"
     constants = {**dict.fromkeys(("part_m", "part_l") if whole else (), None), "PAGE": 64, "S": 32 if whole else 1, "ST": 2}
-    constants |= {"N": 64 if rows else heads}
+    constants |= {"N": 64} if rows else {"N": heads, "BEFORE": LATENT_SHAPES[heads][1]}
     types = f"{tiles} *i32 *i32 *i32 {results} fp32 i32 i32:16 i32 i32 i32"
-    options = {} if rows else {"maxnreg": REGISTERS[heads]}
+    options = {} if rows else {"maxnreg": LATENT_SHAPES[heads][0]}
     return Build(latent_rows if rows else latent_columns, types, constants, hot=True, options=options)
 
 
@@ -49,9 +50,16 @@ def _decode_build(width: int, whole: bool) -> Build:
     tiles = f"{_tiles(8, width)} {_tiles(64, width)} {_tiles(64, width)}"
     results = "*bf16" if whole else "*fp32 *fp32 *fp32"
     constants = {"sinks": None, **dict.fromkeys(("part_m", "part_l") if whole else (), None), "G": 4, "HEADS": 8, "D": width}
-    constants |= {"PAGE": 64, "S": 32 if whole else 1, "N": 8, "ST": SHAPES[width][1], "SOFTCAP": False}
+    constants |= {
+        "PAGE": 64,
+        "S": 32 if whole else 1,
+        "N": 8,
+        "ST": SHAPES[width][1],
+        "BEFORE": SHAPES[width][2],
+        "SOFTCAP": False,
+    }
     types = f"{tiles} *i32 *i32 *i32 {results} fp32 fp32 i32 i32 i32:16 i32 i32 i32"
-    return Build(decode_columns, types, constants, hot=True, options={"maxnreg": SHAPES[width][2]})
+    return Build(decode_columns, types, constants, hot=True, options={"maxnreg": SHAPES[width][3]})
 
 
 def _prefill_build(width: int) -> Build:
@@ -77,8 +85,13 @@ KERNELS = [
     *(_decode_build(width, whole) for width in (64, 128, 256) for whole in (False, True)),
     *(_prefill_build(width) for width in (64, 128, 256)),
     *(_latent_build(heads, whole) for heads in (16, 32, 64) for whole in (False, True)),
-    Build(merge_shares, "*bf16 *fp32 *fp32 *bf16 i32:16 i32", {"sinks": None, "D": 512, "S": 128, "P": 64}, hot=True),
-    Build(merge_shares, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32", {"D": 128, "S": 32, "P": 64}, hot=True),
+    Build(
+        merge_shares,
+        "*bf16 *fp32 *fp32 *bf16 i32:16 i32",
+        {"sinks": None, "D": 512, "S": 128, "P": 64, "EARLY": True},
+        hot=True,
+    ),
+    Build(merge_shares, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32", {"D": 128, "S": 32, "P": 64, "EARLY": True}, hot=True),
     Build(merge, "*fp32 *fp32 *fp32 *bf16 i32:16 i32:16", _MERGED, hot=True),
     Build(join, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32:16 i32:16", _MERGED, hot=True),
     Build(append_rows, f"*bf16 *bf16 *bf16 *bf16 {_ROWS}", _KV, hot=True),

@@ -36,8 +36,9 @@ from auraflux.ops.attention.pages import KVPages
 
 MOST_COLUMNS = 32
 MERGED = 64  # channels of a program that merges
-# by width: programs of a multiprocessor, tiles in flight, and registers, so few that merging ones find room beside them
-SHAPES = {64: (2, 6, 96), 128: (2, 3, 96), 256: (1, 3, 168)}
+# by width: programs of a multiprocessor, tiles in flight, how many of them are asked for before the wait, and registers, so
+# few that merging programs find room beside these
+SHAPES = {64: (2, 6, 6, 96), 128: (2, 3, 2, 96), 256: (1, 3, 3, 168)}
 F32 = gl.float32
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -45,7 +46,7 @@ ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 @gluon.jit
 def _feed(
     queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     waited = False
     following = gl.load(table + begin // PAGE)
@@ -53,9 +54,10 @@ def _feed(
         first, page = begin + i * 64, following
         following = gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
         row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
-        if (not waited) & ((first + 64 > old) | (i == ST)):
-            # queries and the newest keys may come from the kernel before
+        if (not waited) & ((first + 64 > old) | (i == BEFORE)):
+            # queries and the newest keys may come from the kernel before; its end is seen when what was asked for has come
             gdc_wait()
+            gdc_launch_dependents()
             waited = True
             mbarrier.expect(bars.index(3 * ST), N * D * 2)
             tma.async_copy_global_to_shared(queries, [line, 0], bars.index(3 * ST), Q)
@@ -66,6 +68,7 @@ def _feed(
         tma.async_copy_global_to_shared(values, [row, 0], bars.index(ST + i % ST), V.index(i % ST))
     if not waited:
         gdc_wait()
+        gdc_launch_dependents()
         mbarrier.expect(bars.index(3 * ST), N * D * 2)
         tma.async_copy_global_to_shared(queries, [line, 0], bars.index(3 * ST), Q)
 
@@ -139,10 +142,9 @@ def _attend(
 def decode_columns(
     queries, keys, values, table, lengths, starts, sinks, out, part_m, part_l, scale, softcap, window, sequences, heads,
     table_width, pool, splits, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr,
-    N: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
+    N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """G heads of one token, N columns, with one share of the positions they see; grid (tokens * HEADS, splits)."""
-    gdc_launch_dependents()
     token, head, split = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1)
     share = share_of(token, split, splits, window, lengths, starts, sequences, S, 64)
     sequence, begin, low, end, count, old = share
@@ -161,7 +163,8 @@ def decode_columns(
         [
             (_attend, (Q, K, V, P, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line,
                        head, split, splits, pool, G, PAGE, D, N, ST, SOFTCAP)),
-            (_feed, (queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool, HEADS, PAGE, D, N, ST)),
+            (_feed, (queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool, HEADS, PAGE, D, N, ST,
+                     BEFORE)),
         ],
         [1],
         [56],
@@ -200,7 +203,7 @@ def attend_decode(
     """`attention` into `out`."""
     (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
     (sequences, table_width), group = pages.table.shape, heads // key_heads
-    programs, (each, stages, registers) = tokens * key_heads, SHAPES[width]
+    programs, (each, stages, before, registers) = tokens * key_heads, SHAPES[width]
     splits = max(1, min(MOST_SPLITS, each * multiprocessors(q.device) // programs, cdiv(table_width * page, TILE)))
     parts = None if splits == 1 else room_for(tokens * heads, splits, width, torch.float32, q.device)
     n, seen = max(8, power_of_two(group)), EVERYTHING if window is None else window
@@ -208,7 +211,7 @@ def attend_decode(
         tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.table, pages.lengths, starts,
         sinks if parts is None else None, *(parts or (out, None, None)), scale, softcap or 1.0, seen,
         sequences, heads, table_width, pool, splits, group, key_heads, width, page, power_of_two(sequences), n,
-        stages, softcap is not None, num_warps=4, maxnreg=registers, launch_pdl=True,
+        stages, before, softcap is not None, num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
-        merge(parts, sinks, out, MERGED)
+        merge(parts, sinks, out, MERGED, before < stages)

@@ -2,7 +2,13 @@
 
 Programs of a token and head divide the positions it sees into equal shares of whole tiles. Each leaves the mean of its values,
 its largest score, in units of log2(e), and its sum of weights; a second kernel merges them.
+
+The first kernel lets the second begin when it has waited itself. So the second may let the next begin before it has waited:
+what comes next then knows all but the shares to be there, and nobody else reads those. It does where the first asks for less
+than it has room for before its own wait: what the next call reads keeps the shares waiting.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -51,10 +57,18 @@ def share_of(token, split, splits, window, lengths, starts, sequences, S: gl.con
 
 
 @triton.jit
-def merge_shares(o, m, l, sinks, out, heads, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr):  # noqa: E741
-    """Merge the shares of one head at P channels; grid (tokens * heads, D / P)."""
+def merge_shares(
+    o, m, l, sinks, out, heads, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr,  # noqa: E741
+):  # fmt: skip
+    """Merge the shares of one head at P channels; grid (tokens * heads, D / P).
+
+    EARLY  let the next kernel begin before the shares are there
+    """
+    if EARLY:
+        gdc_launch_dependents()
     gdc_wait()
-    gdc_launch_dependents()
+    if not EARLY:
+        gdc_launch_dependents()
     line, s = tl.program_id(0), tl.arange(0, S)
     row, d = line.to(tl.int64) * splits, tl.program_id(1) * P + tl.arange(0, P)
     sums = tl.load(l + row + s, mask=s < splits, other=0.0)
@@ -75,10 +89,10 @@ def merge_shares(o, m, l, sinks, out, heads, splits, D: tl.constexpr, S: tl.cons
     tl.store(out + line.to(tl.int64) * D + d, found.to(out.dtype.element_ty))
 
 
-def merge(parts: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor, piece: int) -> None:
+def merge(parts: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor, piece: int, early: bool) -> None:
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D], `piece` channels a program."""
     lines, splits, width = parts[0].shape
-    grid, sizes = (lines, width // piece), (width, power_of_two(splits), piece)
+    grid, sizes = (lines, width // piece), (width, power_of_two(splits), piece, early)
     merge_shares[grid](*parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
 
 
@@ -87,6 +101,7 @@ def room_for(lines: int, splits: int, width: int, dtype: torch.dtype, device: to
     return torch.empty(lines, splits, width, dtype=dtype, device=device), highest, sums
 
 
+@cache
 def tile_layout(rows: int, width: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
 

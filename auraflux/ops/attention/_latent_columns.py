@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from auraflux.ops._triton import cdiv, multiprocessors, power_of_two
 from auraflux.ops.attention._hopper_shares import LOG2E, MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
@@ -26,7 +26,8 @@ MOST_COLUMNS = 32
 LATENT = 512
 STAGES = 2
 MERGED = 64  # channels of a program that merges
-REGISTERS = {8: 128, 16: 128, 32: 216}  # so few that programs that merge find room beside these
+# by columns: registers, so few that programs that merge find room beside these, and tiles that are asked for before the wait
+SHAPES = {8: (128, 1), 16: (128, 1), 32: (216, 2)}
 BF, F32 = gl.bfloat16, gl.float32
 
 
@@ -80,9 +81,9 @@ def _attend(
 def latent_columns(
     queries, rotated, latents, ropes, table, lengths, starts, out, part_m, part_l,
     scale, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    BEFORE: gl.constexpr,
 ):  # fmt: skip
     """All heads of one token, N at most, with one share of its positions; grid (tokens, splits)."""
-    gdc_launch_dependents()
     token, split = gl.program_id(0), gl.program_id(1)
     share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
     sequence, begin, _, end, count, old = share
@@ -102,7 +103,7 @@ def latent_columns(
             (_attend, (Q, QR, K, R, P, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split,
                        splits, pool, PAGE, N, ST)),
             (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, token * heads, pool,
-                    PAGE, N, 64, ST)),
+                    PAGE, N, 64, ST, BEFORE)),
         ],
         [1],
         [56],
@@ -122,10 +123,11 @@ def attend_columns(
     splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tokens, cdiv(table_width * page, TILE)))
     parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
     n = max(8, power_of_two(heads))
+    registers, before = SHAPES[n]
     latent_columns[tokens, splits](
         tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
         pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences, heads, table_width,
-        pool, splits, page, power_of_two(sequences), n, STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+        pool, splits, page, power_of_two(sequences), n, STAGES, before, num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
-        merge(parts, None, out, MERGED)
+        merge(parts, None, out, MERGED, before < STAGES)

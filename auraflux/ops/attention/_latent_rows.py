@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from auraflux.ops._triton import INTERPRETED, capability, cdiv, multiprocessors, power_of_two
 from auraflux.ops.attention._hopper_shares import HOPPER, LOG2E, MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
@@ -103,7 +103,6 @@ def latent_rows(
     splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one token with one share of its positions; grid (tokens * tiles of heads, splits)."""
-    gdc_launch_dependents()
     tiles = (heads + 63) // 64
     token, first, split = gl.program_id(0) // tiles, gl.program_id(0) % tiles * 64, gl.program_id(1)
     share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, N)
@@ -130,7 +129,7 @@ def latent_rows(
             (_mix, (Q, K, P, F, bars, out, count, at, room, splits, ST, 0)),
             (_mix, (Q, K, P, F, bars, out, count, at, room, splits, ST, 1)),
             (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, line, pool,
-                    PAGE, 64, N, ST)),
+                    PAGE, 64, N, ST, ST)),
         ],
         [4, 4, 1],
         [184, 184, 40],
@@ -171,4 +170,4 @@ def attend_rows(
         pool, splits, page, power_of_two(sequences), TILE, STAGES, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
-        merge(parts, None, out, MERGED)
+        merge(parts, None, out, MERGED, False)

@@ -21,29 +21,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from auraflux.ops.turboquant._hopper_merge import leave_part
 from auraflux.ops.turboquant._hopper_parts import (
     NOTHING,
-    block_of,
-    copy,
-    copy_ptx,
-    key_copies,
-    linear_copies,
     load_queries,
     look_up,
-    norm_layout,
-    page_of,
-    pieces,
     query_layout,
     read,
     read_norms,
-    run,
     table_words,
     transform,
-    value_copies,
+)
+from auraflux.ops.turboquant._hopper_ring import (
+    block_of,
+    copy,
+    key_ptx,
+    key_words,
+    page_of,
+    pieces,
+    places,
+    run,
+    sources,
+    value_ptx,
     wait_ptx,
 )
 from auraflux.ops.turboquant._hopper_units import look_up_units, read_units
 
 TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
-SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
 RING = gl.constexpr(17 * 4096)  # where it begins in shared memory, after the table and the queries; of 2 bits 4096 later
 LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
 MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
@@ -61,57 +62,33 @@ def attend_pairs(
 
     factor  what makes the products of rotated queries and levels logarithms to base 2, or, capped, arguments of the cap
     cap     what capped scores reach, to base 2
+    DEEP    steps whose codes are under way
     U       blocks of 16 tokens that a warp takes at a time
     """
-    TILES: gl.constexpr = (G + 7) // 8
-    EACH: gl.constexpr = (G + TILES - 1) // TILES
-    K_ODD: gl.constexpr = KEY_BITS % 3 == 0
-    V_ODD: gl.constexpr = VALUE_BITS % 3 == 0
-    KW: gl.constexpr = D * KEY_BITS // 32
-    CW: gl.constexpr = 3 if K_ODD else min(4, KW // 4)
-    J: gl.constexpr = KW // 4 // CW
-    VW: gl.constexpr = D * VALUE_BITS // 128  # words of a lane, of 8 tokens
-    CHUNK: gl.constexpr = 32 * CW // KEY_BITS  # neighbouring coordinates of a lane's keys
+    EACH: gl.constexpr = (G + (G + 7) // 8 - 1) // ((G + 7) // 8)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
-    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
     LL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
-    LN: gl.constexpr = norm_layout(NW)
-    LQ: gl.constexpr = query_layout(NW, D, CHUNK)
     LS: gl.constexpr = gl.SliceLayout(2, M)
-    STEP: gl.constexpr = NW * 16 * U
-    V_SIDE: gl.constexpr = 0 if KEY_BITS == VALUE_BITS else 1
     # bytes of a block, and of a warp's stage of the ring: keys, values, norms
-    K_NBYTES: gl.constexpr = 64 * KW
-    V_NBYTES: gl.constexpr = 256 * VW
+    K_NBYTES: gl.constexpr = 2 * D * KEY_BITS
+    V_NBYTES: gl.constexpr = 2 * D * VALUE_BITS
     STAGE: gl.constexpr = U * (K_NBYTES + V_NBYTES + 128)
-    K_COPY: gl.constexpr = copy_ptx(linear_copies(K_NBYTES) if K_ODD else key_copies(2 * J, 4 * CW, KW, CW), K_NBYTES, U, True)
-    V_COPY: gl.constexpr = copy_ptx(linear_copies(V_NBYTES) if V_ODD else value_copies(VW), V_NBYTES, U, False)
-
-    split, token = gl.program_id(0), gl.program_id(2)
-    head, tile = gl.program_id(1) // TILES, gl.program_id(1) % TILES
-    # all memory is one piece, so the table is where shared memory begins; the compiler does not see the look-ups read it, hence
-    # the barriers and _keep_alive
     START: gl.constexpr = RING + 4096 * (min(KEY_BITS, VALUE_BITS) == 2)
     ROWS: gl.constexpr = START // 4096 + (NW * DEEP * STAGE + 4095) // 4096
+    K_COPY: gl.constexpr = key_ptx(D, KEY_BITS, U, True)
+    V_COPY: gl.constexpr = value_ptx(D, VALUE_BITS, U, True)
+
+    split, token = gl.program_id(0), gl.program_id(2)
+    head, tile = gl.program_id(1) // ((G + 7) // 8), gl.program_id(1) % ((G + 7) // 8)
+    # all memory is one piece, so the table is where shared memory begins; the compiler does not see the look-ups read it, hence
+    # the barriers and _keep_alive
     shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # levels and signs are older than any kernel
-    _fill(shared, levels, 0, KEY_BITS, NW)
-    if V_SIDE:
-        _fill(shared, levels, 1, VALUE_BITS, NW)
-    gdc_wait()
-    if S == 1:
-        position = gl.load(lengths) - tokens + token
-    else:
-        # every warp has all of it: a sum across warps would want shared memory
-        b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
-        before = gl.load(starts + b, mask=b < sequences, other=1 << 30) <= token
-        sequence = gl.sum(before.to(gl.int32), 0) - 1
-        table += sequence.to(gl.int64) * table_width
-        position = gl.load(lengths + sequence) - gl.load(starts + sequence + 1) + token
+    table, position, old = _find(table, lengths, starts, token, tokens, sequences, table_width, S, NW)
     low = gl.maximum(position + 1 - window, 0) if WINDOW else 0
-    # splits take blocks in turn: without a window the first are known before the length is
-    stride = splits * STEP
-    begin = low // (16 * U) * (16 * U) + split * STEP
+    end = gl.minimum(position + 1, table_width * PAGE)
+    # splits take blocks in turn
+    stride = splits * (NW * 16 * U)
+    begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
     key = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None] * (16 * U) + begin
     key += gl.arange(0, 16, layout=gl.SliceLayout(0, LS))[None, :]
     # one of everything for each lane
@@ -122,48 +99,43 @@ def attend_pairs(
     zero = gl.inline_asm_elementwise(MASKED_LANE, "=r,r", [lane * 0 + (pool >> 31)], gl.int32, is_pure=True, pack=1)
     t = warp * (16 * U) + begin + zero
     page, next_page = page_of(table, t, table_width, PAGE), page_of(table, t + stride, table_width, PAGE)
-    k_from = (k_codes + (lane * 4 if K_ODD else lane // 4 * KW + lane % 4 * CW)).to(gl.int64)
-    v_from = (v_codes + lane * (4 if V_ODD else VW)).to(gl.int64)
-    # a lane in four has a key's norm, or that of the key 8 later, or the same of values
-    n_from = gl.where(lane % 4 < 2, k_norms.to(gl.int64), v_norms.to(gl.int64)) + (lane // 4 + lane % 2 * 8) * 4
+    k_from, v_from, n_from = sources(k_codes, v_codes, k_norms, v_norms, lane, D, KEY_BITS, VALUE_BITS)
+    place, to, at = places(split, warp, lane, START, DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
+    k_to, v_to, n_to = to
+    k_at, v_at, quad = at
+    # codes of earlier steps, levels and signs are older than the kernel before this one; what it may have written is asked for
+    # when it has ended, and ends the groups
+    blocks = ()
+    for d in gl.static_range(DEEP):
+        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE)
+        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
+        older = t + d * stride + 16 * U <= old
+        copy(key_ptx(D, KEY_BITS, U, False), k_to + d * STAGE, n_to + d * STAGE, k_from, n_from, block, older, K_NBYTES)
+        copy(value_ptx(D, VALUE_BITS, U, False), v_to + d * STAGE, n_to, v_from, n_from, block, older, V_NBYTES)
+        page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
+    _fill(shared, levels, KEY_BITS, VALUE_BITS, NW)
+    gdc_wait()
+    gdc_launch_dependents()
     row = (token * HEADS + head) * G + tile * EACH
     live = gl.minimum(EACH, G - tile * EACH)
     x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
-    place = gl.inline_asm_elementwise(SHARED_BASE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
-    ring = place + START + (warp + lane * 0) * (DEEP * STAGE)
-    k_to = ring + lane * (16 if K_ODD else 4 * CW)
-    v_to = ring + U * K_NBYTES + lane * (16 if V_ODD else 4 * pieces(VW)[1])
-    k_at = ring + (lane // 4 * KW + lane % 4 * 3) * 4 if K_ODD else k_to
-    v_at = ring + U * K_NBYTES + lane * (4 * VW) if V_ODD else v_to
-    n_to = ring + U * (K_NBYTES + V_NBYTES) + lane * 4
-    quad = gl.arange(0, NW, layout=gl.SliceLayout(1, LN))[:, None] * (DEEP * STAGE)
-    quad += place + START + U * (K_NBYTES + V_NBYTES) + gl.arange(0, 8, layout=gl.SliceLayout(0, LN))[None, :] * 16
     for d in gl.static_range(DEEP):
-        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE)
-        copy(K_COPY, k_to + d * STAGE, n_to + d * STAGE, k_from, n_from, block, t >= 0, K_NBYTES)
-        copy(V_COPY, v_to + d * STAGE, n_to, v_from, n_from, block, t >= 0, V_NBYTES)
-        page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
-    turned = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    turned.store((transform(x, NW) * factor).to(gl.float16))
-    gl.thread_barrier()
-    warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
-    qx = gl.expand_dims(turned.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
-    qx = gl.reshape(qx, [NW, 8, J, 4, CHUNK // 2, 2])
-    qx = gl.reshape(gl.permute(qx, [0, 2, 4, 3, 5, 1]), [NW, D, 8])  # j, word and pair, c, e | head
-    qx = gl.convert_layout(qx, B, assert_trivial=True)
+        newer = t + d * stride + 16 * U > old
+        copy(K_COPY, k_to + d * STAGE, n_to + d * STAGE, k_from, n_from, blocks[d], newer, K_NBYTES)
+        copy(V_COPY, v_to + d * STAGE, n_to, v_from, n_from, blocks[d], newer, V_NBYTES)
+    qx = _operand(x, shared, factor, D, KEY_BITS, NW)
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o = gl.full([NW, D, 8], 0.0, gl.float32, M)
     l = gl.full([NW, 16, 8], 0.0, gl.float32, M)  # noqa: E741
     m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
-    end = gl.minimum(position + 1, table_width * PAGE)
     stage = split * 0
     for i in range(gl.cdiv(gl.maximum(end - begin, 0), stride)):
         run(wait_ptx(2 * DEEP - 1), lane)
-        kw = _read_keys(k_at + stage, J, CW, KW, KEY_BITS, NW)
+        kw = _read_keys(k_at + stage, D, KEY_BITS, NW)
         kn, vn = read_norms(quad + stage, LS, NW)
         if U == 2:
-            kw1 = _read_keys(k_at + stage + K_NBYTES, J, CW, KW, KEY_BITS, NW)
+            kw1 = _read_keys(k_at + stage + K_NBYTES, D, KEY_BITS, NW)
             kn1, vn1 = read_norms(quad + stage + 128, LS, NW)
         # this part of the ring is free again; a page is asked for two steps before its codes
         block = block_of(page, t + (i + DEEP) * stride, head, pool, HEADS, PAGE)
@@ -171,36 +143,30 @@ def attend_pairs(
         copy(K_COPY, k_to + stage, n_to + stage, k_from, n_from, block, needed, K_NBYTES)
         page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, table_width, PAGE)
 
-        seen = key < end - i * stride
-        if WINDOW:
-            seen &= key >= low - i * stride
-        s = _scores(kw, qx, kn, seen, column, place, cap, D, J, CHUNK, KEY_BITS, SOFTCAP, NW)
+        seen = _seen(key, low - i * stride, end - i * stride, WINDOW)
+        s = _scores(kw, qx, kn, seen, column, place, cap, D, KEY_BITS, SOFTCAP, NW)
+        top = gl.maximum(m, gl.max(s, 1))
         if U == 2:
-            seen1 = key < end - i * stride - 16
-            if WINDOW:
-                seen1 &= key >= low - i * stride - 16
-            s1 = _scores(kw1, qx, kn1, seen1, column, place, cap, D, J, CHUNK, KEY_BITS, SOFTCAP, NW)
+            seen1 = _seen(key, low - i * stride - 16, end - i * stride - 16, WINDOW)
+            s1 = _scores(kw1, qx, kn1, seen1, column, place, cap, D, KEY_BITS, SOFTCAP, NW)
             top = gl.maximum(m, gl.max(gl.maximum(s, s1), 1))
-        else:
-            top = gl.maximum(m, gl.max(s, 1))
         run(wait_ptx(2 * DEEP - 1), lane)
-        vw = _read_values(v_at + stage, VW, VALUE_BITS, NW)
+        vw = _read_values(v_at + stage, D, VALUE_BITS, NW)
         if U == 2:
-            vw1 = _read_values(v_at + stage + V_NBYTES, VW, VALUE_BITS, NW)
+            vw1 = _read_values(v_at + stage + V_NBYTES, D, VALUE_BITS, NW)
         copy(V_COPY, v_to + stage, n_to, v_from, n_from, block, needed, V_NBYTES)
         fade = gl.exp2(m - top)
         m = top
         p = gl.exp2(s - top[:, None, :])
         l = l * fade[:, None, :] + p  # noqa: E741
-        vx = _values(vw, column, place, V_SIDE, VALUE_BITS, D, NW)
+        vx = _values(vw, column, place, KEY_BITS, VALUE_BITS, D, NW)
         o = mma_v2(vx, _weights(p, vn, seen, NW), o * fade[:, None, :])
         if U == 2:
             p = gl.exp2(s1 - top[:, None, :])
             l += p  # noqa: E741
-            vx = _values(vw1, column, place, V_SIDE, VALUE_BITS, D, NW)
+            vx = _values(vw1, column, place, KEY_BITS, VALUE_BITS, D, NW)
             o = mma_v2(vx, _weights(p, vn1, seen1, NW), o)
         stage = gl.where(stage == (DEEP - 1) * STAGE, 0, stage + STAGE)
-    gdc_launch_dependents()
     run(wait_ptx(0), lane)
     shared._keep_alive()
     gl.thread_barrier()
@@ -208,7 +174,55 @@ def attend_pairs(
 
 
 @gluon.jit
-def _fill(shared, levels, SIDE: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+def _find(table, lengths, starts, token, tokens, sequences, table_width, S: gl.constexpr, NW: gl.constexpr):
+    """Find a token's line of the table and its position, and how many positions were there before this step."""
+    if S == 1:
+        old = gl.load(lengths) - tokens
+        position = old + token
+    else:
+        # every warp has all of it: a sum across warps would want shared memory
+        b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
+        before = gl.load(starts + b, mask=b < sequences, other=1 << 30) <= token
+        sequence = gl.sum(before.to(gl.int32), 0) - 1
+        table += sequence.to(gl.int64) * table_width
+        position = gl.load(lengths + sequence) - gl.load(starts + sequence + 1) + token
+        old = position - token + gl.load(starts + sequence)
+    return table, position, old
+
+
+@gluon.jit
+def _operand(x, shared, factor, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    """Turn queries, and give them to every warp as the second operand of scores."""
+    CHUNK: gl.constexpr = 32 * key_words(D, BITS)[1] // BITS  # neighbouring coordinates of a lane's keys
+    LQ: gl.constexpr = query_layout(NW, D, CHUNK)
+    B: gl.constexpr = gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
+    turned = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    turned.store((transform(x, NW) * factor).to(gl.float16))
+    gl.thread_barrier()
+    warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
+    qx = gl.expand_dims(turned.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
+    qx = gl.reshape(qx, [NW, 8, D // (4 * CHUNK), 4, CHUNK // 2, 2])
+    qx = gl.reshape(gl.permute(qx, [0, 2, 4, 3, 5, 1]), [NW, D, 8])  # j, word and pair, c, e | head
+    return gl.convert_layout(qx, B, assert_trivial=True)
+
+
+@gluon.jit
+def _seen(key, low, end, WINDOW: gl.constexpr):
+    seen = key < end
+    if WINDOW:
+        seen &= key >= low
+    return seen
+
+
+@gluon.jit
+def _fill(shared, levels, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, NW: gl.constexpr):
+    _fill_side(shared, levels, 0, KEY_BITS, NW)
+    if KEY_BITS != VALUE_BITS:
+        _fill_side(shared, levels, 1, VALUE_BITS, NW)
+
+
+@gluon.jit
+def _fill_side(shared, levels, SIDE: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
     """Fill one side of the table; of 2 bits by the upper half of a byte, and a small one by the lower half."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     whole = shared._reinterpret(gl.int32, [256, 64], FLAT)
@@ -224,12 +238,16 @@ def _unit_offsets(first, count, rest):
 
 
 @gluon.jit
-def _read_keys(at, J: gl.constexpr, CW: gl.constexpr, KW: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+def _read_keys(at, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    KW: gl.constexpr = key_words(D, BITS)[0]
+    CW: gl.constexpr = key_words(D, BITS)[1]
+    J: gl.constexpr = KW // 4 // CW
     return read_units(at, _unit_offsets(32 * KW, J, 48)) if BITS % 3 == 0 else read(at, 2 * J, CW, 2 * J, NW)
 
 
 @gluon.jit
-def _read_values(at, VW: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+def _read_values(at, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    VW: gl.constexpr = D * BITS // 128  # words of a lane, of 8 tokens
     PIECES: gl.constexpr = pieces(VW)
     return read_units(at, _unit_offsets(128 * VW, VW // 3, 12)) if BITS % 3 == 0 else read(at, 2 * PIECES[0], PIECES[1], 2, NW)
 
@@ -237,9 +255,11 @@ def _read_values(at, VW: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
 @gluon.jit
 def _scores(
     kw, qx, kn, seen, column, place, cap,
-    D: gl.constexpr, J: gl.constexpr, CHUNK: gl.constexpr, BITS: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
+    D: gl.constexpr, BITS: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Scores [warps, 16 tokens, 8 heads] of a block of keys."""
+    CHUNK: gl.constexpr = 32 * key_words(D, BITS)[1] // BITS
+    J: gl.constexpr = D // (4 * CHUNK)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     if BITS % 3 == 0:
         kx = gl.reshape(look_up_units(kw, column, place, 0, BITS, 2 * J), [NW, 8, 4, 2, J, CHUNK // 2, 2])
@@ -270,8 +290,9 @@ def _weights(p, vn, seen, NW: gl.constexpr):
 
 
 @gluon.jit
-def _values(vw, column, place, SIDE: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
+def _values(vw, column, place, KEY_BITS: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
     """Values [warps, D, 16 tokens] of a block as the first operand of their sum."""
+    SIDE: gl.constexpr = 0 if KEY_BITS == BITS else 1
     A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
     if BITS % 3 == 0:
         vx = gl.reshape(look_up_units(vw, column, place, 128 * SIDE, BITS, D * BITS // 192), [NW, 8, 4, 2, D // 8, 2])

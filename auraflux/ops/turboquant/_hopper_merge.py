@@ -52,8 +52,9 @@ def finish_pairs(
     r = gl.arange(0, D, layout=gl.SliceLayout(0, LR))
     d = r % 8 * (D // 8) + r // 8
     sign = gl.load(signs + d)
-    gdc_wait()
+    # what attends let this begin after its own wait: all that the next kernel may read before its wait is there
     gdc_launch_dependents()
+    gdc_wait()
     first = row.to(gl.int64) * splits
     s = gl.arange(0, S, layout=gl.SliceLayout(1, LR))
     highest = gl.load(part_m + first + s, mask=s < splits, other=NOTHING)

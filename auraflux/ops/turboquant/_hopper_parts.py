@@ -1,4 +1,4 @@
-"""Pieces of the Hopper kernel that attends over codes: look-ups, the ring of codes under way, the rotation of queries."""
+"""Pieces of the Hopper kernel that attends over codes: look-ups, the rotation of queries."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,51 +25,6 @@ def _two_ptx(pair, side):
 
 
 @gluon.constexpr_function
-def pieces(words):
-    """A lane's neighbouring words as pieces that one instruction copies: how many, and words of each."""
-    each = min(4, words)
-    return words // each, each
-
-
-@gluon.constexpr_function
-def key_copies(rows, span, pitch, words):
-    """Copies of a lane's words of a block of keys: `rows` of `words` each; [to, from, size] in bytes."""
-    parts = rows // 2
-    return [(128 * r * words, 4 * (r // parts * 8 * pitch + r % parts * span), 4 * words, "p") for r in range(rows)]
-
-
-@gluon.constexpr_function
-def value_copies(words):
-    """Copies of a lane's words of a block of values: 16 tokens in pairs, `words` of each 8."""
-    count, each = pieces(words)
-    places = [(h, i) for h in range(2) for i in range(count)]
-    return [(128 * each * (h * count + i), 4 * (h * 32 * words + i * each), 4 * each, "p") for h, i in places]
-
-
-@gluon.constexpr_function
-def linear_copies(nbytes):
-    """Copies of a block as it lies, 16 bytes of every lane at a time, and of half of the lanes at the end."""
-    return [(at, at, 16, "p" if nbytes - at >= 512 else "q") for at in range(0, nbytes, 512)]
-
-
-@gluon.constexpr_function
-def copy_ptx(copies, nbytes, blocks, norms):
-    """Ask for neighbouring blocks of `nbytes`, and with them for their norms, one of each lane and block.
-
-    $1, $2: to; $3, $4: from (words, norms); $5: whether to
-    """
-    text = "{.reg .pred p, q; .reg .b32 l; setp.ne.b32 p, $5, 0; mov.u32 l, %laneid; setp.lt.and.u32 q, l, 16, p; "
-    text += "bar.warp.sync 0xffffffff; "
-    for b in range(blocks):
-        for to, source, size, who in copies:
-            how = "cg" if size == 16 else "ca"
-            text += f"@{who} cp.async.{how}.shared.global [$1 + {b * nbytes + to}], [$3 + {b * nbytes + source}], {size}; "
-        if norms:
-            text += f"@p cp.async.ca.shared.global [$2 + {b * 128}], [$4 + {b * 64}], 4; "
-    return text + "cp.async.commit_group; mov.b32 $0, 0;}"
-
-
-@gluon.constexpr_function
 def _read_ptx(pieces, each):
     """Read back pieces of a lane, 128 * each bytes apart."""
     n, text = pieces * each, ""
@@ -83,11 +38,6 @@ def _read_ptx(pieces, each):
 @gluon.constexpr_function
 def _read_regs(count, kind):
     return f"=&{kind}," * count + "r,~{memory}"
-
-
-@gluon.constexpr_function
-def wait_ptx(pending):
-    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1"
 
 
 @gluon.constexpr_function
@@ -148,18 +98,6 @@ def _four_bytes(w, lane, table, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def page_of(table, token, table_width, PAGE: gl.constexpr):
-    return gl.load(table + gl.minimum(token // PAGE, table_width - 1))
-
-
-@gluon.jit
-def block_of(page, token, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr):
-    """Find the pool's block of 16 tokens that begins at `token`; where there is none any will do, its scores are masked."""
-    page = gl.where((page >= 0) & (page < pool), page, 0)
-    return (page * HEADS + head) * (PAGE // 16) + token % PAGE // 16
-
-
-@gluon.jit
 def _four(a, b, c, d):
     return gl.join(gl.join(a, c), gl.join(b, d))
 
@@ -199,19 +137,6 @@ def read_norms(at, LAYOUT: gl.constexpr, NW: gl.constexpr):
     kn = gl.reshape(gl.permute(gl.join(w[0], w[1]), [0, 2, 1]), [NW, 16])
     vn = gl.reshape(gl.permute(gl.join(w[2], w[3]), [0, 2, 1]), [NW, 16])
     return gl.convert_layout(kn, LAYOUT, assert_trivial=True), gl.convert_layout(vn, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def copy(PTX: gl.constexpr, to, n_to, source, n_from, block, there, NBYTES: gl.constexpr):
-    """Ask for a lane's part of blocks of NBYTES and their norms, where they are needed."""
-    block = block.to(gl.int64)
-    args = [to, n_to, source + block * NBYTES, n_from + block * 64, there.to(gl.int32)]
-    gl.inline_asm_elementwise(PTX, "=r,r,r,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def run(PTX: gl.constexpr, lane):
-    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -1,0 +1,145 @@
+"""How codes reach the warps of the Hopper kernel: through a ring in shared memory, one of its own for each warp, by `cp.async`.
+
+A block is 16 tokens of a head: their keys, their values in pairs, and the norms of both. A stage of the ring has U neighbouring
+blocks of each. A lane reads back the words that it asked for itself, or, of 3 and 6 bits, those of its warp.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.turboquant._hopper_parts import norm_layout
+
+SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
+
+
+@gluon.constexpr_function
+def key_words(width, bits):
+    """Words of a key, and how many of them follow each other in a lane."""
+    words = width * bits // 32
+    return words, 3 if bits % 3 == 0 else min(4, words // 4)
+
+
+@gluon.constexpr_function
+def pieces(words):
+    """A lane's neighbouring words as pieces that one instruction copies: how many, and words of each."""
+    each = min(4, words)
+    return words // each, each
+
+
+@gluon.constexpr_function
+def _key_copies(rows, span, pitch, words):
+    """Copies of a lane's words of a block of keys: `rows` of `words` each; [to, from, size] in bytes."""
+    parts = rows // 2
+    return [(128 * r * words, 4 * (r // parts * 8 * pitch + r % parts * span), 4 * words, "p") for r in range(rows)]
+
+
+@gluon.constexpr_function
+def _value_copies(words):
+    """Copies of a lane's words of a block of values: 16 tokens in pairs, `words` of each 8."""
+    count, each = pieces(words)
+    places = [(h, i) for h in range(2) for i in range(count)]
+    return [(128 * each * (h * count + i), 4 * (h * 32 * words + i * each), 4 * each, "p") for h, i in places]
+
+
+@gluon.constexpr_function
+def _linear_copies(nbytes):
+    """Copies of a block as it lies, 16 bytes of every lane at a time, and of half of the lanes at the end."""
+    return [(at, at, 16, "p" if nbytes - at >= 512 else "q") for at in range(0, nbytes, 512)]
+
+
+@gluon.constexpr_function
+def _copy_ptx(copies, nbytes, blocks, norms, end):
+    """Ask for neighbouring blocks of `nbytes`, and with them for their norms, one of each lane and block.
+
+    end     whether this ends a group of copies, which is waited for together
+    $1, $2: to; $3, $4: from (words, norms); $5: whether to
+    """
+    text = "{.reg .pred p, q; .reg .b32 l; setp.ne.b32 p, $5, 0; mov.u32 l, %laneid; setp.lt.and.u32 q, l, 16, p; "
+    text += "bar.warp.sync 0xffffffff; "
+    for b in range(blocks):
+        for to, source, size, who in copies:
+            how = "cg" if size == 16 else "ca"
+            text += f"@{who} cp.async.{how}.shared.global [$1 + {b * nbytes + to}], [$3 + {b * nbytes + source}], {size}; "
+        if norms:
+            text += f"@p cp.async.ca.shared.global [$2 + {b * 128}], [$4 + {b * 64}], 4; "
+    return text + ("cp.async.commit_group; " if end else "") + "mov.b32 $0, 0;}"
+
+
+@gluon.constexpr_function
+def key_ptx(width, bits, blocks, end):
+    words, each = key_words(width, bits)
+    copies = _linear_copies(64 * words) if bits % 3 == 0 else _key_copies(words // 2 // each, 4 * each, words, each)
+    return _copy_ptx(copies, 64 * words, blocks, True, end)
+
+
+@gluon.constexpr_function
+def value_ptx(width, bits, blocks, end):
+    words = width * bits // 128
+    copies = _linear_copies(256 * words) if bits % 3 == 0 else _value_copies(words)
+    return _copy_ptx(copies, 256 * words, blocks, False, end)
+
+
+@gluon.constexpr_function
+def wait_ptx(pending):
+    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1"
+
+
+@gluon.jit
+def page_of(table, token, table_width, PAGE: gl.constexpr):
+    return gl.load(table + gl.minimum(token // PAGE, table_width - 1))
+
+
+@gluon.jit
+def block_of(page, token, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr):
+    """Find the pool's block of 16 tokens that begins at `token`; where there is none any will do, its scores are masked."""
+    page = gl.where((page >= 0) & (page < pool), page, 0)
+    return (page * HEADS + head) * (PAGE // 16) + token % PAGE // 16
+
+
+@gluon.jit
+def copy(PTX: gl.constexpr, to, n_to, source, n_from, block, there, NBYTES: gl.constexpr):
+    """Ask for a lane's part of blocks of NBYTES and their norms, where they are needed."""
+    block = block.to(gl.int64)
+    args = [to, n_to, source + block * NBYTES, n_from + block * 64, there.to(gl.int32)]
+    gl.inline_asm_elementwise(PTX, "=r,r,r,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def run(PTX: gl.constexpr, lane):
+    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sources(k_codes, v_codes, k_norms, v_norms, lane, D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr):
+    """Where a lane's words and norms of the pool's first block are."""
+    KW: gl.constexpr = key_words(D, KEY_BITS)[0]
+    CW: gl.constexpr = key_words(D, KEY_BITS)[1]
+    keys = k_codes + (lane * 4 if KEY_BITS % 3 == 0 else lane // 4 * KW + lane % 4 * CW)
+    values = v_codes + lane * (4 if VALUE_BITS % 3 == 0 else D * VALUE_BITS // 128)
+    # a lane in four has a key's norm, or that of the key 8 later, or the same of values
+    norms = gl.where(lane % 4 < 2, k_norms.to(gl.int64), v_norms.to(gl.int64)) + (lane // 4 + lane % 2 * 8) * 4
+    return keys.to(gl.int64), values.to(gl.int64), norms
+
+
+@gluon.jit
+def places(
+    split, warp, lane, START: gl.constexpr, DEEP: gl.constexpr, U: gl.constexpr, D: gl.constexpr, KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """Where a lane's part of its warp's first stage is copied to, and where it is read from: keys, values, norms."""
+    LN: gl.constexpr = norm_layout(NW)
+    KW: gl.constexpr = key_words(D, KEY_BITS)[0]
+    CW: gl.constexpr = key_words(D, KEY_BITS)[1]
+    VW: gl.constexpr = D * VALUE_BITS // 128
+    VALUES: gl.constexpr = U * 64 * KW
+    NORMS: gl.constexpr = VALUES + U * 256 * VW
+    WHOLE: gl.constexpr = DEEP * (NORMS + U * 128)
+    base = gl.inline_asm_elementwise(SHARED_BASE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
+    ring = base + START + (warp + lane * 0) * WHOLE
+    k_to = ring + lane * (16 if KEY_BITS % 3 == 0 else 4 * CW)
+    v_to = ring + VALUES + lane * (16 if VALUE_BITS % 3 == 0 else 4 * pieces(VW)[1])
+    k_at = ring + (lane // 4 * KW + lane % 4 * 3) * 4 if KEY_BITS % 3 == 0 else k_to
+    v_at = ring + VALUES + lane * (4 * VW) if VALUE_BITS % 3 == 0 else v_to
+    quad = gl.arange(0, NW, layout=gl.SliceLayout(1, LN))[:, None] * WHOLE
+    quad += base + START + NORMS + gl.arange(0, 8, layout=gl.SliceLayout(0, LN))[None, :] * 16
+    return base, (k_to, v_to, ring + NORMS + lane * 4), (k_at, v_at, quad)
