@@ -18,7 +18,6 @@ from auraflux.ops.turboquant import _few
 from auraflux.ops.turboquant._append_many import appends
 from auraflux.ops.turboquant._few import CUTS, depth, level_words, plan_for, splits_for
 from auraflux.ops.turboquant._inputs import append, attend
-from auraflux.ops.turboquant._places import places_for, scaled_middles, step
 from auraflux.ops.turboquant._turn import levels_for
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cases import CASES
@@ -59,24 +58,6 @@ def test_buckets_find_the_nearest_level(bits: int):
     assert torch.equal(torch.where(above, _low(ends >> 32), _low(ends)), book[rank])
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("bits", BITS)
-def test_places_find_the_nearest_level(bits: int, width: int):
-    """Coordinates before their division by sqrt(D): midpoints and their neighbours among floats, and far outliers."""
-    places, middles = places_for(bits, width, CPU), torch.from_numpy(scaled_middles(bits, width))
-    above = torch.nextafter(middles, torch.full_like(middles, 9.0))
-    z = torch.cat([middles, above, 1.2 * torch.randn(5 * width), torch.tensor([0.0, -0.0, 50.0, -50.0, 1e30])])
-    z = torch.nn.functional.pad(z, (0, -len(z) % width)).view(-1, width)
-    place = (z.double() * places.scale + places.offset).float().clamp(0, 1)
-    found = places.entries[(place.double() * places.buckets).long()]
-    over = z > found[..., 0].contiguous().view(torch.float32)
-    code = nearest(z * width**-0.5, bits)
-    assert torch.equal(found[..., 1] + over, code)
-    square = torch.where(over, found[..., 3], found[..., 2])
-    assert (square.double() * step(bits) - codebook(bits, width)[code].double() ** 2).abs().max() <= step(bits)
-    assert int(places.entries[:, 2:].max()) * width < 1 << 31
-
-
 def _low(words: torch.Tensor) -> torch.Tensor:
     return words.to(torch.int32).view(torch.float32)
 
@@ -110,7 +91,7 @@ def test_long_reaches_take_two_blocks_at_a_time():
     assert plan_for(8, 264, 131072, 64, 8, 4, 128).blocks == 1  # two do not fit
 
 
-PARTS = "_parts", "_units", "_merge", ""
+PARTS = "_parts", "_ring", "_units", "_merge", ""
 
 
 class Emulated:

@@ -1,269 +1,283 @@
-"""Many new tokens of bfloat16 coded into their pages on Hopper: Gluon, with PTX for exact sums and look-ups.
+"""Many new tokens of bfloat16 coded into their pages on Hopper: Gluon, with PTX for matrix units and look-ups.
 
-Codes are those of the reference to the bit, without its float64 numbers one by one:
+Codes are those of the reference to the bit, though float32 finds nearly all of them. A transform by matrix units is off by less
+than 1e-6 of a coordinate's spread, so codes are certain wherever coordinates keep that distance from midpoints between levels.
+Vectors with one that does not are coded once more, number by number as the reference does (`_append_doubts.py`).
 
-- *Squares* of bfloat16 are exact in float32; a shift and a sum make the bits of a float64 of them, and those are added up.
-- *Directions* are x / length rounded once. The inverse length is held in two float32, and x times the first is corrected by its
-  own rounding error and x times the second before the final rounding: off by 2 ** -48 before it, the reference by 2 ** -53.
-- *The transform* adds in the order of the reference: an eighth of a vector in a lane, the rest by shuffles.
-- *Places*: a table in shared memory gives a bucket's midpoint, the code below and the squares of both levels (`_places.py`),
-  with a column for every lane where there is room, so that look-ups never share a bank.
-
-A lane has the same coordinates of two tokens, which is what the words of values in pairs hold. Tiles begin at positions that
-are multiples of their length, so that no word of two tokens is written by two programs.
+- *The transform* of 128 is one of 32 by `mma`, whose factors 1 and -1 a lane holds in 16 words, and eight additions for each
+  four coordinates. Matrix units multiply in any order, so one is chosen that leaves a lane with 32 neighbouring coordinates of
+  two neighbouring tokens: what the words of keys, and of values in pairs, are made of. Nothing is shuffled.
+- *Codes*: one word looked up and one multiply-add, see `_places.py`. Tables of 32 words lie in the lanes of a warp, those of
+  8 bits in shared memory.
+- *All tokens under way at once*: a program is a warp with 16 tokens, and a multiprocessor has 16 programs, which is all of 2048
+  tokens of 8 heads. They are asked for as if the first position were a multiple of 16, and once more if it is not, so that
+  nothing waits for the length. The cache is asked for them before the kernel before has ended.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
-from auraflux.ops._triton import INTERPRETED, capability
-from auraflux.ops.turboquant._places import places_for, step
-from auraflux.ops.turboquant._turn import turn_for
+from auraflux.ops._triton import INTERPRETED, capability, cdiv
+from auraflux.ops.turboquant._append_doubts import settle
+from auraflux.ops.turboquant._append_parts import (
+    COPIED,
+    ROW_PITCH,
+    copy_tokens,
+    factors,
+    four_codes,
+    inverse_root,
+    joined,
+    load_ptx,
+    operands,
+    quad_sum,
+    squared_length,
+    squares_of,
+    store2,
+    store4,
+    transformed,
+)
+from auraflux.ops.turboquant._places import FEW, SEARCH, places_for, sign_words, step
 from auraflux.ops.turboquant.arrangement import HOPPER, Arrangement
 from auraflux.ops.turboquant.pages import CodePages
 
-MANY = 8192  # vectors; fewer are coded as soon one by one
-WARPS = 4
+MANY = 2048  # vectors; fewer are coded as soon one by one
+TILE = 16  # tokens of a program
+LAUNCH: dict[str, Any] = {"num_warps": 1, "maxnreg": 128}
 # for which a GPU has judged the kernel
 WIDTH, KEY_BITS, VALUE_BITS = 128, (4, 8), (2, 4)
 
-SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
-LANE = gl.constexpr("mov.u32 $0, %laneid; // $1")
-SQUARE = gl.constexpr(
-    "{.reg .f32 p; .reg .b32 h; mul.rn.f32 p, $1, $1; mov.b32 h, p; shr.u32 h, h, 3; add.u32 h, h, 0x38000000;"
-    "mov.b64 $0, {0, h};}"
-)
-DIRECTION = gl.constexpr(
-    "{.reg .f32 p, e; mul.rn.f32 p, $1, $2; neg.f32 e, p; fma.rn.f32 e, $1, $2, e; fma.rn.f32 e, $1, $3, e;"
-    "add.rn.f32 $0, p, e;}"
-)
-# squares of lengths outside of which a square or an inverse may leave float32
+AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; // $1")
+FETCH = gl.constexpr("{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}")
+MOVE = gl.constexpr("{.reg .b32 a, b, c, d; ld.global.v4.b32 {a,b,c,d}, [$2]; st.shared.v4.b32 [$1],{a,b,c,d}; mov.b32 $0, 0;}")
+BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
+TOKENS_NBYTES = gl.constexpr(16 * 288)  # of shared memory
+# 32 times squares of lengths outside of which a square may leave float32
 SHORTEST = gl.constexpr(1e-18)
 LONGEST = gl.constexpr(1e36)
 
 
-@gluon.constexpr_function
-def _find_ptx(pitch):
-    """Find the code of $2 and the square of its level. $3: table of `pitch` bytes a row; $4, $5, $6: scale, offset, buckets."""
-    return (
-        "{.reg .f32 t, m; .reg .b32 a, x, y; .reg .pred p;"
-        "fma.rn.sat.f32 t, $2, $4, $5; fma.rz.f32 t, t, $6, 0f4B000000; mov.b32 a, t;"
-        f"mad.lo.u32 a, a, {pitch}, $3; ld.shared.v4.b32 {{x, $0, y, $1}}, [a]; mov.b32 m, x;"
-        "setp.gt.f32 p, $2, m; @!p mov.b32 $1, y; @p add.u32 $0, $0, 1;}"
-    )
-
-
-@gluon.constexpr_function
-def _shuffle_ptx(span):
-    return f"{{.reg .f32 t; shfl.sync.bfly.b32 t, $1, {span}, 31, -1; fma.rn.f32 $0, $1, $2, t;}}"
-
-
-@gluon.constexpr_function
-def row_layout(warps, width):
-    """Of [tokens, width]: a lane has an eighth of two tokens."""
-    regs = [[0, 1 << i] for i in range((width // 8).bit_length() - 1)] + [[1, 0]]
-    lanes = [[0, (width // 8) << i] for i in range(3)] + [[2, 0], [4, 0]]
-    bases = [[8 << i, 0] for i in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(regs, lanes, bases, [], [8 * warps, width])
-
-
 @gluon.jit
-def _inverse_root(s):
-    """1 / sqrt of float64 numbers that float32 holds: an approximation to 22 bits, and one step of third order."""
-    r = gl.rsqrt(s.to(gl.float32)).to(gl.float64)
-    e = 1.0 - s * r * r
-    return r * (1.0 + e * (0.5 + 0.375 * e))
-
-
-@gluon.jit
-def _turned(x, D: gl.constexpr, NW: gl.constexpr):
-    """Apply the Walsh-Hadamard transform without its factor."""
-    L: gl.constexpr = row_layout(NW, D)
-    R: gl.constexpr = 8 * NW
-    for i in gl.static_range(5):
-        if 1 << i < D // 8:
-            a, b = gl.split(gl.permute(gl.reshape(x, [R, D >> (i + 1), 2, 1 << i]), [0, 1, 3, 2]))
-            x = gl.reshape(gl.permute(gl.join(a + b, a - b), [0, 1, 3, 2]), [R, D])
-    x = gl.convert_layout(x, L, assert_trivial=True)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
-    for i in gl.static_range(3):
-        sign = gl.where((d // (D // 8 << i)) % 2 == 0, 1.0, -1.0)
-        x = gl.inline_asm_elementwise(_shuffle_ptx(1 << i), "=f,f,f", [x, sign], gl.float32, is_pure=False, pack=1)
-    return x
-
-
-@gluon.jit
-def _encoded(
-    f, signs, base, scale, offset, buckets, D: gl.constexpr, NW: gl.constexpr, PITCH: gl.constexpr, STEP: gl.constexpr
-):  # fmt: skip
-    """Encode rows [R, D] of float32 that bfloat16 holds: codes int32 [R, D] and norms [R]."""
-    square = gl.sum(gl.inline_asm_elementwise(SQUARE, "=d,f", [f], gl.float64, is_pure=True, pack=1), 1)
-    inverse = _inverse_root(square)
-    length = square * inverse
-    high = inverse.to(gl.float32)
-    low = (inverse - high.to(gl.float64)).to(gl.float32)
-    u = gl.inline_asm_elementwise(DIRECTION, "=f,f,f,f", [f, high[:, None], low[:, None]], gl.float32, is_pure=True, pack=1)
-    # very short or long, zeros, or no numbers
-    unusual = gl.max(((square < SHORTEST) | (square > LONGEST)).to(gl.int32), 0) > 0
-    if unusual:
-        wide = f.to(gl.float64)
-        length = gl.sqrt(gl.sum(wide * wide, 1))
-        inverse = gl.where(length == 0, 0.0, 1.0 / length)
-        u = (wide * inverse[:, None]).to(gl.float32)
-    z = _turned(u * signs, D, NW)
-    if unusual:
-        # what is no number has the last code
-        z = gl.where(z == z, z, float("inf"))
-    args = [z, base, scale, offset, buckets]
-    codes, squares = gl.inline_asm_elementwise(
-        _find_ptx(PITCH), "=&r,=&r,f,r,f,f,f", args, (gl.int32, gl.int32), is_pure=False, pack=1
-    )  # fmt: skip
-    total = gl.sum(squares, 1).to(gl.float64) * STEP
-    return codes, (length * _inverse_root(total)).to(gl.float32)
-
-
-@gluon.jit
-def _filled(places, ROWS: gl.constexpr, COLUMNS: gl.constexpr, NW: gl.constexpr):
-    """Fill shared memory with ROWS places, COLUMNS times each."""
-    LT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // COLUMNS, COLUMNS, 1], [NW, 1, 1], [2, 1, 0])
-    shared = gl.allocate_shared_memory(gl.int32, [ROWS, COLUMNS, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LT)))[:, None, None]
-    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LT)))[None, :, None]
-    w = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LT)))[None, None, :]
-    shared.store(gl.load(places + r * 4 + w + c * 0))
-    return shared
-
-
-@gluon.jit
-def _found(f, signs, places, scale, offset, buckets, BITS: gl.constexpr, STEP: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
-    """Encode rows with a table of their own."""
-    COLUMNS: gl.constexpr = 1 if BITS == 8 else 32
-    PITCH: gl.constexpr = 16 * COLUMNS
-    shared = _filled(places, 2 << BITS, COLUMNS, NW)
+def _memory(NBYTES: gl.constexpr, lane):
+    """Allocate the kernel's only shared memory, so that it begins where this does; the store makes Triton declare it."""
+    memory = gl.allocate_shared_memory(gl.int8, [NBYTES // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    memory.index(0).slice(0, 32).store(lane.to(gl.int8))
     gl.thread_barrier()
-    lane = gl.inline_asm_elementwise(LANE, "=r,r", [buckets], gl.int32, is_pure=True, pack=1)
-    base = gl.inline_asm_elementwise(SHARED_BASE, "=r,r", [buckets], gl.int32, is_pure=True, pack=1)
-    if COLUMNS == 32:
-        base += lane * 16
-    # a bucket n comes as the bits of 2 ** 23 + n, which are more than n
-    MORE: gl.constexpr = (0x4B000000 * PITCH) % (1 << 32)
-    base = (base.to(gl.uint32) - MORE).to(gl.int32, bitcast=True)
-    codes, norms = _encoded(f, signs, base, scale, offset, buckets, D, NW, PITCH, STEP)
-    shared._keep_alive()
-    return codes, norms
+    return memory, asm(BASE, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _halves(x, BITS: gl.constexpr):
-    a, b = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    return a + (b << BITS)
+def _fetch(k, v, tokens, tile, head, lane, HEADS: gl.constexpr):
+    """Ask the cache for a part of the keys and values of 16 tokens: the programs of all heads ask for all of them."""
+    offset = (tile.to(gl.int64) * HEADS + head) * (16 * 128)
+    size = gl.minimum(16 * 128, tokens.to(gl.int64) * HEADS * 128 - offset).to(gl.int32) * 2
+    k_at, v_at = (k + offset + lane * 0).to(gl.int64), (v + offset + lane * 0).to(gl.int64)
+    args = [gl.where(lane == 0, k_at, v_at), gl.where(lane < 2, size, 0)]
+    asm(FETCH, "=r,l,r", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _packed(x, FROM: gl.constexpr):
-    """Join neighbours, FROM bits each, until they fill words."""
-    if FROM < 4:
-        x = _halves(x, FROM)
-    if FROM < 8:
-        x = _halves(x, max(FROM, 4))
-    if FROM < 16:
-        x = _halves(x, max(FROM, 8))
-    return _halves(x, 16)
+def _codes_of(S, TOKEN: gl.constexpr, scale, offset, table, squares, BUCKETS: gl.constexpr, NEAR: gl.constexpr):
+    """Find a token's 32 codes, four in each of eight words, neighbours if NEAR, else every second of eight; doubt; squares."""
+    codes = ()
+    doubt, total = table * 0 - 1, scale * 0.0
+    for j in gl.static_range(4):
+        a0, a1, a2, a3 = joined(S, 4 * j + 2 * TOKEN)
+        b0, b1, b2, b3 = joined(S, 4 * j + 2 * TOKEN + 1)
+        if NEAR:
+            c, doubt, more = four_codes(a0, b0, a1, b1, scale, offset, table, squares, doubt, BUCKETS)
+            d, doubt, most = four_codes(a2, b2, a3, b3, scale, offset, table, squares, doubt, BUCKETS)
+        else:
+            c, doubt, more = four_codes(a0, a1, a2, a3, scale, offset, table, squares, doubt, BUCKETS)
+            d, doubt, most = four_codes(b0, b1, b2, b3, scale, offset, table, squares, doubt, BUCKETS)
+        codes += (c, d)  # type: ignore[assignment]
+        total += more + most
+    return codes, doubt, total
 
 
 @gluon.jit
-def _store_rows(out, row, there, codes, BITS: gl.constexpr, D: gl.constexpr):
-    words = _packed(codes, BITS)
-    W: gl.constexpr = D * BITS // 32
-    LW: gl.constexpr = words.type.layout
-    w = gl.arange(0, W, layout=gl.SliceLayout(0, LW))[None, :]
-    row = gl.convert_layout(row, gl.SliceLayout(1, LW), assert_trivial=True)
-    there = gl.convert_layout(there, gl.SliceLayout(1, LW), assert_trivial=True)
-    gl.store(out + row[:, None] * W + w, words, mask=there[:, None])
+def _words(C):
+    """Join a token's codes, eight in a word."""
+    return C[0] + C[1] * 16, C[2] + C[3] * 16, C[4] + C[5] * 16, C[6] + C[7] * 16
 
 
 @gluon.jit
-def _store_pairs(out, row, there, codes, BITS: gl.constexpr, D: gl.constexpr):
-    R: gl.constexpr = codes.shape[0]
-    PER: gl.constexpr = D * BITS // 128
-    even, odd = gl.split(gl.permute(gl.reshape(codes, [R // 2, 2, D]), [0, 2, 1]))
-    words = _packed(even + (odd << BITS), 2 * BITS) if BITS < 8 else _halves(even + (odd << 8), 16)
-    LW: gl.constexpr = words.type.layout
-    w = gl.arange(0, 8 * PER, layout=gl.SliceLayout(0, LW))[None, :]
-    a, b = gl.split(gl.reshape(there.to(gl.int32), [R // 2, 2]))
-    a_row, b_row = gl.split(gl.reshape(row, [R // 2, 2]))
-    a = gl.convert_layout(a, gl.SliceLayout(1, LW))[:, None]
-    b = gl.convert_layout(b, gl.SliceLayout(1, LW))[:, None]
-    at = gl.convert_layout(gl.maximum(a_row, b_row), gl.SliceLayout(1, LW))[:, None]
-    at = out + (at // 8 * 8 + w // PER) * (4 * PER) + at % 8 // 2 * PER + w % PER
-    # of a pair that is half new the other half stays
-    EVEN: gl.constexpr = 0xFFFFFFFF // ((1 << 2 * BITS) - 1) * ((1 << BITS) - 1)
-    old = gl.load(at, mask=(a + b == 1) & (w >= 0), other=0)
-    mine = gl.where(a > 0, EVEN, EVEN ^ 0xFFFFFFFF).to(gl.uint32).to(gl.int32, bitcast=True)
-    words = gl.where(a + b == 2, words, (old & ~mine) | (words & mine))
-    gl.store(at, words, mask=(a + b > 0) & (w >= 0))
+def _store_rows(codes, row, q, one, two, C, D, BITS: gl.constexpr):
+    at = (codes + (row * (4 * BITS) + q * BITS)).to(gl.int64)
+    if BITS == 8:
+        store4(at, one, C[0], C[1], C[2], C[3])
+        store4(at + 16, one, C[4], C[5], C[6], C[7])
+        store4(at + 128, two, D[0], D[1], D[2], D[3])
+        store4(at + 144, two, D[4], D[5], D[6], D[7])
+    else:
+        c, d = _words(C), _words(D)
+        store4(at, one, c[0], c[1], c[2], c[3])
+        store4(at + 64, two, d[0], d[1], d[2], d[3])
+
+
+@gluon.jit
+def _store_pairs(codes, row, q, both, C, D, BITS: gl.constexpr):
+    at = (codes + ((row // 8 * 8 + 2 * q) * (4 * BITS) + row % 8 // 2 * BITS)).to(gl.int64)
+    if BITS == 4:
+        store4(at, both, C[0] + D[0] * 16, C[1] + D[1] * 16, C[2] + D[2] * 16, C[3] + D[3] * 16)
+        store4(at + 64, both, C[4] + D[4] * 16, C[5] + D[5] * 16, C[6] + D[6] * 16, C[7] + D[7] * 16)
+    else:
+        c, d = _words(C), _words(D)
+        store2(at, both, c[0] + d[0] * 4, c[1] + d[1] * 4)
+        store2(at + 32, both, c[2] + d[2] * 4, c[3] + d[3] * 4)
+
+
+@gluon.jit
+def _unsure(doubt, square):
+    """Whether a code is in doubt, or the vector is unusual."""
+    return ((doubt & 0xFFFF) == 0) | ((doubt & -65536) == 0) | ~((square > SHORTEST) & (square < LONGEST))
+
+
+@gluon.jit
+def _append(
+    x, codes, norms, words, scale, offset, signs, pages, lengths, base, number, head, tokens, table_width, pool, lane,
+    HEADS: gl.constexpr, BITS: gl.constexpr, BUCKETS: gl.constexpr, STEP: gl.constexpr, PAIRS: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Encode the keys or the values of one head, 16 neighbouring tokens."""
+    g, q = lane // 4, lane % 4
+    table, squares, middles = gl.load(words + lane), gl.load(words + 32 + lane), gl.load(words + 64 + lane)
+    if BUCKETS > 32:
+        for i in gl.static_range((BUCKETS + (2 << BITS)) // 128):
+            args = [base + TOKENS_NBYTES + 512 * i + lane * 16, (words + (128 * i + lane * 4)).to(gl.int64)]
+            asm(MOVE, "=r,r,l,~{memory}", args, gl.int32, is_pure=False, pack=1)
+        # a bucket n comes as the bits of 2 ** 23 + n
+        table = base + (TOKENS_NBYTES - 0x2C000000)
+        squares = base + (TOKENS_NBYTES + 4 * BUCKETS)
+        middles = squares + (4 << BITS)
+        gl.thread_barrier()
+    sign_at = (signs + q * 4).to(gl.int64)
+    sign = asm(load_ptx("global", 1), operands(16, "r", "l"), [sign_at], (gl.int32,) * 16, is_pure=False, pack=1)
+    F = factors(g, q)
+    asm(AWAIT, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+    copy_tokens(x, base, number * 16, tokens, head, lane, HEADS)
+    end = gl.load(lengths)
+    first = end - tokens
+    tile = (first // 16 + number) * 16 + 0 * lane
+    position = tile + 2 * g
+    asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+    if first % 16 != 0:
+        copy_tokens(x, base, tile - first, tokens, head, lane, HEADS)
+        asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+    at = base + g * (2 * ROW_PITCH) + q * 16
+    w = asm(load_ptx("shared", 2), operands(32, "r", "r,~{memory}"), [at], (gl.int32,) * 32, is_pure=False, pack=1)
+    new = (tile >= 0) & (tile < table_width * PAGE) & (tile + 15 >= first) & (tile < end)
+    page = gl.load(pages + tile // PAGE, mask=new, other=-1)
+    new = (page >= 0) & (page < pool)
+    one = new & (position >= gl.maximum(first, 0)) & (position < end)
+    two = new & (position + 1 >= gl.maximum(first, 0)) & (position + 1 < end)
+    row = (gl.maximum(page, 0).to(gl.int64) * HEADS + head) * PAGE + position % PAGE
+    S = transformed(w, sign, F)
+    square0, square1 = squared_length(S, 0), squared_length(S, 1)
+    NEAR: gl.constexpr = BITS == 8 or (PAIRS and BITS == 4)
+    C, doubt0, total0 = _codes_of(S, 0, inverse_root(square0) * scale, offset, table, squares, BUCKETS, NEAR)
+    D, doubt1, total1 = _codes_of(S, 1, inverse_root(square1) * scale, offset, table, squares, BUCKETS, NEAR)
+    if BUCKETS == 32:
+        c, d = squares_of(_words(C) + _words(D), squares, BITS)
+        total0, total1 = c.to(gl.float32) * STEP, d.to(gl.float32) * STEP
+    else:
+        total0, total1 = quad_sum(total0), quad_sum(total1)
+    if PAIRS:
+        _store_pairs(codes, row, q, one & two, C, D, BITS)
+    else:
+        _store_rows(codes, row, q, one, two, C, D, BITS)
+    second = q % 2 == 1
+    square = gl.where(second, square1, square0) * (1.0 / 32)
+    norm = square * inverse_root(square * gl.where(second, total1, total0))
+    gl.store(norms + row + q % 2, norm, mask=gl.where(second, two, one) & (q < 2))
+    unsure0, unsure1 = _unsure(doubt0, square0), _unsure(doubt1, square1)
+    if PAIRS:
+        # of a pair that is half new the other half stays
+        unsure0, unsure1 = unsure0 | ~two, unsure1 | ~one
+    mask = ((unsure0 & one).to(gl.int32) << (2 * g)) | ((unsure1 & two).to(gl.int32) << (2 * g + 1))
+    mask = asm("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [mask], gl.int32, is_pure=False, pack=1)
+    if gl.max(mask, 0) > 0:
+        gl.thread_barrier()
+        settle(
+            base, codes, norms, scale * (32**-0.5), offset, signs, table, squares, middles, mask, page, tile, head, lane,
+            HEADS, BITS, BUCKETS, PAIRS, PAGE,
+        )  # fmt: skip
 
 
 @gluon.jit
 def append_many(
-    k, v, k_codes, k_norms, k_places, k_scale, k_offset, k_buckets, v_codes, v_norms, v_places, v_scale, v_offset, v_buckets,
-    signs, table, lengths, tokens, table_width, pool,
-    HEADS: gl.constexpr, D: gl.constexpr, KEY_BITS: gl.constexpr, KEY_STEP: gl.constexpr, VALUE_BITS: gl.constexpr,
-    VALUE_STEP: gl.constexpr, PAGE: gl.constexpr, NW: gl.constexpr,
+    k, v, k_codes, k_norms, k_words, k_scale, k_offset, v_codes, v_norms, v_words, v_scale, v_offset,
+    signs, pages, lengths, tokens, table_width, pool, tiles,
+    HEADS: gl.constexpr, KEY_BITS: gl.constexpr, KEY_BUCKETS: gl.constexpr, KEY_STEP: gl.constexpr, VALUE_BITS: gl.constexpr,
+    VALUE_BUCKETS: gl.constexpr, VALUE_STEP: gl.constexpr, PAGE: gl.constexpr, NBYTES: gl.constexpr,
 ):  # fmt: skip
-    """Encode the keys or values of one head, 8 NW neighbouring tokens, into their pages; grid (tiles, HEADS, 2)."""
-    R: gl.constexpr = 8 * NW
-    L: gl.constexpr = row_layout(NW, D)
-    tile, head = gl.program_id(0), gl.program_id(1)
-    end = gl.load(lengths)
-    first = end - tokens
-    position = (first // R + tile) * R + gl.arange(0, R, layout=gl.SliceLayout(1, L))
-    new = (position >= first) & (position < end)
-    inside = (position >= gl.maximum(first, 0)) & (position < gl.minimum(end, table_width * PAGE))
-    page = gl.load(table + position // PAGE, mask=inside, other=-1)
-    there = inside & (page >= 0) & (page < pool)
-    token = position - first
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    source = (token.to(gl.int64) * HEADS + head)[:, None] * D + d[None, :]
-    sign = gl.load(signs + d)[None, :]
-    row = (page.to(gl.int64) * HEADS + head) * PAGE + position % PAGE
-    if gl.program_id(2) == 0:
-        f = gl.load(k + source, mask=new[:, None], other=0.0).to(gl.float32)
-        codes, norm = _found(f, sign, k_places, k_scale, k_offset, k_buckets, KEY_BITS, KEY_STEP, D, NW)
-        gl.store(k_norms + row, norm, mask=there)
-        _store_rows(k_codes, row, there, codes, KEY_BITS, D)
+    """Encode keys and values into their pages; grid (2 * tiles * HEADS,), keys first."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    memory, base = _memory(NBYTES, lane)
+    program = gl.program_id(0)
+    if program < tiles * HEADS:
+        _fetch(k, v, tokens, program // HEADS, program % HEADS, lane, HEADS)
+        _append(
+            k, k_codes, k_norms, k_words, k_scale, k_offset, signs, pages, lengths, base, program // HEADS, program % HEADS,
+            tokens, table_width, pool, lane, HEADS, KEY_BITS, KEY_BUCKETS, KEY_STEP, False, PAGE,
+        )  # fmt: skip
     else:
-        f = gl.load(v + source, mask=new[:, None], other=0.0).to(gl.float32)
-        codes, norm = _found(f, sign, v_places, v_scale, v_offset, v_buckets, VALUE_BITS, VALUE_STEP, D, NW)
-        gl.store(v_norms + row, norm, mask=there)
-        _store_pairs(v_codes, row, there, codes, VALUE_BITS, D)
+        program -= tiles * HEADS
+        _append(
+            v, v_codes, v_norms, v_words, v_scale, v_offset, signs, pages, lengths, base, program // HEADS, program % HEADS,
+            tokens, table_width, pool, lane, HEADS, VALUE_BITS, VALUE_BUCKETS, VALUE_STEP, True, PAGE,
+        )  # fmt: skip
+    memory._keep_alive()
+
+
+def sizes(key_bits: int, value_bits: int) -> dict[str, int | float]:
+    """What the kernel is compiled for, apart from heads and pages."""
+    found: dict[str, int | float] = {}
+    for side, bits in (("KEY", key_bits), ("VALUE", value_bits)):
+        found |= {f"{side}_BITS": bits, f"{side}_BUCKETS": SEARCH[bits].buckets, f"{side}_STEP": step(bits)}
+    table = 0 if max(key_bits, value_bits) <= FEW else 4 * SEARCH[8].buckets + (8 << 8)
+    return {**found, "NBYTES": cdiv(TOKENS_NBYTES.value + table, 1024) * 1024}
 
 
 def appends(k: Tensor, v: Tensor, pages: CodePages) -> bool:
     """Whether these are many tokens of one sequence, of a kind that the kernel takes."""
     if pages.arrangement is not Arrangement.PAIRS or {k.dtype, v.dtype} != {torch.bfloat16} or len(pages.lengths) > 1:
         return False
-    fits = pages.width == WIDTH and pages.key_bits in KEY_BITS and pages.value_bits in VALUE_BITS
+    fits = pages.width == WIDTH and pages.key_bits in KEY_BITS and pages.value_bits in VALUE_BITS and len(k) >= TILE
+    # copied and stored in pieces of 16 bytes
+    fits = fits and all(x.data_ptr() % 16 == 0 for x in (k, v, pages.key_codes, pages.value_codes))
     return fits and k.numel() >= MANY * WIDTH and not INTERPRETED and capability(k.device)[0] == HOPPER
 
 
 def append_at_once(k: Tensor, v: Tensor, pages: CodePages) -> None:
     (tokens, heads, width), device = k.shape, k.device
-    signs, _ = turn_for(width, pages.seed, False, device)
-    append_many[(tokens // (8 * WARPS) + 2, heads, 2)](
+    # positions need not begin at a multiple of TILE
+    tiles = cdiv(tokens + TILE - 1, TILE)
+    append_many[(2 * tiles * heads,)](
         *(k, v),
-        *(pages.key_codes, pages.key_norms, *places_for(pages.key_bits, width, device)),
-        *(pages.value_codes, pages.value_norms, *places_for(pages.value_bits, width, device)),
-        *(signs, pages.table, pages.lengths, tokens, pages.table.shape[1], pages.pool[0]),
+        *_side(pages.key_codes, pages.key_norms, pages.key_bits, width),
+        *_side(pages.value_codes, pages.value_norms, pages.value_bits, width),
+        *(
+            sign_words(width, pages.seed, device),
+            pages.table,
+            pages.lengths,
+            tokens,
+            pages.table.shape[1],
+            pages.pool[0],
+            tiles,
+        ),
         HEADS=heads,
-        D=width,
-        KEY_BITS=pages.key_bits,
-        KEY_STEP=step(pages.key_bits),
-        VALUE_BITS=pages.value_bits,
-        VALUE_STEP=step(pages.value_bits),
         PAGE=pages.pool[1],
-        NW=WARPS,
-        num_warps=WARPS,
+        **sizes(pages.key_bits, pages.value_bits),
+        launch_pdl=True,
+        **LAUNCH,
     )
+
+
+def _side(codes: Tensor, norms: Tensor, bits: int, width: int) -> tuple[Tensor | float, ...]:
+    words, scale, offset = places_for(bits, width, codes.device)
+    # the kernel's squares of lengths are 32 times as large
+    return codes, norms, words, scale * 32**0.5, offset

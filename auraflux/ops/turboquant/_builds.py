@@ -1,7 +1,11 @@
 """What is compiled for Hopper without a GPU, to see that it compiles and that nothing hot spills; see `ops/_compile.py`."""
 
+from triton.experimental.gluon import language as gl
+
 from auraflux.ops._triton import Build
-from auraflux.ops.turboquant._append_many import WARPS, append_many
+from auraflux.ops.attention._hopper_shares import tile_layout
+from auraflux.ops.turboquant import _latent_codes_rows as _rows
+from auraflux.ops.turboquant._append_many import LAUNCH, append_many, sizes
 from auraflux.ops.turboquant._codec_rows import (
     append_coded,
     append_coded_latent,
@@ -14,7 +18,8 @@ from auraflux.ops.turboquant._few import CUTS, depth, finish_sizes
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
 from auraflux.ops.turboquant._hopper import attend_pairs
 from auraflux.ops.turboquant._hopper_merge import finish_pairs
-from auraflux.ops.turboquant._places import step
+from auraflux.ops.turboquant._latent_codes import DEPTH, REGISTERS, STAGES, latent_code_columns
+from auraflux.ops.turboquant._latent_codes_merge import MERGED, merge_turned_shares, turn_rows
 from auraflux.ops.turboquant._turned_rows import turn_and_append
 from auraflux.ops.turboquant._written import write_pages
 
@@ -59,6 +64,30 @@ def _finish(width: int, splits: int) -> Build:
     )
 
 
+def _tiles(rows: int, width: int, dtype: gl.dtype = gl.bfloat16) -> str:
+    name = "bf16" if dtype is gl.bfloat16 else "fp16"
+    return f"tensordesc<{name}[{rows},{width}],{tile_layout(rows, width, dtype)!r}>".replace(" ", "")
+
+
+def _latent(heads: int, bits: int, sequences: int = 1) -> Build:
+    """Heads over coded latents in pages of 64."""
+    rest = "*fp32 *fp32 fp32 fp32 i32 i32:16 i32 i32 i32"
+    constants = {"PAGE": 64, "S": sequences, "BITS": bits}
+    if heads > 32:
+        constants |= {"NP": _rows.TILE, "DEEP": _rows.DEPTH, "ST": _rows.STAGES}
+        types = f"{_tiles(64, 512, gl.float16)} {_tiles(64, 64)} *i32 {_tiles(32, 64)} *fp32 *i32 *i32 *i32 *i32 *fp16 {rest}"
+        return Build(_rows.latent_code_rows, types, constants, True, {"maxnreg": _rows.REGISTERS})
+    constants |= {"N": heads, "DEEP": DEPTH[heads], "ST": STAGES}
+    types = f"*bf16 *fp32 {_tiles(heads, 64)} *i32 {_tiles(64, 64)} *fp32 *i32 *i32 *i32 *i32 *fp32 {rest}"
+    return Build(latent_code_columns, types, constants, True, {"maxnreg": REGISTERS[heads]})
+
+
+def _merged(kind: str, splits: int) -> Build:
+    """Shares of latents merged: of many heads in float16."""
+    constants = {"D": 512, "S": splits, "P": MERGED, "HALF": 32 if kind == "fp16" else 64}
+    return Build(merge_turned_shares, f"*{kind} *fp32 *fp32 *fp32 *bf16 i32", constants, True, _FOUR)
+
+
 _INDEX = "*i32 *i32 *i32 i32 i32 i32"
 _CODED = "*i32 *fp32 *i64 *i64 fp32 fp32"
 _APPEND = f"*bf16 *bf16 {_CODED} {_CODED} *fp32 {_INDEX}"
@@ -75,10 +104,8 @@ _SHAPE = {"HEADS": 8, "D": 128, "P": 128, "COLUMNS": 128, "PAGE": 64, "N": 64}
 
 def _many(bits: tuple[int, int]) -> Build:
     """Many tokens coded into pages of 64."""
-    types = f"*bf16 *bf16{' *i32 *fp32 *i32 fp32 fp32 fp32' * 2} *fp32 *i32 *i32 i32 i32 i32"
-    steps = {"KEY_STEP": step(bits[0]), "VALUE_STEP": step(bits[1])}
-    sizes = {"HEADS": 8, "D": 128, "KEY_BITS": bits[0], "VALUE_BITS": bits[1], "PAGE": 64, "NW": WARPS}
-    return Build(append_many, types, sizes | steps, True, {"num_warps": WARPS})
+    types = f"*bf16 *bf16{' *i32 *fp32 *i32 fp32 fp32' * 2} *i32 *i32 *i32 i32 i32 i32 i32"
+    return Build(append_many, types, {"HEADS": 8, "PAGE": 64, **sizes(*bits)}, True, LAUNCH)
 
 
 _WRITE = "*i32 *fp32 *fp16 *i32 *fp32 *fp16 *fp16 *i32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32"
@@ -122,5 +149,9 @@ KERNELS = [
         _FOUR,
     ),
     Build(finish_rows, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32:16", {"sinks": None, "D": 128, "S": 64, "C": 32}, hot=True),
+    *(_latent(heads, bits) for heads, bits in ((8, 8), (16, 8), (16, 4), (32, 8), (32, 4), (64, 8), (64, 4))),
+    *(_latent(heads, 8, sequences=32) for heads in (16, 64)),
+    Build(turn_rows, "*bf16 *fp32 *fp16", {"D": 512}, True, _FOUR),
+    *(_merged(kind, splits) for kind, splits in (("fp32", 128), ("fp32", 1), ("fp16", 128), ("fp16", 16))),
     *(_finish(width, splits) for width, splits in ((128, 33), (128, 4), (64, 33), (256, 66), (256, 132))),
 ]

@@ -197,6 +197,20 @@ def attend_latent(
     }
 
 
+def narrow_latent(
+    heads: int, bits: int, lengths: list[int] | None = None, counts: list[int] | None = None, page: int = 64
+) -> Args:
+    """In 16 bits, as wide as models are; nothing behind a sequence's end in its last page is a number."""
+    lengths, counts = lengths or [200, 64, 5], counts or [1, 1, 2]
+    args = attend_latent(lengths, counts, heads, 512, 64, dtype=BF16, bits=bits, page=page, cache=BF16)
+    pages: LatentCodes = args["pages"]
+    for b, length in enumerate(lengths):
+        last = int(pages.table[b, (length - 1) // page])
+        pages.norms[last, (length - 1) % page + 1 :] = float("nan")
+        pages.rope[last, (length - 1) % page + 1 :] = float("nan")
+    return args
+
+
 def append_latent_nbytes(args: Args) -> int:
     """Latents and rotated keys once, and the rows they become."""
     pages: LatentCodes = args["pages"]

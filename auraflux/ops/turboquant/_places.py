@@ -1,6 +1,9 @@
-"""Tables that find the code of a coordinate by a look-up and one comparison, for the kernel that codes many tokens.
+"""Tables that find codes by one look-up each, for the kernel that codes many tokens.
 
-The kernel compares coordinates before they are divided by sqrt(D): midpoints are moved to where that gives the same codes.
+Of a direction turned without its factor, a coordinate z falls into a bucket of equal width, so narrow that none holds two
+midpoints between levels. With t = z * scale + offset, held between 0 and 1, the bits of 1 + t times 2 ** lift, plus the word of
+the bucket, have the code in the upper byte: the comparison with the midpoint is a carry into it. Where z is so close to the
+midpoint that float32 cannot tell, the two bytes below are zero.
 """
 
 from functools import lru_cache
@@ -11,41 +14,69 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.turboquant.codebook import boundaries, codebook
+from auraflux.ops.turboquant.rotation import rotation
 
-CLEAR = 2e-3  # of a bucket, between midpoints and edges: float32 places them better than that
-TRIES = 100_000
+ONE = 0x3F800000  # the bits of 1.0
+UNITS = 1 << 23  # of t between 0 and 1
+CLEAR = 64  # units between midpoints and the edges of buckets
+TRIES = 200_000
+FEW = 4  # bits; a lane has a word of their table, and 8 sizes of level or codes fill the bytes of two words
+SQUARES = 8  # where squares begin in a row, behind their planes
+
+
+class Search(NamedTuple):
+    """How finely codes of some bits are searched for.
+
+    buckets  a power of two
+    lift     log2 of what units are multiplied by
+    doubt    units on both sides of a midpoint within which float32 cannot tell
+    """
+
+    buckets: int
+    lift: int
+    doubt: int
+
+
+SEARCH = {2: Search(32, 5, 4), 4: Search(32, 5, 4), 8: Search(512, 6, 2)}
 
 
 class Places(NamedTuple):
-    """How the code of z is found: its bucket is buckets * (z * scale + offset), the part in brackets held between 0 and 1.
+    """The table of a codebook.
 
-    entries  [2 ** (bits + 1), 4]  int32: the midpoint in the bucket, float32, or infinity; the code below it; the squares of
-             the levels below and above it, in steps of `step(bits)`
+    words  int32: a word for each bucket; the squares of levels, float32, by code; the midpoints as they are for z, float32, and
+           one more. For FEW bits these are rows of 32, and a row between holds three planes of bytes of the squares, two words
+           each, before the squares
     """
 
-    entries: Tensor
+    words: Tensor
     scale: float
     offset: float
-    buckets: float
 
 
 def step(bits: int) -> float:
-    """What squares of levels are counted in, so that the sum of a row fits an int32."""
-    return 2.0 ** -{6: 27, 8: 26}.get(bits, 28)
+    """What squares of levels are counted in, so that each fits into 24 bits and the sum of a row into 32."""
+    return 2.0 ** -{2: 29}.get(bits, 28)
 
 
 @lru_cache
 def places_for(bits: int, width: int, device: torch.device) -> Places:
-    middles, count = scaled_middles(bits, width), 2 << bits
-    scale, offset, bucket = _buckets(middles, count)
-    inside = np.full(count, np.inf, np.float32)
-    inside[bucket] = middles
-    below = np.searchsorted(bucket, np.arange(count))
-    squares = np.rint(codebook(bits, width).numpy().astype(np.float64) ** 2 / step(bits)).astype(np.int32)
-    above = np.minimum(below + 1, len(squares) - 1)
-    entries = np.stack([inside.view(np.int32), below.astype(np.int32), squares[below], squares[above]], 1)
-    # a place of 1 belongs to the last bucket
-    return Places(torch.from_numpy(entries).to(device), scale, offset, float(np.float32(count * (1 - 2.0**-20))))
+    middles, search = scaled_middles(bits, width), SEARCH[bits]
+    scale, offset, place, bucket = _buckets(middles.astype(np.float64), search.buckets)
+    below = np.searchsorted(bucket, np.arange(search.buckets))
+    # a bucket without a midpoint begins well above zero, so that it is never in doubt
+    half = UNITS // (2 * (search.buckets - 1))
+    start = (np.arange(search.buckets) * 2 - 1) * half - half // 2
+    start[bucket] = np.rint(place).astype(np.int64) - search.doubt
+    top = below.copy()
+    top[bucket] += 1
+    words = (top << 24) - (start + ONE << search.lift)
+    squares = (codebook(bits, width).double() ** 2).float().numpy().view(np.uint32)
+    parts = [words, squares, np.append(middles, np.float32(np.inf)).view(np.uint32)]
+    if bits <= FEW:
+        parts[1] = np.concatenate([_planes(bits, width), np.zeros(SQUARES - 6, np.int64), squares])
+        parts = [np.pad(part, (0, 32 - len(part))) for part in parts]
+    found = np.concatenate(parts).astype(np.uint32).view(np.int32)
+    return Places(torch.from_numpy(found).to(device), scale, offset)
 
 
 def scaled_middles(bits: int, width: int) -> np.ndarray:
@@ -60,16 +91,37 @@ def scaled_middles(bits: int, width: int) -> np.ndarray:
     return z
 
 
-def _buckets(middles: np.ndarray, count: int) -> tuple[float, float, np.ndarray]:
-    """Choose buckets of equal width with one midpoint at most, none near an edge: scale, offset and the midpoints' buckets."""
+def _buckets(middles: np.ndarray, count: int) -> tuple[float, float, np.ndarray, np.ndarray]:
+    """Choose buckets with one midpoint at most, none near an edge: scale, offset, the midpoints in units, their buckets."""
     random, span = np.random.default_rng(0), float(middles[-1] - middles[0])
     for _ in range(TRIES):
         wide = span / (count - 2 - 2 * random.random())
-        low = float(middles[0]) - wide * (1 + random.random())
+        low = float(middles[0]) - wide * (0.5 + random.random())
         scale, offset = float(np.float32(1 / (wide * count))), float(np.float32(-low / (wide * count)))
-        place = (middles.astype(np.float64) * scale + offset) * count
-        bucket = np.floor(place).astype(np.int64)
-        clear = np.minimum(place - bucket, bucket + 1 - place).min() > CLEAR
-        if clear and bucket[0] >= 0 and bucket[-1] < count and np.unique(bucket).size == bucket.size:
-            return scale, offset, bucket
+        place = (middles * scale + offset) * UNITS
+        # t * (count - 1) is rounded to the nearest
+        bucket = np.floor(place / UNITS * (count - 1) + 0.5).astype(np.int64)
+        edges = (np.stack([bucket, bucket + 1]) - 0.5) / (count - 1) * UNITS
+        inside = place[0] > 0 and place[-1] < UNITS
+        if inside and np.abs(edges - place).min() > CLEAR and np.unique(bucket).size == bucket.size:
+            return scale, offset, place, bucket
     raise ValueError(f"{len(middles)} midpoints do not fit into {count} buckets")
+
+
+def _planes(bits: int, width: int) -> np.ndarray:
+    """Give squares in steps as three planes of eight bytes, the lowest first: by size for 4 bits, by code for fewer."""
+    squares = np.zeros(8, np.int64)
+    half = codebook(bits, width).double().numpy()[8 if bits == FEW else 0 :]
+    squares[: len(half)] = np.rint(half**2 / step(bits))
+    octets = np.stack([squares >> 8 * plane & 255 for plane in range(3)]).astype(np.uint8)
+    return octets.reshape(-1).view(np.uint32).astype(np.int64)
+
+
+@lru_cache
+def sign_words(width: int, seed: int, device: torch.device) -> Tensor:
+    """Give the signs of the rotation as they flip words of two bfloat16, int32 [D / 2]."""
+    signs = rotation(width, seed).signs
+    assert signs is not None
+    negative = (signs < 0).numpy().reshape(-1, 2)
+    words = negative[:, 0] * 0x8000 + negative[:, 1] * 0x80000000
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device)

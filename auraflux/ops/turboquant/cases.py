@@ -25,6 +25,7 @@ from auraflux.ops.turboquant._inputs import (
     decode_at,
     encoded,
     in_pairs,
+    narrow_latent,
     prefill_of,
     turned,
     values,
@@ -95,6 +96,12 @@ CASES = [
             slow=True,
         )
         for k, v in ((8, 4), (4, 4), (4, 2), (8, 2))
+    ),
+    Case(
+        append_codes,
+        "pairs-at-once-aligned",
+        lambda: in_pairs(append, [400], [304], 8, 128, BF16, bits=(8, 4), page=64),
+        slow=True,
     ),
     Case(append_codes, "pairs-many", lambda: in_pairs(append, [60, 50], [43, 20], 3, 128, bits=(8, 4), page=32)),
     Case(append_codes, "pairs-window", lambda: in_pairs(append, [100, 40, 7], [1, 0, 1], 2, 256, gone=[6, 2, 0])),
@@ -302,5 +309,25 @@ CASES = [
         "decode-128-heads",
         lambda: attend_latent([1024], [1], 128, 512, 64, bits=4, page=64),
         **LATENT_BENCH,
+    ),
+    *(
+        Case(turboquant_latent_attention, f"16-bits-{heads}-heads-b{bits}", partial(narrow_latent, heads, bits), tol=4e-3)
+        for heads in (5, 16, 32, 40, 64)
+        for bits in (4, 8)
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"16-bits-long-{heads}-heads-b{bits}",
+            partial(narrow_latent, heads, bits, [9000, 700], [1, 2], 128),
+            tol=4e-3,
+            slow=True,
+        )
+        for heads in (16, 32, 128)
+        for bits in (4, 8)
+    ),
+    *(
+        Case(turboquant_latent_attention, f"16-bits-{n}-positions", partial(narrow_latent, 16, 8, [n], [1]), tol=4e-3)
+        for n in (1, 63, 64, 65, 257)
     ),
 ]

@@ -1,5 +1,5 @@
-"""Codes on CUDA: rows are coded in `_coding`, attended to in `_flash_codes`, and on Hopper, where they lie in pairs, from few
-new tokens in `_hopper`.
+"""Codes on CUDA: rows are coded in `_coding`, attended to in `_flash_codes`, and on Hopper from few new tokens, where they lie
+in pairs, in `_hopper`, and coded latents in `_latent_codes`.
 
 A pass over the keys reads every value: a threshold only ever allows some to be left out.
 """
@@ -27,6 +27,7 @@ from auraflux.ops.turboquant._coding import (
 )
 from auraflux.ops.turboquant._few import attend_few, serves
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
+from auraflux.ops.turboquant._latent_codes import attend_latent_codes, fits_latent_codes
 from auraflux.ops.turboquant._turn import book_for, turn_for
 from auraflux.ops.turboquant._written import worth_writing, written
 from auraflux.ops.turboquant.arrangement import Arrangement
@@ -113,6 +114,8 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
     check_width(q_latent, pages.width)
     if not q_latent.numel():
         return torch.empty_like(q_latent)
+    if fits_latent_codes(q_latent, q_rope, pages):
+        return attend_latent_codes(q_latent, q_rope, pages, starts, scale)
     return _finish(_attend(q_latent, q_rope, pages, starts, scale), None, pages.seed, q_latent)
 
 
