@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from auraflux.ops.moe._cuda_choose import CHOOSE
 from tests.ops.ptx import Address, Device, Lanes, Machine, sources
 from tests.ops.threads import BF16, Narrow, narrow, run_source, widen
 
@@ -73,6 +74,19 @@ class SlotMachine(Machine):
         self.device.check(at[seen], to.size)
         self.device.bytes[at[seen][:, None] + np.arange(to.size)] = bits[:, None].view(np.uint8)
 
+    def inline_asm_elementwise(self, text: str, registers: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
+        if text in CHOOSE:
+            return self._chosen(*args)
+        return super().inline_asm_elementwise(text, registers, args, dtype, is_pure, pack)
+
+    def _chosen(self, warp: Any, lane: Any, last: Any, *keys: Any) -> Lanes:
+        """What the loop of `CHOOSE` leaves: the n-th highest key in lane n of the first warp up to the last slot, else 0."""
+        found = np.zeros(self.count, np.int32)
+        slots = int(np.ravel(last)[0]) + 1
+        every = np.concatenate([np.broadcast_to(np.asarray(key), self.count)[:32] for key in keys])
+        found[:slots] = np.sort(every)[::-1][:slots]
+        return found.view(Lanes)
+
     def _do(self, statement: str, held: dict[str, np.ndarray]) -> None:
         if statement.startswith(ASIDE):
             return
@@ -114,16 +128,16 @@ class SlotMachine(Machine):
 
 
 def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe._cuda_slots` for one program; experts are chosen as among scores of 32 bits."""
+    """The kernels of `moe._cuda_slots` for one program."""
     machine = SlotMachine(device, warps, programs, *ids)
 
     def over_warp(function: Any) -> Any:
         return lambda x: np.repeat(function(x.reshape(-1, 32), 1), 32).astype(x.dtype).view(Lanes)
 
     made = sources(machine, "linear/_nibbles.py", "moe/_cuda_choose.py")
-    wide, choosing = made["choose"], made["choose"].__globals__
+    choose, choosing = made["choose"], made["choose"].__globals__
     choosing |= {"_highest": over_warp(np.max), "_lowest": over_warp(np.min)}
-    made["choose"] = lambda *args: wide(*args[:4], int(np.ravel(args[4])[0]), *args[5:7], False)
+    made["choose"] = lambda *args: choose(*args[:4], int(np.ravel(args[4])[0]), *args[5:])
     for name in ("moe/_cuda_fetch.py", "moe/_cuda_groups.py", "moe/_cuda_slots.py"):
         made |= run_source(name, made)
         made["shared"] = machine.shared

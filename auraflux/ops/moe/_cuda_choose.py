@@ -139,7 +139,7 @@ def _choose_wide(xs, bias, lane, experts, last, E: gl.constexpr, SIGMOID: gl.con
 
 @gluon.jit
 def choose(xs, bias, tid, experts, last, E: gl.constexpr, SIGMOID: gl.constexpr, NARROW: gl.constexpr):
-    """Lane n of the first warp gets the expert of slot n, for slots up to `last`; other warps get 0. NARROW: 16-bit scores."""
+    """Lane n of the first warp gets the expert of slot n, for slots up to `last`; all others get 0. NARROW: 16-bit scores."""
     lane = tid % 32
     if NARROW and not SIGMOID:
         args = [tid // 32, lane, lane * 0 + last]
@@ -149,7 +149,7 @@ def choose(xs, bias, tid, experts, last, E: gl.constexpr, SIGMOID: gl.constexpr,
             args += [gl.where(place < experts, key, LOWEST)]
         registers: gl.constexpr = "=&r" + ",r" * (3 + E // 32)
         top = gl.inline_asm_elementwise(_chosen_ptx(E // 32), registers, args, gl.int32, is_pure=False, pack=1)
-        chosen = 0xFFFF - (top & 0xFFFF)
+        chosen = gl.where(lane <= last, 0xFFFF - (top & 0xFFFF), 0)
     else:
         chosen = _choose_wide(xs, bias, lane, experts, last, E, SIGMOID)
     return gl.where(tid < 32, chosen, 0)
