@@ -82,9 +82,11 @@ def test_a_graph_is_the_step_it_was_captured_from(name: str, kv: str, tmp_path: 
 
 
 PIECE, PIECES, REST = 128, 5, 7
+# llama's heads are 16 wide here: no kernel codes them, and the reference cannot be recorded
+LONG = [pair for pair in product(MODELS, ["none", "k8v4"]) if pair != ("llama", "k8v4")]
 
 
-@pytest.mark.parametrize(("name", "kv"), [*product(MODELS, ["none", "k8v4"])])
+@pytest.mark.parametrize(("name", "kv"), LONG)
 def test_a_long_prompt_is_read_by_replays_of_a_piece(name: str, kv: str, tmp_path: Path):
     torch.manual_seed(0)
     source = MODELS[name]()

@@ -13,7 +13,8 @@ from tests.ops.threads import BF16, Narrow, narrow, run_source, widen
 
 KINDS = {torch.bfloat16: BF16, torch.int32: np.int32, torch.float32: np.float32}
 ASIDE = ("mbarrier", "AGAIN", "SKIP", "@p mbarrier", "@p fence", "@p bra", "@!p bra")
-MEMORY_NBYTES = 1 << 24
+MEMORY_NBYTES = 1 << 25
+GAP = 1 << 18  # between tensors: no 16-bit number takes a program from one to the next
 
 
 class Typed(Address):
@@ -34,7 +35,7 @@ def placed(device: Device, tensor: torch.Tensor | None) -> Typed | None:
 
 def fresh_device() -> Device:
     device = Device()
-    device.bytes = np.full(MEMORY_NBYTES, 0xFF, np.uint8)
+    device.bytes, device.gap = np.full(MEMORY_NBYTES, 0xFF, np.uint8), GAP
     return device
 
 

@@ -50,6 +50,7 @@ class Device:
 
     def __init__(self) -> None:
         self.bytes, self.spans, self.end = np.full(1 << 22, 0xFF, np.uint8), np.empty((0, 2), np.int64), PAGE
+        self.gap = PAGE
 
     def put(self, tensor: torch.Tensor | None) -> Address | None:
         if tensor is None:
@@ -58,7 +59,7 @@ class Device:
         self.bytes[at : at + raw.size] = raw
         # a word that begins in a tensor may end outside of it
         self.spans = np.concatenate([self.spans, [[at, at + -(-raw.size // 4) * 4]]])
-        self.end = (at + raw.size) // PAGE * PAGE + 2 * PAGE
+        self.end = (at + raw.size) // PAGE * PAGE + PAGE + self.gap
         return Address([at], tensor.element_size())
 
     def get(self, address: Address, like: torch.Tensor) -> torch.Tensor:
