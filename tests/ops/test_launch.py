@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from auraflux.ops import _launch  # noqa: E402
-from auraflux.ops._launch import Launcher  # noqa: E402
+from auraflux.ops._launch import Launcher, quicken  # noqa: E402
 
 
 class Driver:
@@ -126,3 +126,13 @@ def test_a_profiler_sees_every_launch(kernel: Recorded, monkeypatch: pytest.Monk
     for _ in range(2):
         kernel(X, Y, 48, 0.5, BLOCK=16)
     assert kernel.counts == (2, 0)
+
+
+def test_only_a_known_version_of_triton_is_launched_so(monkeypatch: pytest.MonkeyPatch):
+    kernel = triton.runtime.jit.JITFunction(add)
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    quicken(kernel)
+    assert not isinstance(kernel.run, Launcher)
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    quicken(kernel)
+    assert isinstance(kernel.run, Launcher)
