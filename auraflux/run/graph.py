@@ -109,7 +109,14 @@ class Decoder:
         if refused is not None or not step.compiled or not all(layer.steady(batch) for layer in self.engine.cache.layers):
             step.compiled = True
             return work()
-        recording, result = self._capture(work)
+        try:
+            recording, result = self._capture(work)
+        except torch.OutOfMemoryError:
+            # a recording has memory of its own, which a piece of a prompt can do without
+            if batch.single:
+                raise
+            self._refuse("the GPU has no memory for it", batch.single)
+            return work()
         if recording.spoiled is not None:
             self._refuse(recording.spoiled, batch.single)
             return result

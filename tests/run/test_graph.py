@@ -1,5 +1,7 @@
 """Steps of decoding that are recorded once and replayed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -80,3 +82,50 @@ def test_a_gpu_without_memory_is_told_in_a_sentence_and_the_text_goes_on(monkeyp
     assert sequence.length == len(IDS)
     monkeypatch.setattr(made, "forward", forward)
     assert made.decode(batch, [5]).isfinite().all()
+
+
+def read_in_pieces(made: Engine, monkeypatch: pytest.MonkeyPatch, pieces: int) -> torch.Tensor:
+    """The scores after a prompt whose whole pieces are replayed where they can be, as on a GPU."""
+    monkeypatch.setattr(made, "chunk", len(IDS))
+    monkeypatch.setattr(made, "_repeats", lambda batch: made.graphs and batch.counts == [len(IDS)])
+    return made.prefill(made.cache.open(), IDS * pieces + IDS[:3])
+
+
+@pytest.mark.parametrize("fault", ["spoiled", "memory"])
+def test_a_prompt_that_cannot_be_recorded_is_read_all_the_same(fault: str, monkeypatch: pytest.MonkeyPatch):
+    made, plain = engine(), engine(graphs=False)
+
+    def capture(work):
+        if fault == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return SimpleNamespace(spoiled="something was read"), work()
+
+    monkeypatch.setattr(made.decoder, "_capture", capture)
+    found = read_in_pieces(made, monkeypatch, 4)
+    assert torch.equal(found, read_in_pieces(plain, monkeypatch, 4))
+    assert made.decoder.unread in ("something was read", "the GPU has no memory for it")
+    assert made.decoder.refused is None
+    assert recordings(made) == 0
+
+
+def test_pieces_of_a_prompt_are_replayed_with_their_own_positions(monkeypatch: pytest.MonkeyPatch):
+    made, plain = engine(), engine(graphs=False)
+    asked: list[list[int]] = []
+
+    def capture(work):
+        result = work()
+
+        def replay() -> None:
+            (step,) = (step for step in made.decoder._steps.values() if step.recording is not None)
+            asked.append(step.positions.tolist())
+            result.copy_(work())
+
+        return SimpleNamespace(spoiled=None, replay=replay), result
+
+    monkeypatch.setattr(made.decoder, "_capture", capture)
+    monkeypatch.setattr(made, "_batch_for", lambda sequence, ids: made.cache.batch([sequence], len(ids)))
+    monkeypatch.setattr(plain, "_batch_for", lambda sequence, ids: plain.cache.batch([sequence], len(ids)))
+    assert torch.equal(read_in_pieces(made, monkeypatch, 5), read_in_pieces(plain, monkeypatch, 5))
+    # the first two run their Python, then one is replayed after the other
+    assert [positions[0] for positions in asked] == [40, 60, 80]
+    assert recordings(made) == 1
