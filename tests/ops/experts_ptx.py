@@ -13,8 +13,6 @@ from tests.ops.threads import BF16, Narrow, narrow, run_source, widen
 
 KINDS = {torch.bfloat16: BF16, torch.int32: np.int32, torch.float32: np.float32}
 ASIDE = ("mbarrier", "AGAIN", "SKIP", "@p mbarrier", "@p fence", "@p bra", "@!p bra")
-MEMORY_NBYTES = 1 << 25
-GAP = 1 << 18  # between tensors: no 16-bit number takes a program from one to the next
 
 
 class Typed(Address):
@@ -31,12 +29,6 @@ class Typed(Address):
 def placed(device: Device, tensor: torch.Tensor | None) -> Typed | None:
     address = device.put(tensor)
     return None if address is None or tensor is None else Typed(address.at, address.size, KINDS[tensor.dtype])
-
-
-def fresh_device() -> Device:
-    device = Device()
-    device.bytes, device.gap = np.full(MEMORY_NBYTES, 0xFF, np.uint8), GAP
-    return device
 
 
 def pairs_fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

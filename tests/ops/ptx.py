@@ -18,6 +18,8 @@ from tests.ops.threads import Language, Values, narrow, run_source, widen
 
 MASK = 0xFFFFFFFF
 PAGE = 4096
+GAP = 1 << 18  # between tensors: no 16-bit number takes a program from one to the next
+MEMORY_NBYTES = 1 << 25
 SHARED_NBYTES = 1 << 18
 IGNORED = (".reg", "griddepcontrol", "bar.", "cp.async.commit", "cp.async.wait")
 
@@ -49,8 +51,7 @@ class Device:
     """Memory with tensors in it; reading outside of them fails."""
 
     def __init__(self) -> None:
-        self.bytes, self.spans, self.end = np.full(1 << 22, 0xFF, np.uint8), np.empty((0, 2), np.int64), PAGE
-        self.gap = PAGE
+        self.bytes, self.spans, self.end = np.full(MEMORY_NBYTES, 0xFF, np.uint8), np.empty((0, 2), np.int64), PAGE
 
     def put(self, tensor: torch.Tensor | None) -> Address | None:
         if tensor is None:
@@ -59,7 +60,7 @@ class Device:
         self.bytes[at : at + raw.size] = raw
         # a word that begins in a tensor may end outside of it
         self.spans = np.concatenate([self.spans, [[at, at + -(-raw.size // 4) * 4]]])
-        self.end = (at + raw.size) // PAGE * PAGE + PAGE + self.gap
+        self.end = (at + raw.size) // PAGE * PAGE + GAP
         return Address([at], tensor.element_size())
 
     def get(self, address: Address, like: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
-from tests.ops.experts_ptx import fresh_device, placed, slot_kernels
+from tests.ops.experts_ptx import placed, slot_kernels
+from tests.ops.ptx import Device
 
 TOL = 6e-3  # what lies between the kernels is bf16
 ROWS = (0, 7)  # of the result, in sixteens
@@ -23,7 +24,7 @@ WARPS = 8  # of `down_slots`
 
 def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, rule: dict, out, shared=None) -> None:
     """All of `up_slots`, and those programs of `down_slots` that make ROWS."""
-    device, inner, hidden, slots = fresh_device(), experts.inner, experts.hidden, k if shared is None else k + 1
+    device, inner, hidden, slots = Device(), experts.inner, experts.hidden, k if shared is None else k + 1
 
     def arrays(weight: QTensor | None) -> tuple[Any, ...]:
         return (
