@@ -115,3 +115,18 @@ def test_a_shared_expert_is_one_more_slot(experts: Experts, x: torch.Tensor):
     routing = Routing(3, "softmax", True)
     expected = mixture.reference(x.float(), scores, routing, experts, residual.float(), None, shared, gate.float())
     assert relative_rms(seen(out).float(), seen(expected)) <= TOL
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("inner", "own"), [(768, False), (512, True)])
+def test_one_token_of_a_large_model(inner: int, own: bool):
+    torch.manual_seed(5)
+    experts, one = layer(9, 2048, inner, lanes=1), layer(1, 2048, inner, lanes=1)
+    x, scores, residual = torch.randn(1, 2048).bfloat16(), torch.randn(1, 9).bfloat16(), torch.randn(1, 2048).bfloat16()
+    shared, gate = (SharedExpert(one.gate[0], one.up[0], one.down[0]), torch.randn(1).bfloat16()) if own else (None, None)
+    out, rule = torch.zeros(1, 2048, dtype=torch.bfloat16), {"E": 32, "SCORING": "softmax", "RENORMALIZE": True}
+    run(x, None, None, scores, None, 1.0, (residual, None, gate), experts, 8, rule, out, shared)
+    wide = None if gate is None else gate.float()
+    expected = mixture.reference(x.float(), scores, Routing(8, "softmax", True), experts, residual.float(), None, shared, wide)
+    assert relative_rms(seen(out).float(), seen(expected)) <= TOL
