@@ -89,9 +89,6 @@ class SlotMachine(Machine):
         parts = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest)]
         if op.startswith("cp.async.bulk"):
             self._fetch(*(self._place(part, held) for part in parts[:2]), self._value(parts[2], held), ~held["p"].astype(bool))
-        elif op == "shfl.sync.idx.b32":
-            value, lanes = (self._value(part, held).reshape(-1, 32) for part in parts[1:3])
-            held[parts[0]] = np.take_along_axis(value, lanes, 1).reshape(-1)
         elif op == "vote.sync.ballot.b32":
             votes = held[parts[1]].reshape(-1, 32).astype(np.int64) << np.arange(32)
             held[parts[0]] = np.repeat(votes.sum(1), 32)

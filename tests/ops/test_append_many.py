@@ -2,7 +2,6 @@
 
 import re
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from auraflux.ops.turboquant import _append_many
 from auraflux.ops.turboquant._append_many import TILE, _side, sizes
 from auraflux.ops.turboquant._inputs import append
 from auraflux.ops.turboquant._places import SEARCH, SQUARES, places_for, scaled_middles, sign_words, step
@@ -21,9 +19,11 @@ from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.reference import append_codes
 from auraflux.ops.turboquant.rotation import rotation
 from tests.ops.ptx import MASK, PAGE, PLAIN, Device, Lanes, Machine, bits_of, floats
+from tests.ops.threads import run_source
 
 CPU = torch.device("cpu")
 FILES = "_append_parts", "_append_doubts", "_append_many"
+NAMED = dict.fromkeys(("Any", "Tensor", "CodePages"), Any)  # by annotations
 KINDS = {torch.int32: np.int32, torch.float32: np.float32, torch.bfloat16: np.uint16}
 
 
@@ -159,7 +159,6 @@ def run(args: dict[str, Any]) -> None:
     k, v, pages = args["k"], args["v"], args["pages"]
     tokens, heads, width = k.shape
     device = Device()
-    device.bytes = np.full(1 << 23, 0xFF, np.uint8)
 
     def put(x: Any) -> Any:
         return Places(device.put(x.contiguous()).at, KINDS[x.dtype]) if isinstance(x, torch.Tensor) else np.float32(x)
@@ -167,16 +166,14 @@ def run(args: dict[str, Any]) -> None:
     made = _side(pages.key_codes, pages.key_norms, pages.key_bits, width)
     made += _side(pages.value_codes, pages.value_norms, pages.value_bits, width)
     found = [put(x) for x in (k, v, *made, sign_words(width, pages.seed, CPU), pages.table, pages.lengths)]
-    root, tiles = Path(_append_many.__file__).parent, (tokens + 2 * TILE - 2) // TILE
-    text = "".join((root / f"{name}.py").read_text() for name in FILES).partition("def sizes(")[0]
-    text = re.sub(r"^from [^\n]* import (\([^)]*\)|[^\n]*)\n|^import torch\n", "", text, flags=re.M)
-    same = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function)
+    tiles = (tokens + 2 * TILE - 2) // TILE
     rest = np.full(1, tokens, np.int32).view(Threads), pages.table.shape[1], pages.pool[0], tiles
     for program in range(2 * tiles * heads):
         machine = Coder(device, 1, program)
-        names: dict[str, Any] = {"Any": Any, "gl": machine, "gluon": same, "asm": machine.inline_asm_elementwise}
-        exec(compile(text, "append_many", "exec"), names)
-        names["_memory"] = machine.shared
+        names: dict[str, Any] = {"gl": machine, "asm": machine.inline_asm_elementwise, **NAMED}
+        for name in FILES:
+            names |= run_source(f"turboquant/{name}.py", names)
+        names["append_many"].__globals__["_memory"] = machine.shared
         with np.errstate(all="ignore"):
             names["append_many"](*found, *rest, HEADS=heads, PAGE=pages.pool[1], **sizes(pages.key_bits, pages.value_bits))
     for place, name in ((2, "key_codes"), (3, "key_norms"), (7, "value_codes"), (8, "value_norms")):
