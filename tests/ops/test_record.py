@@ -1,15 +1,18 @@
 """A recorded run of ops, made again from its launches: same results, for whatever the buffers hold by then."""
 
+import importlib
 import threading
+from array import array
 
 import pytest
 import torch
 
 from auraflux.errors import BackendError, InputError
-from auraflux.ops import append_kv, attention, encode, rms_norm, rotate, swiglu
+from auraflux.ops import append_kv, attention, encode, linear, rms_norm, rotate, swiglu
 from auraflux.ops._jit import workspace
 from auraflux.ops._record import SCRATCH_NBYTES, record
 from auraflux.ops.attention.cases import kv_pages, starts_of
+from auraflux.quant import quantize
 
 WIDTH = 96
 
@@ -42,6 +45,21 @@ def test_a_run_under_record_is_the_run_without(x, weight):
         found = encode(rms_norm(x, weight, 1e-6), 4, 7)
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_replay_outlives_calls_with_more_tokens(monkeypatch: pytest.MonkeyPatch):
+    products = importlib.import_module("auraflux.ops.linear.products")
+    monkeypatch.setattr(products, "_counting", [array("q", range(64))])
+    weight, x = quantize(torch.randn(64, 128), 4, 64), torch.randn(9, 128)
+    with record() as made:
+        out = linear(x[:1], weight)
+    wanted = out.clone()
+    linear(torch.randn(200, 128), weight)
+    # where memory that was given back would be taken again
+    others = [array("q", [5] * 64) for _ in range(4096)]
+    made.replay()
+    assert torch.equal(out, wanted)
+    del others
 
 
 def test_a_sequence_grows_while_its_step_is_replayed():

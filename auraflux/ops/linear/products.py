@@ -188,12 +188,12 @@ def build_multiply(spec: Form) -> Kernel:
     return multiply
 
 
-_counting = array("q", range(64))
+# the longest last; recordings point to the others
+_counting = [array("q", range(64))]
 
 
 def token_indices(tokens: int) -> int:
-    """Address of the numbers 0, 1, 2 … up to at least `tokens`."""
-    global _counting
-    if len(_counting) < tokens:
-        _counting = array("q", range(2 * tokens))
-    return _counting.buffer_info()[0]
+    """Address of the numbers 0, 1, 2 … up to at least `tokens`; they stay there."""
+    if len(_counting[-1]) < tokens:
+        _counting.append(array("q", range(2 * tokens)))
+    return _counting[-1].buffer_info()[0]
