@@ -13,6 +13,9 @@ from auraflux.bench.profile import Cost, profile_step
 from auraflux.cache import Sequence
 from auraflux.errors import ContextError
 from auraflux.run.engine import Engine
+from auraflux.run.generate import Stats, grow
+from auraflux.run.sampler import Sampling
+from auraflux.run.stream import Stream
 
 WARM_UP = 8  # tokens that pay for compiling and for the first touch of the weights
 
@@ -51,7 +54,8 @@ class Ours:
         self.engine, self.batch = engine, batch
         self.name = f"auraflux {engine.cache.settings.kv}" + (" exact" if engine.exact else "")
         self.sequences: list[Sequence] = []
-        self._next: list[int] = []
+        self._scores = torch.empty(0)
+        self._last: list[int] = []
 
     def read(self, ids: list[int]) -> None:
         for sequence in self.sequences:
@@ -60,16 +64,19 @@ class Ours:
         # no two of them the same
         texts = [ids[i:] + ids[:i] for i in range(self.batch)]
         scores = [self.engine.prefill(sequence, text) for sequence, text in zip(self.sequences, texts, strict=True)]
-        self._next = torch.stack(scores).argmax(-1).tolist()
+        self._scores = torch.stack(scores)
+        # the first token of each text is the prompt's work
+        self._scores.argmax(-1).tolist()
 
     def write(self, count: int) -> None:
-        batch = self.engine.cache.batch(self.sequences)
-        for _ in range(count):
-            self._next = self.engine.decode(batch, self._next).argmax(-1).tolist()
+        streams = [Stream(sequence, [], Sampling(), count + 1, frozenset(), None) for sequence in self.sequences]
+        for _ in grow(self.engine, streams, self._scores, Stats()):
+            pass
+        self._last = [stream.tokens[-1] for stream in streams]
 
     def costs(self) -> dict[str, Cost]:
         """What the next step takes, by op."""
-        return profile_step(self.engine, self.engine.cache.batch(self.sequences), self._next)
+        return profile_step(self.engine, self.engine.cache.batch(self.sequences), self._last)
 
     def cache_nbytes(self) -> int:
         return sum(sequence.nbytes for sequence in self.sequences)

@@ -70,6 +70,8 @@ class Batch:
     positions  [T]  int32, of each new token in its sequence
     counts     of new tokens of each sequence
     single     each sequence has one new token
+    extra      tokens at the end of a single sequence's step that fill it up to a size that recurs; none before them sees
+               them, and `drop_extra` forgets them
     """
 
     index: StepIndex
@@ -85,7 +87,7 @@ class Batch:
         if not sequences or len(set(sequences)) < len(sequences):
             raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
         self.sequences, self.context = sequences, context
-        self.single = False
+        self.single, self.extra = False, 0
         self.counts: list[int] = []
         self._checkpoints, self._find_index, self._expected = checkpoints, find_index, expected
         self._views: dict[Layer, Any] = {}
@@ -104,8 +106,18 @@ class Batch:
         """Where the sequences hold what is not found through the index."""
         return tuple(row.place for sequence in self.sequences for row in sequence.rows.values())
 
-    def extend(self, counts: list[int]) -> None:
-        """Make room for so many new tokens of each sequence; every layer must then be given them. All or nothing."""
+    def drop_extra(self) -> None:
+        """Forget the extra tokens of a step that has been taken."""
+        if self.extra:
+            sequence = self.sequences[0]
+            sequence.truncate(sequence.length - self.extra)
+            self.extra = 0
+
+    def extend(self, counts: list[int], extra: int = 0) -> None:
+        """Make room for so many new tokens of each sequence; every layer must then be given them. All or nothing.
+
+        extra  how many of them are
+        """
         self._check(counts)
         for sequence in self.sequences:
             sequence.pass_stride()
@@ -115,7 +127,7 @@ class Batch:
             for row in sequence.rows.values():
                 row.extend(sequence.length, new)
             sequence.length += new
-        self.counts, self.single = counts, all(new == 1 for new in counts)
+        self.counts, self.single, self.extra = counts, all(new == 1 for new in counts), extra
         self._write(counts)
 
     def _write(self, counts: list[int]) -> None:

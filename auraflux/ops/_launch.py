@@ -1,27 +1,36 @@
 """Launching a Triton kernel again without working out again which build of it is meant.
 
 Triton binds, types and specialises every argument of every call, which takes several times as long as the launch itself: short
-prompts would wait for Python. Layers repeat each other, so a `Launcher` keeps the builds of a kernel under what decides between
-them, in terms that are quick to ask for, and hands the arguments straight to the build's own launcher.
+prompts would wait for Python. Layers repeat each other, so a `Launcher` remembers calls by what decides between builds and
+more, in terms that are quick to ask for, and hands addresses and numbers straight to what Triton made to launch a build.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 # of Triton: how a build is launched is its own affair, so that other versions launch in their own way
 KNOWN = "3.6."
-# constants that are equal to others, and yet other constants
-TRUTH = {True: "true", False: "false"}
+NUMBERS = {int, float, bool, str, type(None)}
+MOST = 4096  # calls of a kernel that are remembered
 
 
-class Unknown(Exception):
-    """An argument of a type that is not looked for here."""
+class Launch(NamedTuple):
+    """How a call is made again: what is called, with what between grid and stream and the arguments.
+
+    kept  what the call is told apart from others by the identity of
+    """
+
+    build: Any
+    call: Any
+    fixed: tuple[Any, ...]
+    kept: list[Any]
 
 
 class Launcher:
@@ -33,59 +42,97 @@ class Launcher:
         self._places = set(self._names)
         self._constant = [param.is_constexpr for param in kernel.params]
         self._defaults = {param.name: param.default for param in kernel.params if param.has_default}
-        self._builds: dict[Any, Any] = {}
+        self._launches: dict[Any, Launch] = {}
 
     def __call__(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
-        device = driver.active.get_current_device()
+        active = driver.active
+        device = active.get_current_device()
         try:
-            values = [*args, *[named[name] if name in named else self._defaults[name] for name in self._names[len(args) :]]]
-            key = self._key(values, device, named)
-            build = self._builds.get(key)
-        except (KeyError, TypeError, ValueError, Unknown):
+            key, passed, kept = self._call(args, named, device)
+            launch = self._launches.get(key)
+        except (IndexError, KeyError, TypeError):
             # Triton knows what to do, or what to say
             return self._run(*args, grid=grid, warmup=warmup, **named)
-        if build is None or warmup or _watched():
+        if launch is None or warmup or _watched():
             build = self._run(*args, grid=grid, warmup=warmup, **named)
             if hasattr(build, "packed_metadata"):
-                self._builds[key] = build
+                self._remember(key, Launch(build, *_way(build), kept))
             return build
         x, y, z = (*grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(device)
-        build.run(x, y, z, stream, build.function, build.packed_metadata, None, None, None, *values)
-        return build
+        launch.call(x, y, z, active.get_current_stream(device), *launch.fixed, *passed)
+        return launch.build
 
-    def _key(self, values: list[Any], device: int, named: dict[str, Any]) -> tuple[Any, ...]:
-        """Make what tells builds apart. It may tell apart more than Triton does, never less."""
+    def _call(self, args: tuple[Any, ...], named: dict[str, Any], device: int) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
+        """Make what tells calls apart, never less than Triton does; what is passed on; what must be kept for that."""
         key: list[Any] = [device]
-        add, pointers = key.append, 0
-        for each, constant in zip(values, self._constant, strict=True):
+        passed: list[Any] = []
+        kept: list[Any] = []
+        add, give, pointers = key.append, passed.append, 0
+        rest = [named[name] if name in named else self._defaults[name] for name in self._names[len(args) :]]
+        if len(args) + len(rest) > len(self._names):
+            raise TypeError
+        for each in (*args, *rest):
             kind = each.__class__
-            if constant:
-                add(TRUTH[each] if kind is bool else (each,) if kind is float else each)
-            elif kind is Tensor:
+            if kind is Tensor:
+                address = each.data_ptr()
+                pointers |= address
                 add(each.dtype)
-                pointers |= each.data_ptr()
-            elif kind is int:
-                add(_number(each))
-            elif kind is TensorDescriptor:
-                key += each.base.dtype, *each.block_shape, each.layout, each.padding
-            elif each is None or kind is float or kind is bool:
+                give(address)
+                continue
+            give(each)
+            if kind in NUMBERS:
+                # 1, 1.0 and True are equal
                 add(kind)
+                add(each)
+            elif kind is TensorDescriptor:
+                key += each.base.dtype, *each.block_shape, id(each.layout), each.padding
+                kept.append(each.layout)
+            elif self._constant[len(passed) - 1]:
+                add(id(each))
+                kept.append(each)
             else:
-                raise Unknown
+                raise TypeError
+        # Triton uses that addresses are multiples of 16
         if pointers % 16:
-            key += [each.data_ptr() % 16 == 0 for each in values if each.__class__ is Tensor]
+            key += [each % 16 == 0 for each in passed if each.__class__ is int]
         for option in named.items():
             if option[0] not in self._places:
                 add(option)
-        return tuple(key)
+        return tuple(key), passed, kept
+
+    def _remember(self, key: tuple[Any, ...], launch: Launch) -> None:
+        if len(self._launches) == MOST:
+            self._launches.clear()
+        self._launches[key] = launch
 
 
-def _number(n: int) -> str:
-    """What Triton knows of an integer: it makes a constant of 1, and uses that others are multiples of 16."""
-    if -(1 << 31) <= n < 1 << 31:
-        return "16 n" if n % 16 == 0 else "1" if n == 1 else "n"
-    return "wide 16 n" if n % 16 == 0 else "wide n"
+_described: dict[Any, Any] = {}
+
+
+def described(x: Tensor, block: list[int], layout: Any) -> TensorDescriptor:
+    """Describe a tensor to the copy engine, in blocks. What Triton has found right once it does not look at again."""
+    shape, strides = x.shape, x.stride()
+    key = x.dtype, shape, strides, *block, id(layout)
+    if key not in _described or x.data_ptr() % 16 or not triton.__version__.startswith(KNOWN):
+        made = TensorDescriptor(x, list(shape), list(strides), block, layout)
+        if len(_described) == MOST:
+            _described.clear()
+        # kept, so that no other has its identity
+        _described[key] = layout
+        return made
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, shape, strides
+    made.block_shape, made.layout, made.padding = block, layout, "zero"
+    return made
+
+
+def _way(build: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a build, and what it takes before the kernel's arguments: a C function, unless Triton must find memory."""
+    run, nobody = build.run, (None, None, None)
+    if isinstance(run, CudaLauncher) and not run.global_scratch_size and not run.profile_scratch_size:
+        options = run.launch_cooperative_grid, run.launch_pdl, None, None
+        return run.launch, (build.function, *options, build.packed_metadata, *nobody)
+    return run, (build.function, build.packed_metadata, *nobody)
 
 
 def _watched() -> bool:

@@ -4,9 +4,11 @@ A wrapper calls `ready` on its first tensor, allocates its results with torch an
 the first import, plain Triton kernels run on CPU tensors, one program after the other: slow, and as right as on a GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._launch import quicken
+
+Subject = TypeVar("Subject")
+Found = TypeVar("Found")
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,6 +62,20 @@ class Build:
     def name(self) -> str:
         constants = " ".join(f"{key}={value}" for key, value in self.constants.items())
         return f"{self.kernel.__name__} {self.types} {constants}".strip()
+
+
+def once_for_each(find: Callable[[Subject], Found]) -> Callable[[Subject], Found]:
+    """Remember what a function finds of weights, which do not change, for as long as they are there."""
+    known: WeakKeyDictionary[Any, Found] = WeakKeyDictionary()
+
+    @wraps(find)
+    def remembered(subject: Subject) -> Found:
+        try:
+            return known[subject]
+        except KeyError:
+            return known.setdefault(subject, find(subject))
+
+    return remembered
 
 
 def ready(x: Tensor) -> None:

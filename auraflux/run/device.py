@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from auraflux.errors import BackendError, DeviceMemoryError, InputError
 
@@ -33,6 +34,24 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 def free_device_nbytes(device: torch.device) -> int:
     """Memory of a GPU that nobody has taken."""
     return torch.cuda.mem_get_info(device)[0]
+
+
+class Arriving:
+    """Whole numbers on their way from a device, which can be given more work before they are waited for."""
+
+    def __init__(self, numbers: Tensor):
+        self._numbers, self._there = numbers, None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def wait(self) -> list[int]:
+        """Give them when they are there; what the device was told to do later is not waited for."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._numbers.tolist()
 
 
 @contextmanager

@@ -7,10 +7,15 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache, CacheSettings, Sequence
+from auraflux.errors import CacheFull
 from auraflux.ops import exact
 from auraflux.quant import QTensor
 from auraflux.run.device import device_memory
 from auraflux.run.graph import Decoder
+
+# tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
+SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792)
+REACHES = (1024, 4096, 16384)  # of their indexes, as few for the same reason; then every power of two
 
 
 class Model(Protocol):
@@ -29,7 +34,7 @@ class Engine:
     sequences  that can be open at once
     chunk      tokens that go through the model together, over all sequences
     exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
-    graphs     replay steps of decoding, on a GPU also of long prompts, instead of running their Python every time
+    graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
     """
 
     def __init__(
@@ -57,19 +62,45 @@ class Engine:
 
         Whatever stops it on the way, an interrupt too, the sequences are then as they were, or shorter.
         """
-        flat = torch.tensor([token for each in ids for token in each]).to(self.device, non_blocking=True)
         before = [sequence.length for sequence in batch.sequences]
         try:
             with device_memory():
-                batch.extend([len(each) for each in ids])
-                return self.decoder.read(batch, flat) if self._repeats(batch) else self.forward(flat, batch)
+                replays = self._make_room(batch, [len(each) for each in ids])
+                tokens = [token for each in ids for token in each]
+                flat = torch.tensor(tokens + tokens[-1:] * batch.extra).to(self.device, non_blocking=True)
+                hidden = self.decoder.read(batch, flat) if replays else self.forward(flat, batch)
+                batch.drop_extra()
+                return hidden[: len(tokens)]
         except BaseException:
             self.undo(batch, before)
             raise
 
-    def _repeats(self, batch: Batch) -> bool:
-        """Whether a step has the size that long prompts are cut into, on a device that replays such steps."""
-        return self.graphs and self.device.type == "cuda" and batch.counts == [self.chunk] and not batch.single
+    def _make_room(self, batch: Batch, counts: list[int]) -> bool:
+        """Make room for a step's tokens, and for others that fill it up if it can be replayed; tell whether it can."""
+        size = self._size_of(batch, counts)
+        if size is not None:
+            try:
+                batch.extend([size], extra=size - counts[0])
+            except CacheFull:
+                # there may be room for the tokens alone
+                pass
+            else:
+                return True
+        batch.extend(counts)
+        return False
+
+    def _size_of(self, batch: Batch, counts: list[int]) -> int | None:
+        """Of what size a prompt's step is that can be replayed, its tokens or more; None for other steps."""
+        if len(counts) > 1 or not 1 < counts[0] <= self.chunk or not self.decoder.reads:
+            return None
+        size, sequence = self._size(counts[0]), batch.sequences[0]
+        end = sequence.length + counts[0]
+        # a recurrent state cannot go back to where the tokens end
+        fits = size == counts[0] or all(row.reaches(end) for row in sequence.rows.values())
+        return size if fits and sequence.length + size <= batch.context else None
+
+    def _size(self, tokens: int) -> int:
+        return next((size for size in SIZES if tokens <= size < self.chunk), self.chunk)
 
     @staticmethod
     def undo(batch: Batch, lengths: list[int]) -> None:
@@ -83,7 +114,7 @@ class Engine:
         with exact(self.exact):
             return self.model.logits(hidden)
 
-    def decode(self, batch: Batch, ids: list[int]) -> Tensor:
+    def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """One token of each sequence: the scores of the next, [B, V]."""
         return self.decoder(batch, ids)
 
@@ -103,9 +134,12 @@ class Engine:
         return self.score(hidden[-1:])[0]
 
     def _batch_for(self, sequence: Sequence, ids: list[int]) -> Batch:
-        """Make a batch for a prompt. Pieces read one index where they are to be replayed, so it reaches the prompt's end."""
-        replayed = self.device.type == "cuda" and len(ids) >= 2 * self.chunk
-        return self.cache.batch([sequence], sequence.length + len(ids) if replayed else 0)
+        """Make a batch for a prompt. Where its pieces are replayed, they and those of others of its kind read one index."""
+        if not self.decoder.reads:
+            return self.cache.batch([sequence])
+        rest = len(ids) % self.chunk
+        longest = sequence.length + len(ids) - rest + (self._size(rest) if rest else 0)
+        return self.cache.batch([sequence], next((reach - 1 for reach in REACHES if longest < reach), longest))
 
     def all_scores(self, sequence: Sequence, ids: list[int]) -> Tensor:
         """The scores after every token of a text, [T, V], read through the cache as generation reads it."""

@@ -5,7 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from auraflux.cache import Batch
+from auraflux.errors import CacheFull
+from auraflux.run.device import Arriving
 from auraflux.run.engine import Engine
 from auraflux.run.sampler import Sampler
 from auraflux.run.stream import Stream
@@ -52,21 +56,48 @@ def write(
     scores = torch.stack([engine.prefill(stream.sequence, stream.prompt, advance) for stream in streams])
     stats.prompt_tokens += sum(len(stream.prompt) for stream in streams)
     stats.prefill_s += time.perf_counter() - began
+    yield from grow(engine, streams, scores, stats)
+
+
+def grow(engine: Engine, streams: list[Stream], scores: Tensor, stats: Stats) -> Iterator[tuple[Stream, str]]:
+    """Continue streams whose prompts were read.
+
+    A GPU begins the next step before the tokens of this one are known here, unless they are the last. A stream that then ends
+    has given its sequence one token more than it need have: the one it ended with.
+
+    scores  [B, V]  of the first token of each
+    """
     live, batch = streams, engine.cache.batch([stream.sequence for stream in streams])
     sampler = Sampler([stream.row for stream in streams])
     while True:
         began = time.perf_counter()
-        chosen = sampler(scores).tolist()
-        stats.tokens += len(chosen)
+        chosen = sampler(scores)
+        arriving = Arriving(chosen)
+        ahead = _begun(engine, batch, live, chosen)
+        tokens = arriving.wait()
+        stats.tokens += len(tokens)
         stats.decode_s += time.perf_counter() - began
-        for stream, token in zip(live, chosen, strict=True):
+        for stream, token in zip(live, tokens, strict=True):
             yield stream, stream.take(token)
-        going = [stream for stream in live if stream.finish is None]
+        going = [number for number, stream in enumerate(live) if stream.finish is None]
         if not going:
             return
         began = time.perf_counter()
         if len(going) < len(live):
-            live, batch = going, engine.cache.batch([stream.sequence for stream in going])
-            sampler = Sampler([stream.row for stream in going])
-        scores = engine.decode(batch, [stream.tokens[-1] for stream in live])
+            live = [live[number] for number in going]
+            batch = engine.cache.batch([stream.sequence for stream in live])
+            sampler = Sampler([stream.row for stream in live])
+            ahead = ahead[going] if ahead is not None else None
+        scores = engine.decode(batch, [stream.tokens[-1] for stream in live]) if ahead is None else ahead
         stats.decode_s += time.perf_counter() - began
+
+
+def _begun(engine: Engine, batch: Batch, live: list[Stream], chosen: Tensor) -> Tensor | None:
+    """Begin the step after tokens that only the device knows, if that is of use: its scores [B, V]."""
+    if not engine.decoder.ahead(batch) or any(stream.last for stream in live):
+        return None
+    try:
+        return engine.decode(batch, chosen)
+    except CacheFull:
+        # the tokens are given out first; then it is met again, unless some stream ended and made room
+        return None

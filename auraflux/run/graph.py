@@ -2,7 +2,7 @@
 
 On a GPU a recording is a CUDA graph, on a CPU a list of kernel launches (`ops/_record.py`). It reads all that changes from step
 to step through a `StepIndex`, so one serves all batches of as many sequences until one outgrows the index. Steps of decoding
-are recorded, and on a GPU, which would wait for the Python of a mixture's many kernels, whole pieces of prompts too.
+are recorded, and on a GPU, which would wait for the Python of a mixture's many kernels, those of prompts too.
 """
 
 import logging
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("auraflux")
 
 KEPT = 32  # recordings; the one that was used longest ago goes first
+SWITCHED_OFF = "it is switched off"
 
 
 class Replay(Protocol):
@@ -56,13 +57,18 @@ class Decoder:
     def __init__(self, engine: "Engine"):
         self.engine = engine
         # why steps of decoding, and those of prompts, are not replayed; None if they are
-        self.refused: str | None = None if engine.graphs else "it is switched off"
+        self.refused: str | None = None if engine.graphs else SWITCHED_OFF
         self.unread: str | None = None
         self._steps: dict[object, Step] = {}
         self._capture = CudaCapture() if engine.device.type == "cuda" else _record
 
-    def __call__(self, batch: Batch, ids: list[int]) -> Tensor:
-        """Scores of the next token, [B, V]."""
+    @property
+    def reads(self) -> bool:
+        """Whether prompts go through `read`: where they are replayed, and where they would be, so that results are the same."""
+        return self.engine.device.type == "cuda" and self.unread is None and self.refused in (None, SWITCHED_OFF)
+
+    def __call__(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
+        """Scores of the next token, [B, V]; tokens may be on the device still."""
         before = [sequence.length for sequence in batch.sequences]
         try:
             with device_memory():
@@ -71,9 +77,14 @@ class Decoder:
             self.engine.undo(batch, before)
             raise
 
-    def _decode(self, batch: Batch, ids: list[int]) -> Tensor:
+    def ahead(self, batch: Batch) -> bool:
+        """Whether a GPU is likely to take the next step as a replay, so that it goes on while Python does other things."""
+        step = self._steps.get((batch.index, batch.places, (1,) * len(batch.sequences)))
+        return self.engine.device.type == "cuda" and step is not None and step.recording is not None
+
+    def _decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         batch.extend([1] * len(ids))
-        return self._replayed(batch, torch.tensor(ids), lambda step: self.engine.score(self.engine.forward(step.ids, batch)))
+        return self._replayed(batch, torch.as_tensor(ids), lambda step: self.engine.score(self.engine.forward(step.ids, batch)))
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""

@@ -117,7 +117,7 @@ class LanguageModel:
                     )
         finally:
             if session.writer is stream:
-                session.extend(stream.tokens)
+                session.extend(stream.chosen)
                 self._measure(self.engine, before)
 
     def _stream(self, sequence: Any, prompt: list[int], settings: Sampling, before: list[int] | None = None) -> Stream:

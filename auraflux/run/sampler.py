@@ -151,7 +151,9 @@ class _Settings:
         self.min_p = torch.tensor([one.min_p for one in each], dtype=torch.float32, device=device)
 
     def draw(self, rows: list[Row], logits: Tensor) -> Tensor:
-        uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float32, device=logits.device)
+        uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float32)
+        # not waited for: the device may still be at work on the scores
+        uniform = uniform.to(logits.device, non_blocking=True)
         return sample(logits.contiguous(), uniform, self.temperature, self.top_k, self.top_p, self.min_p)
 
 

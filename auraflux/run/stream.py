@@ -16,6 +16,8 @@ class Stream:
     limit      most tokens to write
     ends       tokens that end the text and are not part of it
     tokenizer  None where tokens are shown as numbers
+    tokens     of the text
+    chosen     all tokens: those of the text, and the end token after it
     finish     why it ended: "stop" at an end token or stop string, "length" at the limit; None until then
     """
 
@@ -32,12 +34,19 @@ class Stream:
         self.sequence, self.prompt, self.sampling, self.limit, self.ends = sequence, prompt, sampling, limit, ends
         self.row = Row(sampling, [*(before or []), *prompt])
         self.tokens: list[int] = []
+        self.chosen: list[int] = []
         self.finish: str | None = None
         self._text = Detokenizer(tokenizer) if tokenizer is not None else None
         self._stops = StopStrings(sampling.stop)
 
+    @property
+    def last(self) -> bool:
+        """Whether the next token is sure to be the last."""
+        return len(self.tokens) + 1 >= self.limit
+
     def take(self, token: int) -> str:
         """Add a token that was chosen; give the text that is sure by now."""
+        self.chosen.append(token)
         if token in self.ends:
             self.finish = "stop"
             return self._rest()

@@ -13,6 +13,9 @@ from auraflux.models import family
 from auraflux.ops import use_backend
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.run.engine import Engine
+from auraflux.run.generate import Stats, write
+from auraflux.run.sampler import Sampling
+from auraflux.run.stream import Stream
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import error, save, tokens
@@ -79,6 +82,36 @@ def test_a_graph_is_the_step_it_was_captured_from(name: str, kv: str, tmp_path: 
         batch = engine.cache.batch(pair)
         found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
     assert torch.equal(found[True], found[False])
+
+
+def written(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    """What texts become that are written together and end after 9, 17, 25, ... tokens."""
+    limits = range(9, 9 + 8 * len(prompts), 8)
+    streams = [
+        Stream(engine.cache.open(), prompt, sampling, limit, frozenset(), None)
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    for _ in write(engine, streams, Stats()):
+        pass
+    for stream in streams:
+        stream.sequence.close()
+    return [stream.tokens for stream in streams]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5, seed=3)])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+def test_steps_that_begin_before_their_tokens_are_known_change_nothing(name: str, sampling: Sampling, tmp_path: Path):
+    torch.manual_seed(0)
+    source = MODELS[name]()
+    folder, text = save(source, tmp_path), tokens(source, PROMPT)
+    prompts = [text, text[:7], text[3:]]
+    ahead, turns = (
+        engine_for(folder, "k8v4", "cuda", torch.bfloat16, bits=4, sequences=3, graphs=graphs) for graphs in (True, False)
+    )
+    # the second time all steps are recorded
+    found = [written(ahead, prompts, sampling) for _ in range(2)]
+    assert ahead.decoder.refused is None
+    assert found == [written(turns, prompts, sampling)] * 2
 
 
 PIECE, PIECES, REST = 128, 5, 7

@@ -64,12 +64,50 @@ X, Y = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
 
 def test_a_second_call_goes_straight_to_the_build(kernel: Recorded):
     kernel(X, Y, 48, 0.5, BLOCK=16, num_warps=4)
-    kernel(Y.float(), Y, 64, 2.5, BLOCK=16, num_warps=4, grid=(5, 2))
+    other = Y.float()
+    kernel(other, Y, 48, 0.5, BLOCK=16, num_warps=4, grid=(5, 2))
     assert kernel.counts == (1, 1)
     (x, y, z, stream, function, metadata, *hooks), values = kernel.launched[0][:9], kernel.launched[0][9:]
     assert (x, y, z, stream, function, metadata, hooks) == (5, 2, 1, Driver.stream, "f", "m", [None] * 3)
-    assert values[1] is Y
-    assert values[2:] == (64, 2.5, 16, False)
+    assert values == (other.data_ptr(), Y.data_ptr(), 48, 0.5, 16, False)
+
+
+def test_a_launcher_of_triton_is_called_without_what_surrounds_it(kernel: Recorded, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    class Own:
+        """What Triton makes of a build, less the compiling."""
+
+        launch_cooperative_grid, launch_pdl, profile_scratch_size = False, True, 0
+        global_scratch_size = 0
+
+        def __call__(self, *given):
+            seen.append(("around", *given))
+
+        def launch(self, *given):
+            seen.append(("straight", *given))
+
+    monkeypatch.setattr(_launch, "CudaLauncher", Own)
+    monkeypatch.setattr(
+        kernel.launch, "_run", lambda *args, **named: SimpleNamespace(run=Own(), function="f", packed_metadata="m")
+    )
+    for scratch in (0, 256):
+        monkeypatch.setattr(Own, "global_scratch_size", scratch)
+        for _ in range(2):
+            kernel(X, Y, 48, 0.5, BLOCK=16 + scratch)
+    arguments = X.data_ptr(), Y.data_ptr(), 48, 0.5
+    fixed = 3, 1, 1, Driver.stream, "f"
+    assert seen == [
+        ("straight", *fixed, False, True, None, None, "m", None, None, None, *arguments, 16, False),
+        ("around", *fixed, "m", None, None, None, *arguments, 272, False),
+    ]
+
+
+def test_no_more_calls_are_remembered_than_that(kernel: Recorded, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_launch, "MOST", 2)
+    for n in (48, 64, 80, 48, 80):
+        kernel(X, Y, n, 0.5, BLOCK=16)
+    assert kernel.counts == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +117,7 @@ def test_a_second_call_goes_straight_to_the_build(kernel: Recorded):
         ((X[1:], Y, 48, 0.5), {}),
         ((None, Y, 48, 0.5), {}),
         ((X, Y, 47, 0.5), {}),
+        ((X, Y, 48, 0.25), {}),
         ((X, Y, 1, 0.5), {}),
         ((X, Y, 1 << 36, 0.5), {}),
         ((X, Y, (1 << 36) + 1, 0.5), {}),
@@ -136,3 +175,22 @@ def test_only_a_known_version_of_triton_is_launched_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(triton, "__version__", "3.6.1")
     quicken(kernel)
     assert isinstance(kernel.run, Launcher)
+
+
+def test_a_description_is_the_one_that_triton_makes():
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
+    for rows in (64, 64, 128):
+        x = torch.zeros(rows, 64, dtype=torch.bfloat16)
+        wanted, found = TensorDescriptor.from_tensor(x, [16, 64], layout), _launch.described(x, [16, 64], layout)
+        assert type(found) is TensorDescriptor
+        assert found.base is x
+        assert {name: list(value) for name, value in vars(found).items() if name in ("shape", "strides", "block_shape")} == {
+            name: list(value) for name, value in vars(wanted).items() if name in ("shape", "strides", "block_shape")
+        }
+        assert (found.layout, found.padding) == (wanted.layout, wanted.padding)
+        assert vars(found).keys() == vars(wanted).keys()
+    with pytest.raises(AssertionError, match="aligned"):
+        _launch.described(torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64), [16, 64], layout)

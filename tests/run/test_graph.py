@@ -87,7 +87,7 @@ def test_a_gpu_without_memory_is_told_in_a_sentence_and_the_text_goes_on(monkeyp
 def read_in_pieces(made: Engine, monkeypatch: pytest.MonkeyPatch, pieces: int) -> torch.Tensor:
     """The scores after a prompt whose whole pieces are replayed where they can be, as on a GPU."""
     monkeypatch.setattr(made, "chunk", len(IDS))
-    monkeypatch.setattr(made, "_repeats", lambda batch: made.graphs and batch.counts == [len(IDS)])
+    monkeypatch.setattr(made, "_size_of", lambda batch, counts: len(IDS) if counts == [len(IDS)] and made.graphs else None)
     return made.prefill(made.cache.open(), IDS * pieces + IDS[:3])
 
 

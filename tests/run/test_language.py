@@ -1,19 +1,26 @@
 """A loaded model: scores, text, conversations, batches, and what it refuses."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import auraflux
-from auraflux.errors import ContextError, FormatError, InputError, SettingsError
+from auraflux.cache import Batch
+from auraflux.errors import CacheFull, ContextError, FormatError, InputError, SettingsError
+from auraflux.run.graph import Decoder
 from auraflux.run.language import LanguageModel
 from tests.run.tiny import tiny
 
 IDS = [5, 80, 301, 17, 44, 120, 9]
 
 
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    return auraflux.load(tiny(), kv="k8v4", exact=True, context=256, device="cpu")
+@pytest.fixture(scope="module", params=["by turns", "ahead"])
+def model(request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
+    """A model whose steps follow their tokens, and one that begins them before, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "ahead", lambda self, batch: request.param == "ahead")
+        yield auraflux.load(tiny(), kv="k8v4", exact=True, context=256, device="cpu")
 
 
 def test_logits_are_those_of_every_position(model: LanguageModel):
@@ -94,6 +101,49 @@ def test_a_batch_is_what_each_would_be_alone(model: LanguageModel):
     alone = ["".join(model.generate(prompt, max_tokens=10)) for prompt in prompts]
     assert model.generate_batch(prompts, max_tokens=10) == alone
     assert model.generate_batch([]) == []
+
+
+def test_texts_of_a_batch_end_by_themselves(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    prompts = [IDS, IDS[:4], IDS[2:], IDS[3:]]
+    settings = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+    monkeypatch.setattr(model, "ends", frozenset())
+    endless = [list(model.tokens(prompt, **settings)) for prompt in prompts]
+    monkeypatch.setattr(model, "ends", frozenset([endless[0][1], endless[1][4], endless[2][8]]))
+    alone = ["".join(model.generate(prompt, **settings)) for prompt in prompts]
+    assert len({len(text) for text in alone}) > 1
+    assert model.generate_batch(prompts, **settings) == alone
+
+
+def test_the_token_that_ended_a_text_need_not_be_read_again(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    whole = list(model.tokens(IDS, max_tokens=8))
+    again = [*IDS, *whole[:5], 7]
+    wanted = list(model.tokens(again, max_tokens=4))
+    model.reset()
+    end = whole.index(whole[4])
+    monkeypatch.setattr(model, "ends", frozenset([whole[4]]))
+    assert list(model.tokens(IDS, max_tokens=8)) == whole[:end]
+    monkeypatch.setattr(model, "ends", frozenset())
+    assert list(model.tokens(again, max_tokens=4)) == wanted
+    begun = model.engine.decoder.ahead(model.engine.cache.batch([model._session.sequence]))
+    assert model.stats.reused_tokens == len(IDS) + end + begun
+
+
+def test_tokens_are_given_before_the_cache_is_full(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    wanted, extend, steps = list(model.tokens(IDS, max_tokens=8)), Batch.extend, []
+
+    def full(self: Batch, counts: list[int]) -> None:
+        if counts == [1]:
+            steps.append(self)
+            if len(steps) > 3:
+                raise CacheFull("there is no page left.")
+        extend(self, counts)
+
+    model.reset()
+    monkeypatch.setattr(Batch, "extend", full)
+    tokens = model.tokens(IDS, max_tokens=8)
+    assert [next(tokens) for _ in range(4)] == wanted[:4]
+    with pytest.raises(CacheFull, match="no page"):
+        next(tokens)
 
 
 def test_stop_strings_end_the_text(model: LanguageModel):

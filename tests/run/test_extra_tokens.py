@@ -1,0 +1,92 @@
+"""How steps of prompts are filled up with extra tokens: sizes, room, and what is left when it is over."""
+
+import pytest
+
+import auraflux
+from auraflux.run.engine import SIZES, Engine
+from auraflux.run.graph import Decoder
+from tests.run.tiny import tiny
+
+TEXT = [3 + n % 20 for n in range(300)]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine that reads prompts as on a GPU."""
+    monkeypatch.setattr(Decoder, "reads", True)
+    return auraflux.load(tiny(), quantize=4, context=300, device="cpu", graphs=False).make_engine(2)
+
+
+def sizes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the steps that will be taken."""
+    seen: list[int] = []
+    forward = engine.forward
+
+    def noted(flat, batch):
+        seen.append(len(flat))
+        return forward(flat, batch)
+
+    monkeypatch.setattr(engine, "forward", noted)
+    return seen
+
+
+def test_prompts_are_read_in_few_sizes(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "chunk", 100)
+    seen = sizes_of(engine, monkeypatch)
+    # pieces of 100 tokens, and what is left
+    for count in (1, 3, 4, 32, 33, 65, 100, 165):
+        sequence = engine.cache.open()
+        engine.prefill(sequence, TEXT[:count])
+        assert sequence.length == count
+        sequence.close()
+    assert seen == [1, 32, 32, 32, 64, 100, 100, 100, 100]
+    assert {32, 64} <= set(SIZES)
+
+
+def test_extra_tokens_leave_no_pages(engine: Engine):
+    sequence = engine.cache.open()
+    engine.prefill(sequence, TEXT[:130])
+    (row,) = sequence.rows.values()
+    assert len(row.pages) == 3
+    assert sequence.nbytes == engine.cache.nbytes
+    other = sequence.fork()
+    engine.prefill(other, TEXT[:5])
+    assert (sequence.length, other.length) == (130, 135)
+
+
+def test_a_step_is_not_filled_up_past_the_context(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    seen = sizes_of(engine, monkeypatch)
+    sequence = engine.cache.open()
+    for count in (240, 40, 20):
+        engine.prefill(sequence, TEXT[:count])
+    assert seen == [256, 40, 20]
+
+
+def test_where_pages_are_scarce_the_tokens_alone_are_read(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    seen = sizes_of(engine, monkeypatch)
+    one, two = engine.cache.open(), engine.cache.open()
+    (group,) = one.rows
+    engine.prefill(one, TEXT[:240])
+    taken = [group.pool.take() for _ in range(group.pool.free - 2)]
+    engine.prefill(two, TEXT[:120])
+    engine.prefill(one, TEXT[:10])
+    group.pool.release(taken)
+    assert seen == [256, 128, 10]
+    assert (one.length, two.length) == (250, 120)
+
+
+def test_a_step_that_is_stopped_leaves_the_sequence_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    sequence = engine.cache.open()
+    engine.prefill(sequence, TEXT[:40])
+    held = engine.cache.nbytes
+    with monkeypatch.context() as patch:
+
+        def stop(flat, batch):
+            raise KeyboardInterrupt
+
+        patch.setattr(engine, "forward", stop)
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill(sequence, TEXT[:70])
+    assert (sequence.length, engine.cache.nbytes) == (40, held)
+    engine.prefill(sequence, TEXT[:70])
+    assert sequence.length == 110
