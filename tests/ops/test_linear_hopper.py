@@ -8,6 +8,7 @@ from auraflux.quant import quantize
 from tests.ops.ptx import Device, Machine, sources
 
 PARTS = "linear/_nibbles.py", "linear/_planes.py", "linear/_hopper_rows.py"
+PAIRS = *PARTS, "linear/_hopper_columns.py", "linear/_hopper_one.py"
 BYTES = *PARTS, "linear/_bytes.py", "linear/_hopper_run.py", "linear/_hopper_bytes.py"
 TOL = 4e-3
 # bits, group (0: MXFP4), width, parts of a run: whole runs and not, scales in whole words and not
@@ -50,7 +51,7 @@ def multiply(
             made = sources(Machine(device, 2 * blocks, program), *BYTES)
             made["matvec_bytes"](*args, *sizes, 2 * blocks, 3, 2, blocks > 1, 0)
         else:
-            sources(Machine(device, 2, program), *PARTS, "linear/_hopper_one.py")["matvec_codes"](*args, *sizes, 2, 3, 2)
+            sources(Machine(device, 2, program), *PAIRS)["matvec_codes"](*args, *sizes, 2, 3, 2)
     return [device.get(out, nothing(1, rows)).float() for out in outs]
 
 

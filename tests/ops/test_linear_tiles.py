@@ -29,9 +29,13 @@ def run(kernel, *args, ids: tuple[int, ...] = (0, 0, 0)):
     language = Program(ids)
     language.join = lambda a, b: Shaped(np.stack([a.data, b.data], -1))
     language.split = lambda x: (Shaped(x.data[..., 0]), Shaped(x.data[..., 1]))
+    language.sum, language.sqrt = (lambda x, axis: Tensor(x.data.sum(axis))), (lambda x: Tensor(np.sqrt(x.data)))
     nothing = {"gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
     function = getattr(kernel, "fn", kernel)
-    return types.FunctionType(function.__code__, {**function.__globals__, "gl": language, "tl": language, **nothing})(*args)
+    names = {**function.__globals__, "gl": language, "tl": language, **nothing}
+    parts = {name: value.fn for name, value in names.items() if isinstance(getattr(value, "fn", None), types.FunctionType)}
+    names |= {name: types.FunctionType(part.__code__, names) for name, part in parts.items()}
+    return types.FunctionType(function.__code__, names)(*args)
 
 
 @pytest.mark.parametrize(("bits", "block"), [(4, 256), (4, 128), (8, 128)])
@@ -49,6 +53,23 @@ def test_tokens_are_in_the_order_of_codes(bits: int, block: int):
             places = ordered[n * 64 + j * 16 :][:16].astype(int)
             assert ((found & ((1 << bits) - 1)) == codes[:, places]).all()
     assert (np.sort(ordered) == inputs).all()
+
+
+def test_a_stream_is_normalised_and_ordered():
+    tokens, width, padded, tile, eps = 3, 320, 512, 4, 1e-5
+    generator = np.random.default_rng(0)
+    x, delta = (generator.standard_normal((tokens, width), np.float32) for _ in range(2))
+    norm, total = generator.random(width, np.float32) + 0.5, np.full((tokens, width), np.nan, np.float32)
+    ordered, plain = (np.full(tile * padded, np.nan, np.float32) for _ in range(2))
+    both = x + delta
+    unit = both / np.sqrt((both**2).mean(1, keepdims=True) + eps) * norm
+    for token in range(tile):
+        stream = [Pointer(part.reshape(-1)) for part in (x, delta, norm, total)]
+        sizes = tokens, width, padded
+        run(_by_tiles.order_normed, *stream, Pointer(ordered), *sizes, eps, 4, tile, 256, 512, ids=(token, 0, 0))
+        run(_by_tiles.order_tokens, Pointer(unit.reshape(-1)), Pointer(plain), *sizes, 4, tile, 256, 512, ids=(token, 0, 0))
+    assert np.allclose(ordered, plain, rtol=1e-5, atol=1e-6)
+    assert (total == both).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

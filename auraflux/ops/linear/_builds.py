@@ -4,8 +4,10 @@ from auraflux.ops._triton import Build
 from auraflux.ops.linear._by_tiles import TILE_BUILDS
 from auraflux.ops.linear._dense_rows import BLOCK, COLUMNS_AT_ONCE, dense_one, dequantize_rows, take_rows
 from auraflux.ops.linear._hopper import matmul16
+from auraflux.ops.linear._hopper_batch import BATCH_BUILDS
 from auraflux.ops.linear._hopper_bytes import BYTES_BUILDS
 from auraflux.ops.linear._hopper_one import ONE_BUILDS
+from auraflux.ops.linear._hopper_scores import SCORES_BUILDS
 from auraflux.ops.linear._hopper_some import SOME_BUILDS
 from auraflux.ops.linear._hopper_stream import MOST_WEIGHTS, matvec
 from auraflux.ops.linear._normed import NORMED_BUILDS
@@ -38,6 +40,8 @@ def _stream_builds() -> list[Build]:
         Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "TILES": 2}, hot=True, options=options),
         Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 2048, "TILES": 4}, hot=True, options=options),
         Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 8192}, hot=True, options=options),
+        Build(matvec, f"*bf16 fp32 {weight} *bf16", {**one, **plain, "K": 7168}, hot=True, options={"num_warps": 4}),
+        Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 7168, "TILES": 2}, hot=True, options={"num_warps": 4}),
     ]
 
 
@@ -87,4 +91,14 @@ def _builds() -> list[Build]:
     ]
 
 
-KERNELS = [*_builds(), *NORMED_BUILDS, *TILE_BUILDS, *WRITTEN_BUILDS, *ONE_BUILDS, *BYTES_BUILDS, *SOME_BUILDS]
+KERNELS = [
+    *_builds(),
+    *NORMED_BUILDS,
+    *TILE_BUILDS,
+    *WRITTEN_BUILDS,
+    *ONE_BUILDS,
+    *BYTES_BUILDS,
+    *SOME_BUILDS,
+    *BATCH_BUILDS,
+    *SCORES_BUILDS,
+]

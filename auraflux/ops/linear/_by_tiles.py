@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops._triton import INTERPRETED, Build, capability, cdiv, multiprocessors, silu
+from auraflux.ops._launch import described
+from auraflux.ops._triton import INTERPRETED, Build, capability, cdiv, multiprocessors, power_of_two, silu
 from auraflux.ops.linear._hopper_tiles import multiply_tiles
 from auraflux.quant import QTensor
 
@@ -24,6 +25,7 @@ FEW = 16  # tokens that other kernels are for, where they serve
 MOST_TOGETHER = 3  # weights of a launch
 MOST_TOKENS = 1024  # for more, a weight written out once costs less than taking it apart for every tile of tokens
 MOST_SHARES = 8
+WIDEST = 16384  # inputs of a token that a program normalises
 MOST_BOX = 256  # rows of a tile that the copy engine takes at once
 ORDERED, ADDED = 1024, 32  # inputs of a token, and rows, of the programs before and after
 SHARED_NBYTES = 216 << 10  # of a program
@@ -32,6 +34,9 @@ STEP_US = {(32, 128): 0.053, (64, 128): 0.062, (128, 128): 0.103, (256, 128): 0.
 STEP_US |= {(32, 256): 0.083, (64, 256): 0.106, (128, 256): 0.178}
 START_US = {128: 4.0, 256: 6.5}
 ADD_US, BYTE_US = 1.5, 2e-7  # the kernel that adds, and each byte it reads or was left
+
+
+Normed = tuple[Tensor, Tensor, Tensor, float]
 
 
 @dataclass(frozen=True)
@@ -46,21 +51,57 @@ class Plan:
 
 
 @triton.jit
-def order_tokens(x, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
-    """Write tokens [tiles, K / 64, T, 64] in the order in which lanes take codes apart; zeros where there are none.
+def _input_at(at, BITS: tl.constexpr, KB: tl.constexpr):
+    """Which input lies at a place of a token.
 
     Lane t of four has a quarter of a block's KB inputs, 16 for each 64: pairs (j, j + PLANES) of words v.
     """
+    PLANES: tl.constexpr = 16 // BITS
+    e, t, v, j = at % 2, at // 2 % 4, at // 8 % (8 // PLANES), at % 64 // (64 // PLANES)
+    return at // KB * KB + KB // 4 * t + at % KB // 64 * 16 + 2 * PLANES * v + j + PLANES * e
+
+
+@triton.jit
+def order_tokens(x, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
+    """Write tokens [tiles, K / 64, T, 64] in the order in which lanes take codes apart; zeros where there are none."""
     # what follows reads nothing but weights before it waits
     gdc_launch_dependents()
     gdc_wait()
-    PLANES: tl.constexpr = 16 // BITS
     token, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    e, t, v, j = at % 2, at // 2 % 4, at // 8 % (8 // PLANES), at % 64 // (64 // PLANES)
-    k = at // KB * KB + KB // 4 * t + at % KB // 64 * 16 + 2 * PLANES * v + j + PLANES * e
+    k = _input_at(at, BITS, KB)
     value = tl.load(x + token.to(tl.int64) * K + k, mask=(k < K) & (token < tokens), other=0.0)
     tile = (token // T).to(tl.int64) * padded * T
     tl.store(out + tile + (at // 64 * T + token % T) * 64 + at % 64, value, mask=at < padded)
+
+
+@triton.jit
+def order_normed(
+    x, delta, norm, total, out, tokens, K, padded, eps,
+    BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As `order_tokens`, of the norm of a stream to which delta is added; their sum goes to `total`. A program a token."""
+    gdc_launch_dependents()
+    gdc_wait()
+    token, at = tl.program_id(0), tl.arange(0, WIDTH)
+    line = token.to(tl.int64) * K
+    there = (at < K) & (token < tokens)
+    wide = _summed(x, delta, line, at, there)
+    tl.store(total + line + at, wide, mask=there)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / K + eps)
+    k = _input_at(at, BITS, KB)
+    there = (k < K) & (token < tokens)
+    wide = _summed(x, delta, line, k, there)
+    value = wide * factor * tl.load(norm + k, mask=there, other=0.0)
+    tile = (token // T).to(tl.int64) * padded * T
+    tl.store(out + tile + (at // 64 * T + token % T) * 64 + at % 64, value, mask=at < padded)
+
+
+@triton.jit
+def _summed(x, delta, line, k, there):
+    """Inputs k of the stream and delta, rounded where they would be stored; zeros where there are none."""
+    wide = tl.load(x + line + k, mask=there, other=0.0).to(tl.float32)
+    wide += tl.load(delta + line + k, mask=there, other=0.0).to(tl.float32)
+    return wide.to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -144,17 +185,24 @@ def tile_layout(kind: str, rows: int, columns: int) -> gl.NVMMASharedLayout:
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     kind = "bf16" if x.dtype is torch.bfloat16 else "i32"
-    return TensorDescriptor.from_tensor(x, [rows, columns], tile_layout(kind, rows, columns))
+    return described(x, [rows, columns], tile_layout(kind, rows, columns))
 
 
-def multiply_hopper_tiles(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False) -> None:
-    """Tokens times up to MOST_TOGETHER weights of one format and width; gated: silu(first) * second, into one out."""
+def multiply_hopper_tiles(
+    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: Normed | None = None
+) -> None:
+    """Tokens times up to MOST_TOGETHER weights of one format and width; gated: silu(first) * second, into one out.
+
+    normed  x is first added to and normalised: what is added, the norm in float32, where the sum goes, eps
+    """
     rows = tuple(weight.shape[0] for weight in weights)
     found = plan(x.shape[0], rows, x.shape[1], weights[0].bits, multiprocessors(x.device))
-    launch_tiles(x, weights, outs, gated, found)
+    launch_tiles(x, weights, outs, gated, found, normed)
 
 
-def launch_tiles(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool, how: Plan) -> None:
+def launch_tiles(
+    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool, how: Plan, normed: Normed | None = None
+) -> None:
     (tokens, width), bits, group = x.shape, weights[0].bits, weights[0].group
     tile, block = how.tile, how.block
     # rows of a weight in a program, and how many of the weights have rows of their own
@@ -163,8 +211,16 @@ def launch_tiles(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], 
     share = cdiv(blocks, how.shares)
     shares, padded = cdiv(blocks, share), blocks * block
     ordered = x.new_empty(tiles * padded // 64 * tile, 64)
-    grid = tiles * tile, cdiv(padded, ORDERED)
-    order_tokens[grid](x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
+    if normed is None:
+        grid = tiles * tile, cdiv(padded, ORDERED)
+        order_tokens[grid](x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
+    else:
+        delta, norm, total, eps = normed
+        stream, wide = (x, delta, norm, total, ordered), power_of_two(padded)
+        order_normed[(tiles * tile,)](
+            *stream, tokens, width, padded, float(eps), bits, tile, block, wide,
+            num_warps=min(16, max(4, wide // 256)), launch_pdl=True,
+        )  # fmt: skip
     rows = [weight.shape[0] for weight in weights[:count]]
     ends = list(accumulate(cdiv(n, each) for n in rows))
     sizes = [*_filled(ends[:-1], MOST_TOGETHER - 1), *_filled(rows)]
@@ -215,8 +271,10 @@ def _builds() -> list[Build]:
     three = {"COUNT": 3, "GATED": False, "R": 128, "T": 64, "BR": ADDED, "BT": 64}
     absent = {"y1": None, "y2": None, "end0": None, "end1": None, "rows1": None, "rows2": None}
     ordered = {"BITS": 4, "T": 64, "KB": 256, "BLOCK": ORDERED}
+    wide = {"BITS": 4, "T": 32, "KB": 256, "WIDTH": 4096}
     return [
         Build(order_tokens, "*bf16 *bf16 i32 i32:16 i32:16", ordered, hot=True),
+        Build(order_normed, "*bf16 *bf16 *fp32 *bf16 *bf16 i32 i32:16 i32:16 fp32", wide, hot=True, options={"num_warps": 16}),
         product(1, Plan(64, 128, 256, 4, 2), 4),
         product(3, Plan(32, 128, 256, 6, 4), 4),
         product(1, Plan(128, 128, 128, 5, 2), 4),

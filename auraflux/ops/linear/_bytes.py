@@ -13,9 +13,13 @@ column each lane (g, t) has some codes of rows g and g + 8, and the x that belon
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear._planes import word_count
-
 BYTES_MMA = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
+
+
+@gluon.constexpr_function
+def words_of_row(bits, column):
+    """Words in which a lane's codes of a column and a row lie; of 3 and 5 bits, they may begin within the first."""
+    return {3: 2, 5: 3}.get(bits, bits * column // 128)
 
 
 @gluon.constexpr_function
@@ -65,11 +69,14 @@ def _apart_ptx(bits, r, w, shift):
         text += f"shf.r.wrap.b32 {t[2]},{w[0]},{w[1]},4; shf.r.wrap.b32 {t[3]},{w[1]},{w[2]},4; shr.u32 {t[4]},{w[2]},4;"
         text += pick(t[5], t[2], t[3], 0x4310) + pick(t[6], t[3], t[4], 0x6532) + keep(2, t[5]) + keep(3, t[6])
     else:
-        # half of the codes of eight lie within bytes, the other half do some bits on
+        # half of the codes of eight lie within bytes, the other half do four bits on
         for h in range(2):
-            low, high, far = w[2 * h], w[2 * h + 1], t[3 * h + 1]
-            text += pick(t[3 * h], low, high, shift[0]) + keep(2 * h, t[3 * h])
-            text += f"shf.r.wrap.b32 {far},{low},{high},{shift[1]};" + (pick(far, far, far, 0x2110) if bits == 3 else "")
+            low, high, near, far = w[h if bits == 5 else 0], w[h + 1 if bits == 5 else 1], t[2 * h], t[2 * h + 1]
+            text += pick(near, low, high, shift[h]) + keep(2 * h, near)
+            if bits == 5:
+                text += f"shf.r.wrap.b32 {far},{low},{high},{shift[2 + h]};"
+            else:
+                text += f"shr.u32 {far},{near},4;" + pick(far, far, far, 0x2110)
             text += keep(2 * h + 1, far)
     return text
 
@@ -81,11 +88,11 @@ def _columns_ptx(bits, column, gang, first):
     Out: 4 sums a column. In: words of row g and of row g + 8 for each column, x of both sets, and what 3 and 5 bits are
     shifted by. `first` is the number of the first column.
     """
-    words, regs = word_count(bits, column), column // 16
+    words, regs = words_of_row(bits, column), column // 16
     x = 4 * gang + 2 * words * gang
     rows = [f"{r}{n}" for n in range(gang) for r in "uv"]
     text = "{.reg .b32 " + ",".join(f"{r}f<4>,{r}t<7>" for r in rows) + ";"
-    shift = [f"${x + 2 * regs + i}" for i in range(2)]
+    shift = [f"${x + 2 * regs + i}" for i in range(4)]
     for n, r in enumerate(rows):
         text += _apart_ptx(bits, r, [f"${4 * gang + words * n + i}" for i in range(words)], shift)
     for i in range(0, regs, 2):
@@ -98,14 +105,28 @@ def _columns_ptx(bits, column, gang, first):
 
 @gluon.constexpr_function
 def _columns_regs(bits, column, gang):
-    return "=&r," * (4 * gang) + ",".join("r" * (2 * word_count(bits, column) * gang + column // 8 + 2 * (bits in (3, 5))))
+    more = {3: 2, 5: 4}.get(bits, 0)
+    return "=&r," * (4 * gang) + ",".join("r" * (2 * words_of_row(bits, column) * gang + column // 8 + more))
 
 
 @gluon.constexpr_function
-def _load_ptx(column, apart):
+def _load_ptx(column):
     pairs, text = column // 8, ""
     for i in range(pairs // 4):
-        text += f"ld.global.v4.b32 {{{','.join(f'${4 * i + k}' for k in range(4))}}},[${pairs}+{(64 if apart else 16) * i}];"
+        text += f"ld.global.v4.b32 {{{','.join(f'${4 * i + k}' for k in range(4))}}},[${pairs}+{16 * i}];"
+    return text
+
+
+@gluon.constexpr_function
+def _words_ptx(bits, column, place, pitch):
+    """Words of rows g and g + 8 of the column at byte `place`."""
+    words, text = words_of_row(bits, column), ""
+    size = words if words in (2, 4) and bits != 3 else 1
+    for row in range(2):
+        for i in range(0, words, size):
+            out = ",".join(f"${words * row + i + k}" for k in range(size))
+            to, kind = (f"{{{out}}}", f"v{size}.b32") if size > 1 else (out, "b32")
+            text += f"ld.shared.{kind} {to},[${2 * words}+{place + 8 * pitch * row + 4 * i}];"
     return text
 
 
@@ -163,12 +184,31 @@ def column_of(lane):
 
 
 @gluon.jit
-def raw_x(x, t, BITS: gl.constexpr, COLUMN: gl.constexpr):
+def raw_x(x, t, COLUMN: gl.constexpr):
     """The x of a lane's codes of a column that begins at address `x`."""
-    APART: gl.constexpr = BITS == 3 or BITS == 5
     regs: gl.constexpr = "=r," * (COLUMN // 8) + "l"
-    at = x + t * (16 if APART else COLUMN // 2)
-    return gl.inline_asm_elementwise(_load_ptx(COLUMN, APART), regs, [at], (gl.int32,) * (COLUMN // 8), is_pure=False, pack=1)
+    at = x + t * (COLUMN // 2)
+    return gl.inline_asm_elementwise(_load_ptx(COLUMN), regs, [at], (gl.int32,) * (COLUMN // 8), is_pure=False, pack=1)
+
+
+@gluon.jit
+def shifts(t, BITS: gl.constexpr):
+    """What 3 and 5 bits are taken apart by: which bytes of two words, for either eight codes, and the shift of 5 bits."""
+    byte = 2 * BITS * t % 4
+    found = ()
+    if BITS == 3:
+        found = (byte * 0x1111 + 0x0210, byte * 0x1111 + 0x3543)  # type: ignore[assignment]
+    elif BITS == 5:
+        found = (byte * 0x1111 + 0x4310, byte * 0x1111 + 0x5421, byte * 8 + 4, byte * 8 + 12)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def byte_words_at(at, PLACE: gl.constexpr, BITS: gl.constexpr, COLUMN: gl.constexpr, PITCH: gl.constexpr):
+    COUNT: gl.constexpr = 2 * words_of_row(BITS, COLUMN)
+    text: gl.constexpr = _words_ptx(BITS, COLUMN, PLACE, PITCH)
+    regs: gl.constexpr = "=r," * COUNT + "r,~{memory}"
+    return gl.inline_asm_elementwise(text, regs, [at], (gl.int32,) * COUNT, is_pure=False, pack=1)
 
 
 @gluon.jit

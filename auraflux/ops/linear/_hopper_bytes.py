@@ -13,10 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops._triton import Build, cdiv, multiprocessors
-from auraflux.ops.linear._hopper_rows import passed
+from auraflux.ops.linear._bytes import shifts
+from auraflux.ops.linear._hopper_rows import chosen, passed
 from auraflux.ops.linear._hopper_run import added, ask, ask_lines, ask_x, block_sums, cut_of, inputs, weigh
 from auraflux.ops.linear._nibbles import AWAIT, COMMIT, LAUNCH, WAIT, put, run, shared
-from auraflux.ops.linear._planes import word_count
 from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # of a launch
@@ -51,18 +51,12 @@ def matvec_bytes(
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    program = gl.program_id(0)
-    before = 0 * program
-    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end0:
-            w, s, b, a, y, before = w1, s1, b1, a1, y1, end0
-    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end1:
-            w, s, b, a, y, before = w2, s2, b2, a2, y2, end1
-    if COUNT > 3:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end2:
-            w, s, b, a, y, before = w3, s3, b3, a3, y3, end2
-    row0 = (program - before).to(gl.int64) * (ROWS * R)
+    ends, program = (end0, end1, end2), gl.program_id(0)
+    own, number = chosen(program, *ends, (w, s, b, y), (w1, s1, b1, y1), (w2, s2, b2, y2), (w3, s3, b3, y3), COUNT)
+    w, s, b, y = own
+    if a is not None:
+        a = chosen(program, *ends, a, a1, a2, a3, COUNT)[0]
+    row0 = number.to(gl.int64) * (ROWS * R)
     memory, ring = shared(max(PER * W, ROOM), tid)
     base = ring + warp * PER
     run0 = warp * C.mine
@@ -74,14 +68,9 @@ def matvec_bytes(
         ask(base + d * C.slot, lane, first, second, start, 0 * warp, d, PARTS, C)
         run(COMMIT, lane)
     run(WAIT if LATE else AWAIT, lane)
-    x_next = ask_x(x, run0, lane, BITS, C)
-    # where a lane's words begin; those of 3 and 5 bits may do so at any byte
-    word = 24 * t // 32 if BITS == 3 else t if BITS == 5 else word_count(BITS, C.column) * t
-    mine = base + g * C.pitch + word * 4
-    after, shift = mine, ()
-    if BITS == 3 or BITS == 5:
-        after = base + g * C.pitch + gl.minimum(word + 1, BITS - 1) * 4
-        shift = (BITS * t % 4 * 0x1111 + (0x0210 if BITS == 3 else 0x4310), 8 * BITS * t % 32 + 4)  # type: ignore[assignment]
+    x_next = ask_x(x, run0, lane, C)
+    # where a lane's words begin
+    mine, shift = base + g * C.pitch + C.column * BITS // 32 * t // 4 * 4, shifts(t, BITS)
     # the first of the columns whose sums a lane keeps
     kept0 = t % 2 * 4
     line += g * C.s_pitch + kept0 * (C.s_run // 8)
@@ -90,7 +79,7 @@ def matvec_bytes(
     totals = ((tid * 0).to(gl.float32),) * (2 * R)
     slot = 0 * warp
     for i in range(MINE):
-        x_now, x_next = x_next, ask_x(x, run0 + (i + 1), lane, BITS, C)
+        x_now, x_next = x_next, ask_x(x, run0 + (i + 1), lane, C)
         xs, X, factors = inputs(x_now, lane, BITS, C)
         column = (run0 + i) * 8 + kept0
         new = ()
@@ -99,7 +88,7 @@ def matvec_bytes(
                 if i == 0:
                     run(LAUNCH, lane)
             slot, kept = block_sums(
-                base, slot, mine, after, lane, first, second, start, i, xs, shift, r, BITS, PARTS, D, GANG, C
+                base, slot, mine, lane, first, second, start, i, xs, shift, r, BITS, PARTS, D, GANG, C
             )  # fmt: skip
             for half in gl.static_range(2):
                 at = line + (16 * r + 8 * half) * C.s_pitch

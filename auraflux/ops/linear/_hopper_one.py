@@ -17,18 +17,10 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops._triton import Build, cdiv
 from auraflux.ops.linear._hopper_bytes import multiply_bytes, suits_bytes
-from auraflux.ops.linear._hopper_rows import (
-    copy_part,
-    copy_scales,
-    lines_at,
-    passed,
-    row_pitch,
-    scale_piece,
-    scale_pitch,
-    served,
-)
-from auraflux.ops.linear._nibbles import AWAIT, COMMIT, SYNC, put, run, shared, wait_ptx, word_at
-from auraflux.ops.linear._planes import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
+from auraflux.ops.linear._hopper_columns import added, ask, ask_lines, ask_x, block_sums, runs_of, weigh
+from auraflux.ops.linear._hopper_rows import chosen, passed, served
+from auraflux.ops.linear._nibbles import AWAIT, COMMIT, put, run, shared
+from auraflux.ops.linear._planes import column_starts, word_count
 from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # that one launch multiplies one token by
@@ -61,147 +53,77 @@ def matvec_codes(
     added. GATED takes eight rows of each of two weights, and stores silu(first) * second.
     """
     AFFINE: gl.constexpr = b is not None
-    COLUMN: gl.constexpr = min(GROUP, 64)
-    COLUMNS: gl.constexpr = K // COLUMN
-    MINE: gl.constexpr = ((COLUMNS + 7) // 8 + W - 1) // W
-    EVEN: gl.constexpr = COLUMNS % (8 * W) == 0
-    ROW: gl.constexpr = K // 8 * BITS
-    PART: gl.constexpr = COLUMN * BITS // PARTS
-    PITCH: gl.constexpr = row_pitch(PART, BITS, COLUMN)
-    SLOT: gl.constexpr = 16 * PITCH
-    STRIDE: gl.constexpr = W * PART * PARTS
-    WORDS: gl.constexpr = word_count(BITS, COLUMN)
-    SIZE: gl.constexpr = 2 if AFFINE else 1
-    S_ROW: gl.constexpr = K // GROUP * SIZE
-    S_RUN: gl.constexpr = 8 * COLUMN // GROUP * SIZE
-    WHOLE: gl.constexpr = scale_piece(S_ROW, S_RUN) > 0
-    S_HELD: gl.constexpr = S_RUN if WHOLE else S_RUN + 4
-    S_PITCH: gl.constexpr = scale_pitch(MINE, S_HELD)
-    STEPS: gl.constexpr = R * PARTS
-    BIASES: gl.constexpr = 16 * R * S_PITCH
-    PER: gl.constexpr = D * SLOT + SIZE * BIASES
+    C: gl.constexpr = runs_of(K, BITS, GROUP, AFFINE, GATED, R, PARTS, W)
+    MINE: gl.constexpr = C.mine
+    PER: gl.constexpr = D * C.slot + (2 if AFFINE else 1) * C.s_all
     AHEAD: gl.constexpr = MINE > 1
-    ROWS: gl.constexpr = 8 if GATED else 16
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    program = gl.program_id(0)
-    before = 0 * program
-    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end0:
-            w, s, b, a, y, before = w1, s1, b1, a1, y1, end0
-    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end1:
-            w, s, b, a, y, before = w2, s2, b2, a2, y2, end1
-    if COUNT > 3:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end2:
-            w, s, b, a, y, before = w3, s3, b3, a3, y3, end2
-    row0 = (program - before).to(gl.int64) * (ROWS * R)
+    ends, program = (end0, end1, end2), gl.program_id(0)
+    own, number = chosen(program, *ends, (w, s, y), (w1, s1, y1), (w2, s2, y2), (w3, s3, y3), COUNT)
+    w, s, y = own
+    if AFFINE:
+        b = chosen(program, *ends, b, b1, b2, b3, COUNT)[0]
+    if a is not None:
+        a = chosen(program, *ends, a, a1, a2, a3, COUNT)[0]
+    row0 = number.to(gl.int64) * (C.rows * R)
     memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
-    scales = base + D * SLOT
-    start = warp * (PART * PARTS)
-    first = w + row0 * ROW + start
-    second = (w1 if GATED else w + 8 * ROW) + row0 * ROW + start
+    line, start = base + D * C.slot, warp * (C.part * PARTS)
+    first = w + row0 * C.row + start
+    second = (w1 if GATED else w + 8 * C.row) + row0 * C.row + start
     for d in gl.static_range(D):
-        ahead = d // STEPS * STRIDE + d % PARTS * PART
-        further = ahead + d % STEPS // PARTS * (ROWS * ROW)
-        copy_part(base + d * SLOT, lane, first + further, second + further, ROW - ahead - start, ROW, PART, PITCH)
+        ask(base + d * C.slot, lane, first, second, start, 0, d, PARTS, C)
         if d == 0:
-            for r in gl.static_range(R):
-                to, row = scales + 16 * r * S_PITCH, (row0 + ROWS * r) * S_ROW
-                s_last = (s1 if GATED else s + 8 * S_ROW) + row
-                copy_scales(to, s + row, s_last, warp, lane, MINE, W, S_ROW, S_RUN, S_HELD, S_PITCH)
-                if AFFINE:
-                    b_last = (b1 if GATED else b + 8 * S_ROW) + row
-                    copy_scales(to + BIASES, b + row, b_last, warp, lane, MINE, W, S_ROW, S_RUN, S_HELD, S_PITCH)
+            ask_lines(line, s, b, s1, b1, row0, warp, lane, GATED, R, W, C)
         run(COMMIT, lane)
     run(AWAIT, lane)
     # where a lane's words begin, and by how many bits its stream is shifted there
-    word = 24 * t // 32 if BITS == 3 else t if BITS == 5 else WORDS * t
-    mine = base + g * PITCH + word * 4
+    word = 24 * t // 32 if BITS == 3 else t if BITS == 5 else word_count(BITS, C.column) * t
+    mine = base + g * C.pitch + word * 4
     after, shift = mine, mine
     if BITS == 3 or BITS == 5:
-        after, shift = base + g * PITCH + gl.minimum(word + 1, BITS - 1) * 4, 8 * BITS * t % 32
-    line = scales + g * S_PITCH + t * (S_RUN // 4)
-    if not WHOLE:
-        line += g * S_ROW % 4
+        after, shift = base + g * C.pitch + gl.minimum(word + 1, BITS - 1) * 4, 8 * BITS * t % 32
+    line += g * C.s_pitch + t * (C.s_run // 4)
+    if not C.whole:
+        line += g * C.s_row % 4
     totals = ((tid * 0).to(gl.float32),) * (2 * R)
     slot = 0 * warp
-    column = gl.minimum(warp * 8 + g, COLUMNS - 1)
     if AHEAD:
-        x_next = load_x((x + column * COLUMN).to(gl.int64), t, BITS, COLUMN, AFFINE, "global")
+        x_next = ask_x(x, warp, g, t, BITS, AFFINE, C)
     for i in range(MINE):
         if AHEAD:
-            xs = x_next
-            column = gl.minimum((warp + (i + 1) * W) * 8 + g, COLUMNS - 1)
-            x_next = load_x((x + column * COLUMN).to(gl.int64), t, BITS, COLUMN, AFFINE, "global")
+            xs, x_next = x_next, ask_x(x, warp + (i + 1) * W, g, t, BITS, AFFINE, C)
         else:
-            column = gl.minimum((warp + i * W) * 8 + g, COLUMNS - 1)
-            xs = load_x((x + column * COLUMN).to(gl.int64), t, BITS, COLUMN, AFFINE, "global")
-        X = column_starts(xs, BITS, COLUMN, AFFINE)
+            xs = ask_x(x, warp + i * W, g, t, BITS, AFFINE, C)
+        X = column_starts(xs, BITS, C.column, AFFINE)
         new = ()
         for r in gl.static_range(R):
-            r0, r1, r2, r3 = X[0], X[0], X[0], X[0]
-            for h in gl.static_range(PARTS):
-                run(wait_ptx(D - 1), lane)
-                ws = ()
-                for j in gl.static_range(8 // PARTS):
-                    found = words_at(mine + slot, after + slot, j * (COLUMN * BITS // 8), BITS, COLUMN, PITCH)
-                    ws += (found,)  # type: ignore[assignment]
-                run(SYNC, lane)
-                ahead = (i + (r * PARTS + h + D) // STEPS) * STRIDE + (h + D) % PARTS * PART
-                further = ahead + (r * PARTS + h + D) % STEPS // PARTS * (ROWS * ROW)
-                copy_part(base + slot, lane, first + further, second + further, ROW - ahead - start, ROW, PART, PITCH)
-                run(COMMIT, lane)
-                for j in gl.static_range(8 // PARTS // GANG):
-                    words = ()
-                    for n in gl.static_range(GANG):
-                        words += ws[j * GANG + n]  # type: ignore[assignment]
-                    c = column_sums(words, xs, shift, BITS, COLUMN, AFFINE, 1, GANG)
-                    for n in gl.static_range(GANG):
-                        keep = t == (h * (8 // PARTS) + j * GANG + n) // 2
-                        if (j * GANG + n) % 2 == 0:
-                            r0, r2 = gl.where(keep, c[4 * n], r0), gl.where(keep, c[4 * n + 2], r2)
-                        else:
-                            r1, r3 = gl.where(keep, c[4 * n + 1], r1), gl.where(keep, c[4 * n + 3], r3)
-                slot = gl.where(slot == (D - 1) * SLOT, 0, slot + SLOT)
-            if AFFINE:
-                r0, r1, r2, r3 = r0 + X[2], r1 + X[3], r2 + X[2], r3 + X[3]
-            else:
-                r0, r1, r2, r3 = r0 * MX_SHIFT, r1 * MX_SHIFT, r2 * MX_SHIFT, r3 * MX_SHIFT
-            upper = lines_at(line + 16 * r * S_PITCH, BIASES, AFFINE, WHOLE, GROUP == 128)
-            lower = lines_at(line + (16 * r + 8) * S_PITCH, BIASES, AFFINE, WHOLE, GROUP == 128)
-            sum0, sum1, sum2, sum3 = upper[0] * r0, upper[1] * r1, lower[0] * r2, lower[1] * r3
-            if AFFINE:
-                sum0, sum1 = sum0 + upper[2] * X[0], sum1 + upper[3] * X[1]
-                sum2, sum3 = sum2 + lower[2] * X[0], sum3 + lower[3] * X[1]
-            if not EVEN:
-                pair = (warp + i * W) * 8 + 2 * t
-                sum0, sum2 = gl.where(pair < COLUMNS, sum0, 0.0), gl.where(pair < COLUMNS, sum2, 0.0)
-                sum1, sum3 = gl.where(pair + 1 < COLUMNS, sum1, 0.0), gl.where(pair + 1 < COLUMNS, sum3, 0.0)
-            new += (totals[2 * r] + (sum0 + sum1), totals[2 * r + 1] + (sum2 + sum3))  # type: ignore[assignment]
+            slot, r0, r1, r2, r3 = block_sums(
+                base, slot, mine, after, lane, first, second, start, i, xs, X, shift, r, BITS, AFFINE, PARTS, D, GANG, C
+            )  # fmt: skip
+            at, pair = line + 16 * r * C.s_pitch, (warp + i * W) * 8 + 2 * t
+            new += (weigh(totals[2 * r], r0, r1, X, at, pair, AFFINE, GROUP == 128, C),)  # type: ignore[assignment]
+            at += 8 * C.s_pitch
+            new += (weigh(totals[2 * r + 1], r2, r3, X, at, pair, AFFINE, GROUP == 128, C),)  # type: ignore[assignment]
         totals = new
-        line += S_HELD
+        line += C.s_held
     gl.thread_barrier()
     for r in gl.static_range(2 * R):
         put(ring + (warp * (2 * R) + r) * 128 + lane * 4, totals[r])
     gl.thread_barrier()
     # results of eight rows of the first half lie before those of the second
     row = tid % 8 + tid % (8 * R) // 8 * 16 if GATED else tid % (16 * R)
-    out = (tid * 0).to(gl.float32)
-    for k in gl.static_range(4 * W):
-        out += word_at(ring + k // 4 * (256 * R) + row * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
+    out = added(ring, row, W, R)
     if GATED:
-        up = (tid * 0).to(gl.float32)
-        for k in gl.static_range(4 * W):
-            up += word_at(ring + k // 4 * (256 * R) + (row + 8) * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
+        up = added(ring, row + 8, W, R)
         # as two products stored in bf16 would have it
         out, up = out.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
         out = out / (1.0 + gl.exp(-out)) * up
     if a is not None:
-        out += gl.load(a + row0 + tid, tid < ROWS * R, 0.0).to(gl.float32)
-    gl.store(y + row0 + tid, out.to(gl.bfloat16), tid < ROWS * R)
+        out += gl.load(a + row0 + tid, tid < C.rows * R, 0.0).to(gl.float32)
+    gl.store(y + row0 + tid, out.to(gl.bfloat16), tid < C.rows * R)
     memory._keep_alive()
 
 

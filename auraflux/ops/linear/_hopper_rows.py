@@ -46,6 +46,25 @@ def _copy_ptx(nbytes):
 
 
 @gluon.jit
+def chosen(program, end0, end1, end2, first, second, third, fourth, COUNT: gl.constexpr):
+    """What the weight has that a program works for, and which of that weight's programs it is.
+
+    COUNT weights have their programs one after the other, the first `end0` of them work for the first.
+    """
+    before = 0 * program
+    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end0:
+            first, before = second, end0
+    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end1:
+            first, before = third, end1
+    if COUNT > 3:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end2:
+            first, before = fourth, end2
+    return first, program - before
+
+
+@gluon.jit
 def copy_part(slot, lane, first, second, left, ROW: gl.constexpr, PART: gl.constexpr, PITCH: gl.constexpr):
     """PART bytes of each of 16 rows; half of them begin at `first`, half at `second`, `left` bytes before their rows' end."""
     LINE: gl.constexpr = min(PART & -PART, 128)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear._bytes import byte_sums, column_of, raw_x, rounded, sums_of_x
+from auraflux.ops.linear._bytes import byte_sums, byte_words_at, column_of, raw_x, rounded, sums_of_x
 from auraflux.ops.linear._hopper_rows import copy_part, copy_scales, lines_at, row_pitch, scale_piece, scale_pitch
 from auraflux.ops.linear._nibbles import COMMIT, SYNC, run, sum_four, wait_ptx, word_at
-from auraflux.ops.linear._planes import words_at
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,11 @@ def ask_lines(to, s, b, s1, b1, row0, run0, lane, GATED: gl.constexpr, R: gl.con
 
 
 @gluon.jit
-def ask_x(x, at, lane, BITS: gl.constexpr, C: gl.constexpr):
+def ask_x(x, at, lane, C: gl.constexpr):
     """The x of a lane's codes of one column of run `at`."""
     column = at * 8 + column_of(lane)
     place = (x + gl.minimum(column, C.columns - 1) * C.column).to(gl.int64)
-    return raw_x(place, lane % 4, BITS, C.column)
+    return raw_x(place, lane % 4, C.column)
 
 
 @gluon.jit
@@ -124,7 +123,7 @@ def _keep(kept, sums, lane, FIRST: gl.constexpr, GANG: gl.constexpr):
 
 @gluon.jit
 def block_sums(
-    base, slot, mine, after, lane, first, second, start, at, x, shift,
+    base, slot, mine, lane, first, second, start, at, x, shift,
     BLOCK: gl.constexpr, BITS: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, GANG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Multiply run `at` of 16 rows, whose slots are filled again. Gives the next slot, and what `_keep` keeps."""
@@ -134,7 +133,7 @@ def block_sums(
         run(wait_ptx(D - 1), lane)
         words = ()
         for j in gl.static_range(HELD):
-            found = words_at(mine + slot, after + slot, j * (C.column * BITS // 8), BITS, C.column, C.pitch)
+            found = byte_words_at(mine + slot, j * (C.column * BITS // 8), BITS, C.column, C.pitch)
             words += (found,)  # type: ignore[assignment]
         run(SYNC, lane)
         ask(base + slot, lane, first, second, start, at, BLOCK * PARTS + h + D, PARTS, C)
@@ -156,11 +155,12 @@ def weigh(total, kept, X, factors, line, column, HALF: gl.constexpr, ALIKE: gl.c
     for k in gl.static_range(4):
         if k % 2 == 0:
             lines = lines_at(line + k * (1 if ALIKE else 2), C.s_all, True, C.whole, ALIKE)
-        more = lines[k % 2] * (kept[HALF * 4 + k].to(gl.float32) * factors[k])
-        more += lines[2 + k % 2] * X[k]
-        if not C.even:
-            more = gl.where(column + k < C.columns, more, 0.0)
-        found += more
+        sums = kept[HALF * 4 + k].to(gl.float32) * factors[k]
+        if C.even:
+            found += lines[k % 2] * sums
+            found += lines[2 + k % 2] * X[k]
+        else:
+            found += gl.where(column + k < C.columns, lines[k % 2] * sums + lines[2 + k % 2] * X[k], 0.0)
     return total + found
 
 

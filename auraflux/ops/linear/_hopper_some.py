@@ -40,6 +40,61 @@ def _copy_x(slot, lane, x, there_from, M, K: gl.constexpr, TOKENS: gl.constexpr,
 
 
 @gluon.jit
+def _ask(slot, lane, first, ahead, left, R: gl.constexpr, ROW: gl.constexpr, PART: gl.constexpr, PITCH: gl.constexpr):
+    """Request a part of the codes of each block of 16 rows, `left` bytes before their rows' end."""
+    for r in gl.static_range(R):
+        source = first + (16 * r * ROW + ahead)
+        copy_part(slot + 16 * r * PITCH, lane, source, source + 8 * ROW, left, ROW, PART, PITCH)
+
+
+@gluon.jit
+def _add_column(
+    acc, lines, words, after, shift, tile, t, there, HALF: gl.constexpr, BITS: gl.constexpr, COLUMN: gl.constexpr,
+    AFFINE: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, PITCH: gl.constexpr, X_PITCH: gl.constexpr,
+):  # fmt: skip
+    """Add one column of all rows and tokens to their sums, if it is `there`; HALF says which of two its scales are."""
+    xs = ()
+    X = ()
+    new = ()
+    for m in gl.static_range(TILES):
+        xm = load_x(tile + 8 * m * X_PITCH, t, BITS, COLUMN, AFFINE, "shared")
+        xs += xm
+        X += column_starts(xm, BITS, COLUMN, AFFINE)
+    for r in gl.static_range(R):
+        ws = words_at(words, after, 16 * r * PITCH, BITS, COLUMN, PITCH)
+        c = column_sums(ws, xs, shift, BITS, COLUMN, AFFINE, TILES, 1)
+        for k in gl.static_range(4 * TILES):
+            line, a = lines[2 * r + k // 2 % 2], acc[r * 4 * TILES + k]
+            if AFFINE:
+                a += line[HALF] * (c[k] + X[k // 4 * 4 + k % 2 + 2])
+                a += line[2 + HALF] * X[k // 4 * 4 + k % 2]
+            else:
+                a += line[HALF] * (c[k] * MX_SHIFT)
+            if there is not None:
+                a = gl.where(there, a, acc[r * 4 * TILES + k])
+            new += (a,)  # type: ignore[assignment]
+    return new
+
+
+@gluon.jit
+def _store(acc, ring, warp, lane, y, row0, M, N, R: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr):
+    """Add up what the warps have, and store it."""
+    SUMS: gl.constexpr = 4 * R * TILES
+    g, t = lane // 4, lane % 4
+    gl.thread_barrier()
+    for k in gl.static_range(SUMS):
+        put(ring + (warp * SUMS + k) * 128 + lane * 4, acc[k])
+    gl.thread_barrier()
+    for p in gl.static_range((SUMS + W - 1) // W):
+        n = warp + p * W
+        out = (lane * 0).to(gl.float32)
+        for v in gl.static_range(W):
+            out += word_at(ring + (v * SUMS + n % SUMS) * 128 + lane * 4).to(gl.float32, bitcast=True)
+        row, token = row0 + n // (4 * TILES) * 16 + g + n % 4 // 2 * 8, n // 4 % TILES * 8 + 2 * t + n % 2
+        gl.store(y + token * N + row, out.to(gl.bfloat16), (token < M) & (n < SUMS))
+
+
+@gluon.jit
 def matmul_codes(
     x, w, s, b, y, M, N, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
@@ -57,8 +112,6 @@ def matmul_codes(
     X_PITCH: gl.constexpr = 2 * WIDTH + 16
     CODES: gl.constexpr = 16 * R * PITCH
     SLOT: gl.constexpr = CODES + 8 * TILES * X_PITCH
-    SUMS: gl.constexpr = 4 * R * TILES
-    WORDS: gl.constexpr = word_count(BITS, COLUMN)
     SIZE: gl.constexpr = 2 if AFFINE else 1
     S_ROW: gl.constexpr = K // GROUP * SIZE
     S_PART: gl.constexpr = WIDTH // GROUP * SIZE
@@ -67,23 +120,18 @@ def matmul_codes(
     S_PITCH: gl.constexpr = scale_pitch(MINE, S_HELD)
     SCALES: gl.constexpr = 16 * R * S_PITCH
     PER: gl.constexpr = D * SLOT + SIZE * SCALES
-    EVEN: gl.constexpr = COLUMNS % (HELD * W) == 0
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
     row0 = gl.program_id(0).to(gl.int64) * (16 * R)
     memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
-    scales = base + D * SLOT
-    start = warp * PART
+    place, start = base + D * SLOT, warp * PART
     first = w + row0 * ROW + start
     for d in gl.static_range(D):
-        ahead = d * W * PART
-        for r in gl.static_range(R):
-            source = first + (16 * r * ROW + ahead)
-            copy_part(base + (d * SLOT + 16 * r * PITCH), lane, source, source + 8 * ROW, ROW - ahead - start, ROW, PART, PITCH)
+        _ask(base + d * SLOT, lane, first, d * W * PART, ROW - d * W * PART - start, R, ROW, PART, PITCH)
     for r in gl.static_range(R):
-        to, row = scales + 16 * r * S_PITCH, (row0 + 16 * r) * S_ROW
+        to, row = place + 16 * r * S_PITCH, (row0 + 16 * r) * S_ROW
         copy_scales(to, s + row, s + (row + 8 * S_ROW), warp, lane, MINE, W, S_ROW, S_PART, S_HELD, S_PITCH)
         if AFFINE:
             copy_scales(to + SCALES, b + row, b + (row + 8 * S_ROW), warp, lane, MINE, W, S_ROW, S_PART, S_HELD, S_PITCH)
@@ -91,67 +139,38 @@ def matmul_codes(
     for d in gl.static_range(D):
         _copy_x(base + (d * SLOT + CODES), lane, x, (warp + d * W) * WIDTH, M, K, 8 * TILES, WIDTH)
         run(COMMIT, lane)
-    acc = ((tid * 0).to(gl.float32),) * SUMS
-    word = 24 * t // 32 if BITS == 3 else t if BITS == 5 else WORDS * t
+    acc = ((tid * 0).to(gl.float32),) * (4 * R * TILES)
+    word = 24 * t // 32 if BITS == 3 else t if BITS == 5 else word_count(BITS, COLUMN) * t
     mine = g * PITCH + word * 4
     after, shift = mine, mine
     if BITS == 3 or BITS == 5:
         after, shift = g * PITCH + gl.minimum(word + 1, BITS - 1) * 4, 8 * BITS * t % 32
-    place = scales + g * S_PITCH
+    place += g * S_PITCH
     if not WHOLE:
         place += g * S_ROW % 4
     slot = base
     for i in range(MINE):
         run(wait_ptx(D - 1), lane)
-        for p in gl.static_range(HELD // 2):
-            lines = ()
-            for r in gl.static_range(2 * R):
-                lines += (lines_at(place + (8 * r * S_PITCH + p * (S_PART * 2 // HELD)), SCALES, AFFINE, WHOLE, GROUP == 128),)  # type: ignore[assignment]
-            for half in gl.static_range(2):
-                xs = ()
-                X = ()
-                new = ()
-                for m in gl.static_range(TILES):
-                    tile = slot + (CODES + 8 * m * X_PITCH + (2 * p + half) * (2 * COLUMN)) + g * X_PITCH
-                    xm = load_x(tile, t, BITS, COLUMN, AFFINE, "shared")
-                    xs += xm
-                    X += column_starts(xm, BITS, COLUMN, AFFINE)
-                for r in gl.static_range(R):
-                    ws = words_at(
-                        slot + mine, slot + after, 16 * r * PITCH + (2 * p + half) * (COLUMN * BITS // 8), BITS, COLUMN, PITCH
-                    )
-                    c = column_sums(ws, xs, shift, BITS, COLUMN, AFFINE, TILES, 1)
-                    for k in gl.static_range(4 * TILES):
-                        a = acc[r * 4 * TILES + k]
-                        if AFFINE:
-                            a += lines[2 * r + k // 2 % 2][half] * (c[k] + X[k // 4 * 4 + k % 2 + 2])
-                            a += lines[2 * r + k // 2 % 2][2 + half] * X[k // 4 * 4 + k % 2]
-                        else:
-                            a += lines[2 * r + k // 2 % 2][half] * (c[k] * MX_SHIFT)
-                        if not EVEN:
-                            a = gl.where((warp + i * W) * HELD + (2 * p + half) < COLUMNS, a, acc[r * 4 * TILES + k])
-                        new += (a,)  # type: ignore[assignment]
-                acc = new
+        for c in gl.static_range(HELD):
+            if c % 2 == 0:
+                lines = ()
+                for r in gl.static_range(2 * R):
+                    at = place + (8 * r * S_PITCH + c * S_PART // HELD)
+                    lines += (lines_at(at, SCALES, AFFINE, WHOLE, GROUP == 128),)  # type: ignore[assignment]
+            at, tile = slot + c * (COLUMN * BITS // 8), slot + (CODES + c * (2 * COLUMN)) + g * X_PITCH
+            there = None if COLUMNS % (HELD * W) == 0 else (warp + i * W) * HELD + c < COLUMNS
+            acc = _add_column(
+                acc, lines, at + mine, at + after, shift, tile, t, there,
+                c % 2, BITS, COLUMN, AFFINE, R, TILES, PITCH, X_PITCH,
+            )  # fmt: skip
         run(SYNC, lane)
         ahead = (i + D) * (W * PART)
-        for r in gl.static_range(R):
-            source = first + (16 * r * ROW + ahead)
-            copy_part(slot + 16 * r * PITCH, lane, source, source + 8 * ROW, ROW - ahead - start, ROW, PART, PITCH)
+        _ask(slot, lane, first, ahead, ROW - ahead - start, R, ROW, PART, PITCH)
         _copy_x(slot + CODES, lane, x, (warp + (i + D) * W) * WIDTH, M, K, 8 * TILES, WIDTH)
         run(COMMIT, lane)
         slot = gl.where(slot == base + (D - 1) * SLOT, base, slot + SLOT)
         place += S_HELD
-    gl.thread_barrier()
-    for k in gl.static_range(SUMS):
-        put(ring + (warp * SUMS + k) * 128 + lane * 4, acc[k])
-    gl.thread_barrier()
-    for p in gl.static_range((SUMS + W - 1) // W):
-        k2 = warp + p * W
-        out = (tid * 0).to(gl.float32)
-        for v2 in gl.static_range(W):
-            out += word_at(ring + (v2 * SUMS + k2 % SUMS) * 128 + lane * 4).to(gl.float32, bitcast=True)
-        row, token2 = row0 + k2 // (4 * TILES) * 16 + g + k2 % 4 // 2 * 8, k2 // 4 % TILES * 8 + 2 * t + k2 % 2
-        gl.store(y + token2 * N + row, out.to(gl.bfloat16), (token2 < M) & (k2 < SUMS))
+    _store(acc, ring, warp, lane, y, row0, M, N, R, TILES, W)
     memory._keep_alive()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.linear._hopper_rows import chosen
 from auraflux.ops.linear._nibbles import (
     ADDED_X,
     AWAIT,
@@ -167,17 +168,10 @@ def matvec(
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
     program = gl.program_id(0)
-    before = 0 * program
-    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end0:
-            w, s, b, y, before = w1, s1, b1, y1, end0
-    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end1:
-            w, s, b, y, before = w2, s2, b2, y2, end1
-    if COUNT > 3:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end2:
-            w, s, b, y, before = w3, s3, b3, y3, end2
-    row0 = (program - before).to(gl.int64) * (ROWS * TILES)
+    all_weights = (w, s, b, y), (w1, s1, b1, y1), (w2, s2, b2, y2), (w3, s3, b3, y3)
+    own, number = chosen(program, end0, end1, end2, *all_weights, COUNT)
+    w, s, b, y = own
+    row0 = number.to(gl.int64) * (ROWS * TILES)
     memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
     scales = base + D * 2048
@@ -249,8 +243,8 @@ def multiply_stream(
     normed  x is first added to and normalised: what is added or None, the norm in float32, where the sum goes, eps
     """
     width = weights[0].shape[1]
-    # 128 registers: four programs on each multiprocessor
-    deep, cap = (3, 128) if width <= 8192 else (2, None)
+    # 128 registers: four programs on each multiprocessor; where the last run is not whole, the assembler would rather spill
+    deep, cap = (3, None if width % (512 * WARPS) else 128) if width <= 8192 else (2, None)
     rows = [weight.shape[0] for weight in weights]
     tiles = _tiles(rows, width, gated)
     passed: list[Any] = []
@@ -267,7 +261,7 @@ def multiply_stream(
 
 def _tiles(rows: Sequence[int], width: int, gated: bool) -> int:
     """How many tiles of 16 rows a program takes: more than one where that leaves every multiprocessor its programs."""
-    most = max(1, FEW_RUNS // -(-width // (512 * WARPS)))
+    most = max(2 if gated and width % (512 * WARPS) else 1, FEW_RUNS // -(-width // (512 * WARPS)))
     for tiles in (4, 2):
         programs = sum(rows) // (16 * tiles)
         if tiles <= most and programs >= LEAST_PROGRAMS and not any(count % ((8 if gated else 16) * tiles) for count in rows):

@@ -101,6 +101,12 @@ def stream_in_bf16(rows: tuple[int, ...], width: int, alone: bool) -> Args:
     return {**made, "delta": None} if alone else made
 
 
+def batch_in_bf16(tokens: int, rows: tuple[int, ...], width: int, alone: bool) -> Args:
+    """Several tokens for quantized weights."""
+    made = {**from_stream(tokens, width, [], BF16), "weights": [weight(count, width, 4) for count in rows]}
+    return {**made, "delta": None} if alone else made
+
+
 def gated_stream(tokens: int, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
     made = from_stream(tokens, width, [], dtype)
     del made["weights"]
@@ -265,6 +271,10 @@ CASES = [
         )
         for tokens, rows, width, bits, group in TILED + TILED_LARGE
     ],
+    *[
+        linear_case(f"bf16-{t}x{rows}x{width}", partial(product, t, rows, width, 4, BF16), tol=4e-3, slow=width > 1024)
+        for t, rows, width in ((20, 200, 512), (64, 65, 1024), (50, 130, 4096), (17, 300, 8192))
+    ],
     linear_case("bf16-tiles-bias", lambda: product(20, 130, 320, 4, dtype=BF16, bias=True), tol=4e-3),
     linear_case("many-tokens", lambda: product(150, 65, 128, 4, bias=True)),
     linear_case("bf16-many-tokens", lambda: product(150, 65, 128, 4, dtype=BF16), tol=4e-3),
@@ -287,6 +297,38 @@ CASES = [
     *(
         Case(add_norm_linears, f"bf16-{len(rows)}-{width}", partial(stream_in_bf16, rows, width, len(rows) == 3), tol=4e-3)
         for rows, width in (((128,), 256), ((512, 64), 2048), ((64, 16, 32), 768), ((64, 64, 64, 16), 4096), ((48,), 8448))
+    ),
+    # clusters of programs that share the inputs, on Hopper: each size of cluster and number of tokens, rows that end anywhere
+    *(
+        Case(
+            add_norm_linears,
+            f"bf16-{t}x{sum(rows)}x{width}",
+            partial(batch_in_bf16, t, rows, width, t == 9),
+            tol=4e-3,
+            slow=width > 1024,
+        )
+        for t, rows, width in (
+            (2, (200,), 512),
+            (9, (128, 33), 1024),
+            (17, (40, 130, 1), 512),
+            (64, (64, 16, 65, 130), 1024),
+            (32, (512, 64, 64), 2048),
+            (33, (130,), 4096),
+            (20, (2200, 64), 4096),
+            (40, (2300,), 4096),
+            (20, (65,), 8192),
+            # by tiles of tokens
+            (20, (130, 64), 704),
+            (100, (130,), 512),
+        )
+    ),
+    *(
+        Case(add_norm_scores, f"bf16-{t}x{width}", partial(from_stream, t, width, rows, BF16), tol=4e-3, slow=width > 2048)
+        for t, width, rows in ((2, 2048, [128]), (17, 2048, [65, 1]), (64, 2048, [33]), (40, 4096, [16, 40]))
+    ),
+    *(
+        Case(add_norm_gate_up, f"bf16-{t}x{width}", partial(gated_stream, t, rows, width, BF16), tol=8e-3, slow=width > 1024)
+        for t, rows, width in ((5, 72, 512), (33, 130, 1024), (20, 100, 4096), (20, 100, 704), (70, 130, 512))
     ),
     Case(add_norm_linears, "many-tokens", lambda: {**from_stream(2, 128, [9]), "weights": [weight(63, 128, 4)]}),
     Case(add_norm_linears, "dense", lambda: from_stream(1, 128, [9, 5])),

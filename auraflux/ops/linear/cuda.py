@@ -3,10 +3,11 @@
 One is bound by reading codes (`_one.py`). For several, the weight is written out in the activations' dtype, and cuBLAS does the
 rest. The commonest format has kernels of its own on Hopper (`_hopper.py`), which read codes also for several tokens; up to a
 thousand, codes of 4 and 8 bits become operands of the matrix units there (`_by_tiles.py`). Other formats and widths have
-kernels for one token (`_hopper_one.py`, `_hopper_bytes.py`) and up to 16 (`_hopper_some.py`). Dense weights go to cuBLAS.
+kernels for one token (`_hopper_one.py`, `_hopper_bytes.py`) and up to 16 (`_hopper_some.py`). Small weights have one launch for
+tens of tokens, norm and all (`_hopper_batch.py`, `_hopper_scores.py`). Dense weights go to cuBLAS.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from auraflux.ops._triton import ready
 from auraflux.ops.activation.cuda import swiglu
 from auraflux.ops.linear._builds import KERNELS
 from auraflux.ops.linear._by_tiles import FEW, MOST_TOGETHER, fits_tiles, multiply_hopper_tiles
+from auraflux.ops.linear._by_tiles import WIDEST as WIDEST_NORMED
 from auraflux.ops.linear._codes import check_order
 from auraflux.ops.linear._dense_rows import dequantized, multiply_dense, take
 from auraflux.ops.linear._hopper import fits_hopper, multiply_hopper
+from auraflux.ops.linear._hopper_batch import fits_batch, multiply_batch
 from auraflux.ops.linear._hopper_one import fits_codes_one, multiply_codes_one
+from auraflux.ops.linear._hopper_scores import fits_scores, multiply_scores
 from auraflux.ops.linear._hopper_some import fits_some, multiply_some
 from auraflux.ops.linear._hopper_stream import MOST_WEIGHTS, multiply_stream
 from auraflux.ops.linear._normed import WIDEST, multiply_normed
@@ -63,6 +67,9 @@ def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None
         multiply_one_three(flat, alike, added, outs)
     elif len(flat) == 1 and len(plain) == 2 and not any(b is not None for b in added):
         outs = multiply_dense(flat, plain[0], plain[1])
+    elif not any(b is not None for b in added) and (len(alike) > 1 or len(flat) > FEW) and fits_batch(flat, alike):
+        outs = [x.new_empty(len(flat), weight.shape[0]) for weight in weights]
+        multiply_batch(flat, alike, outs)
     elif _by_tiles(flat, alike):
         outs = _tiled(flat, alike, added)
     else:
@@ -86,6 +93,12 @@ def add_norm_linears(
         total = x if delta is None else torch.empty_like(x)
         multiply_stream(flat, alike, outs, normed=(delta, norm, total, eps))
         return total, tuple(outs)
+    several = _for_streams(flat, alike)
+    if several and delta is not None and not added and norm.dtype is torch.float32:
+        outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+        total = torch.empty_like(x)
+        several(flat, alike, outs, normed=(delta, norm, total, eps))
+        return total, tuple(outs)
     h, total = _normed(x, delta, norm, eps)
     return total, linears(h, weights, biases)
 
@@ -104,6 +117,9 @@ def add_norm_scores(
     if x.numel() == width <= WIDEST and len(plain) in (1, 2) and not added:
         h, total, outs = multiply_normed(x, delta, norm, eps, plain)
         return h, total, tuple(out.view(*x.shape[:-1], -1) for out in outs)
+    if delta is not None and not added and fits_scores(x.view(-1, width), norm, plain):
+        h, total, outs = multiply_scores(x.view(-1, width), delta.view(-1, width), norm, eps, plain)
+        return h.view(x.shape), total.view(x.shape), tuple(out.view(*x.shape[:-1], -1) for out in outs)
     h, total = _normed(x, delta, norm, eps)
     return h, total, linears(h, weights, biases)
 
@@ -117,6 +133,11 @@ def add_norm_gate_up(
         out = x.new_empty(*x.shape[:-1], gate.shape[0])
         total = x if delta is None else torch.empty_like(x)
         multiply_stream(flat, alike, [out], gated=True, normed=(delta, norm, total, eps))
+        return total, out
+    if delta is not None and norm.dtype is torch.float32 and x.shape[-1] <= WIDEST_NORMED and _by_tiles(flat, alike):
+        out = x.new_empty(*x.shape[:-1], gate.shape[0])
+        total = torch.empty_like(x)
+        multiply_hopper_tiles(flat, alike, [out], gated=True, normed=(delta, norm, total, eps))
         return total, out
     h, total = _normed(x, delta, norm, eps)
     return total, gate_up_swiglu(h, gate, up)
@@ -188,6 +209,15 @@ def _by_codes(x: Tensor, weights: Sequence[QTensor], added: Sequence[Tensor | No
 def _by_tiles(x: Tensor, weights: Sequence[QTensor]) -> bool:
     """Whether weights of one format are multiplied by tiles of tokens: not where the kernel for few tokens serves."""
     return bool(weights) and fits_tiles(x, weights) and not (len(x) <= FEW and _fit(x, weights))
+
+
+def _for_streams(x: Tensor, weights: Sequence[QTensor]) -> Callable[..., None] | None:
+    """What multiplies several tokens of a normalised stream by weights of one format in few launches, if anything."""
+    if weights and fits_batch(x, weights):
+        return multiply_batch
+    if len(weights) <= MOST_TOGETHER and x.shape[1] <= WIDEST_NORMED and _by_tiles(x, weights):
+        return multiply_hopper_tiles
+    return None
 
 
 def _tiled(x: Tensor, weights: Sequence[QTensor], biases: Sequence[Tensor | None]) -> list[Tensor]:

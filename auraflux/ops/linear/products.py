@@ -6,7 +6,7 @@ of a mixture a longer one. Each thread takes the same share of every product's r
 """
 
 from array import array
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numba
@@ -71,7 +71,7 @@ class Driver:
         return BLOCK * (width * self.act_nbytes + width * self.form.bits // 8 + scales) + LINE
 
 
-@lru_cache
+@cache
 def driver(fast: bool, bits: int, group: int, scale_dtype: torch.dtype) -> Driver:
     return Driver(Form(fast, bits, group, KINDS[scale_dtype]))
 

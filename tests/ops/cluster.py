@@ -1,0 +1,94 @@
+"""PTX on numpy for the programs of a cluster side by side: each with its own shared memory, into which the others may write.
+
+As in `ptx.py`, barriers mean nothing: programs go on together, so what one sends is there when another looks.
+"""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.ops.ptx import IGNORED, Device, Lanes, Machine, bits_of, floats, sources
+from tests.ops.threads import narrow, widen
+
+SHARED_NBYTES = 227 << 10
+APART = 1 << 18  # shared memories of two programs
+ONES = 0x3F803F80  # a pair of bf16
+SILENT = ("barrier.cluster", "fence.proxy", "wgmma.fence", "wgmma.commit", "wgmma.wait", *IGNORED)
+WIDE = {"cvt.u64.u32": lambda a: a, "or.b64": lambda a, b: a | b, "add.s64": lambda a, b: a + b}
+
+
+def pairs_times_and(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    halves = [[widen((v >> k & 0xFFFF).astype(np.uint16)).astype(np.float64) for v in (a, b, c)] for k in (0, 16)]
+    low, high = (narrow((x * y + z).astype(np.float32)).astype(np.int64) for x, y, z in halves)
+    return low | high << 16
+
+
+class Cluster(Machine):
+    """`gl` for the programs of a cluster."""
+
+    def __init__(self, device: Device, warps: int, programs: int, *ids: int):
+        super().__init__(device, warps * programs, *ids)
+        self.each, self.memory = 32 * warps, np.full(APART * programs, 0xFF, np.uint8)
+
+    def room(self, nbytes: int, tid: Lanes, programs: int) -> tuple[Any, Lanes]:
+        assert nbytes <= SHARED_NBYTES
+        return SimpleNamespace(_keep_alive=lambda: None), (np.arange(self.count, dtype=np.int32) // self.each * APART).view(
+            Lanes
+        )
+
+    def _do(self, statement: str, held: dict[str, np.ndarray]) -> None:
+        op, _, rest = statement.partition(" ")
+        parts = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest)]
+        if statement.startswith(SILENT):
+            return
+        if op in WIDE:
+            held[parts[0]] = WIDE[op](*(self._value(part, held) for part in parts[1:]))
+        elif op == "setp.ne.u32":
+            held[parts[0]] = self._value(parts[1], held) != self._value(parts[2], held)
+        elif op == "add.rn.bf16x2":
+            first, second = (self._value(part, held) for part in parts[1:])
+            held[parts[0]] = pairs_times_and(first, np.full_like(first, ONES), second)
+        elif op == "fma.rn.bf16x2":
+            held[parts[0]] = pairs_times_and(*(self._value(part, held) for part in parts[1:]))
+        elif op == "mapa.shared::cluster.u32":
+            at, rank = (self._value(part, held) for part in parts[1:])
+            assert (rank < self.count // self.each).all()
+            held[parts[0]] = at % APART + rank * APART
+        elif op.startswith("wgmma.mma_async"):
+            self._multiply_wide(*parts, held=held)
+        else:
+            super()._do(statement, held)
+
+    def _multiply_wide(self, d: str, a: str, where: str, kept: str, *signs: str, held: dict[str, np.ndarray]) -> None:
+        """A warp's 16 rows, in registers as `_multiply` has them, times tokens that lie in shared memory."""
+        assert signs == ("1", "1", "0")
+        sums, left = d.strip("{}").split(","), np.zeros((self.count // 32, 16, 16))
+        for i, name in enumerate(a.strip("{}").split(",")):
+            for k in (0, 1):
+                half = widen((held[name] >> 16 * k & 0xFFFF).astype(np.uint16))
+                left[:, i % 2 * 8 :, i // 2 * 8 + k :: 2][:, :8, :4] = half.reshape(-1, 8, 4)
+        n, k = np.arange(2 * len(sums))[:, None], np.arange(16)[None, :]
+        for name in sums:
+            held[name] = held[name].copy() if name in held else np.zeros(self.count, np.int64)
+        for warp in range(self.count // 32):
+            mine = slice(32 * warp, 32 * warp + 32)
+            (matrix,) = {int(value) for value in held[where][mine]}
+            at, along, across = ((matrix >> place & 0x3FFF) << 4 for place in (0, 16, 32))
+            at += warp * 32 // self.each * APART
+            place = at + n // 8 * across + n % 8 * 16 + k // 8 * along + k % 8 * 2
+            bits = self.memory[place].astype(np.uint16) | self.memory[place + 1].astype(np.uint16) << 8
+            out = left[warp] @ widen(bits).T.astype(np.float64)
+            for i, name in enumerate(sums):
+                found = out[i % 4 // 2 * 8 :, i // 4 * 8 + i % 2 :][:8, :8:2].reshape(-1)
+                old = floats(held[name][mine]) if held[kept][mine].all() else 0
+                held[name][mine] = bits_of((old + found).astype(np.float32))
+
+
+def run_cluster(device: Device, warps: int, programs: int, number: int, kernel: str, names: tuple[str, ...], args: Any) -> None:
+    """One cluster of a kernel that modules of `ops` define."""
+    machine = Cluster(device, warps, programs, number)
+    made = sources(machine, *names)[kernel]
+    made.__globals__.update(room=machine.room, threads=lambda warps, programs: None)
+    made(*args)

@@ -1,0 +1,98 @@
+"""Tens of tokens on Hopper, on numpy: codes and tokens meet, programs of a cluster add up, streams are normalised."""
+
+import numpy as np
+import pytest
+import torch
+
+from auraflux.ops._cases import relative_rms
+from auraflux.ops.norm.reference import add_rms_norm
+from tests.ops.cluster import run_cluster
+from tests.ops.ptx import Device
+from tests.ops.test_linear_hopper import nothing, put, weight_of
+
+PARTS = (*(f"linear/_{name}.py" for name in ("nibbles", "planes", "hopper_rows", "batch_ptx", "batch_parts")),)
+EPS, TOL, WARPS = 1e-6, 4e-3, 4
+
+
+def stream_of(tokens: int, width: int, kind: str) -> tuple:
+    x, delta, norm = torch.randn(tokens, width).bfloat16(), torch.randn(tokens, width).bfloat16(), torch.rand(width) + 0.5
+    return {"plain": (x, None, None), "added": (x, delta, norm)}[kind]
+
+
+def read(stream: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the weights are to be multiplied by, and the sum."""
+    x, delta, norm = stream
+    return (x, x) if norm is None else add_rms_norm(delta, x, norm, EPS)
+
+
+def ends_of(rows: list[int], each: int) -> list[int]:
+    return [int(end) for end in np.cumsum([-(-count // each) for count in rows])]
+
+
+def multiply(stream: tuple, weights: list, programs: int, late: bool = False) -> tuple[list, torch.Tensor]:
+    """Every cluster of `matmul_batch`: what it stores for the weights, and for the sum of the stream and what is added."""
+    device, (tokens, width) = Device(), stream[0].shape
+    rows = [weight.shape[0] for weight in weights]
+    outs, total = [device.put(nothing(tokens, count)) for count in rows], device.put(nothing(tokens, width))
+    args = [*(device.put(part) for part in stream), None if stream[1] is None else total, EPS]
+    for number in range(4):
+        args += put(device, weights[number]) if number < len(weights) else [None] * 3
+        args.append(outs[number] if number < len(outs) else None)
+    ends = ends_of(rows, 16 * WARPS)
+    args += [ends[number] if number < len(rows) - 1 else None for number in range(3)]
+    args += [rows[number] if number < len(rows) else None for number in range(4)]
+    tiles = 1 << (-(-tokens // 8) - 1).bit_length()
+    args += [ends[-1], tokens, len(rows), width, tiles, WARPS, programs, late]
+    for number in range(ends[-1]):
+        run_cluster(device, WARPS, programs, number, "matmul_batch", (*PARTS, "linear/_hopper_batch.py"), args)
+    found = [device.get(out, nothing(tokens, count)).float() for out, count in zip(outs, rows, strict=True)]
+    return found, device.get(total, nothing(tokens, width))
+
+
+def product(x: torch.Tensor, weight) -> torch.Tensor:
+    return x.float() @ weight.dequantize(torch.float32).T
+
+
+@pytest.mark.parametrize("kind", ["plain", "added"])
+@pytest.mark.parametrize(("tokens", "width", "programs"), [(13, 1024, 2), (3, 512, 1), (50, 512, 1)])
+def test_one_weight(tokens: int, width: int, programs: int, kind: str):
+    torch.manual_seed(tokens)
+    stream, weight = stream_of(tokens, width, kind), weight_of(64, width, 4, 64)
+    (found,), total = multiply(stream, [weight], programs, tokens > 32)
+    h, wanted = read(stream)
+    assert relative_rms(found, product(h, weight)) < TOL
+    assert kind != "added" or torch.equal(total, wanted)
+
+
+def test_several_weights_whose_rows_end_anywhere():
+    torch.manual_seed(0)
+    stream, weights = stream_of(9, 1024, "added"), [weight_of(rows, 1024, 4, 64) for rows in (72, 64, 1, 16)]
+    found, total = multiply(stream, weights, 2)
+    h, wanted = read(stream)
+    assert torch.equal(total, wanted)
+    for mine, weight in zip(found, weights, strict=True):
+        assert relative_rms(mine, product(h, weight)) < TOL
+
+
+@pytest.mark.parametrize(("tokens", "rows", "blocks"), [(5, [40], 2), (30, [33, 1], 1), (64, [16], 1)])
+def test_scores(tokens: int, rows: list[int], blocks: int):
+    torch.manual_seed(0)
+    device, width, programs = Device(), 1024, 4
+    x, delta, norm = stream_of(tokens, width, "added")
+    weights = [(torch.randn(count, width) / 32).bfloat16() for count in rows]
+    total, h = (device.put(nothing(tokens, width)) for _ in range(2))
+    outs = [device.put(nothing(tokens, count)) for count in rows]
+    args = [device.put(x), device.put(delta), device.put(norm), total, h, EPS]
+    for number in range(2):
+        args += [device.put(weights[number]), outs[number]] if number < len(rows) else [None] * 2
+    ends = ends_of(rows, 16 * blocks)
+    args += [ends[0] if len(rows) > 1 else None, rows[0], rows[1] if len(rows) > 1 else None, ends[-1], tokens]
+    tiles = 1 << (-(-tokens // 8) - 1).bit_length()
+    args += [len(rows), width, blocks, tiles, WARPS, programs]
+    for number in range(ends[-1]):
+        run_cluster(device, WARPS, programs, number, "scores_batch", (*PARTS, "linear/_hopper_scores.py"), args)
+    wanted_h, wanted_total = add_rms_norm(delta, x, norm, EPS)
+    assert torch.equal(device.get(total, wanted_total), wanted_total)
+    assert relative_rms(device.get(h, wanted_h), wanted_h) < 1e-3
+    for out, weight, count in zip(outs, weights, rows, strict=True):
+        assert relative_rms(device.get(out, nothing(tokens, count)).float(), wanted_h.float() @ weight.float().T) < TOL
