@@ -1,4 +1,4 @@
-"""The expert kernels for few tokens on numpy: what `ptx.Machine` needs for them."""
+"""The expert kernels for few and for some tokens on numpy: what `ptx.Machine` needs for them."""
 
 import re
 from types import SimpleNamespace
@@ -52,6 +52,12 @@ class SlotMachine(Machine):
     def program_id(self, axis: int) -> Lanes:
         return np.full(1, self.ids[axis], np.int32).view(Lanes)
 
+    @staticmethod
+    def where(choice: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, Typed):
+            return Typed(np.where(choice, a.at, b.at), a.size, a.kind)
+        return Machine.where(choice, a, b)
+
     def load(self, source: Typed, mask: Any = True, other: Any = 0) -> Any:  # type: ignore[override]
         at, seen = np.broadcast_arrays(source.at, np.asarray(mask))
         self.device.check(at[seen], source.size)
@@ -63,6 +69,8 @@ class SlotMachine(Machine):
     def store(self, to: Typed, value: Any, mask: Any = True) -> None:  # type: ignore[override]
         at, bits, seen = np.broadcast_arrays(to.at, np.asarray(value), np.asarray(mask))
         bits = np.ascontiguousarray(bits[seen])
+        if to.kind is np.int32:
+            bits = bits.astype(np.int32)
         assert bits.itemsize == to.size
         self.device.check(at[seen], to.size)
         self.device.bytes[at[seen][:, None] + np.arange(to.size)] = bits[:, None].view(np.uint8)
@@ -72,13 +80,13 @@ class SlotMachine(Machine):
             return self._chosen(*args)
         return super().inline_asm_elementwise(text, registers, args, dtype, is_pure, pack)
 
-    def _chosen(self, warp: Any, lane: Any, last: Any, *keys: Any) -> Lanes:
-        """What the loop of `CHOOSE` leaves: the n-th highest key in lane n of the first warp up to the last slot, else 0."""
-        found = np.zeros(self.count, np.int32)
-        slots = int(np.ravel(last)[0]) + 1
-        every = np.concatenate([np.broadcast_to(np.asarray(key), self.count)[:32] for key in keys])
-        found[:slots] = np.sort(every)[::-1][:slots]
-        return found.view(Lanes)
+    def _chosen(self, aside: Any, lane: Any, last: Any, *keys: Any) -> Lanes:
+        """What the loop of `CHOOSE` leaves in warps that are not aside: the n-th highest key in lane n up to the last slot."""
+        found, slots = np.zeros((self.count // 32, 32), np.int32), int(np.ravel(last)[0]) + 1
+        every = np.concatenate([np.broadcast_to(np.asarray(key), self.count).reshape(-1, 32) for key in keys], 1)
+        found[:, :slots] = np.sort(every, 1)[:, ::-1][:, :slots]
+        found[np.broadcast_to(np.asarray(aside), self.count).reshape(-1, 32) != 0] = 0
+        return found.reshape(-1).view(Lanes)
 
     def _do(self, statement: str, held: dict[str, np.ndarray]) -> None:
         if statement.startswith(ASIDE):
@@ -101,11 +109,6 @@ class SlotMachine(Machine):
         elif op == "st.shared.b64":
             value = np.ascontiguousarray(self._value(parts[1], held)[seen])
             self.memory[self._place(parts[0], held)[seen][:, None] + np.arange(8)] = value[:, None].view(np.uint8)
-        elif op.startswith("ld.") and not seen.all():
-            before = held[parts[0]]
-            at = np.where(seen, self._place(parts[1], held), 0)
-            self._load(op, parts[:1], at, held)
-            held[parts[0]] = np.where(seen, held[parts[0]], before)
         else:
             super()._do(statement, held)
 
@@ -117,18 +120,85 @@ class SlotMachine(Machine):
             self.memory[to[i] : to[i] + nbytes[i]] = self.device.bytes[source[i] : source[i] + nbytes[i]]
 
 
-def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe._cuda_slots` for one program."""
-    machine = SlotMachine(device, warps, programs, *ids)
+def over_warp(function: Any) -> Any:
+    return lambda x: np.repeat(function(x.reshape(-1, 32), 1), 32).astype(x.dtype).view(Lanes)
 
-    def over_warp(function: Any) -> Any:
-        return lambda x: np.repeat(function(x.reshape(-1, 32), 1), 32).astype(x.dtype).view(Lanes)
 
+def _common(machine: SlotMachine) -> dict[str, Any]:
+    """What the kernels share."""
     made = sources(machine, "linear/_nibbles.py", "moe/_cuda_choose.py")
     choose, choosing = made["choose"], made["choose"].__globals__
     choosing |= {"_highest": over_warp(np.max), "_lowest": over_warp(np.min)}
     made["choose"] = lambda *args: choose(*args[:4], int(np.ravel(args[4])[0]), *args[5:])
+    return made
+
+
+def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
+    """The kernels of `moe._cuda_slots` for one program."""
+    machine = SlotMachine(device, warps, programs, *ids)
+    made = _common(machine)
     for name in ("moe/_cuda_fetch.py", "moe/_cuda_groups.py", "moe/_cuda_slots.py"):
         made |= run_source(name, made)
         made["shared"] = machine.shared
     return made
+
+
+class Number(int):
+    """A constant of a kernel that the host asks for too."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+class BlockMachine(SlotMachine):
+    """Adds what threads and programs count together."""
+
+    @staticmethod
+    def constexpr(x: Any) -> Any:  # type: ignore[override]
+        return Number(x) if type(x) is int else x
+
+    def count_in(self, at: Any, there: Any) -> Lanes:
+        before = np.zeros(self.count, np.int32)
+        for i in np.nonzero(np.broadcast_to(np.asarray(there), self.count))[0]:
+            word = self.memory[at[i] : at[i] + 4].view(np.int32)
+            before[i] = word[0]
+            word += 1
+        return before.view(Lanes)
+
+    def put_word(self, at: Any, value: Any) -> None:
+        words = np.ascontiguousarray(np.broadcast_to(np.asarray(value), self.count).astype(np.int32))
+        self.memory[np.asarray(at)[:, None] + np.arange(4)] = words[:, None].view(np.uint8)
+
+    def add_below(self, value: Any) -> Lanes:
+        return np.cumsum(value.reshape(-1, 32), 1).astype(np.int32).reshape(-1).view(Lanes)
+
+    def count_stage(self, at: Typed, lane: Any) -> None:
+        for place in at.at[np.broadcast_to(np.asarray(lane), self.count) == 0]:
+            self.device.bytes[place : place + 4].view(np.int32)[:] += 1
+
+    def await_stages(self, at: Typed, count: Any) -> None:
+        """Programs run one after the other, so what is waited for must have come."""
+        assert self.device.bytes[at.at[0] : at.at[0] + 4].view(np.int32)[0] == np.ravel(count)[0]
+
+
+def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
+    """The kernels of `moe._cuda_assign` and `moe._cuda_stream` for one program."""
+    machine = BlockMachine(device, warps, programs, *ids)
+    made = _common(machine)
+    codes_at, kernels = made["codes_at"], {}
+    made |= {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
+    made |= dict.fromkeys(("Build", "passed", "assign_given", "Experts", "Routing", "Tensor", "torch", "multiprocessors"), list)
+    made |= {"Build": lambda *args, **options: None, "cdiv": lambda a, b: -(-a // b)}
+    for name in ("_cuda_fetch", "_cuda_groups", "_cuda_quads", "_cuda_assign", "_cuda_stream"):
+        # both have warps of their own, and codes of their own
+        names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "_cuda_stream"}
+        found = run_source(f"moe/{name}.py", names)
+        found["shared"] = machine.shared
+        if name == "_cuda_quads":
+            kernels |= {key: found[key] for key in ("W", "TILE")}
+        made |= found
+        kernels |= {key: found[key] for key in ("assign_pairs", "up_stream", "down_stream", "_sizes") if key in found}
+    inside = kernels["up_stream"].__globals__
+    inside |= {"_count_stage": machine.count_stage, "_await_stages": machine.await_stages}
+    return kernels

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from auraflux.ops._launch import described
 from auraflux.ops._triton import Build, cdiv
 from auraflux.ops.moe._cuda_hopper import fits_hopper
 from auraflux.ops.moe._cuda_many import grouped
@@ -30,12 +31,12 @@ def _layout(kind: gl.dtype, *shape: int) -> gl.NVMMASharedLayout:
 
 
 def _inputs(x: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [HALF, 64], _layout(gl.bfloat16, HALF, 64))
+    return described(x, [HALF, 64], _layout(gl.bfloat16, HALF, 64))
 
 
 def _codes(stack: Stack) -> TensorDescriptor:
     codes, block = stack.packed, [1, ROWS, INPUTS // 8]  # type: ignore[union-attr]
-    return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), block, _layout(gl.int32, *block))
+    return described(codes, block, _layout(gl.int32, *block))
 
 
 def _multiplied(

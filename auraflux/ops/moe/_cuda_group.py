@@ -20,20 +20,20 @@ MOST_GROUPED = 32 * WARPS  # experts
 
 
 @gluon.jit
-def _count(at, there):
+def count_in(at, there):
     """How many came before, in shared memory."""
     text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$2,0; mov.b32 $0,0; @p atom.shared.add.u32 $0,[$1],1;}"
     return gl.inline_asm_elementwise(text, "=r,r,r,~{memory}", [at, there.to(gl.int32)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _put_word(at, value):
+def put_word(at, value):
     text: gl.constexpr = "st.shared.b32 [$1],$2; mov.b32 $0,0;"
     gl.inline_asm_elementwise(text, "=r,r,r,~{memory}", [at, value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _add_below(value):
+def add_below(value):
     """The sum over the lanes of the warp up to each."""
     return gl.inline_asm_elementwise(ADD_BELOW, "=&r,r", [value], gl.int32, is_pure=False, pack=1)
 
@@ -48,7 +48,7 @@ def group_pairs(
     tid = gl.arange(0, T, gl.BlockedLayout([1], [32], [W], [0]))
     memory, counts = shared(8 * T + 4 * W, tid)
     bases = counts + 4 * T
-    _put_word(counts + tid * 4, tid * 0)
+    put_word(counts + tid * 4, tid * 0)
     run(AWAIT, tid)
     mine = ()
     for n in gl.static_range(PIECES):
@@ -61,16 +61,16 @@ def group_pairs(
     gl.thread_barrier()
     ranks = ()
     for n in gl.static_range(PIECES):
-        ranks += (_count(counts + mine[n] * 4, (mine[n] >= 0) & (mine[n] < experts)),)  # type: ignore[assignment]
+        ranks += (count_in(counts + mine[n] * 4, (mine[n] >= 0) & (mine[n] < experts)),)  # type: ignore[assignment]
     gl.thread_barrier()
     # thread n has expert n
     needed = (word_at(counts + tid * 4) + SIZE - 1) // SIZE
-    end = _add_below(needed)
-    _put_word(gl.where(tid % 32 == 31, bases + 4 * T + tid // 32 * 4, bases + tid * 4), end)
+    end = add_below(needed)
+    put_word(gl.where(tid % 32 == 31, bases + 4 * T + tid // 32 * 4, bases + tid * 4), end)
     gl.thread_barrier()
     for n in gl.static_range(W - 1):
         end += gl.where(n < tid // 32, word_at(bases + 4 * T + n * 4), 0)
-    _put_word(bases + tid * 4, end - needed)
+    put_word(bases + tid * 4, end - needed)
     gl.thread_barrier()
     for n in gl.static_range(PIECES):
         there = (mine[n] >= 0) & (mine[n] < experts)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops._triton import INTERPRETED, Build, capability, cdiv, multiprocessors
+from auraflux.ops._triton import INTERPRETED, Build, capability, cdiv, multiprocessors, once_for_each
 from auraflux.ops.moe._cuda_slots import down_slots, up_slots
 from auraflux.ops.moe._cuda_stacks import passed
 from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
@@ -26,7 +26,12 @@ MOST_CHOICES = 512  # experts that the lanes of a warp hold the scores of
 
 def _aligned(stack: Stack) -> bool:
     """Whether weights have the form the kernels are written for, each expert's arrays where they can be copied in pieces."""
-    if not isinstance(stack, QTensor) or stack.format != (4, 64, 1, torch.bfloat16) or stack.biases is None:
+    return isinstance(stack, QTensor) and _held_well(stack)
+
+
+@once_for_each
+def _held_well(stack: QTensor) -> bool:
+    if stack.format != (4, 64, 1, torch.bfloat16) or stack.biases is None:
         return False
     parts, (rows, width) = (stack.packed, stack.scales, stack.biases), stack.shape[-2:]
     one = [part[0] if len(stack.shape) == 3 else part for part in parts]

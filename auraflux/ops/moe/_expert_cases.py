@@ -106,6 +106,11 @@ def by_sigmoid(args: Args) -> Args:
     return {**args, "routing": Routing(args["routing"].k, "sigmoid", True, scale=1.5), "bias": bias}
 
 
+def of_chosen(args: Args) -> Args:
+    """The same, weighted among the chosen alone."""
+    return {**args, "routing": Routing(args["routing"].k, "chosen", True)}
+
+
 def shared_by_weights(args: Args, inner: int) -> Args:
     """The same with a shared expert whose weights are given, and not what it gave."""
     one = layer(1, args["experts"].hidden, inner)
@@ -150,6 +155,9 @@ EXPERT_CASES = [
     case("wide-quads-bf16", lambda: routed(2, 3, layer(4, 2304, 256), BF16), tol=6e-3),
     case("deep-quads-bf16", lambda: routed(1, 8, layer(8, 256, 2048), BF16), tol=6e-3),
     case("some-quads-bf16", lambda: routed(20, 4, layer(8, 512, 256), BF16), tol=6e-3),
+    # more tokens than are assigned to blocks in one program: blocks of 8 pairs, of 16
+    case("hundreds-bf16", lambda: routed(150, 2, layer(8, 512, 256), BF16), tol=6e-3),
+    case("thousand-bf16", lambda: routed(150, 8, layer(16, 256, 256), BF16), tol=6e-3),
     # in tiles on Hopper
     case("thousands-bf16", lambda: routed(1030, 8, layer(12, 256, 768), BF16), tol=6e-3),
     case("no-tokens", lambda: routed(0, 2, layer(4, 64, 128))),
@@ -178,6 +186,12 @@ EXPERT_CASES = [
     Case(mixture, "many-shared", lambda: scored(40, 4, layer(9, 128, 64))),
     # pairs in blocks on Hopper
     Case(mixture, "some-tokens", lambda: scored(12, 8, layer(16, 512, 256), BF16), tol=8e-3),
+    Case(mixture, "some-deep", lambda: scored(9, 6, layer(12, 256, 768), BF16, shared=False), tol=8e-3),
+    Case(mixture, "some-wide", lambda: scored(40, 2, layer(40, 2304, 256), BF16), tol=8e-3),
+    Case(mixture, "some-crowded", lambda: scored(100, 2, layer(4, 512, 512), BF16), tol=8e-3),
+    Case(mixture, "some-by-sigmoid", lambda: by_sigmoid(scored(33, 3, layer(40, 512, 256), BF16)), tol=8e-3),
+    Case(mixture, "some-of-chosen", lambda: of_chosen(scored(12, 4, layer(9, 512, 256), BF16)), tol=8e-3),
+    Case(mixture, "some-shared-weights", lambda: shared_by_weights(scored(9, 8, layer(16, 512, 256), BF16), 256), tol=8e-3),
     Case(mixture, "thousands-bf16", lambda: scored(1030, 8, layer(12, 256, 256), BF16), tol=8e-3),
     Case(mixture, "bf16", lambda: scored(2, 8, layer(16, 512, 256), BF16), tol=8e-3),
     Case(mixture, "one-token-bf16", lambda: scored(1, 8, layer(16, 2048, 768), BF16, shared=False), tol=8e-3),

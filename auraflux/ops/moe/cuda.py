@@ -9,14 +9,24 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import INTERPRETED, Build, cdiv, power_of_two, ready
 from auraflux.ops.moe import reference
+from auraflux.ops.moe._cuda_assign import ASSIGN_BUILDS, assign_chosen
 from auraflux.ops.moe._cuda_blocks import down_block, fits_blocks, some_hopper, up_block
 from auraflux.ops.moe._cuda_by_tiles import TILE_BUILDS, fits_tiles, tiled, tiled_parts
 from auraflux.ops.moe._cuda_few import down_few, few, up_few
 from auraflux.ops.moe._cuda_group import group_pairs
-from auraflux.ops.moe._cuda_hopper import MOST_CHOICES, SLOT_BUILDS, chosen_hopper, few_hopper, fits_few, fits_hopper, fits_slot
+from auraflux.ops.moe._cuda_hopper import (
+    MOST_CHOICES,
+    SLOT_BUILDS,
+    chosen_hopper,
+    few_hopper,
+    fits_few,
+    fits_hopper,
+    fits_slot,
+)
 from auraflux.ops.moe._cuda_many import count_pairs, down_many, many, place_pairs, plan_blocks, up_many
 from auraflux.ops.moe._cuda_route import combine_kernel, rank_kernel, route_kernel
-from auraflux.ops.moe._cuda_stacks import Added, check_stacks, sum_slots, summed
+from auraflux.ops.moe._cuda_stacks import SUMMED, Added, check_stacks, sum_slots, summed, summed_by_scores
+from auraflux.ops.moe._cuda_stream import STREAM_BUILDS, fits_stream, streamed, streamed_parts
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
@@ -76,9 +86,10 @@ def _summed(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, added: Ad
     if fits_tiles(x, ids, experts):
         found, spots = tiled(x, ids, experts)
         return summed(found, spots, ids, weights, experts.count, x.dtype, added)
-    parts = x.new_empty(*ids.shape, experts.hidden, dtype=x.dtype if _path(x, ids, experts) is many else torch.float32)
-    _path(x, ids, experts)(x, ids, experts, parts)
-    return summed(parts, None, ids, weights, experts.count, x.dtype, added)
+    path = _path(x, ids, experts)
+    parts = x.new_empty(*ids.shape, experts.hidden, dtype=x.dtype if path is many else torch.float32)
+    path(x, ids, experts, parts)
+    return summed(parts, None, ids, weights, experts.count, x.dtype, added, early=path is streamed_parts)
 
 
 def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
@@ -98,7 +109,11 @@ def _path(x: Tensor, ids: Tensor, experts: Experts) -> Callable[[Tensor, Tensor,
         return few
     if fits_tiles(x, ids, experts):
         return tiled_parts
-    return some_hopper if fits_hopper(x, experts) and fits_blocks(ids, experts) else many
+    if not fits_hopper(x, experts):
+        return many
+    if fits_stream(x, ids.shape[1], experts):
+        return streamed_parts
+    return some_hopper if fits_blocks(ids, experts) else many
 
 
 def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,7 +127,7 @@ def mixture(
     x: Tensor, scores: Tensor, routing: Routing, experts: Experts, h: Tensor,
     bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Few tokens choose their experts inside the kernels that multiply with them, two in all; others are added up with `h`."""
+    """Few tokens choose their experts inside the kernels that multiply with them, two in all; some more in one before those."""
     ready(x)
     few_pairs, fits = 0 < x.shape[0] * routing.k <= FEW_PAIRS, h.dtype is x.dtype and fits_few(x, routing.k, experts)
     if few_pairs and fits and routing.groups == 1 and experts.count <= MOST_CHOICES:
@@ -122,8 +137,14 @@ def mixture(
     if (few_pairs and fits) or h.dtype is not x.dtype or not x.numel():
         return reference.mixture_by_steps(x, scores, routing, experts, h, bias, shared, shared_gate)
     check_stacks(experts)
+    added = h, reference.shared_result(x, shared), shared_gate
+    if not few_pairs and routing.groups == 1 and fits_stream(x, routing.k, experts) and fits_hopper(x, experts):
+        ids, placed, owner = assign_chosen(scores, routing, bias)
+        parts = x.new_empty(*ids.shape, experts.hidden, dtype=torch.float32)
+        streamed(x, routing.k, placed, owner, experts, parts)
+        return summed_by_scores(parts, ids, scores, routing, x.dtype, added)
     ids, weights = reference.route(scores, routing, bias)
-    return _summed(x, ids, weights, experts, (h, reference.shared_result(x, shared), shared_gate))
+    return _summed(x, ids, weights, experts, added)
 
 
 def _builds() -> list[Build]:
@@ -138,7 +159,7 @@ def _builds() -> list[Build]:
         (down_few, f"*fp32 *i32 {codes} *fp32 i32 {ints}", {"bias": None, "ROWS": 16, "COLUMNS": 32} | four, {}),
         (up_block, f"*bf16 *i32 *i32 {codes} {codes} *bf16 i32:16 i32 i32 i32:16", {"H": 2048} | block, wide),
         (down_block, f"*bf16 *i32 *i32 {codes} *fp32 i32:16 i32 i32:16", {"INNER": 768} | block, wide),
-        (group_pairs, "*i32 *i32 *i32 i32 i32 i32", {"SIZE": 8, "PIECES": 4, "W": 16}, {"num_warps": 16}),
+        (group_pairs, "*i32 *i32 *i32 i32 i32 i32", {"SIZE": 16, "PIECES": 4, "W": 16}, {"num_warps": 16}),
         (count_pairs, "*i32 *i32 i32 i32", {"BLOCK": 1024}, {}),
         (plan_blocks, "*i32 *i32 *i32 i32 i32", {"SIZE": 64, "BE": 512, "BLOCK": 32}, {}),
         (place_pairs, "*i32 *i32 *i32 i32 i32", {"BLOCK": 1024}, {}),
@@ -158,17 +179,23 @@ def _builds_around() -> list[Build]:
     rule = {"SCORING": "softmax", "RENORMALIZE": True}
     one = {"R": 1, "BG": 1, "BS": 128, "BK": 8, "bias": None, "groups": 1, "kept": 1, **rule}
     grouped = {"R": 1, "BG": 8, "BS": 32, "BK": 8, "SCORING": "sigmoid", "RENORMALIZE": True}
-    apart, warp = {"BLOCK": 1024, **dict.fromkeys(("spots", "residual", "beside", "beside_gate"))}, {"num_warps": 1}
+    apart, warp = dict.fromkeys(("spots", "scores", "residual", "beside", "beside_gate")), {"num_warps": 1}
+    given = {"K": 8, "SCORING": "", "RENORMALIZE": False, "BE": 1, "BLOCK": 2 * SUMMED, "EARLY": False}
+    by_scores = {"K": 8, "BE": 128, "BLOCK": SUMMED, "EARLY": True, "spots": None, "weights": None, **rule}
+    alone = {"beside": None, "beside_gate": None}
     return [
         Build(route_kernel, "*bf16 *i32 *fp32 i32 i32:16 i32 fp32", one, hot=True, options=warp),
         Build(route_kernel, "*bf16 *fp32 *i32 *fp32 i32 i32:16 i32 i32 i32 fp32", grouped, hot=True, options=warp),
         Build(rank_kernel, "*bf16 *i32 *fp32 i32:16 i32 fp32", {"bias": None, "BE": 128, "EARLY": True, **rule}, hot=True),
         Build(combine_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED}, hot=True),
         Build(combine_kernel, "*bf16 *bf16 *bf16 i32:16", {"BLOCK": COMBINED, "shared": None, "gate": None}, hot=True),
-        Build(sum_slots, "*bf16 *i32 *fp32 *bf16 i32 i32 i32:16", apart, hot=True),
-        Build(sum_slots, "*fp32 *i32 *i32 *fp32 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16", {"BLOCK": 1024}, hot=True),
-        Build(sum_slots, "*fp32 *fp32 *bf16 i32 i32 i32:16", {"ids": None, **apart}),
+        Build(sum_slots, "*bf16 *i32 *fp32 *bf16 i32 i32:16 fp32", apart | given, hot=True),
+        Build(sum_slots, "*fp32 *i32 *fp32 *bf16 i32 i32:16 fp32", apart | given | {"BLOCK": SUMMED, "EARLY": True}, hot=True),
+        Build(sum_slots, "*fp32 *i32 *i32 *fp32 *bf16 *bf16 *bf16 *bf16 i32 i32:16 fp32", given | {"scores": None}, hot=True),
+        Build(sum_slots, "*fp32 *fp32 *bf16 i32 i32:16 fp32", {"ids": None, **apart, **given}),
+        Build(sum_slots, "*fp32 *i32 *bf16 *bf16 *bf16 i32 i32:16 fp32", by_scores | alone, hot=True),
+        Build(sum_slots, "*fp32 *i32 *bf16 *bf16 *bf16 *bf16 *bf16 i32 i32:16 fp32", by_scores, hot=True),
     ]
 
 
-KERNELS = _builds() + _builds_around() + SLOT_BUILDS + TILE_BUILDS
+KERNELS = _builds() + _builds_around() + SLOT_BUILDS + ASSIGN_BUILDS + STREAM_BUILDS + TILE_BUILDS

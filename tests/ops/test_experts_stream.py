@@ -1,0 +1,116 @@
+"""The expert kernels for some tokens on Hopper, on numpy: who goes into which block, and what becomes of blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from auraflux.ops._cases import relative_rms
+from auraflux.ops.moe._expert_cases import layer
+from auraflux.ops.moe.experts import Experts
+from auraflux.ops.moe.reference import expert_parts, route
+from auraflux.ops.moe.routing import Routing
+from auraflux.quant import QTensor
+from tests.ops.experts_ptx import block_kernels, placed
+from tests.ops.ptx import Device
+
+TOL = 6e-3  # what lies between the kernels is bf16
+SKEW = 3
+
+
+class Blocks:
+    """Pairs in blocks on a device: what `assign_pairs` left there."""
+
+    def __init__(self, ids: torch.Tensor, experts: int, scores: torch.Tensor | None = None, bias=None, scoring: str = ""):
+        self.device, (tokens, k) = Device(), ids.shape
+        self.pairs, self.most = tokens * k, min(tokens * k, tokens * k // 8 + experts)
+        filled = [torch.full((count,), -7).int() for count in (8 * self.most, 2 * self.most + 1)]
+        self.chosen, self.placed, self.owner = (placed(self.device, one) for one in (ids, *filled))
+        given = placed(self.device, scores), placed(self.device, bias)
+        rule = {"K": k, "E": 0 if scores is None else -(-experts // 32) * 32, "SCORING": scoring, "PASSES": -(-tokens // 32)}
+        kernel = block_kernels(self.device, 32, 1, 0)["assign_pairs"]
+        kernel(*given, self.chosen, self.placed, self.owner, tokens, experts, self.most, **rule)
+        self.ids = self.device.get(self.chosen, ids)
+        self.lists = [self.device.get(at, one) for at, one in zip((self.placed, self.owner), filled, strict=True)]
+
+    def check(self, experts: int) -> None:
+        """Every pair of an expert is in one of its blocks, and blocks are full but for an expert's last."""
+        pairs, owners = self.lists[0].view(-1, 8), self.lists[1]
+        count = int(owners[self.most])
+        assert (owners[self.most + 1 :] == 0).all()
+        assert (owners[count : self.most] == experts).all()
+        flat = self.ids.flatten()
+        for expert in range(experts):
+            blocks = pairs[:count][owners[:count] == expert]
+            there = blocks[blocks < self.pairs]
+            assert sorted(there.tolist()) == (flat == expert).nonzero().flatten().tolist()
+            assert len(blocks) == -(-len(there) // 8)
+
+
+def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -> torch.Tensor:
+    device, inner, hidden, k = blocks.device, experts.inner, experts.hidden, blocks.ids.shape[1]
+
+    def passed(stack: QTensor) -> tuple[Any, ...]:
+        return (
+            *(placed(device, a) for a in (stack.packed, stack.scales, stack.biases)),
+            stack.packed.stride(0),
+            stack.scales.stride(0),
+        )
+
+    between, parts = torch.full((blocks.pairs, inner), float("nan")).bfloat16(), torch.full((*blocks.ids.shape, hidden), 7.0)
+    inputs, hiddens, results = (placed(device, one) for one in (x, between, parts))
+    gate, up, down = passed(experts.gate), passed(experts.up), passed(experts.down)
+    lists = blocks.placed, blocks.owner
+    for program in range(programs):
+        kernels = block_kernels(device, 8, programs, program)
+        sizes = {"H": hidden, "INNER": inner, "D": kernels["_sizes"](hidden)[1]}
+        kernels["up_stream"](inputs, *lists, *gate, *up, hiddens, blocks.pairs, k, blocks.most, **sizes)
+    for program in range(programs):
+        kernels = block_kernels(device, 8, programs, program)
+        sizes = {"INNER": inner, "HIDDEN": hidden, "D": kernels["_sizes"](inner)[1], "SKEWED": SKEW}
+        kernels["down_stream"](hiddens, *lists, *down, results, blocks.pairs, blocks.most, **sizes)
+    assert results is not None
+    return device.get(results, parts)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(5, 128, 8), (40, 20, 3), (128, 5, 2)])
+def test_pairs_are_brought_into_blocks(tokens: int, experts: int, k: int):
+    torch.manual_seed(tokens)
+    ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]).int()
+    ids[0, 0], ids[1, 1] = -1, experts
+    Blocks(ids, experts).check(experts)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_experts_are_chosen_by_scores(scoring: str):
+    torch.manual_seed(2)
+    scores, bias = torch.randn(33, 40), torch.randn(40) * 0.1 if scoring == "sigmoid" else None
+    scores = scores if scoring == "sigmoid" else scores.bfloat16()
+    blocks = Blocks(torch.full((33, 6), -9).int(), 40, scores, bias, scoring)
+    assert torch.equal(blocks.ids, route.reference(scores, Routing(6, scoring, True), bias)[0])
+    blocks.check(40)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("experts", "hidden", "inner", "tokens", "k", "programs"),
+    [
+        (4, 256, 256, 3, 2, 3),
+        # experts of several blocks, programs of several experts
+        (3, 512, 256, 14, 2, 2),
+        pytest.param(5, 512, 768, 12, 3, 4, marks=pytest.mark.slow),
+        # more quads than warps
+        pytest.param(2, 2560, 512, 5, 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_stream_through_programs(experts: int, hidden: int, inner: int, tokens: int, k: int, programs: int):
+    torch.manual_seed(hidden)
+    made, x = layer(experts, hidden, inner, lanes=1), torch.randn(tokens, hidden).bfloat16()
+    ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]).int()
+    ids[0, 0] = -1
+    parts = parts_of(Blocks(ids, experts), x, made, programs)
+    expected = torch.full_like(parts, 7.0)
+    expert_parts.reference(x, ids, made, expected)
+    assert (parts[0, 0] == 7).all()
+    assert relative_rms(parts[1:], expected[1:]) <= TOL
