@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch, Layer
+from auraflux.cache.batch import Batch, Layer, Turn
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.turboquant import NORM_NBYTES
 from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.attention.reference import append_latent, latent_attention
+from auraflux.ops.attention.reference import append_latent, latent_attention, rope_append_latent
 from auraflux.ops.turboquant.pages import LatentCodes, row_words
-from auraflux.ops.turboquant.reference import append_latent_codes, turboquant_latent_attention
+from auraflux.ops.turboquant.reference import append_latent_codes, rope_append_latent_codes, turboquant_latent_attention
 
 
 class LatentLayer(Layer):
@@ -27,6 +27,13 @@ class LatentLayer(Layer):
     def append(self, batch: Batch, latent: Tensor, k_rope: Tensor) -> None:
         """Store the latents [T, C] and rotated keys [T, R] of the batch's new tokens."""
         append_latent(latent, k_rope, batch.view(self), batch.starts)
+
+    def append_turned(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Take projections apart, normalise latents, turn queries and keys, and store: gives both parts of the queries."""
+        turning = turn.frequencies, batch.positions, turn.mscale, turn.interleaved
+        return rope_append_latent(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *turning)
 
     def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""
@@ -50,6 +57,13 @@ class CodedLatentLayer(Layer):
     def append(self, batch: Batch, latent: Tensor, k_rope: Tensor) -> None:
         """Encode and store the latents [T, C], store the rotated keys [T, R] of the batch's new tokens."""
         append_latent_codes(latent, k_rope, batch.view(self), batch.starts)
+
+    def append_turned(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Take projections apart, normalise latents, turn queries and keys, and store: gives both parts of the queries."""
+        turning = turn.frequencies, batch.positions, turn.mscale, turn.interleaved
+        return rope_append_latent_codes(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *turning)
 
     def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""

@@ -17,7 +17,7 @@ from auraflux.models.config import Keys
 from auraflux.models.llama import MLP, Stream
 from auraflux.models.qwen3_moe import Mixture, Plain, announce
 from auraflux.models.rotation import Rotation, rope_settings, rotation
-from auraflux.ops import Routing, latent_output, latent_query, linear, rms_norm, split_latent
+from auraflux.ops import Routing, add_norm_linears, latent_output, latent_query, linear
 from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.experts import load_experts
@@ -190,12 +190,12 @@ class Attention:
 
     def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, x = stream.normed()
-        q_nope, q_rope, latent, k_rope = split_latent(self.query(x), self.kv_a(x), self.heads, self.nope)
-        latent = rms_norm(latent, self.latent_norm, LATENT_EPS)
-        store.append(batch, latent, self.turn(k_rope[:, None], batch.positions)[:, 0])
-        mixed = store.attend(batch, self.kv_b.query(q_nope), self.turn(q_rope, batch.positions), self.scale)
-        return total, self.out(self.kv_b.output(mixed).view(len(x), -1))
+        both = self.query.first, self.kv_a
+        total, (q, kv) = add_norm_linears(*stream, [each.weight for each in both], [each.bias for each in both])
+        sizes = self.heads, self.nope
+        q_nope, q_rope = store.append_turned(batch, self.query.rest(q), kv, *sizes, self.turn, self.latent_norm, LATENT_EPS)
+        mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale)
+        return total, self.out(self.kv_b.output(mixed).flatten(1))
 
 
 class Projection:
@@ -208,23 +208,33 @@ class Projection:
         return linear(x, self.weight, self.bias)
 
 
+class FullRank:
+    """Queries are the first product."""
+
+    def __init__(self, weights: Weights, name: str, rows: int, width: int):
+        self.first = Projection(weights, f"{name}_proj", rows, width)
+
+    def rest(self, q: Tensor) -> Tensor:
+        return q
+
+
 class LowRank:
-    """b(norm(a x))."""
+    """Queries are b(norm(a x)), a the first product."""
 
     def __init__(self, weights: Weights, name: str, rows: int, rank: int, width: int):
-        self.a = Projection(weights, f"{name}_a_proj", rank, width)
+        self.first = Projection(weights, f"{name}_a_proj", rank, width)
         self.norm = weights.vector(f"{name}_a_layernorm.weight", rank)
         self.b = Projection(weights, f"{name}_b_proj", rows, rank)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.b(rms_norm(self.a(x), self.norm, LATENT_EPS))
+    def rest(self, q: Tensor) -> Tensor:
+        return add_norm_linears(q, None, self.norm, LATENT_EPS, [self.b.weight], [self.b.bias])[1][0]
 
 
-def _queries(config: Config, weights: Weights, name: str) -> Projection | LowRank:
+def _queries(config: Config, weights: Weights, name: str) -> FullRank | LowRank:
     widths = config.widths
     rows = config.heads * (widths.nope + widths.rope)
     if widths.query is None:
-        return Projection(weights, f"{name}.q_proj", rows, config.hidden)
+        return FullRank(weights, f"{name}.q", rows, config.hidden)
     return LowRank(weights, f"{name}.q", rows, widths.query, config.hidden)
 
 

@@ -12,6 +12,7 @@ from auraflux.ops.attention.reference import (
     latent_output,
     latent_query,
     merge_partials,
+    rope_append_latent,
     split_latent,
 )
 from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
@@ -38,6 +39,7 @@ from auraflux.ops.turboquant.reference import (
     decode,
     encode,
     rope_append_codes,
+    rope_append_latent_codes,
     rotate,
     turboquant_attention,
     turboquant_latent_attention,
@@ -97,6 +99,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_append_codes",
+    "rope_append_latent",
+    "rope_append_latent_codes",
     "rope_frequencies",
     "rotate",
     "route",

@@ -61,7 +61,14 @@ for _sign, _name in {
 }.items():  # fmt: skip
     setattr(Tensor, f"__{_sign}__", _binary(_name))
     setattr(Tensor, f"__r{_sign}__", _binary(_name, swap=True))
-for _sign, _name in {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal"}.items():
+for _sign, _name in {
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "eq": "equal",
+    "ne": "not_equal",
+}.items():
     setattr(Tensor, f"__{_sign}__", _binary(_name))
 Tensor.__neg__ = lambda self: Tensor(-self.data)  # type: ignore[attr-defined]
 
@@ -179,7 +186,7 @@ class Program:
     def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
         places, seen = pointer.places(mask)
         found = pointer.memory[places]
-        return Tensor(np.where(seen, found, np.asarray(other, found.dtype)))
+        return Tensor(np.where(seen, found, np.asarray(plain(other), found.dtype)))
 
     @staticmethod
     def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -213,7 +220,7 @@ def emulate(gl: Program, text: str, args: list) -> np.ndarray:
         return lanes[..., np.arange(32) ^ span, :].reshape(x.shape)
     if "ld.shared" in text:
         return look_up(gl, text, args, 1)[0]
-    if "global_smem" in text or "%laneid" in text:
+    if "global_smem" in text or "%laneid" in text or "%tid" in text:
         return np.zeros_like(np.asarray(x))
     raise NotImplementedError(text)
 
@@ -231,7 +238,11 @@ def look_up(gl: Program, text: str, args: list, outs: int) -> list[np.ndarray]:
     for line in text.strip("{}").split(";"):
         name, _, rest = line.strip().partition(" ")
         to, *given = re.split(r", *", rest.strip())
-        if name == "ld.shared.b32":
+        if name == "ld.shared.v2.b32":
+            (low, high), (place, offset) = (to.strip("{"), given[0].strip("}")), given[1].strip("[]").split("+")
+            at = (value(place.strip()) + np.uint32(int(offset))) // 4
+            registers[low], registers[high] = memory[at], memory[at + 1]
+        elif name == "ld.shared.b32":
             place, offset = given[0].strip("[]").split("+")
             registers[to] = memory[(value(place.strip()) + np.uint32(int(offset))) // 4]
         elif name == "prmt.b32":

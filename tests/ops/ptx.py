@@ -214,7 +214,7 @@ class Machine(Language):
             multiply = self._multiply_bytes if ".u8.s8." in op else self._multiply
             multiply(*(part.strip("{}").split(",") for part in parts), held=held)
         elif op.startswith("ld."):
-            self._load(op, parts[0].strip("{}").split(","), self._place(parts[1], held), held)
+            self._load(op, parts[0].strip("{}").split(","), self._place(parts[1], held), held, seen)
         elif op.startswith("st."):
             memory = self.device.bytes if ".global" in op else self.memory
             for i, name in enumerate(parts[1].strip("{}").split(",")):
@@ -241,16 +241,17 @@ class Machine(Language):
         self.device.check(source, size)
         self.memory[to[:, None] + np.arange(size)] = self.device.bytes[source[:, None] + np.arange(size)]
 
-    def _load(self, op: str, outs: list[str], at: np.ndarray, held: dict[str, np.ndarray]) -> None:
+    def _load(self, op: str, outs: list[str], at: np.ndarray, held: dict[str, np.ndarray], seen: np.ndarray) -> None:
         size = {"b16": 2, "b64": 8}.get(op.rpartition(".")[2], 4)
-        assert not (at % (size * len(outs))).any()
+        assert not (at[seen] % (size * len(outs))).any()
         memory = self.memory
         if ".global" in op:
-            self.device.check(at, size * len(outs))
+            self.device.check(at[seen], size * len(outs))
             memory = self.device.bytes
         for i, out in enumerate(outs):
-            raw = np.ascontiguousarray(memory[(at + size * i)[:, None] + np.arange(size)])
-            held[out] = raw.view(f"u{size}")[:, 0].astype(np.int64)
+            raw = np.ascontiguousarray(memory[np.where(seen, at + size * i, 0)[:, None] + np.arange(size)])
+            found = raw.view(f"u{size}")[:, 0].astype(np.int64)
+            held[out] = found if seen.all() else np.where(seen, found, held[out])
 
     def _multiply(self, d: list[str], a: list[str], b: list[str], c: list[str], held: dict[str, np.ndarray]) -> None:
         """Lane (g, t) has rows g and g + 8 of a, column g of b, columns 2t and 2t + 1 of c."""

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from auraflux.ops.turboquant._append_many import TILE, _side, sizes
+from auraflux.ops.turboquant._append_many import _side, sizes, tile_count
 from auraflux.ops.turboquant._inputs import append
 from auraflux.ops.turboquant._places import SEARCH, SQUARES, places_for, scaled_middles, sign_words, step
 from auraflux.ops.turboquant.arrangement import Arrangement
@@ -22,7 +22,7 @@ from tests.ops.ptx import MASK, PAGE, PLAIN, Device, Lanes, Machine, bits_of, fl
 from tests.ops.threads import run_source
 
 CPU = torch.device("cpu")
-FILES = "_append_parts", "_append_doubts", "_append_many"
+FILES = "_append_parts", "_append_pages", "_append_doubts", "_append_many"
 NAMED = dict.fromkeys(("Any", "Tensor", "CodePages"), Any)  # by annotations
 KINDS = {torch.int32: np.int32, torch.float32: np.float32, torch.bfloat16: np.uint16}
 
@@ -51,7 +51,6 @@ MORE = {
     "add.s32": lambda a, b: a + b,
     "setp.lt.u32": lambda a, b: a < b,
     "bfind.u32": lambda a: np.floor(np.log2(a)).astype(np.int64),
-    "add.rn.f64": lambda a, b: (a.view(np.float64) + b.view(np.float64)).view(np.int64),
     # as many bits as the hardware gives
     "rsqrt.approx.ftz.f64": lambda a: ((1 + 2.0**-20) / np.sqrt(a.view(np.float64))).view(np.int64),
 }
@@ -86,7 +85,7 @@ class Whole(int):
 class Coder(Machine):
     """`gl` for one program of this kernel."""
 
-    float64, int16 = np.float64, np.int16
+    float64, int16, int64 = np.float64, np.int16, np.int64
     pointer_type = staticmethod(lambda kind: (kind,))
     max = staticmethod(lambda x, axis: int(np.asarray(x).max()))
 
@@ -127,9 +126,8 @@ class Coder(Machine):
         values = [self._value(part, held) for part in parts[1:]] if op in OWN else []
         if op.startswith("mma.sync.aligned.m16n8k32"):
             self._add_octets(*(part.strip("{}").split(",") for part in parts), held=held)
-        elif op == "mov.b64" and parts[0] == "t":
-            low, high = parts[1].strip("{}").split(",")
-            held["t"] = held[low] & MASK | held[high] << 32
+        elif op.startswith("mma.sync.aligned.m8n8k4"):
+            self._add_wide(*(part.strip("{}").split(",") for part in parts), held=held)
         elif op == "prmt.b32":
             held[parts[0]] = octets(*values)
         elif op == "shfl.sync.idx.b32":
@@ -137,6 +135,8 @@ class Coder(Machine):
             held[parts[0]] = np.take_along_axis(table, lane, 1).reshape(-1)
         elif op == "redux.sync.or.b32":
             held[parts[0]] = np.repeat(np.bitwise_or.reduce(values[0].reshape(-1, 32), 1), 32)
+        elif op == "redux.sync.add.s32":
+            held[parts[0]] = np.repeat(values[0].reshape(-1, 32).sum(1) & MASK, 32)
         elif op in MORE:
             found = MORE[op](*values)
             held[parts[0]] = found if op.endswith("f64") or found.dtype == bool else found & MASK
@@ -150,8 +150,15 @@ class Coder(Machine):
             row = sum(words >> 8 * k & 255 for k in range(4)).sum(0).reshape(-1, 4).sum(1)
             held[name] = self._value(c[i], held) + np.repeat(row, 4) & MASK
 
+    def _add_wide(self, d: list[str], a: list[str], b: list[str], c: list[str], held: dict[str, np.ndarray]) -> None:
+        """Multiply float64: lane (g, q) has row g and column q of a, row q and column g of b, columns 2q and 2q + 1 of d."""
+        left, right = (self._value(name, held).view(np.float64).reshape(-1, 8, 4) for name in (*a, *b))
+        found = (left @ right.transpose(0, 2, 1)).reshape(-1, 2)
+        for i, name in enumerate(d):
+            held[name] = np.ascontiguousarray(found[:, i]).view(np.int64)
 
-OWN = {*MORE, "prmt.b32", "shfl.sync.idx.b32", "redux.sync.or.b32"}
+
+OWN = {*MORE, "prmt.b32", "shfl.sync.idx.b32", "redux.sync.or.b32", "redux.sync.add.s32"}
 
 
 def run(args: dict[str, Any]) -> None:
@@ -165,9 +172,10 @@ def run(args: dict[str, Any]) -> None:
 
     made = _side(pages.key_codes, pages.key_norms, pages.key_bits, width)
     made += _side(pages.value_codes, pages.value_norms, pages.value_bits, width)
-    found = [put(x) for x in (k, v, *made, sign_words(width, pages.seed, CPU), pages.table, pages.lengths)]
-    tiles = (tokens + 2 * TILE - 2) // TILE
-    rest = np.full(1, tokens, np.int32).view(Threads), pages.table.shape[1], pages.pool[0], tiles
+    found = [put(x) for x in (k, v, *made, sign_words(width, pages.seed, CPU), pages.table, pages.lengths, args["starts"])]
+    sequences = len(pages.lengths)
+    tiles, batch = tile_count(tokens, sequences), sequences > 1
+    rest = sequences, np.full(1, tokens, np.int32).view(Threads), pages.table.shape[1], pages.pool[0], tiles
     for program in range(2 * tiles * heads):
         machine = Coder(device, 1, program)
         names: dict[str, Any] = {"gl": machine, "asm": machine.inline_asm_elementwise, **NAMED}
@@ -175,7 +183,8 @@ def run(args: dict[str, Any]) -> None:
             names |= run_source(f"turboquant/{name}.py", names)
         names["append_many"].__globals__["_memory"] = machine.shared
         with np.errstate(all="ignore"):
-            names["append_many"](*found, *rest, HEADS=heads, PAGE=pages.pool[1], **sizes(pages.key_bits, pages.value_bits))
+            sized = sizes(pages.key_bits, pages.value_bits)
+            names["append_many"](*found, *rest, BATCH=batch, HEADS=heads, PAGE=pages.pool[1], **sized)
     for place, name in ((2, "key_codes"), (3, "key_norms"), (7, "value_codes"), (8, "value_norms")):
         like = getattr(pages, name)
         like.copy_(device.get(found[place], like))
@@ -189,12 +198,20 @@ def unusual(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("bits", "length", "tokens"), [((4, 4), 123, 70), ((8, 4), 96, 70), ((8, 2), 40, 17), ((4, 2), 123, 33)]
+    ("bits", "lengths", "counts"),
+    [
+        ((4, 4), [123], [70]),
+        ((8, 4), [96], [70]),
+        ((8, 2), [40], [17]),
+        ((4, 2), [123], [33]),
+        ((8, 8), [64], [48]),
+        ((4, 8), [60, 40, 5, 100, 16], [33, 0, 5, 1, 16]),
+    ],
 )
-def test_emulated_kernel_matches_reference(bits: tuple[int, int], length: int, tokens: int):
-    """Codes to the bit, whether the first position is a multiple of 16 or not, and pairs that are half new."""
+def test_emulated_kernel_matches_reference(bits: tuple[int, int], lengths: list[int], counts: list[int]):
+    """Codes to the bit, whether first positions are multiples of 16 or not, pairs that are half new, and batches."""
     torch.manual_seed(0)
-    made = append([length], [tokens], 2, 128, dtype=torch.bfloat16, bits=bits, page=64, arrangement=Arrangement.PAIRS)
+    made = append(lengths, counts, 2, 128, dtype=torch.bfloat16, bits=bits, page=64, arrangement=Arrangement.PAIRS)
     args = {**made, "k": unusual(made["k"]), "v": unusual(made["v"])}
     want, mine = ({**args, "pages": deepcopy(args["pages"])} for _ in range(2))
     append_codes.reference(**want)

@@ -27,24 +27,24 @@ def run(machine: ptx.Machine, text: str, outs: int, *args) -> tuple:
 
 
 @pytest.mark.parametrize("positions", [32, 64])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_levels_lie_where_the_matrix_units_read_them(bits, positions, monkeypatch):
+@pytest.mark.parametrize(("bits", "rows"), [(4, 4), (8, 2), (8, 4)])
+def test_levels_lie_where_the_matrix_units_read_them(bits, rows, positions, monkeypatch):
     monkeypatch.setitem(ptx.PLAIN, "prmt.b32", signed_bytes)
     monkeypatch.setitem(ptx.PLAIN, "add.u32", lambda a, b: a + b)
     monkeypatch.setitem(ptx.PLAIN, "xor.b32", lambda a, b: a ^ b)
     torch.manual_seed(0)
     codes = torch.randint(0, 256, (positions, 64 * bits), dtype=torch.uint8)
-    device, warps = ptx.Device(), positions // 8
+    device, warps, nbytes = ptx.Device(), positions // 8, 64 * bits * rows
     machine = ptx.Machine(device, warps, 0)
     table = parts.table_for(bits, 512, torch.device("cpu")).numpy()
     machine.memory[BASE : BASE + TABLE_NBYTES] = np.repeat(table, 32).view(np.uint8)
     warp, lane = np.divmod(np.arange(32 * warps), 32)
-    source, ring = device.put(codes).at + warp * 512 * bits + lane * 16, BASE + 131072 + warp * 1024
+    source, ring = device.put(codes).at + warp * 512 * bits + lane * 16, BASE + 131072 + warp * nbytes
     tile, turn = BASE + TABLE_NBYTES + lane // 8 * (positions * 128) + warp * 1024, lane % 8 * 16
-    for piece in range(bits // 2):
-        run(machine, parts._copy_ptx(), 1, ring + lane * 16, source + piece * 1024, 1)
-        words = run(machine, parts._read_ptx(bits, 0), 8, ring + lane * bits)
-        text = parts._write_ptx(bits, piece * (16 // bits), positions)
+    for piece in range(8 // rows):
+        run(machine, parts._copy_ptx(nbytes), 1, ring + lane * 16, source + piece * nbytes, 1)
+        words = run(machine, parts._read_ptx(bits, rows, 0), bits * rows // 2, ring + lane * bits)
+        text = parts._write_ptx(bits, rows, piece * rows, positions)
         run(machine, text, 1, *words, lane * 0x04040404, BASE, tile, turn)
     levels = (codebook(bits, 512) * 512**0.5).half()
     wanted = levels[(codes[..., None] >> torch.arange(0, 8, bits) & (1 << bits) - 1).flatten(1).long()].view(positions, 8, 8, 8)

@@ -16,7 +16,7 @@ from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, relative_rms
 from auraflux.ops.turboquant import _few
 from auraflux.ops.turboquant._append_many import appends
-from auraflux.ops.turboquant._few import CUTS, depth, level_words, plan_for, splits_for
+from auraflux.ops.turboquant._few import ALONE, CUTS, Cut, depth, level_words, plan_for, splits_for
 from auraflux.ops.turboquant._inputs import append, attend
 from auraflux.ops.turboquant._turn import levels_for
 from auraflux.ops.turboquant.arrangement import Arrangement
@@ -71,27 +71,40 @@ def test_splits_leave_little_of_the_gpu_idle(programs: int):
     assert used >= 0.75
 
 
-@pytest.mark.parametrize("width", CUTS)
-def test_rings_fit_shared_memory(width: int):
-    cut = CUTS[width]
+@pytest.mark.parametrize(("width", "cut"), [*CUTS.items(), (128, ALONE)])
+def test_rings_fit_shared_memory(width: int, cut: Cut):
     for key_bits, value_bits, blocks in product(BITS, BITS, (1, 2)):
-        deep = depth(key_bits, value_bits, width, blocks)
+        deep = depth(key_bits, value_bits, width, blocks, cut)
         ring = cut.warps * deep * blocks * 16 * (width * (key_bits + value_bits) // 8 + 8)
-        start = _few.RING.value + 4096 * (min(key_bits, value_bits) == 2)
-        rounded = start + -(-ring // 4096) * 4096
+        rounded = _few.RING.value + -(-ring // 4096) * 4096
         assert cut.resident * (rounded + _few.RESERVED_NBYTES) <= _few.SHARED_NBYTES
         assert deep or blocks == 2
 
 
 def test_long_reaches_take_two_blocks_at_a_time():
-    long = plan_for(8, 264, 131072, 64, 4, 4, 128)
+    long = plan_for(8, 132, 131072, 64, 4, 4, 128)
     assert (long.splits, long.blocks) == (32, 2)
-    assert plan_for(8, 264, 131072, 16, 4, 4, 128).blocks == 1  # the next block may be on another page
-    assert plan_for(8, 264, 1024, 64, 4, 4, 128) == (8, 1, 2)
-    assert plan_for(8, 264, 131072, 64, 8, 4, 128).blocks == 1  # two do not fit
+    assert plan_for(8, 132, 131072, 16, 4, 4, 128).blocks == 1  # the next block may be on another page
+    assert plan_for(8, 132, 1024, 64, 4, 4, 128)[:3] == (8, 1, 2)
+    assert plan_for(8, 132, 131072, 64, 8, 4, 128).blocks == 1  # two do not fit
 
 
-PARTS = "_parts", "_ring", "_units", "_merge", ""
+def test_rows_of_a_batch_have_one_part_unless_they_may_be_long():
+    assert plan_for(128, 132, 2048, 64, 8, 4, 128)[::3] == (1, ALONE)
+    assert plan_for(256, 132, 2048, 64, 8, 4, 128)[::3] == (1, CUTS[128])
+    assert plan_for(64, 132, 2048, 64, 8, 4, 256)[::3] == (1, CUTS[256])
+    assert plan_for(128, 132, 65536, 64, 8, 4, 128).splits == 8
+    assert plan_for(1000, 132, 65536, 64, 8, 4, 128).splits == 8
+
+
+def test_parts_with_some_keys_have_a_multiprocessor_each():
+    assert plan_for(8, 132, 32768, 64, 4, 2, 128) == (16, 2, 2, ALONE)
+    assert plan_for(32, 132, 2048, 64, 8, 4, 128) == (4, 1, 2, ALONE)
+    assert plan_for(8, 132, 32768, 64, 8, 4, 128).cut is CUTS[128]
+    assert plan_for(8, 132, 131072, 64, 4, 4, 128).cut is CUTS[128]
+
+
+PARTS = "_parts", "_ring", "_units", "_merge", "_step", ""
 
 
 class Emulated:
@@ -152,6 +165,16 @@ def test_emulated_kernel_takes_two_blocks_at_a_time(
     make = partial(attend, [700, 7], [1, 2], (6, 2), width, bits, page=64, arrangement=Arrangement.PAIRS)
     args = make(window=window, sinks=True)
     assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("many", [4, 1])
+def test_emulated_rows_of_a_batch_have_one_part(many: int, monkeypatch: pytest.MonkeyPatch):
+    """With a multiprocessor for each program, and with one for all; sequences with none, one and several new tokens."""
+    monkeypatch.setattr(_few, "multiprocessors", lambda device: many)
+    for new in ([1, 1], [0, 2]):
+        args = attend([300, 77], new, (6, 2), 128, (8, 4), sinks=True, arrangement=Arrangement.PAIRS)
+        assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
 
 
 def two_blocks(plan, *shape: int):

@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.attention.cases import attention_flops, latent_flops, latent_queries, queries
-from auraflux.ops.attention.reference import append_kv, attention, latent_attention
+from auraflux.ops.attention.cases import (
+    attention_flops,
+    down,
+    down_flops,
+    in_bf16,
+    latent_flops,
+    latent_queries,
+    queries,
+    up,
+    up_flops,
+)
+from auraflux.ops.attention.reference import append_kv, attention, latent_attention, latent_output, latent_query
 from auraflux.ops.delta.cases import prefill, state_flops, state_nbytes, step, whole, whole_nbytes
 from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step
 from auraflux.ops.linear.reference import linear
@@ -100,6 +110,13 @@ def latent_nbytes(args: Args) -> int:
     pages = args["pages"]
     row = (pages.latent.shape[2] + pages.rope.shape[2]) * pages.latent.element_size()
     return int(pages.lengths.sum()) * row + 2 * args["q_latent"].nbytes + args["q_rope"].nbytes
+
+
+def half_nbytes(args: Args) -> int:
+    """Half of the weight, tokens and results: a head has as many rows for keys as for values."""
+    x = args["q_nope"] if "q_nope" in args else args["v"]
+    width, rows = args["weight"].shape[1], args["weight"].shape[0] // x.shape[1] // 2
+    return args["weight"].nbytes // 2 + x.shape[0] * x.shape[1] * (width + rows) * x.element_size()
 
 
 EXPERTS, HIDDEN, INNER = 128, 2048, 768
@@ -275,6 +292,14 @@ LATENT = [
         )
         for heads in (16, 128)
     ),
+]
+
+LATENT += [
+    Case(
+        made, f"{heads}-heads-{t}", partial(in_bf16, make, name, t, heads, 128, 128, 512), tol=TOL, nbytes=half_nbytes, flops=f
+    )
+    for made, make, name, f in ((latent_query, up, "q_nope", up_flops), (latent_output, down, "v", down_flops))
+    for heads, t in ((128, 1), (16, 1), (128, 8), (128, 32), (128, 2048))
 ]
 
 OTHERS = [coded(f"k{k}v{v}-32k", [32 * K], HEADS, 128, (k, v)) for k, v in OTHER_PAIRS]

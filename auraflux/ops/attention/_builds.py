@@ -10,9 +10,11 @@ from auraflux.ops.attention._hopper_shares import merge_shares, tile_layout
 from auraflux.ops.attention._latent_columns import SHAPES as LATENT_SHAPES
 from auraflux.ops.attention._latent_columns import latent_columns
 from auraflux.ops.attention._latent_flash import latent_products
+from auraflux.ops.attention._latent_heads import HEAD_BUILDS
 from auraflux.ops.attention._latent_rows import latent_rows
 from auraflux.ops.attention._prefill_hopper import STAGES, prefill_tiles
 from auraflux.ops.attention._rows import append_rows, split_rows
+from auraflux.ops.attention._turned_latent import TURNED_BUILDS
 
 
 def _attend_build(kind: str, rows: int, keys: int, whole: bool, latent: bool = False, **options: int) -> Build:
@@ -40,7 +42,8 @@ def _latent_build(heads: int, whole: bool) -> Build:
     results = "*bf16" if whole else f"*{'bf16' if rows else 'fp32'} *fp32 *fp32"
     constants = {**dict.fromkeys(("part_m", "part_l") if whole else (), None), "PAGE": 64, "S": 32 if whole else 1, "ST": 2}
     constants |= {"N": 64} if rows else {"N": heads, "BEFORE": LATENT_SHAPES[heads][1]}
-    types = f"{tiles} *i32 *i32 *i32 {results} fp32 i32 i32:16 i32 i32 i32"
+    again = "" if rows else "*bf16 *bf16 "
+    types = f"{tiles} {again}*i32 *i32 *i32 {results} fp32 i32 i32:16 i32 i32 i32"
     options = {} if rows else {"maxnreg": LATENT_SHAPES[heads][0]}
     return Build(latent_rows if rows else latent_columns, types, constants, hot=True, options=options)
 
@@ -72,7 +75,7 @@ def _prefill_build(width: int) -> Build:
 
 _MERGED = {"sinks": None, "D": 128, "P": 64, "S": 64, "C": 32}
 _ROWS = "*i32 *i32 *i32 i32 i32 i32"
-_WEIGHT = {"HEADS": 64, "ROWS": 256, "USED": 128, "C": 512, "BITS": 4, "GROUP": 64, "R": 32, "B": 64, "WIDE": False}
+_WEIGHT = {"HEADS": 64, "ROWS": 256, "USED": 128, "C": 512, "BITS": 4, "GROUP": 64, "R": 32, "B": 64, "WIDE": True}
 _KV = {"HEADS": 8, "A": 128, "B": 128, "PAGE": 64, "P": 128, "S": 1}
 _SPLIT = {"HEADS": 128, "NOPE": 128, "ROPE": 64, "LATENT": 512, "BLOCK": 1024}
 
@@ -95,7 +98,9 @@ KERNELS = [
     Build(merge, "*fp32 *fp32 *fp32 *bf16 i32:16 i32:16", _MERGED, hot=True),
     Build(join, "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32:16 i32:16", _MERGED, hot=True),
     Build(append_rows, f"*bf16 *bf16 *bf16 *bf16 {_ROWS}", _KV, hot=True),
+    *TURNED_BUILDS,
+    *HEAD_BUILDS,
     Build(split_rows, "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16", _SPLIT),
-    Build(latent_products, "*bf16 *i32 *bf16 *bf16 *bf16 i32", {**_WEIGHT, "SKIP": 0, "QUERY": True, "T": 16}, hot=True),
-    Build(latent_products, "*bf16 *i32 *bf16 *bf16 *bf16 i32", {**_WEIGHT, "SKIP": 128, "QUERY": False, "T": 64}, hot=True),
+    Build(latent_products, "*fp32 *i32 *bf16 *bf16 *fp32 i32", {**_WEIGHT, "SKIP": 0, "QUERY": True, "T": 16}),
+    Build(latent_products, "*fp32 *i32 *bf16 *bf16 *fp32 i32", {**_WEIGHT, "SKIP": 128, "QUERY": False, "T": 64}),
 ]

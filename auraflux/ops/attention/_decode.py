@@ -5,7 +5,7 @@ maximum, turn scores into weights, add the weighted values. While keys are score
 memory, and the next block's keys while these are added.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ def _vectors(width):
     return (width + LANES - 1) // LANES
 
 
-@lru_cache
+@cache
 def decode_scratch(heads: int, width: int, value_width: int) -> int:
     """How many floats `_decode` needs to work in."""
     vectors = _vectors(width) + _vectors(value_width)
@@ -196,7 +196,7 @@ def _decode(like, q, heads, pages, k, v, width, value_width, first, last, scale,
     _hand_over(heads, value_width, sums, state, slot)
 
 
-@lru_cache
+@cache
 def decode_kernel(dtype: torch.dtype) -> Kernel:
     """Build the attention of one query per head, for caches of one dtype; a block of queries is all heads of a key head."""
     like = element_of(dtype)

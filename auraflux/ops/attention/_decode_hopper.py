@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from auraflux.ops._triton import INTERPRETED, capability, cdiv, multiprocessors, power_of_two
 from auraflux.ops.attention._flash import EVERYTHING
 from auraflux.ops.attention._hopper_shares import (
+    ACROSS,
     HOPPER,
     LOG2E,
     MOST_SPLITS,
@@ -30,7 +31,9 @@ from auraflux.ops.attention._hopper_shares import (
     merge,
     room_for,
     share_of,
+    sum_of_columns,
     tiles_of,
+    top_of_columns,
 )
 from auraflux.ops.attention.pages import KVPages
 
@@ -87,7 +90,7 @@ def _clear(V, low, high, D: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    Q, K, V, P, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line, head, split, splits,
+    Q, K, V, P, X, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line, head, split, splits,
     pool, G: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     T: gl.constexpr = columns(N)
@@ -111,7 +114,7 @@ def _attend(
             # tanh by one exponential; its absolute error is what counts here
             s = softcap * (1.0 - 2.0 / (gl.exp(2.0 * (s / softcap)) + 1.0))
         s = gl.where(((position < till) & (first + position >= low))[:, None], s * LOG2E, float("-inf"))
-        top = gl.maximum(m, gl.max(s, 0))
+        top = gl.maximum(m, top_of_columns(s, X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(s - safe[None, :])
         fade = gl.exp2(m - safe)
@@ -125,7 +128,7 @@ def _attend(
         acc = warpgroup_mma(V.index(stage).permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(bars.index(2 * ST + stage))
-    total, channel, inside = gl.sum(l, 0), gl.arange(0, D, gl.SliceLayout(1, T)), query < G
+    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, D, gl.SliceLayout(1, T)), query < G
     at = line.to(gl.int64) * splits + split
     if part_m is not None:
         gl.store(part_m + at + query * splits, m, mask=inside)
@@ -153,6 +156,7 @@ def decode_columns(
     K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
     V = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], values.layout)
     P = gl.allocate_shared_memory(keys.dtype, [N, 64], gl.NVMMASharedLayout.get_default_for([N, 64], keys.dtype))
+    X = gl.allocate_shared_memory(F32, [4, N], ACROSS)
     bars = gl.allocate_shared_memory(gl.int64, [3 * ST + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(3 * ST + 1):
         mbarrier.init(bars.index(i), count=1)
@@ -161,7 +165,7 @@ def decode_columns(
     line = token * heads + head * G
     gl.warp_specialize(
         [
-            (_attend, (Q, K, V, P, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line,
+            (_attend, (Q, K, V, P, X, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line,
                        head, split, splits, pool, G, PAGE, D, N, ST, SOFTCAP)),
             (_feed, (queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool, HEADS, PAGE, D, N, ST,
                      BEFORE)),

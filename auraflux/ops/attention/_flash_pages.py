@@ -16,42 +16,12 @@ def load_rows(base, row, there, D: tl.constexpr, P: tl.constexpr, WIDE: tl.const
 
 @triton.jit
 def attend_pages(
-    q,
-    q_rope,
-    keys,
-    values,
-    table,
-    lengths,
-    starts,
-    sinks,
-    out,
-    part_o,
-    part_m,
-    part_l,
-    scale,
-    softcap,
-    window,
-    sequences,
-    heads,
-    table_width,
-    pool,
-    splits,
-    G: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    PAGE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    PV: tl.constexpr,
-    S: tl.constexpr,
-    WIDE: tl.constexpr,
-    LATENT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    q, q_rope, keys, values, table, lengths, starts, sinks, out, part_o, part_m, part_l, scale, softcap, window, sequences,
+    heads, table_width, pool, splits,
+    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, PV: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Attend from M rows to the keys of one split; grid (tiles, HEADS, splits).
 
     LATENT  keys are latents of D, and values too; `values` holds the rotated keys of width DV that score with `q_rope`

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops._launch import described
 from auraflux.ops._triton import power_of_two
 
 HOPPER = (9, 0)
@@ -26,6 +27,7 @@ TILE = 64  # positions
 MOST_SPLITS = 128
 WARPS = 4  # of a program that merges
 LOG2E = gl.constexpr(1.4426950408889634)
+ACROSS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of what warps tell each other, [4, columns]
 LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -33,6 +35,33 @@ LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def columns(n):
     """Accumulators with n columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+
+
+@gluon.constexpr_function
+def quarters(n):
+    """Four rows in every thread, with n columns as accumulators have them."""
+    more = [[0, 8 << i] for i in range((n // 8).bit_length() - 1)]
+    lanes, warps = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]]
+    return gl.DistributedLinearLayout([[1, 0], [2, 0], [0, 1], *more], lanes, warps, [], [4, n])
+
+
+@gluon.jit
+def top_of_columns(x, room, N: gl.constexpr):
+    """Find the largest of each column of 64 rows, of which each warp has 16.
+
+    The warps meet once here, and must once more before the next call.
+    """
+    room.store(gl.max(gl.reshape(x, [4, 16, N]), 1))
+    gl.thread_barrier()
+    return gl.convert_layout(gl.max(room.load(quarters(N)), 0), gl.SliceLayout(0, columns(N)))
+
+
+@gluon.jit
+def sum_of_columns(x, room, N: gl.constexpr):
+    """The same for sums."""
+    room.store(gl.sum(gl.reshape(x, [4, 16, N]), 1))
+    gl.thread_barrier()
+    return gl.convert_layout(gl.sum(room.load(quarters(N)), 0), gl.SliceLayout(0, columns(N)))
 
 
 @gluon.jit
@@ -109,4 +138,4 @@ def tile_layout(rows: int, width: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
 def tiles_of(x: Tensor, rows: int) -> TensorDescriptor:
     """Let the copy engine bring `rows` rows of 16-bit numbers at a time."""
     flat, dtype = x.view(-1, x.shape[-1]), gl.bfloat16 if x.dtype is torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(flat, [rows, flat.shape[1]], tile_layout(rows, flat.shape[1], dtype))
+    return described(flat, [rows, flat.shape[1]], tile_layout(rows, flat.shape[1], dtype))

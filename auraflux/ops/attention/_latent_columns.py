@@ -18,7 +18,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from auraflux.ops._triton import cdiv, multiprocessors, power_of_two
-from auraflux.ops.attention._hopper_shares import LOG2E, MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
+from auraflux.ops.attention._hopper_shares import (
+    ACROSS,
+    LOG2E,
+    MOST_SPLITS,
+    TILE,
+    columns,
+    merge,
+    room_for,
+    share_of,
+    sum_of_columns,
+    tiles_of,
+    top_of_columns,
+)
 from auraflux.ops.attention._latent_feed import clear, feed
 from auraflux.ops.attention.pages import LatentPages
 
@@ -29,11 +41,18 @@ MERGED = 64  # channels of a program that merges
 # by columns: registers, so few that programs that merge find room beside these, and tiles that are asked for before the wait
 SHAPES = {8: (128, 1), 16: (128, 1), 32: (216, 2)}
 BF, F32 = gl.bfloat16, gl.float32
+PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0,0;")
+
+
+@gluon.jit
+def _fetch(line):
+    """Have 128 bytes brought to the cache."""
+    gl.inline_asm_elementwise(PREFETCH, "=r,l,~{memory}", [line.to(gl.int64)], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _attend(
-    Q, QR, K, R, P, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split, splits, pool,
+    Q, QR, K, R, P, X, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split, splits, pool,
     PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     T: gl.constexpr = columns(N)
@@ -56,7 +75,7 @@ def _attend(
         s = warpgroup_mma(R.index(i % ST), QR.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         s = gl.where((position < left)[:, None], s * scale, float("-inf"))
-        top = gl.maximum(m, gl.max(s, 0))
+        top = gl.maximum(m, top_of_columns(s, X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(s - safe[None, :])
         fade = gl.exp2(m - safe)
@@ -67,7 +86,7 @@ def _attend(
         acc = warpgroup_mma(tile.permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(bars.index(ST + i % ST))
-    total, channel, inside = gl.sum(l, 0), gl.arange(0, 512, gl.SliceLayout(1, T)), head < heads
+    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < heads
     at = token.to(gl.int64) * heads * splits + split
     if part_m is not None:
         gl.store(part_m + at + head * splits, m, mask=inside)
@@ -79,12 +98,17 @@ def _attend(
 
 @gluon.jit
 def latent_columns(
-    queries, rotated, latents, ropes, table, lengths, starts, out, part_m, part_l,
+    queries, rotated, latents, ropes, plain, turned, table, lengths, starts, out, part_m, part_l,
     scale, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
     BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """All heads of one token, N at most, with one share of its positions; grid (tokens, splits)."""
+    """All heads of one token, N at most, with one share of its positions; grid (tokens, splits).
+
+    plain, turned  the queries again: all programs together bring them to the cache while they wait for the kernel before
+    """
     token, split = gl.program_id(0), gl.program_id(1)
+    _fetch(plain + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
+    _fetch(turned + (token * heads + split % heads) * 64)
     share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
     sequence, begin, _, end, count, old = share
     table += sequence.to(gl.int64) * table_width
@@ -93,6 +117,7 @@ def latent_columns(
     K = gl.allocate_shared_memory(BF, [ST, 64, 512], latents.layout)
     R = gl.allocate_shared_memory(BF, [ST, 64, 64], ropes.layout)
     P = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
+    X = gl.allocate_shared_memory(F32, [4, N], ACROSS)
     bars = gl.allocate_shared_memory(gl.int64, [2 * ST + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * ST + 1):
         mbarrier.init(bars.index(i), count=1)
@@ -100,8 +125,8 @@ def latent_columns(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_attend, (Q, QR, K, R, P, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split,
-                       splits, pool, PAGE, N, ST)),
+            (_attend, (Q, QR, K, R, P, X, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads,
+                       split, splits, pool, PAGE, N, ST)),
             (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, token * heads, pool,
                     PAGE, N, 64, ST, BEFORE)),
         ],
@@ -126,8 +151,9 @@ def attend_columns(
     registers, before = SHAPES[n]
     latent_columns[tokens, splits](
         tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
-        pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences, heads, table_width,
-        pool, splits, page, power_of_two(sequences), n, STAGES, before, num_warps=4, maxnreg=registers, launch_pdl=True,
+        q_latent, q_rope, pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences,
+        heads, table_width, pool, splits, page, power_of_two(sequences), n, STAGES, before,
+        num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
         merge(parts, None, out, MERGED, before < STAGES)

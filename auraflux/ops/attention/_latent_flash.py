@@ -1,7 +1,8 @@
 """Products of latent attention with each head's part of `kv_b_proj`, dense or quantized, on CUDA.
 
-A tile of the weight is brought to plain numbers and goes through the matrix unit: its rows are summed over for queries, its
-columns for values.
+Codes of the commonest formats meet few tokens in `_latent_heads`. In 16 bits all else is written out and goes to cuBLAS, a
+product for each head. What is left is plain Triton: a tile of the weight is brought to plain numbers and goes through the
+matrix unit; its rows are summed over for queries, its columns for values.
 """
 
 from typing import Any
@@ -12,8 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._triton import cdiv, power_of_two, ready
+from auraflux.ops._triton import INTERPRETED, cdiv, power_of_two, ready
 from auraflux.ops.attention._flash import narrow
+from auraflux.ops.attention._latent_heads import bring_codes, carry_codes, fits_output, fits_query
+from auraflux.ops.linear._codes import check_order
+from auraflux.ops.linear._dense_rows import dequantized
+from auraflux.ops.linear._written import fits_written, written
 from auraflux.quant import QTensor
 
 
@@ -94,8 +99,8 @@ def latent_products(
         tl.store(out + at * USED + r[None, :], acc.to(out.dtype.element_ty), mask=here & (r < USED)[None, :])
 
 
-def _launch(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: int, used: int, query: bool) -> Tensor:
-    ready(x)
+def _launch(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: int, used: int, query: bool) -> None:
+    x = x.contiguous()
     parts: tuple[Any, Any, Any] = (weight, None, None)
     bits = group = 0
     if isinstance(weight, QTensor):
@@ -106,7 +111,7 @@ def _launch(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: i
         parts, bits, group = (weight.packed, weight.scales, weight.biases), weight.bits, weight.group
     tokens, heads, width = x.shape[0], x.shape[1], weight.shape[1]
     if not out.numel():
-        return out
+        return
     tile = min(64, max(16, power_of_two(tokens)))
     # few tokens: small parts of the result, so that all of the GPU reads the weight
     grid_rows, grid_columns = (32, 64) if query else (16 if tokens <= 16 else 64, 64)
@@ -130,17 +135,40 @@ def _launch(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: i
         WIDE=not narrow(x),
         num_warps=4,
     )
-    return out
+
+
+def _as_matrix(x: Tensor, weight: Tensor | QTensor) -> Tensor | None:
+    """The weight in the tokens' 16 bits, or None where they have more."""
+    if INTERPRETED or x.dtype is torch.float32:
+        return None
+    if isinstance(weight, Tensor):
+        return weight if weight.dtype is x.dtype else None
+    check_order(weight)
+    return written(weight) if fits_written(weight, x.dtype) else dequantized(weight, x.dtype)
 
 
 def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
+    ready(q_nope)
     tokens, heads, nope = q_nope.shape
     out = torch.empty(tokens, heads, weight.shape[1], dtype=q_nope.dtype, device=q_nope.device)
-    return _launch(q_nope, weight, out, rows, 0, nope, True)
+    if isinstance(weight, QTensor) and fits_query(q_nope, weight):
+        carry_codes(q_nope, weight, rows, out)
+    elif out.numel() and (matrix := _as_matrix(q_nope, weight)) is not None:
+        torch.bmm(q_nope.transpose(0, 1), matrix.view(heads, rows, -1)[:, :nope], out=out.transpose(0, 1))
+    else:
+        _launch(q_nope, weight, out, rows, 0, nope, True)
+    return out
 
 
 def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
+    ready(v)
     tokens, heads, _ = v.shape
     rows = weight.shape[0] // heads
     out = torch.empty(tokens, heads, rows - nope, dtype=v.dtype, device=v.device)
-    return _launch(v, weight, out, rows, nope, rows - nope, False)
+    if isinstance(weight, QTensor) and fits_output(v, weight, rows - nope):
+        bring_codes(v, weight, nope, out)
+    elif out.numel() and (matrix := _as_matrix(v, weight)) is not None:
+        torch.bmm(v.transpose(0, 1), matrix.view(heads, rows, -1)[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
+    else:
+        _launch(v, weight, out, rows, nope, rows - nope, False)
+    return out

@@ -4,7 +4,7 @@ For a few tokens each row of the weight is unpacked into a few kilobytes and use
 of some heads are unpacked together and multiplied as matrices; the whole weight never is.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import numba
 import torch
@@ -72,7 +72,7 @@ def _dot(x_at, y_at, width):
     return total
 
 
-@lru_cache
+@cache
 def _query_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
     """Build `latent_query` for few tokens and one weight format."""
     like = element_of(dtype)
@@ -93,7 +93,7 @@ def _query_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
     return query
 
 
-@lru_cache
+@cache
 def _output_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
     """Build `latent_output` for few tokens and one weight format."""
     like = element_of(dtype)
@@ -112,7 +112,7 @@ def _output_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
     return output
 
 
-@lru_cache
+@cache
 def _unpack_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
     """Build the unpacking of rows [offset, offset + count) of each of some heads, to [heads, count, width]."""
     like = element_of(dtype)
@@ -168,7 +168,7 @@ def _some_heads(weight: Tensor | QTensor, heads: int) -> list[slice]:
 def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
     tokens, heads, nope = q_nope.shape
     width = weight.shape[1]
-    queries = as_float(q_nope)
+    queries = as_float(q_nope).contiguous()
     out = queries.new_empty(tokens, heads, width)
     if isinstance(weight, QTensor) and tokens <= FEW:
         _few(_query_kernel(*_form(weight)), weight, queries, out, nope, rows, nope)
@@ -182,7 +182,7 @@ def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
 def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
     tokens, heads, _ = v.shape
     rows = weight.shape[0] // heads
-    latents = as_float(v)
+    latents = as_float(v).contiguous()
     out = latents.new_empty(tokens, heads, rows - nope)
     if isinstance(weight, QTensor) and tokens <= FEW:
         _few(_output_kernel(*_form(weight)), weight, latents, out, nope, rows, rows - nope)

@@ -6,7 +6,7 @@ and each panel goes over the block: scores [position][query], running softmax do
 Latent attention is the same with the latent and the rotated key side by side as the key, and the latent again as the value.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +97,7 @@ def _strides(width_a, width_b, joined):
     return a, a if joined else b
 
 
-@lru_cache
+@cache
 def panel_scratch(width_a: int, width_b: int, joined: int) -> int:
     """How many floats `lay_out` divides."""
     key_stride, value_stride = _strides(width_a, width_b, joined)

@@ -45,30 +45,63 @@ SHORT = 1024  # positions, for which keys need no splitting
 
 
 @gluon.jit
-def _attend(
-    q, out, sinks, values, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row, begin, end,
-    full, edge, parted, count, pool,
-    G: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
-    PART: gl.constexpr,
-):  # fmt: skip
-    DTYPE: gl.constexpr = K.dtype
-    SUMS: gl.constexpr = columns(D)
-    at, live = lines_of(first_row + PART * 64, start, new, heads, head, G, D)
-    x = gl.load(q + at, mask=live, other=0.0)
+def _operand(x, D: gl.constexpr):
+    """Queries for the matrix unit: from registers, or from shared memory where the sums need those."""
     if D > 128:
-        # registers are for the sums
-        X = gl.allocate_shared_memory(DTYPE, [64, D], gl.NVMMASharedLayout.get_default_for([64, D], DTYPE))
+        X = gl.allocate_shared_memory(x.dtype, [64, D], gl.NVMMASharedLayout.get_default_for([64, D], x.dtype))
         X.store(x)
         fence_async_shared()
         gl.thread_barrier()
         x = X
     else:
         x = gl.convert_layout(x, gl.DotOperandLayout(0, SCORES, 2))
+    return x
+
+
+@gluon.jit
+def _mix(acc, p, V, values, head, first, end, position, window, page, pool, HEADS: gl.constexpr, PAGE: gl.constexpr,
+         D: gl.constexpr):  # fmt: skip
+    """Add a tile of values by their weights; what is not finite only to the rows that see it."""
+    # 0 where all are finite, otherwise NaN
+    bad = gl.full([64], 0.0, F32, gl.SliceLayout(1, LINES))
+    for c in gl.static_range(D // 64):
+        bad += gl.sum(V.slice(c * 64, 64, dim=1).load(LINES).to(F32) * 0.0, 1)
+    if gl.sum(bad, 0) != 0.0:
+        page = gl.where((page >= 0) & (page < pool), page, 0)
+        acc = mix_by_rows(acc, p, values, head, first, end, position, window, page, HEADS, PAGE, D)
+    else:
+        acc = warpgroup_mma(gl.convert_layout(p.to(V.dtype), gl.DotOperandLayout(0, columns(D), 2)), V, acc)
+    return acc
+
+
+@gluon.jit
+def _result(acc, m, l, sinks, head, row, G: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):  # noqa: E741
+    """Divide sums by weights, those of the sinks included, and lay them out in lines."""
+    sink = gl.full([64], float("-inf"), F32, ROW)
+    if sinks is not None:
+        sink = gl.load(sinks + head * G + row % G) * LOG2E
+    top = gl.maximum(m, sink)
+    top = gl.where(top == float("-inf"), 0.0, top)
+    kept = gl.exp2(m - top)
+    total = l * kept + gl.exp2(sink - top)
+    part = gl.convert_layout(gl.where(total == 0.0, 0.0, kept / total), gl.SliceLayout(1, columns(D)))
+    return gl.convert_layout((acc * part[:, None]).to(DTYPE), LINES)
+
+
+@gluon.jit
+def _attend(
+    q, out, sinks, values, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row, begin, end,
+    full, edge, parted, count, pool,
+    G: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
+    PART: gl.constexpr,
+):  # fmt: skip
+    at, live = lines_of(first_row + PART * 64, start, new, heads, head, G, D)
+    x = _operand(gl.load(q + at, mask=live, other=0.0), D)
     row = first_row + PART * 64 + gl.arange(0, 64, ROW)
     position = length - new + gl.minimum(row // G, new - 1)
     m = gl.full([64], float("-inf"), F32, ROW)
     l = gl.full([64], 0.0, F32, ROW)  # noqa: E741
-    acc = gl.full([64, D], 0.0, F32, SUMS)
+    acc = gl.full([64, D], 0.0, F32, columns(D))
     stage, phase = 0, 0
     factor = LOG2E if SOFTCAP else scale * LOG2E
     for i in range(parted):
@@ -84,27 +117,7 @@ def _attend(
         p = gl.where(seen, p, 0.0)
         acc = acc * fade[:, None]
         mbarrier.wait(bars.index(ST + stage), phase)
-        # 0 where all are finite, otherwise NaN
-        bad = gl.full([64], 0.0, F32, gl.SliceLayout(1, LINES))
-        for c in gl.static_range(D // 64):
-            bad += gl.sum(V.index(stage).slice(c * 64, 64, dim=1).load(LINES).to(F32) * 0.0, 1)
-        if gl.sum(bad, 0) != 0.0:
-            acc = mix_by_rows(
-                acc,
-                p,
-                values,
-                head,
-                first,
-                end,
-                position,
-                window,
-                gl.where((page >= 0) & (page < pool), page, 0),
-                HEADS,
-                PAGE,
-                D,
-            )
-        else:
-            acc = warpgroup_mma(gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2)), V.index(stage), acc)
+        acc = _mix(acc, p, V.index(stage), values, head, first, end, position, window, page, pool, HEADS, PAGE, D)
         mbarrier.arrive(bars.index(3 * ST + stage))
         stage, phase = advance(stage, phase, ST)
     whole = count - parted
@@ -122,15 +135,7 @@ def _attend(
         acc, m, l = attend_whole(  # noqa: E741
             x, K, V, bars, acc, m, l, stage, phase, whole, scale, softcap, factor, D, ST, SOFTCAP
         )
-    sink = gl.full([64], float("-inf"), F32, ROW)
-    if sinks is not None:
-        sink = gl.load(sinks + head * G + row % G) * LOG2E
-    top = gl.maximum(m, sink)
-    top = gl.where(top == float("-inf"), 0.0, top)
-    kept = gl.exp2(m - top)
-    total = l * kept + gl.exp2(sink - top)
-    part = gl.convert_layout(gl.where(total == 0.0, 0.0, kept / total), gl.SliceLayout(1, SUMS))
-    found = gl.convert_layout((acc * part[:, None]).to(DTYPE), LINES)
+    found = _result(acc, m, l, sinks, head, row, G, D, K.dtype)
     # places found anew, as registers are short in between
     same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [first_row], gl.int32, is_pure=False, pack=1)
     at, live = lines_of(same + PART * 64, start, new, heads, head, G, D)

@@ -6,7 +6,7 @@ its neighbour where the width is not a multiple of LANES.
 What memory holds is named by `like`: np.float32, np.float16, or np.uint16 for the bits of a bfloat16.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numba
@@ -59,7 +59,7 @@ def element_of(dtype: torch.dtype) -> Any:
     return ELEMENTS[dtype]
 
 
-@lru_cache
+@cache
 def number_of(dtype: torch.dtype) -> int:
     element_of(dtype)
     return NUMBERS[dtype]

@@ -1,5 +1,6 @@
 """Inputs for attention: one token and many, ragged batches, odd widths and pages, narrow caches, windows, sinks, softcap."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,8 +18,10 @@ from auraflux.ops.attention.reference import (
     latent_output,
     latent_query,
     merge_partials,
+    rope_append_latent,
     split_latent,
 )
+from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.quant import QTensor
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -188,6 +191,47 @@ def projections(tokens: int, heads: int, nope: int, rope: int, width: int) -> Ar
     return {"q": q, "kv": kv, "heads": heads, "nope": nope}
 
 
+def new_projections(
+    lengths: list[int],
+    new: list[int],
+    heads: int,
+    widths: tuple[int, int, int],
+    page: int,
+    dtype: torch.dtype = F32,
+    cache: torch.dtype | None = None,
+    turned: int | None = None,
+    interleaved: bool = True,
+) -> Args:
+    """`widths` of a query's plain part, its rotated part, of which `turned` channels are turned, and a latent."""
+    _, rope, width = widths
+    made = projections(sum(new), heads, *widths)
+    spans = [torch.arange(length - n, length) for length, n in zip(lengths, new, strict=True)]
+    return {
+        **made,
+        "q": made["q"].to(dtype),
+        "kv": made["kv"].to(dtype),
+        "pages": latent_pages(lengths, width, rope, page, cache or dtype),
+        "starts": starts_of(new),
+        "norm": 1 + 0.1 * torch.randn(width),
+        "eps": 1e-6,
+        "inv_freq": rope_frequencies(turned or rope, 1e4),
+        "positions": torch.cat(spans).int(),
+        "mscale": 1.2,
+        "interleaved": interleaved,
+    }
+
+
+def apart(args: Args, name: str) -> Args:
+    """The same with heads of an argument that lie apart."""
+    x = args[name]
+    return {**args, name: torch.cat((x, x), 2)[..., : x.shape[2]]}
+
+
+def in_bf16(make: Callable[..., Args], name: str, *sizes: int) -> Args:
+    args = make(*sizes)
+    return {**args, name: args[name].to(BF16)}
+
+
 def pairs(args: Args) -> int:
     """Query and key positions that see each other, without a window."""
     starts, lengths = args["starts"].tolist(), args["pages"].lengths.tolist()
@@ -325,11 +369,38 @@ CASES = [
     Case(latent_query, "f16-scales", lambda: up(9, 3, 20, 7, 128, 4, 64, F16)),
     Case(latent_query, "dense", lambda: up(3, 9, 20, 7, 100, 32)),
     Case(latent_query, "dense-bf16", lambda: up(3, 9, 20, 7, 100, 16)),
+    Case(latent_query, "heads-apart", lambda: apart(up(3, 5, 20, 7, 192), "q_nope")),
     Case(latent_output, "one-token", lambda: down(1, 64, 128, 128, 512), bench=True, flops=down_flops),
     Case(latent_output, "many-tokens", lambda: down(33, 9, 64, 32, 256), flops=down_flops),
     *(Case(latent_output, f"{bits}-bits", partial(down, 3, 5, 20, 7, 192, bits, 32)) for bits in (2, 3, 4, 5, 6, 8)),
     Case(latent_output, "dense", lambda: down(3, 9, 20, 7, 100, 32)),
     Case(latent_output, "dense-bf16", lambda: down(3, 9, 20, 7, 100, 16)),
+    Case(latent_output, "heads-apart", lambda: apart(down(3, 5, 20, 7, 192), "v")),
+    *(
+        Case(latent_query, f"bf16-{tokens}-b{bits}", partial(in_bf16, up, "q_nope", tokens, *sizes, bits), tol=4e-3)
+        for bits in (4, 8)
+        for tokens, sizes in ((1, (3, 128, 128, 512)), (2, (5, 192, 64, 512)), (7, (2, 64, 64, 256)), (33, (3, 128, 128, 512)))
+    ),
+    Case(latent_query, "bf16-many", lambda: apart(in_bf16(up, "q_nope", 70, 3, 64, 32, 256), "q_nope"), tol=5e-3),
+    *(Case(latent_query, f"bf16-odd-b{b}", partial(in_bf16, up, "q_nope", 3, 5, 20, 7, 192, b), tol=5e-3) for b in (3, 4, 16)),
+    *(
+        Case(latent_output, f"bf16-{tokens}-b{bits}", partial(in_bf16, down, "v", tokens, *sizes, bits), tol=4e-3)
+        for bits in (4, 8)
+        for tokens, sizes in ((1, (3, 128, 128, 512)), (2, (5, 0, 512, 128)), (9, (2, 64, 64, 256)), (33, (3, 128, 128, 512)))
+    ),
+    Case(latent_output, "bf16-many", lambda: apart(in_bf16(down, "v", 70, 3, 64, 32, 256), "v"), tol=5e-3),
+    *(Case(latent_output, f"bf16-odd-b{b}", partial(in_bf16, down, "v", 3, 5, 20, 7, 192, b), tol=5e-3) for b in (3, 4, 16)),
+    Case(
+        rope_append_latent,
+        "one-token",
+        lambda: new_projections([700], [1], 128, (128, 64, 512), 64, BF16),
+        tol=4e-3,
+        bench=True,
+    ),
+    Case(rope_append_latent, "ragged", lambda: new_projections(*RAGGED, 3, (20, 10, 63), 7, interleaved=False)),
+    Case(rope_append_latent, "some-turned", lambda: new_projections(*RAGGED, 3, (20, 10, 64), 7, turned=6)),
+    Case(rope_append_latent, "narrower", lambda: new_projections([70, 5], [2, 1], 5, (16, 16, 64), 16, cache=BF16)),
+    Case(rope_append_latent, "many", lambda: new_projections([130], [70], 3, (16, 16, 64), 16)),
     Case(split_latent, "one-token", lambda: projections(1, 128, 128, 64, 512), bench=True),
     Case(split_latent, "odd", lambda: projections(7, 3, 33, 5, 63)),
 ]

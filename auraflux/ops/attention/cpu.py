@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._jit import Kernel, arguments, as_float, jit, like, octets, share, threads
+from auraflux.ops.attention import reference
 from auraflux.ops.attention._decode import decode_kernel, decode_scratch
 from auraflux.ops.attention._index import EVERYTHING, count_pairs, index_of, page_row
 from auraflux.ops.attention._jobs import Batch, run
@@ -16,6 +17,8 @@ from auraflux.ops.attention._panels import ROWS, attend_panels, panel_scratch
 from auraflux.ops.attention._softmax import NOTHING, merge_row
 from auraflux.ops.attention._tiles import LANES, number_of
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
+from auraflux.ops.norm.cpu import rms_norm
+from auraflux.ops.rope.cpu import rope
 
 __all__ = [
     "append_kv",
@@ -26,6 +29,7 @@ __all__ = [
     "latent_output",
     "latent_query",
     "merge_partials",
+    "rope_append_latent",
 ]
 
 # below these, waking the threads costs more than the work
@@ -182,3 +186,13 @@ def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
         out.data_ptr(),
     )
     return out
+
+
+def rope_append_latent(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope, q_rope, latent, k_rope = reference.split_latent.reference(q, kv, heads, nope)
+    turning = inv_freq, positions, mscale, interleaved
+    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *turning)

@@ -17,7 +17,10 @@ from auraflux.ops.attention._latent_flash import latent_output, latent_query
 from auraflux.ops.attention._latent_rows import attend_rows, fits_latent
 from auraflux.ops.attention._prefill_hopper import attend_prefill, fits_prefill
 from auraflux.ops.attention._rows import append_rows, split_rows
+from auraflux.ops.attention._turned_latent import append_turned_latent, fits_turned
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
+from auraflux.ops.norm.cuda import rms_norm
+from auraflux.ops.rope.cuda import rope
 
 __all__ = [
     "KERNELS",
@@ -29,6 +32,7 @@ __all__ = [
     "latent_output",
     "latent_query",
     "merge_partials",
+    "rope_append_latent",
     "split_latent",
 ]
 
@@ -206,3 +210,16 @@ def split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> tuple[Tensor, 
         sizes = {"HEADS": heads, "NOPE": nope, "ROPE": rope, "LATENT": latent, "BLOCK": block}
         split_rows[(tokens, cdiv(wider, block))](q, kv, *parts, **sizes)
     return parts
+
+
+def rope_append_latent(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ready(q)
+    turning = inv_freq, positions, mscale, interleaved
+    if fits_turned(q, heads, nope, inv_freq):
+        return append_turned_latent(q, kv, heads, nope, pages, starts, norm, eps, turning)
+    q_nope, q_rope, latent, k_rope = split_latent(q, kv, heads, nope)
+    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *turning)

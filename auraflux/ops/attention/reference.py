@@ -15,6 +15,7 @@ from auraflux.ops.attention.reference_latent import (
     latent_attention,
     latent_output,
     latent_query,
+    rope_append_latent,
     split_latent,
 )
 from auraflux.ops.attention.softmax import mean, visible, weigh
@@ -28,6 +29,7 @@ __all__ = [
     "latent_output",
     "latent_query",
     "merge_partials",
+    "rope_append_latent",
     "split_latent",
 ]
 

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops._dispatch import check_dense, check_dtype, check_heads, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, LatentPages, check_starts, rows_of, spans
 from auraflux.ops.attention.softmax import mean, visible, weigh
+from auraflux.ops.norm.reference import rms_norm
+from auraflux.ops.rope.reference import check_turn, rope
 from auraflux.quant import QTensor
 
 Weight = Tensor | QTensor
@@ -77,7 +79,9 @@ def _check_latent_query(q_nope: Tensor, weight: Weight, rows: int) -> None:
 
 
 def _check_latent_weight(name: str, x: Tensor, weight: Weight) -> None:
-    check_dense(**{name: x, "weight": weight})
+    check_heads(name, x)
+    # where heads lie apart, one of them is dense
+    check_dense(**{name: x if x.is_contiguous() else x[:1, :1], "weight": weight})
     check_dtype(name, x, *DTYPES)
     if len(weight.shape) != 2:
         raise InputError(f"the weight has shape {list(weight.shape)}; a matrix is needed.")
@@ -91,7 +95,7 @@ def _matrix(weight: Weight) -> Tensor:
 def latent_query(q_nope: Tensor, weight: Weight, rows: int) -> Tensor:
     """Carry queries into the latent space: each head's with the key rows of its part of `kv_b_proj`.
 
-    q_nope  [T, H, N]
+    q_nope  [T, H, N]      its heads may lie apart
     weight  [H * rows, C]  dense or quantized; row h*rows + i belongs to coordinate i of head h
     rows    of one head: N for keys, then those for values
     returns [T, H, C]      in q_nope's dtype
@@ -112,7 +116,7 @@ def _check_latent_output(v: Tensor, weight: Weight, nope: int) -> None:
 def latent_output(v: Tensor, weight: Weight, nope: int) -> Tensor:
     """Bring mixed latents back to each head's values, with the value rows of its part of `kv_b_proj`.
 
-    v       [T, H, C]  from `latent_attention`
+    v       [T, H, C]  from `latent_attention`; its heads may lie apart
     weight  [H * rows, C]  dense or quantized; row h*rows + nope + f gives value f of head h
     returns [T, H, rows - nope]  in v's dtype
     """
@@ -143,3 +147,47 @@ def split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> tuple[Tensor, 
     rope = q.shape[2] - nope
     parts = (q[..., :nope], q[..., nope:], kv[:, :-rope], kv[:, -rope:])
     return tuple(part.contiguous() for part in parts)  # type: ignore[return-value]
+
+
+def check_rope_append_latent(
+    q: Tensor, kv: Tensor, heads: int, nope: int, norm: Tensor, inv_freq: Tensor, positions: Tensor, width: int, rope: int
+) -> None:
+    """Refuse what does not fit pages that keep `width` channels of a latent and `rope` of a key."""
+    _check_split_latent(q, kv, heads, nope)
+    check_dense(q=q, norm=norm, inv_freq=inv_freq, positions=positions)
+    check_dtype("q", q, *DTYPES)
+    check_dtype("kv", kv, q.dtype)
+    check_shape("kv", kv, None, width + rope)
+    check_shape("norm", norm, width)
+    check_shape("q", q, None, heads * (nope + rope))
+    check_turn(q.unflatten(1, (heads, -1))[..., nope:], inv_freq, positions)
+
+
+def _check_rope_append_latent(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> None:  # fmt: skip
+    sizes = pages.latent.shape[2], pages.rope.shape[2]
+    check_rope_append_latent(q, kv, heads, nope, norm, inv_freq, positions, *sizes)
+    check_dense(q=q, pages=pages.latent, starts=starts)
+    check_starts(starts, pages)
+
+
+@op(check=_check_rope_append_latent)
+def rope_append_latent(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Take the projections of latent attention apart, normalise latents, rotate queries and keys, and store what is kept.
+
+    q, kv, heads, nope                       see `split_latent`
+    pages, starts                            see `append_latent`
+    norm, eps                                of the latents, see `rms_norm`
+    inv_freq, positions, mscale, interleaved  see `rope`
+    returns ([T, heads, nope], [T, heads, R])  the queries' plain part, whose heads may lie apart, and the rotated one
+    """
+    q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
+    turning = inv_freq, positions, mscale, interleaved
+    turned = rope.reference(k_rope[:, None], *turning)[:, 0].contiguous()
+    append_latent.reference(rms_norm.reference(latent, norm, eps), turned, pages, starts)
+    return q_nope, rope.reference(q_rope, *turning)

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from auraflux.ops._launch import described
 from auraflux.ops._triton import INTERPRETED, capability, cdiv, multiprocessors
 from auraflux.ops.delta._cuda_scan import scan_tiles
 from auraflux.ops.delta._cuda_tiles import A64, A128, BF, COL, F32, HALVES, HF, M64, M128, ROW, C, publish
@@ -176,7 +177,7 @@ def tile_layout(columns: int) -> gl.NVMMASharedLayout:
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x.view(rows, -1), [64, columns], tile_layout(columns))
+    return described(x.view(rows, -1), [64, columns], tile_layout(columns))
 
 
 def prefill_hopper(

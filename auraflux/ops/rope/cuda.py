@@ -35,7 +35,7 @@ def cos_sin(angle):
 
 
 @triton.jit
-def _turn_heads(
+def turn_heads(
     x, weight, inv_freq, positions, out, block, heads, pitch, width, half, mscale, eps,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +82,7 @@ def _turn(
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
-    _turn_heads(
-        x, None, inv_freq, positions, out, block, heads, width, width, half, mscale, 0.0, INTERLEAVED, HEADS, HALF, REST
-    )
+    turn_heads(x, None, inv_freq, positions, out, block, heads, width, width, half, mscale, 0.0, INTERLEAVED, HEADS, HALF, REST)
 
 
 @triton.jit
@@ -94,13 +92,13 @@ def _turn_both(
 ):  # fmt: skip
     block = tl.program_id(1)
     if block < q_blocks:
-        _turn_heads(
+        turn_heads(
             q, q_weight, inv_freq, positions, q_out, block, q_heads, q_pitch, width, half, mscale, eps,
             INTERLEAVED, HEADS, HALF, REST,
         )  # fmt: skip
     else:
         block -= q_blocks
-        _turn_heads(
+        turn_heads(
             k, k_weight, inv_freq, positions, k_out, block, k_heads, width, width, half, mscale, eps,
             INTERLEAVED, HEADS, HALF, REST,
         )  # fmt: skip

@@ -11,10 +11,10 @@ from auraflux.ops.norm.reference import rms_norm
 def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> None:
     check_dense(x=x, inv_freq=inv_freq, positions=positions)
     check_shape("x", x, None, None, None)
-    _check_turn(x, inv_freq, positions)
+    check_turn(x, inv_freq, positions)
 
 
-def _check_turn(x: Tensor, inv_freq: Tensor, positions: Tensor) -> None:
+def check_turn(x: Tensor, inv_freq: Tensor, positions: Tensor) -> None:
     check_shape("inv_freq", inv_freq, None)
     check_shape("positions", positions, x.shape[0])
     check_dtype("inv_freq", inv_freq, torch.float32)
@@ -61,7 +61,7 @@ def check_norm_rope(
     check_shape("q", q, None, None, None)
     check_heads("q", q)
     check_dense(k=k, inv_freq=inv_freq, positions=positions)
-    _check_turn(q, inv_freq, positions)
+    check_turn(q, inv_freq, positions)
     check_shape("k", k, q.shape[0], None, q.shape[2])
     check_dtype("k", k, q.dtype)
     for name, weight in zip(("norms[0]", "norms[1]"), norms or (), strict=False):

@@ -9,9 +9,10 @@ Vectors with one that does not are coded once more, number by number as the refe
   two neighbouring tokens: what the words of keys, and of values in pairs, are made of. Nothing is shuffled.
 - *Codes*: one word looked up and one multiply-add, see `_places.py`. Tables of 32 words lie in the lanes of a warp, those of
   8 bits in shared memory.
-- *All tokens under way at once*: a program is a warp with 16 tokens, and a multiprocessor has 16 programs, which is all of 2048
-  tokens of 8 heads. They are asked for as if the first position were a multiple of 16, and once more if it is not, so that
-  nothing waits for the length. The cache is asked for them before the kernel before has ended.
+- *All tokens under way at once*: a program is a warp with 16 tokens, and a multiprocessor has room for 17 of them, more than
+  2048 tokens of 8 heads take. Those of one sequence are asked for as if the first position were a multiple of 16, and once more
+  if it is not, so that nothing waits for the length.
+- *The next call's tokens*: programs that find room while others still work ask the cache for all of them.
 """
 
 from typing import Any
@@ -23,7 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
 from auraflux.ops._triton import INTERPRETED, capability, cdiv
-from auraflux.ops.turboquant._append_doubts import settle
+from auraflux.ops.turboquant._append_doubts import settle, store_one_by_one
+from auraflux.ops.turboquant._append_pages import fetch, place_in_batch, store_pairs, store_rows, words_of
 from auraflux.ops.turboquant._append_parts import (
     COPIED,
     ROW_PITCH,
@@ -36,9 +38,8 @@ from auraflux.ops.turboquant._append_parts import (
     operands,
     quad_sum,
     squared_length,
+    squares_at,
     squares_of,
-    store2,
-    store4,
     transformed,
 )
 from auraflux.ops.turboquant._places import FEW, SEARCH, places_for, sign_words, step
@@ -47,12 +48,12 @@ from auraflux.ops.turboquant.pages import CodePages
 
 MANY = 2048  # vectors; fewer are coded as soon one by one
 TILE = 16  # tokens of a program
-LAUNCH: dict[str, Any] = {"num_warps": 1, "maxnreg": 128}
+REGISTERS, REGISTERS_OF_BATCH = 120, 128
 # for which a GPU has judged the kernel
-WIDTH, KEY_BITS, VALUE_BITS = 128, (4, 8), (2, 4)
+WIDTH, KEY_BITS, VALUE_BITS = 128, (4, 8), (2, 4, 8)
+MOST_SEQUENCES = 32
 
 AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; // $1")
-FETCH = gl.constexpr("{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}")
 MOVE = gl.constexpr("{.reg .b32 a, b, c, d; ld.global.v4.b32 {a,b,c,d}, [$2]; st.shared.v4.b32 [$1],{a,b,c,d}; mov.b32 $0, 0;}")
 BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
 TOKENS_NBYTES = gl.constexpr(16 * 288)  # of shared memory
@@ -71,76 +72,46 @@ def _memory(NBYTES: gl.constexpr, lane):
 
 
 @gluon.jit
-def _fetch(k, v, tokens, tile, head, lane, HEADS: gl.constexpr):
-    """Ask the cache for a part of the keys and values of 16 tokens: the programs of all heads ask for all of them."""
-    offset = (tile.to(gl.int64) * HEADS + head) * (16 * 128)
-    size = gl.minimum(16 * 128, tokens.to(gl.int64) * HEADS * 128 - offset).to(gl.int32) * 2
-    k_at, v_at = (k + offset + lane * 0).to(gl.int64), (v + offset + lane * 0).to(gl.int64)
-    args = [gl.where(lane == 0, k_at, v_at), gl.where(lane < 2, size, 0)]
-    asm(FETCH, "=r,l,r", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _codes_of(S, TOKEN: gl.constexpr, scale, offset, table, squares, BUCKETS: gl.constexpr, NEAR: gl.constexpr):
-    """Find a token's 32 codes, four in each of eight words, neighbours if NEAR, else every second of eight; doubt; squares."""
+def _codes_of(S, TOKEN: gl.constexpr, scale, offset, table, BUCKETS: gl.constexpr, NEAR: gl.constexpr):
+    """Find a token's 32 codes, four in each of eight words, neighbours if NEAR, else every second of eight; and doubt."""
     codes = ()
-    doubt, total = table * 0 - 1, scale * 0.0
+    doubt = table * 0 - 1
     for j in gl.static_range(4):
         a0, a1, a2, a3 = joined(S, 4 * j + 2 * TOKEN)
         b0, b1, b2, b3 = joined(S, 4 * j + 2 * TOKEN + 1)
         if NEAR:
-            c, doubt, more = four_codes(a0, b0, a1, b1, scale, offset, table, squares, doubt, BUCKETS)
-            d, doubt, most = four_codes(a2, b2, a3, b3, scale, offset, table, squares, doubt, BUCKETS)
+            c, doubt = four_codes(a0, b0, a1, b1, scale, offset, table, doubt, BUCKETS)
+            d, doubt = four_codes(a2, b2, a3, b3, scale, offset, table, doubt, BUCKETS)
         else:
-            c, doubt, more = four_codes(a0, a1, a2, a3, scale, offset, table, squares, doubt, BUCKETS)
-            d, doubt, most = four_codes(b0, b1, b2, b3, scale, offset, table, squares, doubt, BUCKETS)
+            c, doubt = four_codes(a0, a1, a2, a3, scale, offset, table, doubt, BUCKETS)
+            d, doubt = four_codes(b0, b1, b2, b3, scale, offset, table, doubt, BUCKETS)
         codes += (c, d)  # type: ignore[assignment]
-        total += more + most
-    return codes, doubt, total
+    return codes, doubt
 
 
 @gluon.jit
-def _words(C):
-    """Join a token's codes, eight in a word."""
-    return C[0] + C[1] * 16, C[2] + C[3] * 16, C[4] + C[5] * 16, C[6] + C[7] * 16
+def _doubted(doubt):
+    return ((doubt & 0xFFFF) == 0) | ((doubt & -65536) == 0)
 
 
 @gluon.jit
-def _store_rows(codes, row, q, one, two, C, D, BITS: gl.constexpr):
-    at = (codes + (row * (4 * BITS) + q * BITS)).to(gl.int64)
-    if BITS == 8:
-        store4(at, one, C[0], C[1], C[2], C[3])
-        store4(at + 16, one, C[4], C[5], C[6], C[7])
-        store4(at + 128, two, D[0], D[1], D[2], D[3])
-        store4(at + 144, two, D[4], D[5], D[6], D[7])
-    else:
-        c, d = _words(C), _words(D)
-        store4(at, one, c[0], c[1], c[2], c[3])
-        store4(at + 64, two, d[0], d[1], d[2], d[3])
+def _unusual(square):
+    return ~((square > SHORTEST) & (square < LONGEST))
 
 
 @gluon.jit
-def _store_pairs(codes, row, q, both, C, D, BITS: gl.constexpr):
-    at = (codes + ((row // 8 * 8 + 2 * q) * (4 * BITS) + row % 8 // 2 * BITS)).to(gl.int64)
-    if BITS == 4:
-        store4(at, both, C[0] + D[0] * 16, C[1] + D[1] * 16, C[2] + D[2] * 16, C[3] + D[3] * 16)
-        store4(at + 64, both, C[4] + D[4] * 16, C[5] + D[5] * 16, C[6] + D[6] * 16, C[7] + D[7] * 16)
-    else:
-        c, d = _words(C), _words(D)
-        store2(at, both, c[0] + d[0] * 4, c[1] + d[1] * 4)
-        store2(at + 32, both, c[2] + d[2] * 4, c[3] + d[3] * 4)
-
-
-@gluon.jit
-def _unsure(doubt, square):
-    """Whether a code is in doubt, or the vector is unusual."""
-    return ((doubt & 0xFFFF) == 0) | ((doubt & -65536) == 0) | ~((square > SHORTEST) & (square < LONGEST))
+def _named(first, second, g):
+    """Set a bit for every token of a warp that any of its lanes names."""
+    mask = (first.to(gl.int32) << (2 * g)) | (second.to(gl.int32) << (2 * g + 1))
+    return asm("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [mask], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _append(
-    x, codes, norms, words, scale, offset, signs, pages, lengths, base, number, head, tokens, table_width, pool, lane,
+    x, codes, norms, words, scale, offset, signs, pages, lengths, starts, sequences, base, number, head, tokens, table_width,
+    pool, lane,
     HEADS: gl.constexpr, BITS: gl.constexpr, BUCKETS: gl.constexpr, STEP: gl.constexpr, PAIRS: gl.constexpr, PAGE: gl.constexpr,
+    BATCH: gl.constexpr,
 ):  # fmt: skip
     """Encode the keys or the values of one head, 16 neighbouring tokens."""
     g, q = lane // 4, lane % 4
@@ -149,8 +120,7 @@ def _append(
         for i in gl.static_range((BUCKETS + (2 << BITS)) // 128):
             args = [base + TOKENS_NBYTES + 512 * i + lane * 16, (words + (128 * i + lane * 4)).to(gl.int64)]
             asm(MOVE, "=r,r,l,~{memory}", args, gl.int32, is_pure=False, pack=1)
-        # a bucket n comes as the bits of 2 ** 23 + n
-        table = base + (TOKENS_NBYTES - 0x2C000000)
+        table = base + TOKENS_NBYTES
         squares = base + (TOKENS_NBYTES + 4 * BUCKETS)
         middles = squares + (4 << BITS)
         gl.thread_barrier()
@@ -158,15 +128,22 @@ def _append(
     sign = asm(load_ptx("global", 1), operands(16, "r", "l"), [sign_at], (gl.int32,) * 16, is_pure=False, pack=1)
     F = factors(g, q)
     asm(AWAIT, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-    copy_tokens(x, base, number * 16, tokens, head, lane, HEADS)
-    end = gl.load(lengths)
-    first = end - tokens
-    tile = (first // 16 + number) * 16 + 0 * lane
-    position = tile + 2 * g
-    asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-    if first % 16 != 0:
-        copy_tokens(x, base, tile - first, tokens, head, lane, HEADS)
+    if BATCH:
+        sequence, start, first, end, tile = place_in_batch(starts, lengths, sequences, number, lane)
+        pages += sequence * table_width
+        copy_tokens(x, base, start + tile - first, tokens, head, lane, HEADS)
+        position = tile + 2 * g
         asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+    else:
+        copy_tokens(x, base, number * 16, tokens, head, lane, HEADS)
+        end = gl.load(lengths)
+        first = end - tokens
+        tile = (first // 16 + number) * 16 + 0 * lane
+        position = tile + 2 * g
+        asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+        if first % 16 != 0:
+            copy_tokens(x, base, tile - first, tokens, head, lane, HEADS)
+            asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
     at = base + g * (2 * ROW_PITCH) + q * 16
     w = asm(load_ptx("shared", 2), operands(32, "r", "r,~{memory}"), [at], (gl.int32,) * 32, is_pure=False, pack=1)
     new = (tile >= 0) & (tile < table_width * PAGE) & (tile + 15 >= first) & (tile < end)
@@ -177,32 +154,34 @@ def _append(
     row = (gl.maximum(page, 0).to(gl.int64) * HEADS + head) * PAGE + position % PAGE
     S = transformed(w, sign, F)
     square0, square1 = squared_length(S, 0), squared_length(S, 1)
+    unusual0, unusual1 = _unusual(square0), _unusual(square1)
+    if PAIRS:
+        # of a pair that is half new the other half stays
+        unusual0, unusual1 = unusual0 | ~two, unusual1 | ~one
+    unusual = _named(unusual0 & one, unusual1 & two, g)
     NEAR: gl.constexpr = BITS == 8 or (PAIRS and BITS == 4)
-    C, doubt0, total0 = _codes_of(S, 0, inverse_root(square0) * scale, offset, table, squares, BUCKETS, NEAR)
-    D, doubt1, total1 = _codes_of(S, 1, inverse_root(square1) * scale, offset, table, squares, BUCKETS, NEAR)
+    C, doubt0 = _codes_of(S, 0, inverse_root(square0) * scale, offset, table, BUCKETS, NEAR)
+    D, doubt1 = _codes_of(S, 1, inverse_root(square1) * scale, offset, table, BUCKETS, NEAR)
+    mask = _named(_doubted(doubt0) & one, _doubted(doubt1) & two, g)
+    if gl.max(mask, 0) > 0:
+        C, D = settle(base, C, D, scale * (32**-0.5), offset, signs, table, middles, mask, lane, BITS, BUCKETS, NEAR)
     if BUCKETS == 32:
-        c, d = squares_of(_words(C) + _words(D), squares, BITS)
+        c, d = squares_of(words_of(C) + words_of(D), squares, BITS)
         total0, total1 = c.to(gl.float32) * STEP, d.to(gl.float32) * STEP
     else:
-        total0, total1 = quad_sum(total0), quad_sum(total1)
+        total0, total1 = quad_sum(squares_at(C, squares)), quad_sum(squares_at(D, squares))
     if PAIRS:
-        _store_pairs(codes, row, q, one & two, C, D, BITS)
+        store_pairs(codes, row, q, one & two, C, D, BITS)
     else:
-        _store_rows(codes, row, q, one, two, C, D, BITS)
+        store_rows(codes, row, q, one, two, C, D, BITS)
     second = q % 2 == 1
     square = gl.where(second, square1, square0) * (1.0 / 32)
     norm = square * inverse_root(square * gl.where(second, total1, total0))
     gl.store(norms + row + q % 2, norm, mask=gl.where(second, two, one) & (q < 2))
-    unsure0, unsure1 = _unsure(doubt0, square0), _unsure(doubt1, square1)
-    if PAIRS:
-        # of a pair that is half new the other half stays
-        unsure0, unsure1 = unsure0 | ~two, unsure1 | ~one
-    mask = ((unsure0 & one).to(gl.int32) << (2 * g)) | ((unsure1 & two).to(gl.int32) << (2 * g + 1))
-    mask = asm("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [mask], gl.int32, is_pure=False, pack=1)
-    if gl.max(mask, 0) > 0:
+    if gl.max(unusual, 0) > 0:
         gl.thread_barrier()
-        settle(
-            base, codes, norms, scale * (32**-0.5), offset, signs, table, squares, middles, mask, page, tile, head, lane,
+        store_one_by_one(
+            base, codes, norms, scale * (32**-0.5), offset, signs, table, squares, middles, unusual, page, tile, head, lane,
             HEADS, BITS, BUCKETS, PAIRS, PAGE,
         )  # fmt: skip
 
@@ -210,25 +189,27 @@ def _append(
 @gluon.jit
 def append_many(
     k, v, k_codes, k_norms, k_words, k_scale, k_offset, v_codes, v_norms, v_words, v_scale, v_offset,
-    signs, pages, lengths, tokens, table_width, pool, tiles,
-    HEADS: gl.constexpr, KEY_BITS: gl.constexpr, KEY_BUCKETS: gl.constexpr, KEY_STEP: gl.constexpr, VALUE_BITS: gl.constexpr,
-    VALUE_BUCKETS: gl.constexpr, VALUE_STEP: gl.constexpr, PAGE: gl.constexpr, NBYTES: gl.constexpr,
+    signs, pages, lengths, starts, sequences, tokens, table_width, pool, tiles,
+    BATCH: gl.constexpr, HEADS: gl.constexpr, KEY_BITS: gl.constexpr, KEY_BUCKETS: gl.constexpr, KEY_STEP: gl.constexpr,
+    VALUE_BITS: gl.constexpr, VALUE_BUCKETS: gl.constexpr, VALUE_STEP: gl.constexpr, PAGE: gl.constexpr, NBYTES: gl.constexpr,
 ):  # fmt: skip
     """Encode keys and values into their pages; grid (2 * tiles * HEADS,), keys first."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     memory, base = _memory(NBYTES, lane)
     program = gl.program_id(0)
     if program < tiles * HEADS:
-        _fetch(k, v, tokens, program // HEADS, program % HEADS, lane, HEADS)
+        fetch(k, v, tokens, program, lane, HEADS)
         _append(
-            k, k_codes, k_norms, k_words, k_scale, k_offset, signs, pages, lengths, base, program // HEADS, program % HEADS,
-            tokens, table_width, pool, lane, HEADS, KEY_BITS, KEY_BUCKETS, KEY_STEP, False, PAGE,
+            k, k_codes, k_norms, k_words, k_scale, k_offset, signs, pages, lengths, starts, sequences, base,
+            program // HEADS, program % HEADS, tokens, table_width, pool, lane,
+            HEADS, KEY_BITS, KEY_BUCKETS, KEY_STEP, False, PAGE, BATCH,
         )  # fmt: skip
     else:
         program -= tiles * HEADS
         _append(
-            v, v_codes, v_norms, v_words, v_scale, v_offset, signs, pages, lengths, base, program // HEADS, program % HEADS,
-            tokens, table_width, pool, lane, HEADS, VALUE_BITS, VALUE_BUCKETS, VALUE_STEP, True, PAGE,
+            v, v_codes, v_norms, v_words, v_scale, v_offset, signs, pages, lengths, starts, sequences, base,
+            program // HEADS, program % HEADS, tokens, table_width, pool, lane,
+            HEADS, VALUE_BITS, VALUE_BUCKETS, VALUE_STEP, True, PAGE, BATCH,
         )  # fmt: skip
     memory._keep_alive()
 
@@ -243,19 +224,29 @@ def sizes(key_bits: int, value_bits: int) -> dict[str, int | float]:
 
 
 def appends(k: Tensor, v: Tensor, pages: CodePages) -> bool:
-    """Whether these are many tokens of one sequence, of a kind that the kernel takes."""
-    if pages.arrangement is not Arrangement.PAIRS or {k.dtype, v.dtype} != {torch.bfloat16} or len(pages.lengths) > 1:
+    """Whether these are many tokens, of a kind that the kernel takes."""
+    if pages.arrangement is not Arrangement.PAIRS or {k.dtype, v.dtype} != {torch.bfloat16}:
         return False
-    fits = pages.width == WIDTH and pages.key_bits in KEY_BITS and pages.value_bits in VALUE_BITS and len(k) >= TILE
+    fits = pages.width == WIDTH and pages.key_bits in KEY_BITS and pages.value_bits in VALUE_BITS
+    fits = fits and 1 <= len(pages.lengths) <= min(MOST_SEQUENCES, len(k) // TILE)
     # copied and stored in pieces of 16 bytes
     fits = fits and all(x.data_ptr() % 16 == 0 for x in (k, v, pages.key_codes, pages.value_codes))
     return fits and k.numel() >= MANY * WIDTH and not INTERPRETED and capability(k.device)[0] == HOPPER
 
 
-def append_at_once(k: Tensor, v: Tensor, pages: CodePages) -> None:
+def tile_count(tokens: int, sequences: int) -> int:
+    """How many tiles new tokens may take: positions need not begin, nor end, at a multiple of TILE."""
+    return cdiv(tokens + TILE - 1, TILE) if sequences == 1 else tokens // TILE + 2 * sequences
+
+
+def launch_options(batch: bool) -> dict[str, Any]:
+    return {"num_warps": 1, "maxnreg": REGISTERS_OF_BATCH if batch else REGISTERS}
+
+
+def append_at_once(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     (tokens, heads, width), device = k.shape, k.device
-    # positions need not begin at a multiple of TILE
-    tiles = cdiv(tokens + TILE - 1, TILE)
+    sequences = len(pages.lengths)
+    tiles, batch = tile_count(tokens, sequences), sequences > 1
     append_many[(2 * tiles * heads,)](
         *(k, v),
         *_side(pages.key_codes, pages.key_norms, pages.key_bits, width),
@@ -264,16 +255,19 @@ def append_at_once(k: Tensor, v: Tensor, pages: CodePages) -> None:
             sign_words(width, pages.seed, device),
             pages.table,
             pages.lengths,
+            starts,
+            sequences,
             tokens,
             pages.table.shape[1],
             pages.pool[0],
             tiles,
         ),
+        BATCH=batch,
         HEADS=heads,
         PAGE=pages.pool[1],
         **sizes(pages.key_bits, pages.value_bits),
         launch_pdl=True,
-        **LAUNCH,
+        **launch_options(batch),
     )
 
 

@@ -12,7 +12,9 @@ BOTH_SIGNS = gl.constexpr(0x80008000 - (1 << 32))
 ONES = gl.constexpr(0x3F803F80)  # two bfloat16
 ROW_PITCH = gl.constexpr(288)  # bytes of a token in shared memory, so that eight lanes never share a bank
 COPIED = gl.constexpr("cp.async.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1")
-LAST = gl.constexpr({32: "41F80000", 512: "43FF8000"})  # bits of the last bucket's number
+# bits of the last bucket's number, and of what makes it a whole one; in memory both are 2 ** -22 as large, since the bits of 2
+# times 4 are 0
+LAST = gl.constexpr({32: "41F80000, 0f4B000000", 512: "38FF8000, 0f40000000"})
 LIFT = gl.constexpr({32: 5, 512: 6})  # as `_places.SEARCH` has them
 
 
@@ -60,9 +62,9 @@ def _transform_ptx():
 def _place_ptx(z, scale, offset, table, buckets, out):
     """Leave the code of z in the upper byte of `out`, above zeros if it is in doubt.
 
-    table  a lane's word, where there are as many buckets as lanes; else where the table is, less four times the bits of 2 ** 23
+    table  a lane's word, where there are as many buckets as lanes; else where the table is
     """
-    text = f"fma.rn.sat.f32 t, {z}, {scale}, {offset}; fma.rn.f32 u, t, 0f{LAST.value[buckets]}, 0f4B000000; mov.b32 a, u;"
+    text = f"fma.rn.sat.f32 t, {z}, {scale}, {offset}; fma.rn.f32 u, t, 0f{LAST.value[buckets]}; mov.b32 a, u;"
     text += "add.rn.f32 t, t, 0f3F800000; mov.b32 n, t;"
     if buckets == 32:
         text += f"shfl.sync.idx.b32 e, {table}, a, 31, -1;"
@@ -73,20 +75,24 @@ def _place_ptx(z, scale, offset, table, buckets, out):
 
 @gluon.constexpr_function
 def _find_ptx(buckets):
-    """Find four codes, as bytes of $0; $1: zeros in one half if one so far is in doubt. In memory also $2, the sum of squares.
+    """Find four codes, as bytes of $0; $1: zeros in one half if one so far is in doubt.
 
-    After the results: four coordinates, scale, offset, table, doubt so far, and where the squares are.
+    After the results: four coordinates, scale, offset, table, doubt so far.
     """
-    n = 2 if buckets == 32 else 3
-    scale, offset, table, doubt, squares = (f"${n + 4 + i}" for i in range(5))
     text = "{.reg .f32 t, u; .reg .b32 n, a, e, s0, s1, s2, s3, p, q;"
     for i in range(4):
-        text += _place_ptx(f"${n + i}", scale, offset, table, buckets, f"s{i}")
-    text += f"prmt.b32 p, s0, s1, 0x6521; min.u16x2 $1, {doubt}, p; prmt.b32 q, s2, s3, 0x6521; min.u16x2 $1, $1, q;"
-    text += "prmt.b32 p, s0, s1, 0x0073; prmt.b32 q, s2, s3, 0x0073; prmt.b32 $0, p, q, 0x5410;"
-    for i in range(4 if n == 3 else 0):
-        text += f"shr.u32 a, s{i}, 24; mad.lo.u32 a, a, 4, {squares}; ld.shared.b32 {'t' if i else '$2'}, [a];"
-        text += "add.rn.f32 $2, $2, t;" if i else ""
+        text += _place_ptx(f"${2 + i}", "$6", "$7", "$8", buckets, f"s{i}")
+    text += "prmt.b32 p, s0, s1, 0x6521; min.u16x2 $1, $9, p; prmt.b32 q, s2, s3, 0x6521; min.u16x2 $1, $1, q;"
+    return text + "prmt.b32 p, s0, s1, 0x0073; prmt.b32 q, s2, s3, 0x0073; prmt.b32 $0, p, q, 0x5410;}"
+
+
+@gluon.constexpr_function
+def _four_squares_ptx():
+    """Sum the squares, $2 on, of four codes, bytes of $1."""
+    text = "{.reg .f32 t; .reg .b32 a;"
+    for i in range(4):
+        text += f"prmt.b32 a, $1, 0, 0x444{i}; mad.lo.u32 a, a, 4, $2; ld.shared.b32 {'t' if i else '$0'}, [a];"
+        text += "add.rn.f32 $0, $0, t;" if i else ""
     return text + "}"
 
 
@@ -124,6 +130,11 @@ def _store_ptx(count):
 
 
 @gluon.constexpr_function
+def hex_of(number):
+    return hex(number)
+
+
+@gluon.constexpr_function
 def swap_ptx(span, combine):
     """Combine $1 with what the lane `span` away has there, t."""
     return f"{{.reg .f32 t; shfl.sync.bfly.b32 t, $1, {span}, 31, -1; {combine}}}"
@@ -133,6 +144,13 @@ def swap_ptx(span, combine):
 def word_of(table, lane):
     """Take the word of another lane."""
     return asm("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [table, lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pick(a, b, BYTES: gl.constexpr):
+    """Choose four of the eight bytes of two words."""
+    PTX: gl.constexpr = "prmt.b32 $0, $1, $2, " + hex_of(BYTES) + ";"
+    return asm(PTX, "=r,r,r", [a, b], gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -239,18 +257,19 @@ def _eight(sums, TOKEN: gl.constexpr):
 
 
 @gluon.jit
-def four_codes(a, b, c, d, scale, offset, table, squares, doubt, BUCKETS: gl.constexpr):
-    """Find four codes as bytes of a word, the doubt so far, and in memory the sum of the squares of their levels."""
-    total = 0.0 * a
-    if BUCKETS == 32:
-        args = [a, b, c, d, scale, offset, table, doubt]
-        kinds: gl.constexpr = "=&r,=&r,f,f,f,f,f,f,r,r"
-        codes, doubt = asm(_find_ptx(BUCKETS), kinds, args, (gl.int32, gl.int32), is_pure=False, pack=1)
-    else:
-        more: gl.constexpr = "=&r,=&r,=&f,f,f,f,f,f,f,r,r,r"
-        args = [a, b, c, d, scale, offset, table, doubt, squares]
-        codes, doubt, total = asm(_find_ptx(BUCKETS), more, args, (gl.int32, gl.int32, gl.float32), is_pure=False, pack=1)
-    return codes, doubt, total
+def four_codes(a, b, c, d, scale, offset, table, doubt, BUCKETS: gl.constexpr):
+    """Find four codes as bytes of a word, and the doubt so far."""
+    args = [a, b, c, d, scale, offset, table, doubt]
+    return asm(_find_ptx(BUCKETS), "=&r,=&r,f,f,f,f,f,f,r,r", args, (gl.int32, gl.int32), is_pure=False, pack=1)
+
+
+@gluon.jit
+def squares_at(C, squares):
+    """Sum the squares of the levels of a token's codes, in memory."""
+    total = ()
+    for i in gl.static_range(8):
+        total += (asm(_four_squares_ptx(), "=&f,r,r", [C[i], squares], gl.float32, is_pure=False, pack=1),)
+    return ((total[0] + total[1]) + (total[2] + total[3])) + ((total[4] + total[5]) + (total[6] + total[7]))
 
 
 @gluon.jit

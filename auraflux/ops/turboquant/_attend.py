@@ -3,7 +3,7 @@
 Jobs take items in turn. Every item leaves its unnormalised sums, highest scores and sums of weights.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from auraflux.ops.turboquant._items import count_items, item_at, opened, sides
 from auraflux.ops.turboquant._many import attend_many
 
 
-@lru_cache
+@cache
 def build_queries(width: int) -> Kernel:
     room = (width + 31) // 32 * 32
 
@@ -73,7 +73,7 @@ def attend_many_rows(args, job, jobs):
         before += count
 
 
-@lru_cache
+@cache
 def build_finish(width: int) -> Kernel:
     @Kernel
     def finish_rows(args, job, jobs):

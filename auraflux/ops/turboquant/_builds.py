@@ -1,11 +1,13 @@
 """What is compiled for Hopper without a GPU, to see that it compiles and that nothing hot spills; see `ops/_compile.py`."""
 
+from typing import Any
+
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops._triton import Build
 from auraflux.ops.attention._hopper_shares import tile_layout
 from auraflux.ops.turboquant import _latent_codes_rows as _rows
-from auraflux.ops.turboquant._append_many import LAUNCH, append_many, sizes
+from auraflux.ops.turboquant._append_many import append_many, launch_options, sizes
 from auraflux.ops.turboquant._codec_rows import (
     append_coded,
     append_coded_latent,
@@ -14,12 +16,13 @@ from auraflux.ops.turboquant._codec_rows import (
     finish_rows,
     rotate_rows,
 )
-from auraflux.ops.turboquant._few import CUTS, depth, finish_sizes
+from auraflux.ops.turboquant._few import AHEAD, ALONE, CUTS, Cut, depth, finish_sizes
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
 from auraflux.ops.turboquant._hopper import attend_pairs
 from auraflux.ops.turboquant._hopper_merge import finish_pairs
-from auraflux.ops.turboquant._latent_codes import DEPTH, REGISTERS, STAGES, latent_code_columns
+from auraflux.ops.turboquant._latent_codes import REGISTERS, RINGS, STAGES, latent_code_columns
 from auraflux.ops.turboquant._latent_codes_merge import MERGED, merge_turned_shares, turn_rows
+from auraflux.ops.turboquant._turned_latent import CODED_BUILDS
 from auraflux.ops.turboquant._turned_rows import turn_and_append
 from auraflux.ops.turboquant._written import write_pages
 
@@ -49,10 +52,32 @@ def _pairs(
     bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int = 1, long: bool = False, **flags: bool
 ) -> Build:
     """Attention over codes in pairs, in pages of 64; heads are (query heads, coded heads)."""
-    types = "*bf16 *fp32 *i32 *fp32 *i32 *fp32 *i32 *i32 *i32 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32 i32 i32 i32"
-    cut, blocks = CUTS[width], 2 if long and depth(*bits, width, 2) else 1
+    return _parts(bits, heads, width, sequences, CUTS[width], 2 if long and depth(*bits, width, 2) else 1, **flags)
+
+
+def _parts(
+    bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int, cut: Cut, blocks: int, **flags: bool
+) -> Build:
+    left = {"sinks": None, "out": None, "ONE": False}
+    return _paired(bits, heads, width, sequences, cut, blocks, "*fp32 *fp32 *fp32", {**left, **flags})
+
+
+def _rows_of(bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int, cut: Cut) -> Build:
+    """The same of a batch, where rows have one part."""
+    left = {"part_o": None, "part_m": None, "part_l": None, "sinks": None, "splits": 1, "ONE": True}
+    return _paired(bits, heads, width, sequences, cut, 1, "*bf16", left)
+
+
+def _paired(
+    bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int, cut: Cut, blocks: int, left: str,
+    flags: dict[str, Any],
+) -> Build:  # fmt: skip
+    one = " i32" * (not flags["ONE"])
+    types = f"*bf16 *fp32 *i32 *fp32 *i32 *fp32 *i32 *i32 *i32 *i32 {left} fp32 fp32 i32 i32 i32 i32 i32{one}"
+    deep = max(1, depth(*bits, width, blocks, cut))
+    steps = {"DEEP": min(AHEAD, deep), "SOON": 1} if cut is ALONE else {"DEEP": deep, "SOON": deep}
     sizes = {"G": heads[0] // heads[1], "HEADS": heads[1], "D": width, "PAGE": 64, "S": sequences, "NW": cut.warps}
-    codes = {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "U": blocks, "DEEP": max(1, depth(*bits, width, blocks))}
+    codes = {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "U": blocks, **steps}
     constants = {**sizes, **codes, "WINDOW": False, "SOFTCAP": False, **flags}
     return Build(attend_pairs, types, constants, True, {"num_warps": cut.warps, "maxnreg": cut.registers})
 
@@ -74,17 +99,17 @@ def _latent(heads: int, bits: int, sequences: int = 1) -> Build:
     rest = "*fp32 *fp32 fp32 fp32 i32 i32:16 i32 i32 i32"
     constants = {"PAGE": 64, "S": sequences, "BITS": bits}
     if heads > 32:
-        constants |= {"NP": _rows.TILE, "DEEP": _rows.DEPTH, "ST": _rows.STAGES}
+        constants |= {"NP": _rows.TILE, "RP": _rows.RINGS[bits][0], "DEEP": _rows.RINGS[bits][1], "ST": _rows.STAGES}
         types = f"{_tiles(64, 512, gl.float16)} {_tiles(64, 64)} *i32 {_tiles(32, 64)} *fp32 *i32 *i32 *i32 *i32 *fp16 {rest}"
         return Build(_rows.latent_code_rows, types, constants, True, {"maxnreg": _rows.REGISTERS})
-    constants |= {"N": heads, "DEEP": DEPTH[heads], "ST": STAGES}
+    constants |= {"N": heads, "RP": RINGS[heads, bits][0], "DEEP": RINGS[heads, bits][1], "ST": STAGES}
     types = f"*bf16 *fp32 {_tiles(heads, 64)} *i32 {_tiles(64, 64)} *fp32 *i32 *i32 *i32 *i32 *fp32 {rest}"
     return Build(latent_code_columns, types, constants, True, {"maxnreg": REGISTERS[heads]})
 
 
 def _merged(kind: str, splits: int) -> Build:
     """Shares of latents merged: of many heads in float16."""
-    constants = {"D": 512, "S": splits, "P": MERGED, "HALF": 32 if kind == "fp16" else 64}
+    constants = {"D": 512, "S": splits, "P": MERGED, "HALF": 32 if kind == "fp16" else 64, "EARLY": kind != "fp16"}
     return Build(merge_turned_shares, f"*{kind} *fp32 *fp32 *fp32 *bf16 i32", constants, True, _FOUR)
 
 
@@ -102,10 +127,10 @@ _HEADS = 32, 8
 _SHAPE = {"HEADS": 8, "D": 128, "P": 128, "COLUMNS": 128, "PAGE": 64, "N": 64}
 
 
-def _many(bits: tuple[int, int]) -> Build:
+def _many(bits: tuple[int, int], batch: bool = False) -> Build:
     """Many tokens coded into pages of 64."""
-    types = f"*bf16 *bf16{' *i32 *fp32 *i32 fp32 fp32' * 2} *i32 *i32 *i32 i32 i32 i32 i32"
-    return Build(append_many, types, {"HEADS": 8, "PAGE": 64, **sizes(*bits)}, True, LAUNCH)
+    types = f"*bf16 *bf16{' *i32 *fp32 *i32 fp32 fp32' * 2} *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32"
+    return Build(append_many, types, {"BATCH": batch, "HEADS": 8, "PAGE": 64, **sizes(*bits)}, True, launch_options(batch))
 
 
 _WRITE = "*i32 *fp32 *fp16 *i32 *fp32 *fp16 *fp16 *i32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32"
@@ -121,6 +146,10 @@ KERNELS = [
     *(_pairs((k, v), (16, 2), 256, SOFTCAP=k == 8) for k, v in ((4, 4), (8, 4), (8, 8), (6, 3))),
     _pairs((4, 4), (12, 1), 128, sequences=8, WINDOW=True, SOFTCAP=True),
     _pairs((8, 8), (16, 1), 256, sequences=8, WINDOW=True, SOFTCAP=True),
+    *(_rows_of(bits, (32, 4), 128, 32, ALONE) for bits in ((8, 4), (4, 4), (4, 2), (3, 3), (8, 8))),
+    *(_rows_of((8, 4), heads, width, 32, CUTS[width]) for heads, width in (((32, 8), 128), ((16, 2), 256))),
+    *(_parts(bits, _HEADS, 128, 1, ALONE, 2) for bits in ((4, 4), (4, 2), (2, 2))),
+    _parts((8, 4), (32, 4), 128, 8, ALONE, 1),
     _attend("fp16", (4, 4), 16, 64, num_warps=4, num_stages=3),
     _attend("fp16", (8, 4), 16, 64, num_warps=4, num_stages=3),
     _attend("fp16", (6, 3), 16, 64, num_warps=4, num_stages=3),
@@ -135,12 +164,20 @@ KERNELS = [
     Build(encode_rows, _ENCODE, {**_SIGNS, "BITS": 8, "R": 16}, True, _FOUR),
     Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_SIGNS, "BITS": 3}, True, _ONE),
     Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_MATRIX, "BITS": 6}, False, _ONE),
-    *(_many(bits) for bits in ((8, 4), (4, 4), (4, 2))),
+    *(_many(bits) for bits in ((8, 4), (4, 4), (4, 2), (8, 8))),
+    *(_many(bits, batch=True) for bits in ((8, 4), (4, 4))),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": True, "R": 1}, True, _ONE),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "VALUE_BITS": 3, "PAIRS": True, "R": 1}, True, _ONE),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": False, "R": 16}, True, _FOUR),
     Build(append_coded, _APPEND, {**_MATRIX, **_KV, "PAIRS": False, "R": 1}, False, _ONE),
-    Build(turn_and_append, _TURNED, {**_KV, "Q_HEADS": 32, "D": 128, "INTERLEAVED": False, "PAIRS": True}, True, _ONE),
+    Build(
+        turn_and_append,
+        _TURNED,
+        {**_KV, "Q_HEADS": 32, "D": 128, "INTERLEAVED": False, "PAIRS": True, "EARLY": True},
+        True,
+        _ONE,
+    ),
+    *CODED_BUILDS,
     Build(
         append_coded_latent,
         f"*bf16 *bf16 {_CODED} *bf16 *fp32 {_INDEX}",

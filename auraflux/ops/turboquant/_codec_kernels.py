@@ -1,6 +1,6 @@
 """Compiled loops over rows: rotate, encode, decode, and encode into pages. Each is compiled for one width."""
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class Turn(NamedTuple):
     held: tuple[Tensor, ...]
 
 
-@lru_cache
+@cache
 def turn_for(width: int, seed: int) -> Turn:
     turn = rotation(width, seed)
     if turn.signs is not None:
@@ -52,14 +52,14 @@ def levels_for(bits: int, width: int) -> Levels:
     return _levels(bits, width, _tables(bits, width, CPU))
 
 
-@lru_cache
+@cache
 def _levels(bits: int, width: int, tables: tuple[Tensor, Tensor, Tensor]) -> Levels:
     book, _, order = tables
     ordered = torch.equal(order, torch.arange(1 << bits))
     return Levels(book.data_ptr(), search_table(bits, width).ctypes.data, order.data_ptr(), int(ordered))
 
 
-@lru_cache
+@cache
 def build_rotate(width: int, inverse: int) -> Kernel:
     @Kernel
     def rotate_rows(args, job, jobs):
@@ -71,7 +71,7 @@ def build_rotate(width: int, inverse: int) -> Kernel:
     return rotate_rows
 
 
-@lru_cache
+@cache
 def build_encode(width: int) -> Kernel:
     @Kernel
     def encode_rows(args, job, jobs):
@@ -88,7 +88,7 @@ def build_encode(width: int) -> Kernel:
     return encode_rows
 
 
-@lru_cache
+@cache
 def build_decode(width: int) -> Kernel:
     room = (width + CHUNK - 1) // CHUNK * CHUNK
 
@@ -108,7 +108,7 @@ def build_decode(width: int) -> Kernel:
     return decode_rows
 
 
-@lru_cache
+@cache
 def build_append(width: int) -> Kernel:
     @Kernel
     def append_rows(args, job, jobs):

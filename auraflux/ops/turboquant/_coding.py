@@ -4,13 +4,17 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._triton import INTERPRETED, cdiv, power_of_two, ready
-from auraflux.ops.rope.cuda import norm_rope
+from auraflux.ops._triton import INTERPRETED, capability, cdiv, power_of_two, ready
+from auraflux.ops.attention._turned_latent import fits_turned
+from auraflux.ops.attention.cuda import split_latent
+from auraflux.ops.norm.cuda import rms_norm
+from auraflux.ops.rope.cuda import norm_rope, rope
 from auraflux.ops.turboquant._append_many import append_at_once, appends
 from auraflux.ops.turboquant._codec_rows import append_coded, append_coded_latent, decode_rows, encode_rows, rotate_rows
 from auraflux.ops.turboquant._turn import levels_for, turn_for
+from auraflux.ops.turboquant._turned_latent import encode_turned_latent
 from auraflux.ops.turboquant._turned_rows import turn_and_append
-from auraflux.ops.turboquant.arrangement import Arrangement, fills_words
+from auraflux.ops.turboquant.arrangement import HOPPER, Arrangement, fills_words
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
@@ -86,7 +90,7 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
         return
     _check_pairs(pages)
     if appends(k, v, pages):
-        append_at_once(k, v, pages)
+        append_at_once(k, v, pages, starts)
         return
     turn, matrix = turn_for(width, pages.seed, False, k.device)
     pairs = pages.arrangement is Arrangement.PAIRS
@@ -132,7 +136,7 @@ def rope_append_codes(
         q, k = norm_rope(q, k, inv_freq, positions, norms, eps, mscale, interleaved)
         append_codes(k, v, pages, starts)
         return q
-    out = q.new_empty(q.shape)
+    out, early = q.new_empty(q.shape), not INTERPRETED and capability(q.device)[0] == HOPPER
     turn_and_append[(2 * heads + q.shape[1], tokens)](
         *(q, k, v, out, *(norms or (None, None)), inv_freq, positions),
         *(inv_freq.shape[0], float(mscale), float(eps), q.stride(1)),
@@ -147,7 +151,9 @@ def rope_append_codes(
         VALUE_BITS=pages.value_bits,
         INTERLEAVED=interleaved,
         PAIRS=pages.arrangement is Arrangement.PAIRS,
+        EARLY=early,
         num_warps=1,
+        launch_pdl=early,
         **page_sizes(pages),
     )
     return out
@@ -175,6 +181,19 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
         **page_sizes(pages),
         **_row(width),
     )
+
+
+def rope_append_latent_codes(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_width(q, pages.width)
+    turning = inv_freq, positions, mscale, interleaved
+    if fits_turned(q, heads, nope, inv_freq) and not turn_for(pages.width, pages.seed, False, q.device)[1]:
+        return encode_turned_latent(q, kv, heads, nope, pages, starts, norm, eps, turning)
+    q_nope, q_rope, latent, k_rope = split_latent(q, kv, heads, nope)
+    append_latent_codes(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *turning)
 
 
 def index_of(pages: CodePages | LatentCodes, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int, int]:

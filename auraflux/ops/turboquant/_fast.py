@@ -146,6 +146,34 @@ def _gather(sums_at, tile, h, width, bits, keep, out_at):
 
 
 @jit
+def _spread_queries(rows, width, bits, queries, units, excess, state):
+    """Lay out the queries of all heads, and begin with nothing seen."""
+    heads, root, h = rows.size, np.float32(np.sqrt(np.float32(width))), 0
+    while h < heads:
+        tile = _tile(heads - h)
+        for i in range(h, h + tile):
+            floats(state + 8 * i, 2)[0], floats(state + 8 * i, 2)[1] = NOTHING, ZERO
+            q, target = rows.q + 4 * rows.room * (rows.row + i), queries + h * 2 * width
+            worth, over = _spread_query(q, width, WIDE_BITS[bits], tile, i - h, target)
+            floats(units, heads)[i], int32s(excess, heads)[i] = worth * UNITS[bits] / root, over
+        h += tile
+
+
+@jit
+def _leave_heads(item, width, bits, sums, keeps, state):
+    """Leave the sums of all heads where parts are joined, with their maxima and totals."""
+    rows, heads, h = item.rows, item.rows.size, 0
+    while h < heads:
+        tile = _tile(heads - h)
+        for i in range(h, h + tile):
+            to, keep = place_of(rows, i), floats(keeps, heads)[i]
+            _gather(sums + h * BYTES * (width // 4), tile, i - h, width, bits, keep, item.out + to * item.out_step)
+            floats(item.m + to * item.step, 1)[0] = floats(state + 8 * i, 2)[0]
+            floats(item.totals + to * item.step, 1)[0] = floats(state + 8 * i, 2)[1]
+        h += tile
+
+
+@jit
 def attend_fast(item, keys, values, softcap, threshold, work):
     """Attend from the heads of one token to an item's positions, all of them visible."""
     rows, cache, heads, width = item.rows, item.cache, item.rows.size, item.cache.width
@@ -164,15 +192,7 @@ def attend_fast(item, keys, values, softcap, threshold, work):
     found = state + 8 * heads
     fill(sums, heads * LANES * (width // 4), ZERO)
     fill(keeps, heads, ONE)
-    h = 0
-    while h < heads:
-        tile = _tile(heads - h)
-        for i in range(h, h + tile):
-            floats(state + 8 * i, 2)[0], floats(state + 8 * i, 2)[1] = NOTHING, ZERO
-            target = queries + h * 2 * width
-            worth, over = _spread_query(rows.q + 4 * rows.room * (rows.row + i), width, key_bits, tile, i - h, target)
-            floats(units, heads)[i], int32s(excess, heads)[i] = worth * UNITS[keys.bits] / root, over
-        h += tile
+    _spread_queries(rows, width, keys.bits, queries, units, excess, state)
     # codes that are widened have been fetched by that
     soon = (
         row_nbytes(cache, keys) if key_bits == keys.bits else 0,
@@ -218,12 +238,4 @@ def attend_fast(item, keys, values, softcap, threshold, work):
                 h += tile
             fill(keeps, heads, ONE)
         here, there = there, here
-    h = 0
-    while h < heads:
-        tile = _tile(heads - h)
-        for i in range(h, h + tile):
-            to, keep = place_of(rows, i), floats(keeps, heads)[i]
-            _gather(sums + h * BYTES * (width // 4), tile, i - h, width, value_bits, keep, item.out + to * item.out_step)
-            floats(item.m + to * item.step, 1)[0] = floats(state + 8 * i, 2)[0]
-            floats(item.totals + to * item.step, 1)[0] = floats(state + 8 * i, 2)[1]
-        h += tile
+    _leave_heads(item, width, value_bits, sums, keeps, state)

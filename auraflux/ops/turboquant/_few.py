@@ -3,7 +3,7 @@
 Every new token is attended from on its own: heads that share a key fill the columns of a product, several tokens would not.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ MOST_SPLITS = 256
 LONG = 16  # steps in all, from which a warp takes two blocks at a time; fewer would leave programs without work
 
 
+MOST_KEYS = 8192  # of a part: sequences of a batch may be of any length within the table's reach
+
+
 class Cut(NamedTuple):
     """Warps of a program, registers of a thread, and programs that a multiprocessor holds at a time."""
 
@@ -35,16 +38,21 @@ class Cut(NamedTuple):
 
 
 CUTS = {64: Cut(8, 128, 2), 128: Cut(8, 128, 2), 256: Cut(8, 255, 1)}
+# a multiprocessor to itself, where programs are no more than those; of width 128
+ALONE = Cut(8, 168, 1)
+AHEAD = 2  # steps under way of such a program, and one before the kernel before has ended: more delay what is needed first
+ENOUGH = 0.7  # of the multiprocessors have work where each has the whole of a row
+ENOUGH_WIDE = 0.45  # the same of width 256, up to WIDE_KEYS keys
+WIDE_KEYS = 4096
 SHARED_NBYTES = 228 << 10  # of a multiprocessor
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
 
 
-def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1) -> int:
+def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut | None = None) -> int:
     """How many times `blocks` of each warp can be under way beside the table, within reason."""
-    cut = CUTS[width]
-    start = RING.value + 4096 * (min(key_bits, value_bits) == 2)
-    room = (SHARED_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - start
+    cut = cut or CUTS[width]
+    room = (SHARED_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - RING.value
     return min(DEEPEST, room // (cut.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
 
 
@@ -56,12 +64,12 @@ def serves(q: Tensor, pages: CodePages) -> bool:
     return q.shape[0] <= MOST_TOKENS * len(pages.lengths) and _fits(q.device, *shape)
 
 
-@lru_cache
+@cache
 def _fits(device: torch.device, *shape: int) -> bool:
     return arrangement_for(device, *shape) is Arrangement.PAIRS
 
 
-@lru_cache
+@cache
 def level_words(key_bits: int, value_bits: int, width: int, device: torch.device) -> Tensor:
     """Two float16 levels of N(0, 1) for every byte, as a word for keys and one for values: int32 [256, 2].
 
@@ -76,34 +84,56 @@ def _pair_words(bits: int, width: int) -> Tensor:
     return torch.stack([book[code] for code in pair], 1).view(torch.int32).squeeze(1)
 
 
-@lru_cache
-def splits_for(programs: int, slots: int, most: int) -> int:
+@cache
+def splits_for(programs: int, slots: int, most: int, least: int = 1) -> int:
     """Into how many parts to split the keys: as fill the GPU once; of few parts, those that leave least of it idle."""
     wanted = slots // programs
     if wanted < 4:
         shares = [(cdiv(programs * n, slots) * slots / (programs * n), n) for n in range(max(1, wanted), 9)]
         # a part more costs some time of its own
         wanted = min(shares, key=lambda share: share[0] + share[1] / 32)[1]
-    wanted = max(1, min(wanted, MOST_SPLITS, most))
+    wanted = max(1, min(max(wanted, least), MOST_SPLITS, most))
     # as few parts as make no more steps
     return cdiv(most, cdiv(most, wanted))
 
 
 class Plan(NamedTuple):
-    """Parts of a row, blocks of a warp at a time, and how often these are under way."""
+    """Parts of a row, blocks of a warp at a time, how often these are under way, and the programs' size."""
 
     splits: int
     blocks: int
     depth: int
+    cut: Cut
 
 
-@lru_cache
-def plan_for(programs: int, slots: int, capacity: int, page: int, key_bits: int, value_bits: int, width: int) -> Plan:
-    warps = CUTS[width].warps
-    steps, deep = cdiv(capacity, warps * 2 * BLOCK), depth(key_bits, value_bits, width, 2)
+@cache
+def plan_for(programs: int, multiprocessors: int, capacity: int, page: int, key_bits: int, value_bits: int, width: int) -> Plan:
+    cut, bits, least = CUTS[width], (key_bits, value_bits), cdiv(capacity, MOST_KEYS)
+    alone = _alone_for(programs, multiprocessors, capacity, page, bits, width)
+    if alone:
+        return alone
+    slots, steps, deep = cut.resident * multiprocessors, cdiv(capacity, cut.warps * 2 * BLOCK), depth(*bits, width, 2)
     if page % (2 * BLOCK) == 0 and deep and steps >= LONG:
-        return Plan(splits_for(programs, slots, steps), 2, deep)
-    return Plan(splits_for(programs, slots, cdiv(capacity, warps * BLOCK)), 1, max(1, depth(key_bits, value_bits, width)))
+        return Plan(splits_for(programs, slots, steps, least), 2, deep, cut)
+    splits = splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK), least)
+    return Plan(splits, 1, max(1, depth(*bits, width)), cut)
+
+
+def _alone_for(programs: int, multiprocessors: int, capacity: int, page: int, bits: tuple[int, int], width: int) -> Plan | None:
+    """Plan programs that have a multiprocessor each, where that is faster: for whole rows, or parts of some keys."""
+    share = programs / multiprocessors
+    if width == 256 and capacity <= WIDE_KEYS and ENOUGH_WIDE <= share <= 1:
+        return Plan(1, 1, depth(*bits, width), CUTS[width])
+    if width != 128 or share > 1:
+        return None
+    if share >= ENOUGH and capacity <= MOST_KEYS:
+        return Plan(1, 1, min(AHEAD, depth(*bits, width, 1, ALONE)), ALONE)
+    parts = multiprocessors // programs
+    keys, blocks = cdiv(capacity, parts), 2 if page % (2 * BLOCK) == 0 and {*bits} <= {2, 4} else 1
+    if parts > 1 and (1024 <= keys <= 2048 if blocks == 2 else max(bits) == 8 and 512 <= keys < 1024):
+        splits = splits_for(1, parts, cdiv(capacity, ALONE.warps * blocks * BLOCK))
+        return Plan(splits, blocks, min(AHEAD, depth(*bits, width, blocks, ALONE)), ALONE)
+    return None
 
 
 def attend_few(
@@ -116,11 +146,11 @@ def attend_few(
     softcap: float | None,
 ) -> Tensor:
     (tokens, heads, width), (sequences, table_width) = q.shape, pages.table.shape
-    group, cut, device = heads // pages.heads, CUTS[width], q.device
+    group, bits, device = heads // pages.heads, (pages.key_bits, pages.value_bits), q.device
     tiles = pages.heads * cdiv(group, COLUMNS)
-    slots, bits = cut.resident * multiprocessors(device), (pages.key_bits, pages.value_bits)
-    plan = plan_for(tokens * tiles, slots, pages.capacity, pages.pool[1], *bits, width)
-    parts = parts_like(tokens * heads, plan.splits, width, device)
+    plan = plan_for(tokens * tiles, multiprocessors(device), pages.capacity, pages.pool[1], *bits, width)
+    out, one, cut = torch.empty_like(q), plan.splits == 1 and width > 64, plan.cut
+    parts = (None,) * 3 if one else parts_like(tokens * heads, plan.splits, width, device)
     signs, _ = turn_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
@@ -128,6 +158,7 @@ def attend_few(
         *(q, signs, pages.key_codes, pages.key_norms, pages.value_codes, pages.value_norms),
         level_words(*bits, width, device),
         *(pages.table, pages.lengths, starts, *parts),
+        *((sinks, out) if one else (None, None)),
         factor * 2 / softcap if softcap else factor,
         softcap * LOG2E.value if softcap else 1.0,
         EVERYTHING if window is None else window,
@@ -144,13 +175,16 @@ def attend_few(
         VALUE_BITS=pages.value_bits,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
+        ONE=one,
+        SOON=1 if cut is ALONE else plan.depth,
         num_warps=cut.warps,
         maxnreg=cut.registers,
         launch_pdl=True,
     )
-    out, sizes = torch.empty_like(q), finish_sizes(plan.splits, width)
-    rest = {"num_warps": sizes["NW"], "launch_pdl": True}
-    finish_pairs[(tokens * heads,)](*parts, sinks, signs, out, heads, plan.splits, **sizes, **rest)
+    if not one:
+        sizes = finish_sizes(plan.splits, width)
+        rest = {"num_warps": sizes["NW"], "launch_pdl": True}
+        finish_pairs[(tokens * heads,)](*parts, sinks, signs, out, heads, plan.splits, **sizes, **rest)
     return out
 
 

@@ -9,14 +9,22 @@ from auraflux.ops.turboquant._hopper_parts import NOTHING, transform
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
+@gluon.constexpr_function
+def _joined_layout(width, warps):
+    """Give each thread what all warps have of the same sums, and none of them twice."""
+    each = max(1, min(4, width // (4 * warps)))
+    return gl.BlockedLayout([warps, 1, each], [1, 4 * each, 8 // each], [1, warps, 1], [2, 1, 0])
+
+
 @gluon.jit
 def leave_part(o, m, l, part_o, part_m, part_l, row, live, split, splits, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
     """Join the sums of all warps, in shared memory where the table was, and store them as one part of each row."""
-    E: gl.constexpr = gl.BlockedLayout([NW, 1, 4], [1, 16, 2], [1, NW, 1], [2, 1, 0])
+    E: gl.constexpr = _joined_layout(D, NW)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     o_all = gl.allocate_shared_memory(gl.float32, [NW, D, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]), o)
-    m_all = gl.allocate_shared_memory(gl.float32, [NW, 8], FLAT, m).load(gl.SliceLayout(1, E))
+    m_all = gl.allocate_shared_memory(gl.float32, [NW, 8], FLAT, m)
     l_all = gl.allocate_shared_memory(gl.float32, [NW, 8], FLAT, l).load(gl.SliceLayout(1, E))
+    m_all = m_all.load(gl.SliceLayout(1, E))
     top = gl.max(m_all, 0)
     weight = gl.exp2(m_all - top[None, :])
     o = gl.sum(o_all.load(E) * weight[:, None, :], 0)
@@ -26,6 +34,45 @@ def leave_part(o, m, l, part_o, part_m, part_l, row, live, split, splits, D: gl.
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, E)))
     gl.store(part_m + (row + g) * splits + split, top, mask=g < live)
     gl.store(part_l + (row + g) * splits + split, gl.sum(l_all * weight, 0), mask=g < live)
+
+
+@gluon.jit
+def leave_nothing(part_m, part_l, row, live, split, splits, NW: gl.constexpr):
+    """Say of a part that it has seen nothing; its sums are not read."""
+    g = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+    gl.store(part_m + (row + g) * splits + split, NOTHING + g * 0.0, mask=g < live)
+    gl.store(part_l + (row + g) * splits + split, g * 0.0, mask=g < live)
+
+
+@gluon.jit
+def leave_rows(o, m, l, sinks, signs, out, row, live, heads, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
+    """Join the sums of all warps, in shared memory where the table was, and turn back rows that have no other part."""
+    E: gl.constexpr = _joined_layout(D, NW)
+    LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    o_all = gl.allocate_shared_memory(gl.float32, [NW, D, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]), o)
+    m_all = gl.allocate_shared_memory(gl.float32, [NW, 8], FLAT, m)
+    l_all = gl.allocate_shared_memory(gl.float32, [NW, 8], FLAT, l).load(gl.SliceLayout(1, E))
+    m_all = m_all.load(gl.SliceLayout(1, E))
+    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, E)))
+    top = gl.max(m_all, 0)
+    if sinks is not None:
+        sink = gl.load(sinks + (row + g) % heads, mask=g < live, other=0.0) * LOG2E
+        top = gl.maximum(top, sink)
+    weight = gl.exp2(m_all - top[None, :])
+    total = gl.sum(l_all * weight, 0)
+    if sinks is not None:
+        total += gl.exp2(sink - top)
+    # of the transform, and of the levels, which came larger by sqrt(D)
+    weight *= gl.where(total == 0.0, 0.0, 1.0 / (D * total))[None, :]
+    o = gl.sum(o_all.load(E) * weight[:, None, :], 0)
+    # rows of the sums are coordinates (x, g) of the matrix unit: g, x in the head
+    o = gl.reshape(gl.permute(gl.reshape(o, [D // 8, 8, 8]), [2, 1, 0]), [8, D])
+    y = transform(gl.convert_layout(o, LR), NW)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
+    g = gl.arange(0, 8, layout=gl.SliceLayout(1, LR))[:, None]
+    at = out + (row + g).to(gl.int64) * D + d
+    gl.store(at, (y * gl.load(signs + d)).to(out.dtype.element_ty), mask=g < live)
 
 
 @gluon.jit
@@ -69,12 +116,13 @@ def finish_pairs(
     if sinks is not None:
         total += gl.exp2(sink - top)
     high = gl.load(part_m + first + c, mask=c < splits, other=NOTHING)
-    acc *= gl.exp2(high - top)[:, None]
+    # sums of parts that have seen nothing are not there
+    acc = gl.where((high > NOTHING)[:, None], acc, 0.0) * gl.exp2(high - top)[:, None]
     for i in range(C, S, C):
         part = i + c
         high = gl.load(part_m + first + part, mask=part < splits, other=NOTHING)
         o = gl.load(part_o + (first + part)[:, None] * D + r[None, :], mask=(part < splits)[:, None], other=0.0)
-        acc += o * gl.exp2(high - top)[:, None]
+        acc += gl.where((high > NOTHING)[:, None], o, 0.0) * gl.exp2(high - top)[:, None]
     # of the transform, and of the levels, which came larger by sqrt(D)
     factor = gl.where(total == 0.0, 0.0, 1.0 / (D * total))
     y = transform(gl.expand_dims(gl.sum(acc, 0), 0), NW) * factor

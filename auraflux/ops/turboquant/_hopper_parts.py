@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 NOTHING = gl.constexpr(-1e30)  # a score of what is not seen; below the maximum at the start
-LOW_NIBBLES = gl.constexpr(17 * 4096)  # where shared memory has the levels by the lower half of a byte, for 2 bits
 
 
 @gluon.constexpr_function
@@ -22,6 +21,13 @@ def _two_ptx(pair, side):
         text += f"prmt.b32 {name}, $1, $3, {0x5504 + 16 * byte}; add.u32 {name}, {name}, $5;"
         text += f"ld.shared.b32 {name}, [{name} + {side}];"
     return text + "prmt.b32 $0, a, b, 0x5410;}"
+
+
+@gluon.constexpr_function
+def _four_ptx(byte, side):
+    """Four levels by one byte, two words of them: half of a warp reads a row at a time, so 16 columns will do."""
+    look = f"prmt.b32 a, $2, $4, {0x5504 + 16 * byte}; add.u32 a, a, $6; ld.shared.v2.b32 {{$0, $1}}, [a + {side}];"
+    return "{.reg .b32 a;" + look + "}"
 
 
 @gluon.constexpr_function
@@ -83,10 +89,23 @@ def look_up(w, lane, table, SIDE: gl.constexpr, BITS: gl.constexpr):
     elif BITS == 4:
         found = _four_bytes(w, lane, table, SIDE)
     else:
-        low = _four_bytes(w & 0x0F0F0F0F, lane, table, LOW_NIBBLES + SIDE)
-        high = _four_bytes(w, lane, table, SIDE)
-        found = gl.reshape(gl.permute(gl.join(low, high), [0, 1, 2, 3, 5, 4]), [W, R, C, 8, 2])
+        found = gl.join(_two_bytes(w, lane, table, 0, SIDE), _two_bytes(w, lane, table, 1, SIDE))  # ..., e, pair, b0, b1
+        found = gl.reshape(gl.permute(found, [0, 1, 2, 6, 5, 4, 3]), [W, R, C, 8, 2])
     return found
+
+
+@gluon.jit
+def _four_levels(words, lane, table, BYTE: gl.constexpr, SIDE: gl.constexpr):
+    args = [gl.join(words, words), lane, table]
+    PTX: gl.constexpr = _four_ptx(BYTE, SIDE)
+    f = gl.inline_asm_elementwise(PTX, "=r,=r,r,r,r,r,r,r", args, (gl.float16,) * 2, is_pure=False, pack=2)
+    return gl.join(f[0], f[1])
+
+
+@gluon.jit
+def _two_bytes(w, lane, table, HALF: gl.constexpr, SIDE: gl.constexpr):
+    """Look up the lower or the upper two bytes of words [..., W]: [..., 2 levels, 2 pairs, 2 bytes]."""
+    return gl.join(_four_levels(w, lane, table, 2 * HALF, SIDE), _four_levels(w, lane, table, 2 * HALF + 1, SIDE))
 
 
 @gluon.jit
@@ -140,12 +159,17 @@ def read_norms(at, LAYOUT: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def table_words(levels, SIDE: gl.constexpr, ROWS: gl.constexpr, SHIFT: gl.constexpr, NW: gl.constexpr):
-    """Load one side of the table: 32 equal columns of the words by byte, or by its upper bits."""
+def table_words(levels, SIDE: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    """Load one side of the table: 32 equal columns of the words by byte; of 2 bits by its lower half and its upper in turn."""
     LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
-    byte = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LT))[:, None]
+    byte = gl.arange(0, 256, layout=gl.SliceLayout(1, LT))
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, LT))[None, :]
-    return gl.load(levels + (byte >> SHIFT) * 2 + SIDE + column * 0)
+    if BITS == 2:
+        low, high = gl.load(levels + (byte & 15) * 2 + SIDE), gl.load(levels + (byte >> 4) * 2 + SIDE)
+        words = gl.where(column % 2 == 0, low[:, None], high[:, None])
+    else:
+        words = gl.load(levels + byte * 2 + SIDE)[:, None] + column * 0
+    return words
 
 
 @gluon.jit

@@ -96,12 +96,31 @@ def block_of(page, token, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr):
     return (page * HEADS + head) * (PAGE // 16) + token % PAGE // 16
 
 
+@gluon.constexpr_function
+def stage_nbytes(width, key_bits, value_bits, blocks):
+    """Bytes of a warp's stage of the ring: keys, values, norms."""
+    return blocks * (2 * width * (key_bits + value_bits) + 128)
+
+
 @gluon.jit
-def copy(PTX: gl.constexpr, to, n_to, source, n_from, block, there, NBYTES: gl.constexpr):
+def _copy(PTX: gl.constexpr, to, n_to, codes, source, n_from, block, there, NBYTES: gl.constexpr):
     """Ask for a lane's part of blocks of NBYTES and their norms, where they are needed."""
     block = block.to(gl.int64)
-    args = [to, n_to, source + block * NBYTES, n_from + block * 64, there.to(gl.int32)]
+    args = [to, n_to, codes.to(gl.int64) + (block * NBYTES + source), n_from + block * 64, there.to(gl.int32)]
     gl.inline_asm_elementwise(PTX, "=r,r,r,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def copy_keys(to, source, stage, block, there, D: gl.constexpr, BITS: gl.constexpr, U: gl.constexpr, END: gl.constexpr):
+    """Ask for a stage's keys and all norms; END: they are a group to wait for."""
+    k_codes, _, k_from, _, n_from = source
+    _copy(key_ptx(D, BITS, U, END), to[0] + stage, to[2] + stage, k_codes, k_from, n_from, block, there, 2 * D * BITS)
+
+
+@gluon.jit
+def copy_values(to, source, stage, block, there, D: gl.constexpr, BITS: gl.constexpr, U: gl.constexpr, END: gl.constexpr):
+    _, v_codes, _, v_from, n_from = source
+    _copy(value_ptx(D, BITS, U, END), to[1] + stage, to[2], v_codes, v_from, n_from, block, there, 2 * D * BITS)
 
 
 @gluon.jit
@@ -111,14 +130,14 @@ def run(PTX: gl.constexpr, lane):
 
 @gluon.jit
 def sources(k_codes, v_codes, k_norms, v_norms, lane, D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr):
-    """Where a lane's words and norms of the pool's first block are."""
+    """Where codes begin, where a lane's words of a block are from there, and where its norms of the first block are."""
     KW: gl.constexpr = key_words(D, KEY_BITS)[0]
     CW: gl.constexpr = key_words(D, KEY_BITS)[1]
-    keys = k_codes + (lane * 4 if KEY_BITS % 3 == 0 else lane // 4 * KW + lane % 4 * CW)
-    values = v_codes + lane * (4 if VALUE_BITS % 3 == 0 else D * VALUE_BITS // 128)
+    keys = lane * 16 if KEY_BITS % 3 == 0 else (lane // 4 * KW + lane % 4 * CW) * 4
+    values = lane * (16 if VALUE_BITS % 3 == 0 else D * VALUE_BITS // 32)
     # a lane in four has a key's norm, or that of the key 8 later, or the same of values
     norms = gl.where(lane % 4 < 2, k_norms.to(gl.int64), v_norms.to(gl.int64)) + (lane // 4 + lane % 2 * 8) * 4
-    return keys.to(gl.int64), values.to(gl.int64), norms
+    return k_codes, v_codes, keys, values, norms
 
 
 @gluon.jit

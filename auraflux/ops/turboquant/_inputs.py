@@ -179,6 +179,34 @@ def append_latent(
     return {"latent": latent, "k_rope": k_rope, "pages": pages, "starts": edges(counts)}
 
 
+def turned_latent(
+    lengths: list[int],
+    counts: list[int],
+    heads: int,
+    widths: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+    interleaved: bool = True,
+    **options: Any,
+) -> Args:
+    """Projections of new tokens; `widths` of a query's plain part, its rotated part and a latent."""
+    nope, rope, width = widths
+    spans = [torch.arange(length - new, length) for length, new in zip(lengths, counts, strict=True)]
+    return {
+        "q": vectors(sum(counts), heads * (nope + rope), dtype=dtype),
+        "kv": vectors(sum(counts), width + rope, dtype=dtype),
+        "heads": heads,
+        "nope": nope,
+        "pages": latent_codes(lengths, width, rope, **options),
+        "starts": edges(counts),
+        "norm": 1 + 0.1 * torch.randn(width),
+        "eps": 1e-6,
+        "inv_freq": rope_frequencies(rope, 1e4),
+        "positions": torch.cat(spans).int(),
+        "mscale": 1.2,
+        "interleaved": interleaved,
+    }
+
+
 def attend_latent(
     lengths: list[int],
     counts: list[int],

@@ -19,7 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops._triton import INTERPRETED, capability, cdiv, multiprocessors, power_of_two
-from auraflux.ops.attention._hopper_shares import HOPPER, LOG2E, MOST_SPLITS, TILE, columns, room_for, share_of, tiles_of
+from auraflux.ops.attention._hopper_shares import (
+    ACROSS,
+    HOPPER,
+    LOG2E,
+    MOST_SPLITS,
+    TILE,
+    columns,
+    room_for,
+    share_of,
+    sum_of_columns,
+    tiles_of,
+    top_of_columns,
+)
 from auraflux.ops.turboquant._latent_codes_merge import MERGED, merge_turned
 from auraflux.ops.turboquant._latent_codes_parts import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
 from auraflux.ops.turboquant._latent_codes_rows import attend_code_rows
@@ -30,7 +42,8 @@ LATENT, ROPE = 512, 64
 MOST_COLUMNS = 32
 STAGES = 2  # decoded tiles
 REGISTERS = {8: 104, 16: 112, 32: 136}  # so few that programs that merge find room beside these
-DEPTH = {8: 4, 16: 4, 32: 2}  # pieces of codes that a warp has under way, by columns
+# by columns and bits: rows of a piece of codes, and how many pieces a warp has under way
+RINGS = {(n, bits): (4, 16 // bits) for n in (8, 16) for bits in (4, 8)} | {(32, 8): (2, 2), (32, 4): (4, 2)}
 F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
 LEVELS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -63,15 +76,21 @@ def _turn(x, FROM: gl.constexpr, TO: gl.constexpr):
 
 
 @gluon.jit
-def _turn_queries(queries, signs, Q, line, room, N: gl.constexpr):
-    """Rotate N rows of queries, as float16 in shared memory, when the kernel before has ended."""
+def _load_queries(queries, signs, line, room, N: gl.constexpr):
+    """Load N rows of queries, of which `room` are there, times the signs of the rotation."""
     A: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
     row, channel = gl.arange(0, N, gl.SliceLayout(1, A)), gl.arange(0, 512, gl.SliceLayout(0, A))
     sign = gl.load(signs + channel)
     gdc_wait()
+    gdc_launch_dependents()
     at = (line + row).to(gl.int64)[:, None] * 512 + channel[None, :]
-    x = gl.load(queries + at, mask=(row < room)[:, None] & (channel >= 0)[None, :], other=0.0).to(F32)
-    Q.store((_turn(x * sign[None, :], 0, 4) * 0.25).to(F16))
+    return gl.load(queries + at, mask=(row < room)[:, None] & (channel >= 0)[None, :], other=0.0), sign
+
+
+@gluon.jit
+def _turn_queries(x, sign, Q, N: gl.constexpr):
+    """Rotate N rows of queries, as float16 in shared memory."""
+    Q.store((_turn(x.to(F32) * sign[None, :], 0, 4) * 0.25).to(F16))
     gl.thread_barrier()
     x = _turn(Q.load(_upper_bits(N)).to(F32), 4, 9) * (4 * 512**-0.5)
     gl.thread_barrier()
@@ -82,7 +101,7 @@ def _turn_queries(queries, signs, Q, line, room, N: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    queries, signs, rotated, ropes, Q, QR, shared, R, P, tiles, more, table, norms, out, part_m, part_l, scale, unit, begin,
+    queries, signs, rotated, ropes, Q, QR, shared, R, P, X, tiles, more, table, norms, out, part_m, part_l, scale, unit, begin,
     end, count, line, room, split, splits, pool, PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """Attend to decoded tiles, and ask for rotated keys.
@@ -91,22 +110,22 @@ def _attend(
     """
     T: gl.constexpr = columns(N)
     position, head = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
+    x, sign = _load_queries(queries, signs, line, room, N)
+    mbarrier.expect(more.index(0), N * 128)
+    tma.async_copy_global_to_shared(rotated, [line, 0], more.index(0), QR)
     m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
     l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
     acc = gl.full([512, N], 0.0, F32, T)
     zero = gl.full([64, N], 0.0, F32, T)
     page = gl.load(table + begin // PAGE)
     following = gl.load(table + (begin + gl.minimum(1, count - 1) * 64) // PAGE)
-    gdc_wait()
-    mbarrier.expect(more.index(0), N * 128)
-    tma.async_copy_global_to_shared(rotated, [line, 0], more.index(0), QR)
     there = (page >= 0) & (page < pool)
     origin = gl.where(there, page, 0) * PAGE + begin % PAGE
     if count > 0:
         mbarrier.expect(more.index(1), 64 * 128)
         tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
     norm = gl.load(norms + origin.to(gl.int64) + position)
-    _turn_queries(queries, signs, Q, line, room, N)
+    _turn_queries(x, sign, Q, N)
     mbarrier.wait(more.index(0), 0)
     for i in range(count):
         first = begin + i * 64
@@ -117,18 +136,18 @@ def _attend(
         tile = shared.index(TABLE_ROWS + i % ST * tile_rows(64))._reinterpret(F16, [64, 512], LEVELS)
         mbarrier.wait(more.index(1), i % 2)
         s = warpgroup_mma(R, QR.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.wait(tiles.index(i % ST), i // ST % 2)
+        c = warpgroup_mma(tile, Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        c, s = warpgroup_mma_wait(0, deps=[c, s])
+        # no warp reads the rotated keys any more
         gl.thread_barrier()
         if i + 1 < count:
             mbarrier.expect(more.index(1), 64 * 128)
             tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
-        mbarrier.wait(tiles.index(i % ST), i // ST % 2)
-        c = warpgroup_mma(tile, Q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        c = warpgroup_mma_wait(0, deps=[c])
         weight = norm * unit
         s = gl.where((position < left)[:, None], (c * weight[:, None] + s) * scale, float("-inf"))
         norm = gl.load(norms + origin.to(gl.int64) + position)
-        top = gl.maximum(m, gl.max(s, 0))
+        top = gl.maximum(m, top_of_columns(s, X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(s - safe[None, :])
         fade = gl.exp2(m - safe)
@@ -140,7 +159,7 @@ def _attend(
         acc = warpgroup_mma(tile.permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(tiles.index(ST + i % ST))
-    total, channel, inside = gl.sum(l, 0), gl.arange(0, 512, gl.SliceLayout(1, T)), head < room
+    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < room
     at = line.to(gl.int64) * splits + split
     gl.store(part_m + at + head * splits, m, mask=inside)
     gl.store(part_l + at + head * splits, total, mask=inside)
@@ -154,14 +173,13 @@ def _attend(
 def latent_code_columns(
     queries, signs, rotated, codes, ropes, norms, levels, table, lengths, starts, out, part_m, part_l,
     scale, unit, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr,
-    BITS: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
+    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """N heads of one token with one share of its positions; grid (tokens * tiles of heads, splits).
 
     scale  of scores, to base 2
     unit   what norms are multiplied by for levels of N(0, 1)
     """
-    gdc_launch_dependents()
     groups = (heads + N - 1) // N
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * N, gl.program_id(1)
     share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
@@ -169,11 +187,14 @@ def latent_code_columns(
     table += sequence.to(gl.int64) * table_width
     line, room = token * heads + column, heads - column
     # the largest allocation is where shared memory begins, and the table where it begins: look-ups find it there
-    shared = gl.allocate_shared_memory(gl.int32, [shared_rows(64, ST, 8, DEEP), 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    shared = gl.allocate_shared_memory(
+        gl.int32, [shared_rows(64, ST, 8, DEEP * 64 * BITS * RP), 1024], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     Q = gl.allocate_shared_memory(F16, [N, 512], LEVELS)
     QR = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
     R = gl.allocate_shared_memory(BF, [64, 64], ropes.layout)
     P = gl.allocate_shared_memory(F16, [N, 64], rotated.layout)
+    X = gl.allocate_shared_memory(F32, [4, N], ACROSS)
     tiles = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], mbarrier.MBarrierLayout())
     more = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * ST):
@@ -184,9 +205,9 @@ def latent_code_columns(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_attend, (queries, signs, rotated, ropes, Q, QR, shared, R, P, tiles, more, table, norms, out, part_m, part_l,
-                       scale, unit, begin, end, count, line, room, split, splits, pool, PAGE, N, ST)),
-            (decode, (codes, shared, levels, tiles, table, begin, old, count, pool, PAGE, 64, BITS, DEEP, ST, 8)),
+            (_attend, (queries, signs, rotated, ropes, Q, QR, shared, R, P, X, tiles, more, table, norms, out, part_m,
+                       part_l, scale, unit, begin, end, count, line, room, split, splits, pool, PAGE, N, ST)),
+            (decode, (codes, shared, levels, tiles, table, begin, old, count, pool, PAGE, 64, BITS, RP, DEEP, ST, 8)),
         ],
         [8],
         [80],
@@ -229,7 +250,7 @@ def attend_code_columns(
     latent_code_columns[programs, splits](
         q_latent, signs, tiles_of(q_rope, n), pages.codes, tiles_of(pages.rope, TILE), pages.norms,
         table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
-        LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), n, pages.bits, DEPTH[n],
-        STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+        LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), n, pages.bits,
+        *RINGS[n, pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip
-    merge_turned(parts, signs, out, MERGED)
+    merge_turned(parts, signs, out, MERGED, early=True)

@@ -33,18 +33,25 @@ def turn_queries(q: Tensor, signs: Tensor) -> Tensor:
 
 
 @triton.jit
-def merge_turned_shares(o, m, l, signs, out, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr):  # noqa: E741
+def merge_turned_shares(
+    o, m, l, signs, out, splits,  # noqa: E741
+    D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Merge the shares of one head at P channels, of which only the transform over them is left; grid (rows, D / P).
 
-    HALF  how many of these channels are neighbours: all, or half, and the others D / 2 later
+    HALF   how many of these channels are neighbours: all, or half, and the others D / 2 later
+    EARLY  let the next kernel begin before the shares are there; nobody else reads those
     """
     SCALE: tl.constexpr = (D // P) ** -0.5
     s, j = tl.arange(0, S), tl.arange(0, P)
     d = tl.program_id(1) * HALF + j % HALF + j // HALF * (D // 2)
     row, line = tl.program_id(0).to(tl.int64) * splits, tl.program_id(0).to(tl.int64)
     sign = tl.load(signs + d)[None, :]
+    if EARLY:
+        gdc_launch_dependents()
     gdc_wait()
-    gdc_launch_dependents()
+    if not EARLY:
+        gdc_launch_dependents()
     sums = tl.load(l + row + s, mask=s < splits, other=0.0)
     highest = tl.load(m + row + s, mask=s < splits, other=float("-inf"))
     means = tl.load(o + (row + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0).to(tl.float32)
@@ -58,8 +65,8 @@ def merge_turned_shares(o, m, l, signs, out, splits, D: tl.constexpr, S: tl.cons
     tl.store(out + line * D + d[None, :], y.to(out.dtype.element_ty))
 
 
-def merge_turned(parts: tuple[Tensor, Tensor, Tensor], signs: Tensor, out: Tensor, half: int) -> None:
+def merge_turned(parts: tuple[Tensor, Tensor, Tensor], signs: Tensor, out: Tensor, half: int, early: bool) -> None:
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D]."""
     lines, splits, width = parts[0].shape
-    grid, sizes = (lines, width // MERGED), (width, power_of_two(splits), MERGED, half)
+    grid, sizes = (lines, width // MERGED), (width, power_of_two(splits), MERGED, half, early)
     merge_turned_shares[grid](*parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)

@@ -3,11 +3,11 @@
 A byte of codes is looked up in a table in shared memory with a column for every lane, so that look-ups never share a bank.
 A byte is one code of 8 bits or two neighbours of 4; its row is at its lower seven bits, in the half that the eighth names.
 
-A warp has eight rows of every tile. Their codes come through a ring of its own by `cp.async`, a piece of 1 KB at a time, and it
+A warp has eight rows of every tile. Their codes come through a ring of its own by `cp.async`, a few rows at a time, and it
 reads back only what it asked for itself: warps wait for nobody until a tile is whole.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from auraflux.ops.turboquant.codebook import codebook
 
 # of shared memory, 4 KB each
 TABLE_ROWS = gl.constexpr(8)
-NBYTES = gl.constexpr(1024)  # of a piece of codes
 SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
 LANES = gl.constexpr("mov.u32 $0, %laneid; mul.lo.u32 $0, $0, 0x04040404; // $1")
 
 
-@lru_cache
+@cache
 def table_for(bits: int, width: int, device: torch.device) -> Tensor:
     """Give two float16 levels of N(0, 1) for every byte, in the order of the table's rows: int32 [256].
 
@@ -45,24 +44,24 @@ def tile_rows(positions):
 
 
 @gluon.constexpr_function
-def shared_rows(positions, stages, warps, deep):
-    """How many times 4 KB the table, tiles of levels and the rings of all warps take."""
-    return 8 + positions // 4 * stages + (warps * deep + 3) // 4
+def shared_rows(positions, stages, warps, ring):
+    """How many times 4 KB the table, tiles of levels and the rings, of `ring` bytes, of all warps take."""
+    return 8 + positions // 4 * stages + (warps * ring + 4095) // 4096
 
 
 @gluon.constexpr_function
-def _copy_ptx():
+def _copy_ptx(nbytes):
     """Ask for a piece of codes: $1 where to, $2 where from, $3 whether to; a group even if not."""
     text = "{.reg .pred p; setp.ne.b32 p, $3, 0; bar.warp.sync 0xffffffff; "
-    for at in (0, 512):
+    for at in range(0, nbytes, 512):
         text += f"@p cp.async.cg.shared.global [$1 + {at}], [$2 + {at}], 16; "
     return text + "cp.async.commit_group; mov.b32 $0, 0;}"
 
 
 @gluon.constexpr_function
-def _read_ptx(bits, pending):
+def _read_ptx(bits, rows, pending):
     """Wait until all but `pending` pieces are there, and read a lane's words of one: 8 codes out of every 256."""
-    each, count = bits // 4, 32 // bits
+    each, count = bits // 4, 2 * rows
     outs = each * count
     text = f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; "
     for k in range(count):
@@ -89,12 +88,12 @@ def _look_up_ptx(word, outs, lane, table, bits):
 
 
 @gluon.constexpr_function
-def _write_ptx(bits, first, positions):
+def _write_ptx(bits, rows, first, positions):
     """Look up the words of a piece and store 16 bytes at a time, where rows from `first` on belong in a tile.
 
     inputs  words, 4 * lane in every byte, the table's place, a lane's place in the tile, and 16 * (lane % 8)
     """
-    each, count = bits // 4, 32 // bits
+    each, count = bits // 4, 2 * rows
     words = each * count
     lane, table, place, turn = (f"${words + 1 + k}" for k in range(4))
     text = f"{{.reg .b32 h, l, a, b, t; .reg .b32 v<{4 * count}>; "
@@ -116,12 +115,16 @@ def _registers(outs, ins):
 
 
 @gluon.jit
-def _fill(shared, levels, NW: gl.constexpr):
+def _load_table(levels, FIRST: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr):
     FILL: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
-    row, column = gl.arange(0, 64, gl.SliceLayout(1, FILL)), gl.arange(0, 32, gl.SliceLayout(0, FILL))
-    for part in gl.static_range(4):
-        some = shared.index(2 * part)._reinterpret(gl.int32, [64, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        some.store(gl.load(levels + part * 64 + row[:, None] + column[None, :] * 0))
+    row, column = gl.arange(0, ROWS, gl.SliceLayout(1, FILL)), gl.arange(0, 32, gl.SliceLayout(0, FILL))
+    return gl.load(levels + FIRST + row[:, None] + column[None, :] * 0)
+
+
+@gluon.jit
+def _store_table(shared, words, AT: gl.constexpr, ROWS: gl.constexpr):
+    some = shared.index(AT)._reinterpret(gl.int32, [ROWS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    some.store(words)
 
 
 @gluon.jit
@@ -131,8 +134,8 @@ def _page_of(table, begin, tile, count, PAGE: gl.constexpr, NP: gl.constexpr):
 
 @gluon.jit
 def _ask(
-    to, source, page, begin, tile, old, count, pool,
-    PIECE: gl.constexpr, FIRST: gl.constexpr, PAGE: gl.constexpr, NP: gl.constexpr, BITS: gl.constexpr,
+    to, source, page, begin, tile, old, count, pool, PIECE: gl.constexpr, FIRST: gl.constexpr,
+    PAGE: gl.constexpr, NP: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr,
 ):  # fmt: skip
     """Ask for a piece of a warp's rows of a tile."""
     first, there = begin + tile * NP, tile < count
@@ -140,37 +143,47 @@ def _ask(
     if FIRST and there & (first + NP > old):
         gdc_wait()
     page = gl.where((page >= 0) & (page < pool), page, 0)
-    at = (page.to(gl.int64) * PAGE + first % PAGE) * (64 * BITS) + PIECE * NBYTES
+    at = (page.to(gl.int64) * PAGE + first % PAGE) * (64 * BITS) + PIECE * (64 * BITS * RP)
     args = [to, source + at, to * 0 + there.to(gl.int32)]
-    gl.inline_asm_elementwise(_copy_ptx(), "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_copy_ptx(64 * BITS * RP), "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _read(at, BITS: gl.constexpr, DEEP: gl.constexpr):
-    PTX: gl.constexpr = _read_ptx(BITS, DEEP - 1)
-    return gl.inline_asm_elementwise(PTX, _registers(8, 1), [at], (gl.int32,) * 8, is_pure=False, pack=1)
+def _read(at, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr):
+    N: gl.constexpr = BITS * RP // 2
+    PTX: gl.constexpr = _read_ptx(BITS, RP, DEEP - 1)
+    return gl.inline_asm_elementwise(PTX, _registers(N, 1), [at], (gl.int32,) * N, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _write(w, lanes, place, tile, turn, PIECE: gl.constexpr, BITS: gl.constexpr, NP: gl.constexpr):
-    PTX: gl.constexpr = _write_ptx(BITS, PIECE * (16 // BITS), NP)
-    args = [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], lanes, place, tile, turn]
-    gl.inline_asm_elementwise(PTX, _registers(1, 12), args, gl.int32, is_pure=False, pack=1)
+def _write(w, lanes, place, tile, turn, PIECE: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, NP: gl.constexpr):
+    N: gl.constexpr = BITS * RP // 2
+    PTX: gl.constexpr = _write_ptx(BITS, RP, PIECE * RP, NP)
+    if N == 8:
+        args = [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], lanes, place, tile, turn]
+    else:
+        args = [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], w[14], w[15],
+                lanes, place, tile, turn]  # fmt: skip
+    gl.inline_asm_elementwise(PTX, _registers(1, N + 4), args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def decode(
-    codes, shared, levels, tiles, table, begin, old, count, pool,
-    PAGE: gl.constexpr, NP: gl.constexpr, BITS: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, NW: gl.constexpr,
+    codes, shared, levels, tiles, table, begin, old, count, pool, PAGE: gl.constexpr, NP: gl.constexpr,
+    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Fill the table, then write the levels of `count` tiles of NP positions from `begin` on.
 
     Positions before `old` are of earlier steps: their codes are asked for before the kernel launched before this one has ended.
-    shared  the table, ST tiles, and rings of DEEP pieces for each warp
+    shared  the table, ST tiles, and rings of DEEP pieces of RP rows for each warp
     tiles   barriers of full tiles [ST], of empty ones [ST]
     """
-    PIECES: gl.constexpr = BITS // 2  # of a warp's rows
+    PIECES: gl.constexpr = 8 // RP  # of a warp's rows
+    NBYTES: gl.constexpr = 64 * BITS * RP
     gl.static_assert(NP == 8 * NW and DEEP <= 2 * PIECES)
+    if NW == 8:
+        # asked for before anything that must be waited for
+        words0, words1 = _load_table(levels, 0, 128, NW), _load_table(levels, 128, 128, NW)
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
     warp = gl.arange(0, NW, gl.SliceLayout(1, L))[:, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, L))[None, :] + warp * 0
@@ -184,23 +197,28 @@ def decode(
     page2 = _page_of(table, begin, 2, count, PAGE, NP)
     for n in gl.static_range(DEEP):
         page = page0 if n < PIECES else page1
-        _ask(to + n * NBYTES, source, page, begin, n // PIECES, old, count, pool, n % PIECES, n % PIECES == 0, PAGE, NP, BITS)
-    _fill(shared, levels, NW)
+        _ask(to + n * NBYTES, source, page, begin, n // PIECES, old, count, pool, n % PIECES, n % PIECES == 0, PAGE, NP, BITS,
+             RP)  # fmt: skip
+    if NW == 8:
+        _store_table(shared, words0, 0, 128)
+        _store_table(shared, words1, 4, 128)
+    else:
+        for part in gl.static_range(4):
+            _store_table(shared, _load_table(levels, part * 64, 64, NW), 2 * part, 64)
     gl.thread_barrier()
-    w = _read(at, BITS, DEEP)
     for i in range(count):
         page3 = _page_of(table, begin, i + 3, count, PAGE, NP)
         tile = target + i % ST * (NP * 1024)
         for piece in gl.static_range(PIECES):
-            number = i * PIECES + piece
+            slot = (i * PIECES + piece) % DEEP * NBYTES
+            w = _read(at + slot, BITS, RP, DEEP)
             # this piece has been read: its place in the ring is free again
             page = page0 if piece + DEEP < PIECES else page1 if piece + DEEP < 2 * PIECES else page2
-            _ask(to + number % DEEP * NBYTES, source, page, begin, i + (piece + DEEP) // PIECES, old, count, pool,
-                 (piece + DEEP) % PIECES, (piece + DEEP) % PIECES == 0, PAGE, NP, BITS)  # fmt: skip
-            words, w = w, _read(at + (number + 1) % DEEP * NBYTES, BITS, DEEP)
+            _ask(to + slot, source, page, begin, i + (piece + DEEP) // PIECES, old, count, pool,
+                 (piece + DEEP) % PIECES, (piece + DEEP) % PIECES == 0, PAGE, NP, BITS, RP)  # fmt: skip
             if piece == 0:
                 mbarrier.wait(tiles.index(ST + i % ST), (i // ST % 2) ^ 1)
-            _write(words, lanes, place, tile, turn, piece, BITS, NP)
+            _write(w, lanes, place, tile, turn, piece, BITS, RP, NP)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(tiles.index(i % ST))

@@ -28,7 +28,7 @@ from auraflux.ops.turboquant.pages import LatentCodes
 HEADS, LATENT = 64, 512  # of a program, and channels
 TILE = 32  # positions
 STAGES = 3  # decoded tiles
-DEPTH = 4  # pieces of codes that a warp has under way
+RINGS = {8: (4, 2), 4: (4, 4)}  # by bits: rows of a piece of codes, and how many pieces a warp has under way
 REGISTERS = 128
 
 F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
@@ -140,7 +140,7 @@ def _mix(
 def latent_code_rows(
     queries, rotated, codes, ropes, norms, levels, table, lengths, starts, out, part_m, part_l,
     scale, unit, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, NP: gl.constexpr,
-    BITS: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
+    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one token with one share of its positions, NP at a time; grid (tokens * tiles of heads, splits)."""
     gdc_launch_dependents()
@@ -153,7 +153,7 @@ def latent_code_rows(
     at = line.to(gl.int64) * splits + split
     # the largest allocation is where shared memory begins, and the table where it begins: look-ups find it there
     shared = gl.allocate_shared_memory(
-        gl.int32, [shared_rows(NP, ST, NP // 8, DEEP), 1024], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [shared_rows(NP, ST, NP // 8, DEEP * 64 * BITS * RP), 1024], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     Q = gl.allocate_shared_memory(F16, [64, 512], queries.layout)
     QR = gl.allocate_shared_memory(BF, [64, 64], rotated.layout)
@@ -174,7 +174,7 @@ def latent_code_rows(
                       begin, end, count, line, at, room, splits, pool, PAGE, NP, ST)),
             (_mix, (Q, shared, P, F, tiles, more, out, count, at, room, splits, NP, ST, 0)),
             (_mix, (Q, shared, P, F, tiles, more, out, count, at, room, splits, NP, ST, 1)),
-            (decode, (codes, shared, levels, tiles, table, begin, old, count, pool, PAGE, NP, BITS, DEEP, ST, NP // 8)),
+            (decode, (codes, shared, levels, tiles, table, begin, old, count, pool, PAGE, NP, BITS, RP, DEEP, ST, NP // 8)),
         ],
         [4, 4, 4],
         [160, 160, 80],
@@ -192,7 +192,7 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
     latent_code_rows[programs, splits](
         tiles_of(turn_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), pages.codes, tiles_of(pages.rope, TILE),
         pages.norms, table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
-        LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), TILE, pages.bits, DEPTH,
-        STAGES, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
+        LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), TILE, pages.bits,
+        *RINGS[pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
-    merge_turned(parts, signs, out, 32)
+    merge_turned(parts, signs, out, 32, early=False)

@@ -6,7 +6,7 @@ the bucket, have the code in the upper byte: the comparison with the midpoint is
 midpoint that float32 cannot tell, the two bytes below are zero.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ def step(bits: int) -> float:
     return 2.0 ** -{2: 29}.get(bits, 28)
 
 
-@lru_cache
+@cache
 def places_for(bits: int, width: int, device: torch.device) -> Places:
     middles, search = scaled_middles(bits, width), SEARCH[bits]
     scale, offset, place, bucket = _buckets(middles.astype(np.float64), search.buckets)
@@ -117,7 +117,7 @@ def _planes(bits: int, width: int) -> np.ndarray:
     return octets.reshape(-1).view(np.uint32).astype(np.int64)
 
 
-@lru_cache
+@cache
 def sign_words(width: int, seed: int, device: torch.device) -> Tensor:
     """Give the signs of the rotation as they flip words of two bfloat16, int32 [D / 2]."""
     signs = rotation(width, seed).signs

@@ -9,7 +9,7 @@ cell of a size, found by a multiplication, names the boundary to compare with an
 sixteen cells, FEW bits are searched so too.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from llvmlite import ir
@@ -31,7 +31,7 @@ NOTHING = np.iinfo(np.int32).max  # as a boundary: none
 PERMUTE = "llvm.x86.avx512.permvar.si.512"
 
 
-@lru_cache
+@cache
 def search_table(bits: int, width: int) -> np.ndarray:
     """Lay out what a search needs, in bytes.
 

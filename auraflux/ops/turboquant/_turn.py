@@ -4,7 +4,7 @@ The Walsh-Hadamard transform pairs neighbours and moves the lowest bit of the in
 there are bits every element is back in its place. Sums are made in the order of the reference: codes agree to the bit.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from auraflux.ops.turboquant.rotation import rotation
 CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix turns
 
 
-@lru_cache
+@cache
 def turn_for(width: int, seed: int, inverse: bool, device: torch.device) -> tuple[Tensor, bool]:
     """Give signs [D], or the matrix [from, to] in float32, and whether it is a matrix."""
     turn = rotation(width, seed, device)
@@ -29,7 +29,7 @@ def turn_for(width: int, seed: int, inverse: bool, device: torch.device) -> tupl
     return (turn.matrix if inverse else turn.matrix.T).contiguous(), True
 
 
-@lru_cache
+@cache
 def book_for(bits: int, width: int, narrow: bool, device: torch.device) -> Tensor:
     """Give the levels; for products in 16 bits in float16, times sqrt(D) to stay clear of its smallest numbers."""
     book = codebook(bits, width, device)
@@ -50,7 +50,7 @@ class Levels(NamedTuple):
     factor: float
 
 
-@lru_cache
+@cache
 def levels_for(bits: int, width: int, device: torch.device) -> Levels:
     middles, book = boundaries(bits, width).numpy(), codebook(bits, width).numpy()
     count = 4 << bits

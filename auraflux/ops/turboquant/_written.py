@@ -5,7 +5,7 @@ cheaper. Keys and values are turned back as they are written, by a product with 
 of which there are several to a key, then need not be turned.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -75,7 +75,7 @@ def worth_writing(q: Tensor, pages: CodePages) -> bool:
     return q.shape[0] >= MANY * sequences and nbytes <= MOST_NBYTES
 
 
-@lru_cache
+@cache
 def _back(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Give the inverse rotation as a matrix [from, to] times sqrt(D): of a Walsh-Hadamard transform, ones and minus ones."""
     return (rotate.reference(torch.eye(width, device=device), seed, True) * width**0.5).to(dtype)
@@ -96,5 +96,10 @@ def written(pages: CodePages, starts: Tensor, window: int | None, dtype: torch.d
         COLUMNS=min(padded, max(16, 2 * ELEMENTS // padded)), PAGE=page, N=rows,
         PAIRS=pages.arrangement is Arrangement.PAIRS, num_warps=4,
     )  # fmt: skip
-    table = torch.arange(sequences * table_width, dtype=torch.int32, device=device).view(sequences, table_width)
-    return KVPages(k, v, table, pages.lengths)
+    return KVPages(k, v, _in_order(sequences, table_width, device), pages.lengths)
+
+
+@cache
+def _in_order(sequences: int, table_width: int, device: torch.device) -> Tensor:
+    """A table of pages that lie one after the other. It stays where it is: recorded steps read it."""
+    return torch.arange(sequences * table_width, dtype=torch.int32, device=device).view(sequences, table_width)

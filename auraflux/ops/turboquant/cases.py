@@ -28,6 +28,7 @@ from auraflux.ops.turboquant._inputs import (
     narrow_latent,
     prefill_of,
     turned,
+    turned_latent,
     values,
     vectors,
 )
@@ -39,6 +40,7 @@ from auraflux.ops.turboquant.reference import (
     decode,
     encode,
     rope_append_codes,
+    rope_append_latent_codes,
     rotate,
     turboquant_attention,
     turboquant_latent_attention,
@@ -95,7 +97,16 @@ CASES = [
             partial(in_pairs, append, [1200], [1101], 8, 128, BF16, bits=(k, v), page=64),
             slow=True,
         )
-        for k, v in ((8, 4), (4, 4), (4, 2), (8, 2))
+        for k, v in ((8, 4), (4, 4), (4, 2), (8, 2), (8, 8), (4, 8))
+    ),
+    *(
+        Case(
+            append_codes,
+            f"pairs-at-once-batch-k{k}v{v}",
+            partial(in_pairs, append, [700, 40, 5, 333, 16], [500, 0, 5, 100, 16], 8, 128, BF16, bits=(k, v), page=64),
+            slow=True,
+        )
+        for k, v in ((8, 4), (4, 4))
     ),
     Case(
         append_codes,
@@ -240,6 +251,22 @@ CASES = [
         Case(turboquant_attention, f"pairs-{n}", partial(in_pairs, attend, [n], [1], (8, 2), 64, (8, 4)), **FAST)
         for n in (1, 15, 16, 17, 127, 128, 129, 1000)
     ),
+    *(
+        Case(
+            turboquant_attention,
+            f"pairs-batch-{heads[1]}-heads-k{k}v{v}w{d}",
+            partial(in_pairs, attend, [1 + 37 * i % 301 for i in range(32)], [1] * 32, heads, d, (k, v), page=64, sinks=k == 4),
+            **FAST,
+            slow=True,
+        )
+        for heads, d, k, v in (
+            ((32, 4), 128, 8, 4),
+            ((32, 4), 128, 4, 2),
+            ((16, 8), 128, 8, 4),
+            ((32, 4), 64, 4, 4),
+            ((8, 4), 256, 8, 4),
+        )
+    ),
     Case(turboquant_attention, "pairs-exact", lambda: in_pairs(attend, [70, 33], [1, 5], (4, 2), 64, (8, 4))),
     Case(turboquant_attention, "pairs-prefill", lambda: in_pairs(attend, [90, 63], [40, 33], (4, 2), 128, page=32)),
     Case(
@@ -285,6 +312,22 @@ CASES = [
         lambda: append_latent([700], [1], 512, 64, bits=8, page=64),
         bench=True,
         nbytes=append_latent_nbytes,
+    ),
+    *(
+        Case(rope_append_latent_codes, f"b{b}", partial(turned_latent, [21, 40], [5, 1], 3, (20, 16, 64), bits=b))
+        for b in (3, 4, 8)
+    ),
+    Case(
+        rope_append_latent_codes,
+        "w100",
+        lambda: turned_latent([9, 0, 20], [2, 0, 3], 3, (20, 16, 100), interleaved=False, cache=BF16),
+    ),
+    Case(
+        rope_append_latent_codes,
+        "one-token",
+        lambda: turned_latent([700], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=64, cache=BF16),
+        tol=4e-3,
+        bench=True,
     ),
     *(Case(turboquant_latent_attention, f"b{b}", partial(attend_latent, [37, 100], [1, 3], 5, 64, 8, bits=b)) for b in BITS),
     *(

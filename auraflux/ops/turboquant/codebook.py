@@ -8,7 +8,7 @@ A coordinate of a rotated unit vector of width D is close to N(0, 1/D), so the l
 """
 
 import math
-from functools import lru_cache
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -46,7 +46,7 @@ def nearest(y: Tensor, bits: int) -> Tensor:
     return codes[torch.bucketize(y, middles)]
 
 
-@lru_cache
+@cache
 def normal_levels(bits: int) -> np.ndarray:
     """Solve for the Lloyd-Max levels of N(0, 1): float64 [2 ** bits], ascending."""
     check_bits("bits", bits)
@@ -77,7 +77,7 @@ def _cell_means(half: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return means, below, above
 
 
-@lru_cache
+@cache
 def _tables(bits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     levels = torch.from_numpy(normal_levels(bits) / math.sqrt(width))
     codes = index_of_rank(bits)

@@ -13,7 +13,9 @@ from auraflux.ops.attention._panel_tiles import PANEL
 from auraflux.ops.attention._panels import ROWS, panel_scratch
 from auraflux.ops.attention._tiles import number_of
 from auraflux.ops.attention.cpu import PRODUCTS_PARALLEL, append_rows
-from auraflux.ops.rope.cpu import norm_rope
+from auraflux.ops.attention.reference_latent import split_latent
+from auraflux.ops.norm.cpu import rms_norm
+from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.turboquant._attend import (
     attend_few_rows,
     attend_many_rows,
@@ -120,6 +122,16 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
     side = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits, *levels_for(pages.bits, width)
     # a kernel always takes the same number of arguments: the second side is not looked at
     build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *side, *side)
+
+
+def rope_append_latent_codes(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
+    turning = inv_freq, positions, mscale, interleaved
+    append_latent_codes(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *turning)
 
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:

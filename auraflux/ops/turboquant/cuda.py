@@ -22,6 +22,7 @@ from auraflux.ops.turboquant._coding import (
     encode,
     page_sizes,
     rope_append_codes,
+    rope_append_latent_codes,
     rotate,
     rotated,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "decode",
     "encode",
     "rope_append_codes",
+    "rope_append_latent_codes",
     "rotate",
     "turboquant_attention",
     "turboquant_latent_attention",

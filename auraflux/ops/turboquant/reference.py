@@ -17,7 +17,11 @@ from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import check_bits, codebook
 from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
 from auraflux.ops.turboquant.reference_codec import decode, encode, rotate
-from auraflux.ops.turboquant.reference_latent import append_latent_codes, turboquant_latent_attention
+from auraflux.ops.turboquant.reference_latent import (
+    append_latent_codes,
+    rope_append_latent_codes,
+    turboquant_latent_attention,
+)
 from auraflux.ops.turboquant.rotation import check_rotation
 
 __all__ = [
@@ -26,6 +30,7 @@ __all__ = [
     "decode",
     "encode",
     "rope_append_codes",
+    "rope_append_latent_codes",
     "rotate",
     "turboquant_attention",
     "turboquant_latent_attention",

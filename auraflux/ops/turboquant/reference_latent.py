@@ -5,7 +5,10 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, check_starts
+from auraflux.ops.attention.reference_latent import check_rope_append_latent, split_latent
 from auraflux.ops.attention.softmax import mean, visible, weigh
+from auraflux.ops.norm.reference import rms_norm
+from auraflux.ops.rope.reference import rope
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.pages import LatentCodes, unpack
 from auraflux.ops.turboquant.reference_codec import encode, rotate
@@ -36,6 +39,28 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
         mine = slice(start, start + new)
         pages.codes[page, slot], pages.norms[page, slot] = codes[mine], norms[mine]
         pages.rope[page, slot] = k_rope[mine].to(pages.rope.dtype)
+
+
+def _check_rope_append_latent_codes(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> None:  # fmt: skip
+    check_rope_append_latent(q, kv, heads, nope, norm, inv_freq, positions, pages.width, pages.rope.shape[2])
+    check_dense(q=q, starts=starts, pages=pages.table)
+    check_starts(starts, pages)
+
+
+@op(check=_check_rope_append_latent_codes)
+def rope_append_latent_codes(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `rope_append_latent`, into pages that keep latents as codes, see `append_latent_codes`."""
+    q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
+    turning = inv_freq, positions, mscale, interleaved
+    turned = rope.reference(k_rope[:, None], *turning)[:, 0].contiguous()
+    append_latent_codes.reference(rms_norm.reference(latent, norm, eps), turned, pages, starts)
+    return q_nope, rope.reference(q_rope, *turning)
 
 
 def _check_turboquant_latent_attention(

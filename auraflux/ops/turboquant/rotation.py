@@ -6,7 +6,7 @@ out here, so that a cache means the same under every version of torch and numpy.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def check_rotation(width: int, seed: int) -> None:
         raise InputError(f"'seed' is {seed}; a whole number from 0 to 2**63 - 1 is needed.")
 
 
-@lru_cache
+@cache
 def rotation(width: int, seed: int, device: torch.device | str = "cpu") -> Rotation:
     """Give the rotation of a width and seed. Its tensors are kept and shared: do not write to them."""
     check_rotation(width, seed)
