@@ -89,12 +89,17 @@ def test_long_reaches_take_two_blocks_at_a_time():
     assert plan_for(8, 132, 131072, 64, 8, 4, 128).blocks == 1  # two do not fit
 
 
-def test_rows_of_a_batch_have_one_part_unless_they_may_be_long():
+def test_rows_of_a_batch_have_one_part_unless_they_are_few_or_may_be_long():
     assert plan_for(128, 132, 2048, 64, 8, 4, 128)[::3] == (1, ALONE)
     assert plan_for(256, 132, 2048, 64, 8, 4, 128)[::3] == (1, CUTS[128])
     assert plan_for(64, 132, 2048, 64, 8, 4, 256)[::3] == (1, CUTS[256])
-    assert plan_for(128, 132, 65536, 64, 8, 4, 128).splits == 8
-    assert plan_for(1000, 132, 65536, 64, 8, 4, 128).splits == 8
+    assert plan_for(128, 132, 65536, 64, 8, 4, 128)[::3] == (2, CUTS[128])
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (8, 4), (4, 2)])
+@pytest.mark.parametrize("keys", [32768, 32832, 65536])
+def test_parts_of_some_texts_are_as_many_as_run_at_once(bits: tuple[int, int], keys: int):
+    assert plan_for(64, 132, keys, 64, *bits, 128)[::3] == (4, CUTS[128])
 
 
 def test_parts_with_some_keys_have_a_multiprocessor_each():

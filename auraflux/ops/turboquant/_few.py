@@ -26,9 +26,6 @@ MOST_SPLITS = 256
 LONG = 16  # steps in all, from which a warp takes two blocks at a time; fewer would leave programs without work
 
 
-MOST_KEYS = 8192  # of a part: sequences of a batch may be of any length within the table's reach
-
-
 class Cut(NamedTuple):
     """Warps of a program, registers of a thread, and programs that a multiprocessor holds at a time."""
 
@@ -41,8 +38,9 @@ CUTS = {64: Cut(8, 128, 2), 128: Cut(8, 128, 2), 256: Cut(8, 255, 1)}
 # a multiprocessor to itself, where programs are no more than those; of width 128
 ALONE = Cut(8, 168, 1)
 AHEAD = 2  # steps under way of such a program, and one before the kernel before has ended: more delay what is needed first
-ENOUGH = 0.7  # of the multiprocessors have work where each has the whole of a row
-ENOUGH_WIDE = 0.45  # the same of width 256, up to WIDE_KEYS keys
+ENOUGH = 0.7  # of the multiprocessors have work where each has the whole of a row, of so many keys at most:
+MOST_KEYS = 8192  # a batch may have one long text among short ones
+ENOUGH_WIDE = 0.45  # the same of width 256
 WIDE_KEYS = 4096
 SHARED_NBYTES = 228 << 10  # of a multiprocessor
 RESERVED_NBYTES = 1 << 10  # of these for each program
@@ -85,14 +83,14 @@ def _pair_words(bits: int, width: int) -> Tensor:
 
 
 @cache
-def splits_for(programs: int, slots: int, most: int, least: int = 1) -> int:
+def splits_for(programs: int, slots: int, most: int) -> int:
     """Into how many parts to split the keys: as fill the GPU once; of few parts, those that leave least of it idle."""
     wanted = slots // programs
     if wanted < 4:
         shares = [(cdiv(programs * n, slots) * slots / (programs * n), n) for n in range(max(1, wanted), 9)]
         # a part more costs some time of its own
         wanted = min(shares, key=lambda share: share[0] + share[1] / 32)[1]
-    wanted = max(1, min(max(wanted, least), MOST_SPLITS, most))
+    wanted = max(1, min(wanted, MOST_SPLITS, most))
     # as few parts as make no more steps
     return cdiv(most, cdiv(most, wanted))
 
@@ -108,14 +106,14 @@ class Plan(NamedTuple):
 
 @cache
 def plan_for(programs: int, multiprocessors: int, capacity: int, page: int, key_bits: int, value_bits: int, width: int) -> Plan:
-    cut, bits, least = CUTS[width], (key_bits, value_bits), cdiv(capacity, MOST_KEYS)
+    cut, bits = CUTS[width], (key_bits, value_bits)
     alone = _alone_for(programs, multiprocessors, capacity, page, bits, width)
     if alone:
         return alone
     slots, steps, deep = cut.resident * multiprocessors, cdiv(capacity, cut.warps * 2 * BLOCK), depth(*bits, width, 2)
     if page % (2 * BLOCK) == 0 and deep and steps >= LONG:
-        return Plan(splits_for(programs, slots, steps, least), 2, deep, cut)
-    splits = splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK), least)
+        return Plan(splits_for(programs, slots, steps), 2, deep, cut)
+    splits = splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK))
     return Plan(splits, 1, max(1, depth(*bits, width)), cut)
 
 
