@@ -70,6 +70,22 @@ def _inputs(to, x, pair, pairs, k, warp, lane, FIRST: gl.constexpr, K: gl.conste
 
 
 @gluon.jit
+def _add_quads(
+    acc, total, ring, inputs, sums, part, source, more, lane, K: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr
+):  # fmt: skip
+    """Add a warp's D quads in flight to its sums, and ask for those at `source` in their places."""
+    for d in gl.static_range(D):
+        run(wait_ptx(D - 1), lane)
+        quad = quad_at(ring + d * TILE, lane)
+        run(SYNC, lane)
+        fetch_quad(ring + d * TILE, lane, source, more & (lane >= 0), K, d, HALVES)
+        run(COMMIT, lane)
+        n = part * D + d
+        acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums + n * 256 + lane * 8)
+    return acc, total
+
+
+@gluon.jit
 def _up_sources(
     s, block0, owners, warp, lane, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
     up, up_scales, up_biases, up_step, up_scale_step, K: gl.constexpr, PER: gl.constexpr,
@@ -150,14 +166,7 @@ def up_stream(
                     )  # fmt: skip
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
-                for d in gl.static_range(D):
-                    run(wait_ptx(D - 1), lane)
-                    quad = quad_at(ring + d * TILE, lane)
-                    run(SYNC, lane)
-                    fetch_quad(ring + d * TILE, lane, source, more & (lane >= 0), H, d, True)
-                    run(COMMIT, lane)
-                    n = part * D + d
-                    acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums + n * 256 + lane * 8)
+                acc, total = _add_quads(acc, total, ring, inputs, sums, part, source, more, lane, H, D, True)
             r, thread = both(acc, total), _again(tid)
             for n in gl.static_range(2):
                 mine = from_lane(pair, thread % 4 * 8 + n * 4)
@@ -208,14 +217,7 @@ def down_stream(
                     )
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
-                for d in gl.static_range(D):
-                    run(wait_ptx(D - 1), lane)
-                    quad = quad_at(ring + d * TILE, lane)
-                    run(SYNC, lane)
-                    fetch_quad(ring + d * TILE, lane, source, more & (lane >= 0), INNER, d, False)
-                    run(COMMIT, lane)
-                    n = part * D + d
-                    acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums + n * 256 + lane * 8)
+                acc, total = _add_quads(acc, total, ring, inputs, sums, part, source, more, lane, INNER, D, False)
             r = both(acc, total)
             for n in gl.static_range(4):
                 mine = from_lane(pair, lane % 4 * 8 + n % 2 * 4)
