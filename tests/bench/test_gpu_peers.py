@@ -9,7 +9,8 @@ from auraflux.bench.gpu.shapes import BF16, CASES, as_cached, experts, moe_flops
 from auraflux.bench.gpu.shapes import moe as moe_args
 from auraflux.errors import InputError
 from auraflux.ops._cases import Case, relative_rms
-from auraflux.ops.attention.cases import latent_queries, queries
+from auraflux.ops.attention._latent_cases import latent_queries
+from auraflux.ops.attention.cases import queries
 from auraflux.ops.attention.reference import attention as attend_dense
 from auraflux.ops.attention.reference import latent_attention
 from auraflux.ops.linear.reference import linear as multiply

@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import use_backend
-from auraflux.ops.attention.cases import kv_pages, starts_of
+from auraflux.ops.attention._inputs import starts_of
+from auraflux.ops.attention.cases import kv_pages
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.attention.reference import append_kv, attention, merge_partials
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import use_backend
-from auraflux.ops.attention.cases import latent_pages, matrix, starts_of, up
+from auraflux.ops.attention._inputs import starts_of
+from auraflux.ops.attention._latent_cases import latent_pages, matrix, up
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.attention.reference import (
     append_latent,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from auraflux.ops._cases import Args, relative_rms
-from auraflux.ops.attention.cases import apart, down, in_bf16, up
+from auraflux.ops.attention._latent_cases import apart, down, in_bf16, up
 from auraflux.ops.attention.reference import latent_output, latent_query
 from tests.ops.ptx import Device, Machine, sources
 

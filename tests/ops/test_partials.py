@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from auraflux.ops import attention, attention_partials, merge_partials, use_backend
-from auraflux.ops.attention.cases import RAGGED, queries
+from auraflux.ops.attention._inputs import RAGGED
+from auraflux.ops.attention.cases import queries
 
 
 @pytest.fixture(autouse=True, params=["reference", "cpu"])

@@ -11,7 +11,8 @@ from auraflux.errors import BackendError, InputError
 from auraflux.ops import append_kv, attention, encode, linear, rms_norm, rotate, swiglu
 from auraflux.ops._jit import workspace
 from auraflux.ops._record import SCRATCH_NBYTES, record
-from auraflux.ops.attention.cases import kv_pages, starts_of
+from auraflux.ops.attention._inputs import starts_of
+from auraflux.ops.attention.cases import kv_pages
 from auraflux.quant import quantize
 
 WIDTH = 96

@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.attention.cases import (
-    attention_flops,
-    down,
-    down_flops,
-    in_bf16,
-    latent_flops,
-    latent_queries,
-    queries,
-    up,
-    up_flops,
-)
+from auraflux.ops.attention._latent_cases import down, down_flops, in_bf16, latent_flops, latent_queries, up, up_flops
+from auraflux.ops.attention.cases import attention_flops, queries
 from auraflux.ops.attention.reference import append_kv, attention, latent_attention, latent_output, latent_query
 from auraflux.ops.delta.cases import prefill, state_flops, state_nbytes, step, whole, whole_nbytes
 from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step

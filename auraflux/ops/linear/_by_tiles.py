@@ -35,8 +35,7 @@ STEP_US |= {(32, 256): 0.083, (64, 256): 0.106, (128, 256): 0.178}
 START_US = {128: 4.0, 256: 6.5}
 ADD_US, BYTE_US = 1.5, 2e-7  # the kernel that adds, and each byte it reads or was left
 
-
-Normed = tuple[Tensor, Tensor, Tensor, float]
+Normed = tuple[Tensor, Tensor, Tensor, float]  # what is added, the norm, where the sum goes, eps
 
 
 @dataclass(frozen=True)
