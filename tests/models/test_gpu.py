@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from auraflux.cache import CacheSettings
+from auraflux.cache import Batch, CacheSettings
 from auraflux.models import family
 from auraflux.ops import use_backend
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.run.engine import Engine
 from auraflux.run.generate import Stats, write
+from auraflux.run.graph import Decoder
 from auraflux.run.sampler import Sampling
 from auraflux.run.stream import Stream
 from auraflux.weights.checkpoint import open_checkpoint
@@ -100,8 +101,17 @@ def written(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> lis
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5, seed=3)])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
-def test_steps_that_begin_before_their_tokens_are_known_change_nothing(name: str, sampling: Sampling, tmp_path: Path):
+def test_steps_that_begin_before_their_tokens_are_known_change_nothing(
+    name: str, sampling: Sampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     torch.manual_seed(0)
+    asked, begins = [], Decoder.ahead
+
+    def noted(self: Decoder, batch: Batch) -> bool:
+        asked.append(begins(self, batch))
+        return asked[-1]
+
+    monkeypatch.setattr(Decoder, "ahead", noted)
     source = MODELS[name]()
     folder, text = save(source, tmp_path), tokens(source, PROMPT)
     prompts = [text, text[:7], text[3:]]
@@ -111,7 +121,11 @@ def test_steps_that_begin_before_their_tokens_are_known_change_nothing(name: str
     # the second time all steps are recorded
     found = [written(ahead, prompts, sampling) for _ in range(2)]
     assert ahead.decoder.refused is None
+    assert any(asked)
+    asked.clear()
     assert found == [written(turns, prompts, sampling)] * 2
+    assert asked
+    assert not any(asked)
 
 
 PIECE, PIECES, REST = 128, 5, 7

@@ -60,6 +60,20 @@ def test_a_longer_text_is_recorded_anew():
     assert batch.index.reach == 256
 
 
+def test_only_recorded_steps_of_a_gpu_begin_before_their_tokens_are_known(monkeypatch: pytest.MonkeyPatch):
+    made = engine()
+    sequence = made.cache.open()
+    made.prefill(sequence, IDS)
+    batch, seen = made.cache.batch([sequence]), []
+    for token in range(3):
+        made.decode(batch, [token])
+        assert not made.decoder.ahead(batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(made, "device", torch.device("cuda"))
+            seen.append(made.decoder.ahead(batch))
+    assert seen == [False, True, True]
+
+
 def test_the_newest_window_waits_until_it_is_full():
     settings = CacheSettings("k8v4", newest=32)
     replayed, plain = engine(kv=settings), engine(kv=settings, graphs=False)
