@@ -48,6 +48,7 @@ from auraflux.ops.turboquant._hopper_step import (
 RING = gl.constexpr(17 * 4096)  # where it begins in shared memory, after the table and the queries
 LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
 WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1")
+SAME = gl.constexpr("redux.sync.max.s32 $0, $1, -1;")
 MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
 
 
@@ -223,10 +224,16 @@ def _find(lengths, starts, token, guess, tokens, sequences, S: gl.constexpr, NW:
         # every warp has all of it: a sum across warps would want shared memory
         b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
         before = gl.load(starts + b, mask=b < sequences, other=1 << 30) <= token
-        sequence = gl.sum(before.to(gl.int32), 0) - 1
+        sequence = _same(gl.sum(before.to(gl.int32), 0)) - 1
         position = gl.load(lengths + sequence) - gl.load(starts + sequence + 1) + token
         old = position - token + gl.load(starts + sequence)
     return sequence, position, old
+
+
+@gluon.jit
+def _same(number):
+    """Tell the compiler that all lanes have the same number."""
+    return gl.inline_asm_elementwise(SAME, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
