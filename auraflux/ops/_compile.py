@@ -1,7 +1,8 @@
 """Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops._compile [FAMILY ...] [--first] [--json]`.
 
 Each family's `cuda.py` lists in `KERNELS` what is worth building (see `Build`). Printed are registers a thread, bytes of stack
-(what did not fit into registers) and bytes of shared memory.
+(what did not fit into registers), bytes of shared memory, and how often lanes are gathered: where the compiler cannot see that a
+branch is the same for a warp, it writes every shuffle and matrix product after it for lanes that may have parted.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from auraflux.ops._dispatch import families
 
 HOPPER = 90
+GATHERED = "WARPSYNC.COLLECTIVE"
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -32,6 +34,7 @@ class Report:
     hot: bool
     registers: int = 0
     spilled_nbytes: int = 0
+    gathered: int = 0
     shared_nbytes: int = 0
     error: str | None = None
 
@@ -60,7 +63,7 @@ def compile_one(where: tuple[str, int]) -> Report:
         return Report(family, build.name, build.hot, error=f"{type(err).__name__}: {err}")
 
 
-def _compile(build) -> tuple[int, int, int]:
+def _compile(build) -> tuple[int, int, int, int]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -81,24 +84,23 @@ def _compile(build) -> tuple[int, int, int]:
     constants = {(kernel.arg_names.index(name),): value for name, value in build.constants.items()}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=dict(build.options))
-    registers, spilled = _resources(made.asm["cubin"])
-    return registers, spilled, made.metadata.shared
+    return *_resources(made.asm["cubin"]), made.metadata.shared
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack and local memory, of the one kernel in a cubin."""
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, bytes of stack and local memory, and gatherings of lanes, of the one kernel in a cubin."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = RESOURCES.search(text)
     if found is None:
         raise ValueError(f"cuobjdump says nothing of registers: {text!r}")
     registers, stack, local = map(int, found.groups())
-    return registers, stack + local
+    return registers, stack + local, text.count(GATHERED)
 
 
 def compile_all(only: Sequence[str] = (), first: bool = False) -> list[Report]:
@@ -121,9 +123,10 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([asdict(report) for report in reports]))
         return 0
     for r in reports:
-        line = r.error or f"{r.registers:4} registers {r.spilled_nbytes:5} B stack {r.shared_nbytes:7} B shared"
+        line = f"{r.registers:4} registers {r.spilled_nbytes:5} B stack {r.gathered:3} gathered {r.shared_nbytes:7} B shared"
+        line = r.error or line
         print(f"{'hot' if r.hot else '   '} {line}  {r.family}.{r.name}")
-    return any(r.error or (r.hot and r.spilled_nbytes) for r in reports)
+    return any(r.error or (r.hot and (r.spilled_nbytes or r.gathered)) for r in reports)
 
 
 if __name__ == "__main__":

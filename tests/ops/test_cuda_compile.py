@@ -34,6 +34,8 @@ def hold(mine: list[dict]) -> None:
     assert not [f"{report['name']}: {report['error']}" for report in mine if report["error"]]
     spilled = {report["name"]: report["spilled_nbytes"] for report in mine if report["hot"] and report["spilled_nbytes"]}
     assert not spilled, f"bytes that did not fit into registers: {spilled}"
+    gathered = {report["name"]: report["gathered"] for report in mine if report["hot"] and report["gathered"]}
+    assert not gathered, f"lanes that the compiler believes to have parted: {gathered}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -140,6 +140,7 @@ KERNELS = [
     Build(write_pages, _WRITE, {**_SHAPE, "KEY_BITS": 6, "VALUE_BITS": 3, "PAIRS": False}, True, _FOUR),
     *(_pairs((k, v), _HEADS, 128) for k in (2, 4, 8) for v in (2, 4, 8)),
     *(_pairs(bits, _HEADS, 128, long=True) for bits in ((4, 4), (4, 2), (2, 2), (3, 3), (6, 4))),
+    *(_pairs(bits, _HEADS, 128, sequences=8, long=True) for bits in ((4, 4), (8, 4), (4, 2))),
     *(_pairs(bits, _HEADS, 128) for bits in ((3, 3), (6, 3), (8, 6))),
     *(_pairs((k, v), (64, 8), 64, WINDOW=k == 8) for k, v in ((4, 4), (8, 4), (8, 8))),
     *(_pairs(bits, (64, 8), 64, long=True) for bits in ((4, 4), (6, 6))),
