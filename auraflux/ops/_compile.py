@@ -1,8 +1,8 @@
 """Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops._compile [FAMILY ...] [--first] [--json]`.
 
 Each family's `cuda.py` lists in `KERNELS` what is worth building (see `Build`). Printed are registers a thread, bytes of stack
-(what did not fit into registers), bytes of shared memory, and how often lanes are gathered: where the compiler cannot see that a
-branch is the same for a warp, it writes every shuffle and matrix product after it for lanes that may have parted.
+(what did not fit into registers), bytes of shared memory, and how often lanes are gathered: where the compiler cannot see that
+a branch is the same for a warp, it writes every shuffle and matrix product after it for lanes that may have parted.
 """
 
 import argparse
