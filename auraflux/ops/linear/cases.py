@@ -4,8 +4,35 @@ from functools import partial
 
 import torch
 
-from auraflux.ops._cases import Args, Case
-from auraflux.ops._simd import ISA
+from auraflux.ops._cases import Case
+from auraflux.ops.linear._inputs import (
+    BF16,
+    F16,
+    F32,
+    bf16_pair,
+    broken,
+    broken_input,
+    coded,
+    dense,
+    dense_pair,
+    flops,
+    from_stream,
+    gated_stream,
+    in_bf16,
+    large_product,
+    lookup,
+    pair,
+    pair_in_bf16,
+    product,
+    several,
+    several_in_bf16,
+    stream_in_bf16,
+    touched,
+    weight,
+    with_all_biases,
+    with_biases,
+    zeros,
+)
 from auraflux.ops.linear.reference import (
     add_norm_gate_up,
     add_norm_linears,
@@ -15,148 +42,8 @@ from auraflux.ops.linear.reference import (
     linear,
     linears,
 )
-from auraflux.quant import QTensor, quantize
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FAST = 1e-2  # relative RMS of rounding activations to int8 per group is 0.6%
-LANES = ISA.lanes
-
-
-def weight(
-    rows: int, width: int, bits: int, group: int = 64, scales: torch.dtype = BF16, lanes: int = LANES, kind: str = "affine"
-) -> QTensor:
-    return quantize((torch.randn(rows, width) / width**0.5).to(scales), bits, group, kind).interleave(lanes)
-
-
-def product(tokens: int, rows: int, width: int, bits: int, dtype: torch.dtype = F32, bias: bool = False, **options) -> Args:
-    args: Args = {"x": torch.randn(tokens, width).to(dtype), "weight": weight(rows, width, bits, **options)}
-    return {**args, "bias": torch.randn(rows)} if bias else args
-
-
-def coded(tokens: int, rows: int, width: int, bits: int, group: int) -> Args:
-    """In bf16; a group of 0 stands for MXFP4."""
-    return product(tokens, rows, width, bits, dtype=BF16, group=group or 32, kind="affine" if group else "mxfp4")
-
-
-def dense(tokens: int, rows: int, width: int, dtype: torch.dtype) -> Args:
-    return {"x": torch.randn(tokens, width), "weight": (torch.randn(rows, width) / width**0.5).to(dtype)}
-
-
-def pair(tokens: int, rows: int, width: int, bits: int, up_bits: int | None = None, **options) -> Args:
-    up = weight(rows, width, up_bits or bits, **options)
-    return {"x": torch.randn(tokens, width), "gate": weight(rows, width, bits, **options), "up": up}
-
-
-def several(tokens: int, rows: tuple[int, ...], width: int, bits: int, last_bits: int | None = None, **options) -> Args:
-    weights = [weight(n, width, bits, **options) for n in rows[:-1]]
-    return {"x": torch.randn(tokens, width), "weights": (*weights, weight(rows[-1], width, last_bits or bits, **options))}
-
-
-def in_bf16(args: Args) -> Args:
-    return {**args, "x": args["x"].to(BF16)}
-
-
-def with_biases(args: Args) -> Args:
-    return {**args, "biases": [torch.randn(args["weights"][0].shape[0]), None, torch.randn(args["weights"][2].shape[0])]}
-
-
-def several_in_bf16(rows: tuple[int, ...]) -> Args:
-    return in_bf16(several(1, rows, 768, 4))
-
-
-def several_tokens(tokens: int, rows: tuple[int, ...], bits: int) -> Args:
-    return in_bf16(several(tokens, rows, 704, bits))
-
-
-def tiled_pair(tokens: int, rows: int, width: int, bits: int = 4) -> Args:
-    return in_bf16(pair(tokens, rows, width, bits))
-
-
-def several_coded(rows: tuple[int, ...], width: int, bits: int) -> Args:
-    return in_bf16(several(1, rows, width, bits))
-
-
-def pair_in_bf16(bits: int, width: int) -> Args:
-    return in_bf16(pair(1, 96, width, bits))
-
-
-def with_all_biases(args: Args) -> Args:
-    return {**args, "biases": [torch.randn(weight.shape[0]) for weight in args["weights"]]}
-
-
-def bf16_pair(first: int, second: int, width: int) -> list[torch.Tensor]:
-    return [(torch.randn(rows, width) / width**0.5).to(BF16) for rows in (first, second)]
-
-
-def from_stream(tokens: int, width: int, rows: list[int], dtype: torch.dtype = torch.float32) -> Args:
-    """A residual stream, what is added to it, a norm and small dense weights."""
-    x, delta = torch.randn(tokens, width).to(dtype), torch.randn(tokens, width).to(dtype)
-    weights = [(torch.randn(count, width) / width**0.5).to(dtype) for count in rows]
-    return {"x": x, "delta": delta, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
-
-
-def stream_in_bf16(rows: tuple[int, ...], width: int, alone: bool) -> Args:
-    """One token for quantized weights; `alone`: there is nothing to add."""
-    made = {**from_stream(1, width, [], BF16), "weights": [weight(count, width, 4) for count in rows]}
-    return {**made, "delta": None} if alone else made
-
-
-def batch_in_bf16(tokens: int, rows: tuple[int, ...], width: int, alone: bool) -> Args:
-    """Several tokens for quantized weights."""
-    made = {**from_stream(tokens, width, [], BF16), "weights": [weight(count, width, 4) for count in rows]}
-    return {**made, "delta": None} if alone else made
-
-
-def gated_stream(tokens: int, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
-    made = from_stream(tokens, width, [], dtype)
-    del made["weights"]
-    return {**made, "gate": weight(rows, width, 4), "up": weight(rows, width, 4)}
-
-
-def dense_pair(tokens: int, rows: int, width: int) -> Args:
-    return {"x": torch.randn(tokens, width), "gate": torch.randn(rows, width), "up": torch.randn(rows, width)}
-
-
-def broken(args: Args) -> Args:
-    args["weight"].scales.view(-1)[5] = torch.nan
-    return args
-
-
-def broken_input(args: Args) -> Args:
-    args["x"][1, 7] = torch.nan
-    return args
-
-
-def zeros(args: Args) -> Args:
-    args["x"][1:] = 0
-    return args
-
-
-def lookup(tokens: int, rows: int, width: int, bits: int, **options) -> Args:
-    return {"ids": torch.randint(0, rows, (tokens,)), "table": weight(rows, width, bits, **options)}
-
-
-def large(rows: int, width: int, bits: int, group: int = 64) -> QTensor:
-    """Random codes, scales and biases: quantizing a matrix of this size takes seconds."""
-    packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
-    scales = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(BF16)
-    return QTensor(packed, scales, -scales * 2 ** (bits - 1), bits, group, (rows, width)).interleave(LANES)
-
-
-def large_product(tokens: int, bits: int) -> Args:
-    return {"x": torch.randn(tokens, 4096), "weight": large(11008, 4096, bits)}
-
-
-def flops(args: Args) -> int:
-    x = args["x"]
-    weights = args.get("weights") or [args[name] for name in ("weight", "gate", "up") if name in args]
-    return 2 * x.numel() * sum(weight.shape[0] for weight in weights)
-
-
-def touched(args: Args) -> int:
-    """Bytes of the rows an embedding reads and writes."""
-    ids, table = args["ids"], args["table"]
-    return len(ids) * (table.nbytes // table.shape[0] + 4 * table.shape[1])
 
 
 def linear_case(name: str, make, **options) -> Case:
@@ -295,7 +182,7 @@ CASES = [
     Case(add_norm_scores, "three", lambda: from_stream(1, 64, [9, 3, 5])),
     Case(add_norm_scores, "biases", lambda: {**from_stream(1, 64, [9]), "biases": [torch.randn(9)]}),
     *(
-        Case(add_norm_linears, f"bf16-{len(rows)}-{width}", partial(stream_in_bf16, rows, width, len(rows) == 3), tol=4e-3)
+        Case(add_norm_linears, f"bf16-{len(rows)}-{width}", partial(stream_in_bf16, 1, rows, width, len(rows) == 3), tol=4e-3)
         for rows, width in (((128,), 256), ((512, 64), 2048), ((64, 16, 32), 768), ((64, 64, 64, 16), 4096), ((48,), 8448))
     ),
     # clusters of programs that share the inputs, on Hopper: each size of cluster and number of tokens, rows that end anywhere
@@ -303,7 +190,7 @@ CASES = [
         Case(
             add_norm_linears,
             f"bf16-{t}x{sum(rows)}x{width}",
-            partial(batch_in_bf16, t, rows, width, t == 9),
+            partial(stream_in_bf16, t, rows, width, t == 9),
             tol=4e-3,
             slow=width > 1024,
         )
@@ -336,8 +223,8 @@ CASES = [
     Case(add_norm_gate_up, "bf16", lambda: gated_stream(1, 64, 2048, BF16), tol=8e-3),
     Case(add_norm_gate_up, "nothing-to-add", lambda: {**gated_stream(1, 128, 768, BF16), "delta": None}, tol=8e-3),
     Case(add_norm_gate_up, "many-rows", lambda: gated_stream(1, 12288, 512, BF16), tol=8e-3),
-    Case(add_norm_linears, "many-rows", partial(stream_in_bf16, (12288, 64), 4096, False), tol=4e-3, slow=True),
-    Case(add_norm_linears, "many-rows-narrow", partial(stream_in_bf16, (24576, 128), 256, False), tol=4e-3),
+    Case(add_norm_linears, "many-rows", partial(stream_in_bf16, 1, (12288, 64), 4096, False), tol=4e-3, slow=True),
+    Case(add_norm_linears, "many-rows-narrow", partial(stream_in_bf16, 1, (24576, 128), 256, False), tol=4e-3),
     Case(add_norm_gate_up, "many-tokens", lambda: gated_stream(3, 33, 128)),
     Case(linears, "one-token", lambda: several(1, (2048, 512, 512), 1024, 4), exact=False, tol=FAST, flops=flops, bench=True),
     Case(linears, "one-token-exact", lambda: several(1, (128, 64, 33), 128, 4)),
@@ -346,33 +233,35 @@ CASES = [
     Case(linears, "row-order", lambda: several(2, (100, 50, 3), 128, 4, lanes=1)),
     Case(linears, "dense", lambda: {"x": torch.randn(2, 63), "weights": [torch.randn(100, 63), torch.randn(5, 63)]}),
     *[
-        Case(linears, f"bf16-{len(rows)}", partial(several_in_bf16, rows), tol=4e-3)
+        Case(linears, f"bf16-{len(rows)}", partial(several_in_bf16, 1, rows, 768, 4), tol=4e-3)
         for rows in ((64, 16), (128, 32, 48), (96, 64, 16, 16))
     ],
     *[
-        Case(linears, f"bf16-{tokens}-tokens-{bits}bit", partial(several_tokens, tokens, rows, bits), tol=4e-3)
+        Case(linears, f"bf16-{tokens}-tokens-{bits}bit", partial(several_in_bf16, tokens, rows, 704, bits), tol=4e-3)
         for tokens, rows, bits in ((20, (200, 64), 4), (40, (128, 300, 65), 4), (70, (1, 64, 128, 40), 8))
     ],
-    Case(linears, "bf16-many-rows", partial(several_tokens, 40, (9000, 8000, 65), 4), tol=4e-3, slow=True),
+    Case(linears, "bf16-many-rows", partial(several_in_bf16, 40, (9000, 8000, 65), 704, 4), tol=4e-3, slow=True),
     *[
-        Case(linears, f"bf16-{bits}bit-{len(rows)}", partial(several_coded, rows, width, bits), tol=4e-3)
+        Case(linears, f"bf16-{bits}bit-{len(rows)}", partial(several_in_bf16, 1, rows, width, bits), tol=4e-3)
         for bits, rows, width in ((8, (64, 16), 576), (8, (96, 32, 32), 2048), (6, (48, 16, 16, 32), 320))
     ],
-    Case(linears, "bf16-biases", lambda: with_all_biases(several_coded((64, 32, 16), 512, 4)), tol=4e-3),
-    Case(linears, "bf16-some-biases", lambda: with_biases(several_coded((64, 32, 16), 512, 8)), tol=4e-3),
+    Case(linears, "bf16-biases", lambda: with_all_biases(several_in_bf16(1, (64, 32, 16), 512, 4)), tol=4e-3),
+    Case(linears, "bf16-some-biases", lambda: with_biases(several_in_bf16(1, (64, 32, 16), 512, 8)), tol=4e-3),
     Case(linears, "dense-bf16-pair", lambda: in_bf16({"x": torch.randn(1, 333), "weights": bf16_pair(65, 1, 333)}), tol=4e-3),
     Case(gate_up_swiglu, "bf16-one-token", lambda: in_bf16(pair(1, 96, 768, 4)), tol=1e-2, flops=flops),
-    Case(gate_up_swiglu, "bf16-tokens", partial(tiled_pair, 33, 200, 704), tol=1e-2, flops=flops),
+    Case(gate_up_swiglu, "bf16-tokens", partial(pair_in_bf16, 33, 200, 704), tol=1e-2, flops=flops),
     *[
-        Case(gate_up_swiglu, f"bf16-{t}x{rows}x{width}", partial(tiled_pair, t, rows, width), tol=1e-2, flops=flops, slow=True)
+        Case(
+            gate_up_swiglu, f"bf16-{t}x{rows}x{width}", partial(pair_in_bf16, t, rows, width), tol=1e-2, flops=flops, slow=True
+        )
         for t, rows, width in ((33, 200, 2112), (20, 10000, 128), (50, 9000, 320), (100, 9000, 320), (520, 4100, 256))
     ],
-    Case(gate_up_swiglu, "bf16-tokens-8bit", partial(tiled_pair, 130, 100, 256, 8), tol=1e-2, flops=flops),
+    Case(gate_up_swiglu, "bf16-tokens-8bit", partial(pair_in_bf16, 130, 100, 256, 8), tol=1e-2, flops=flops),
     *[
         Case(
             gate_up_swiglu,
             f"bf16-{bits}bit-one-token",
-            partial(pair_in_bf16, bits, width),
+            partial(pair_in_bf16, 1, 96, width, bits),
             tol=1e-2,
             flops=flops,
         )
