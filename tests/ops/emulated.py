@@ -222,6 +222,8 @@ def emulate(gl: Program, text: str, args: list) -> np.ndarray:
         return look_up(gl, text, args, 1)[0]
     if "global_smem" in text or "%laneid" in text or "%tid" in text:
         return np.zeros_like(np.asarray(x))
+    if "redux" in text:  # of one number, which all lanes have
+        return np.asarray(x)
     raise NotImplementedError(text)
 
 
