@@ -1,4 +1,4 @@
-"""Layouts of the delta rule's tiles on Hopper: 64 tokens, 128 channels, products of warpgroups of four warps."""
+"""The delta rule's tiles on Hopper: their layouts in warpgroups of four warps."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,10 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 C = gl.constexpr(64)  # tokens of a chunk
 BF, HF, F32 = gl.bfloat16, gl.float16, gl.float32
-# accumulators of 64 and 128 columns, the register operands that go with them, rows and columns of the first
+# accumulators of 64 columns, the register operands that go with them, their rows and columns
 M64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-M128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-A64, A128 = gl.constexpr(gl.DotOperandLayout(0, M64.value, 2)), gl.constexpr(gl.DotOperandLayout(0, M128.value, 2))
+A64 = gl.constexpr(gl.DotOperandLayout(0, M64.value, 2))
 ROW, COL = gl.constexpr(gl.SliceLayout(1, M64.value)), gl.constexpr(gl.SliceLayout(0, M64.value))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of what is written in rows
 HALVES = gl.constexpr(gl.NVMMASharedLayout.get_default_for([64, 64], HF))

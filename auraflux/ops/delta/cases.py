@@ -120,6 +120,10 @@ CASES = [
     Case(gated_delta_prefill, "bf16", lambda: prefill(33, 4, dtype=BF16), tol=4e-3),
     # whole chunks go through the matrix units in bf16 and float16
     Case(gated_delta_prefill, "bf16-chunks", lambda: prefill(150, 0, 64, 3, dtype=BF16), tol=6e-3),
+    Case(gated_delta_prefill, "bf16-one-sequence", lambda: prefill(330, heads=8, dtype=BF16), tol=6e-3),
+    Case(gated_delta_prefill, "bf16-many-heads", lambda: prefill(140, heads=64, key_heads=16, dtype=BF16), tol=6e-3),
+    Case(gated_delta_prefill, "bf16-many-ragged", lambda: prefill(70, 3, 65, heads=32, key_heads=8, dtype=BF16), tol=6e-3),
+    Case(gated_delta_prefill, "bf16-closed-gates", lambda: closing(prefill(130, 70, dtype=BF16)), tol=6e-3),
     Case(short_conv, "one-token", lambda: conv(1, channels=8192), bench=True),
     Case(short_conv, "512-tokens", lambda: conv(512, channels=8192), bench=True),
     Case(short_conv, "ragged", lambda: conv(1, 0, 2, 3, 4, 7, channels=333)),

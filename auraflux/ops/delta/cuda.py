@@ -8,7 +8,15 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._triton import Build, cdiv, power_of_two, ready, sigmoid, silu
 from auraflux.ops.delta._cuda_chunks import chunk_kernel, scan_kernel
-from auraflux.ops.delta._cuda_hopper import chunk_tiles, fits_hopper, prefill_hopper, tile_layout
+from auraflux.ops.delta._cuda_hopper import (
+    CHUNK_REGISTERS,
+    SCAN_REGISTERS,
+    STAGES,
+    chunk_tiles,
+    fits_hopper,
+    prefill_hopper,
+    tile_layout,
+)
 from auraflux.ops.delta._cuda_scan import scan_tiles
 from auraflux.ops.delta._cuda_step import fits_step, layer_step, step_hopper
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
@@ -263,18 +271,25 @@ KERNELS = [
         {**CHUNKS, "C": 32, "DOT": tl.float32, "BV": 32},
         options={"num_warps": 8, "num_stages": 2},
     ),
-    Build(
-        chunk_tiles,
-        f"{' '.join([WIDE] * 5)} {NARROW} *fp32 *fp32 *fp32 *i32 i32 i32 i32",
-        {"HEADS": 32, "SHARED": 2, "SINGLE": False},
-        hot=True,
-        options={"maxnreg": 168},
+    *(
+        Build(
+            chunk_tiles,
+            f"{WIDE} {WIDE} {NARROW} {NARROW} *fp32 *fp32 *fp32 *i32 i32 i32:16 i32",
+            {"HEADS": 32, "SHARED": 2, "SINGLE": single},
+            hot=True,
+            options={"maxnreg": CHUNK_REGISTERS},
+        )
+        for single in (True, False)
     ),
-    Build(
-        scan_tiles,
-        f"{' '.join([WIDE] * 3 + [NARROW] * 3)} *bf16 *fp32 *fp32 *i32 i32 i32",
-        {"HEADS": 32, "SHARED": 2, "SINGLE": True, "ST": 3},
-        hot=True,
+    *(
+        Build(
+            scan_tiles,
+            f"{WIDE} {WIDE} {' '.join([NARROW] * 4)} *bf16 *fp32 *fp32 *i32 i32:16 i32",
+            {"HEADS": 32, "SHARED": 2, "SINGLE": single, "ST": STAGES},
+            hot=True,
+            options={"maxnreg": SCAN_REGISTERS},
+        )
+        for single in (True, False)
     ),
     Build(layer_step, STEP, {"KEYS": 16, "G": 2, "NS": 4}, hot=True, options={"num_ctas": 8}),
     Build(layer_step, STEP, {"KEYS": 16, "G": 2, "NS": 1}, hot=True, options={"num_warps": 8, "num_ctas": 2}),
