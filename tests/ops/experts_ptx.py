@@ -137,7 +137,7 @@ def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[s
     """The kernels of `moe._cuda_slots` for one program."""
     machine = SlotMachine(device, warps, programs, *ids)
     made = _common(machine)
-    for name in ("moe/_cuda_fetch.py", "moe/_cuda_groups.py", "moe/_cuda_slots.py"):
+    for name in ("linear/_fetch.py", "linear/_groups.py", "moe/_cuda_slots.py"):
         made |= run_source(name, made)
         made["shared"] = machine.shared
     return made
@@ -190,15 +190,66 @@ def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[
     made |= {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
     made |= dict.fromkeys(("Build", "passed", "assign_given", "Experts", "Routing", "Tensor", "torch", "multiprocessors"), list)
     made |= {"Build": lambda *args, **options: None, "cdiv": lambda a, b: -(-a // b)}
-    for name in ("_cuda_fetch", "_cuda_groups", "_cuda_quads", "_cuda_assign", "_cuda_stream"):
+    for name in ("linear/_fetch", "linear/_groups", "moe/_cuda_quads", "moe/_cuda_assign", "moe/_cuda_stream"):
         # both have warps of their own, and codes of their own
-        names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "_cuda_stream"}
-        found = run_source(f"moe/{name}.py", names)
+        names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "moe/_cuda_stream"}
+        found = run_source(f"{name}.py", names)
         found["shared"] = machine.shared
-        if name == "_cuda_quads":
+        if name == "moe/_cuda_quads":
             kernels |= {key: found[key] for key in ("W", "TILE")}
         made |= found
         kernels |= {key: found[key] for key in ("assign_pairs", "up_stream", "down_stream", "_sizes") if key in found}
     inside = kernels["up_stream"].__globals__
     inside |= {"_count_stage": machine.count_stage, "_await_stages": machine.await_stages}
     return kernels
+
+
+class RingMachine(SlotMachine):
+    """Adds what warps count and choose together."""
+
+    def count_read(self, at: Any, lane: Any, there: Any) -> Lanes:
+        at, there = (np.broadcast_to(np.asarray(value), self.count).reshape(-1, 32)[:, 0] for value in (at, there))
+        before = np.full((self.count // 32, 32), -1, np.int32)
+        for warp in np.nonzero(there)[0]:
+            word = self.memory[at[warp] : at[warp] + 4].view(np.int32)
+            before[warp] = word[0]
+            word += 1
+        return before.reshape(-1).view(Lanes)
+
+    def _keys(self, key: Any) -> np.ndarray:
+        return np.broadcast_to(np.asarray(key), self.count).reshape(-1, 32).astype(np.int64)
+
+    def best(self, key: Any, warp: Any, lane: Any, warps: int, count: int) -> tuple[Lanes, Lanes]:
+        keys, there = self._keys(key), min(self.count // 32, warps)
+        top, who = np.full(keys.shape, -(2**31), np.int32), np.zeros(keys.shape, np.int32)
+        order = np.argsort(-keys[:there], 1, kind="stable")[:, :count]
+        top[:there, :count], who[:there, :count] = np.take_along_axis(keys[:there], order, 1), order
+        return top.reshape(-1).view(Lanes), who.reshape(-1).view(Lanes)
+
+    def kept(self, key: Any, warp: Any, lane: Any, count: int) -> Lanes:
+        found = np.zeros(self.count, np.int32)
+        found[np.argsort(-self._keys(key)[0], kind="stable")[:count]] = 1
+        return found.view(Lanes)
+
+    def merged(self, at: Any, warp: Any, lane: Any, there: Any, live: Any, count: int) -> Lanes:
+        listed = []
+        for i in np.nonzero(np.broadcast_to(np.asarray(there), self.count)[:32])[0]:
+            pairs = self.memory[at[i] : at[i] + 8 * count].view(np.int32).reshape(-1, 2)
+            counts = bool(np.broadcast_to(np.asarray(live), self.count)[i])
+            lowest = -2139095041  # -inf
+            listed += [(-int(key), 32 * i + who) if counts else (-lowest, 32 * i + n) for n, (key, who) in enumerate(pairs)]
+        found = np.zeros(self.count, np.int32)
+        found[:count] = [expert for _, expert in sorted(listed, key=lambda pair: pair[0])[:count]]
+        return found.view(Lanes)
+
+
+def ring_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
+    """The kernels of `moe._cuda_ring` for one program."""
+    machine = RingMachine(device, warps, programs, *ids)
+    made = _common(machine)
+    for name in ("linear/_fetch", "linear/_groups", "linear/_stages", "moe/_cuda_stages", "moe/_cuda_pick", "moe/_cuda_ring"):
+        made |= run_source(f"{name}.py", made)
+        made["shared"] = machine.shared
+    made["pick"].__globals__.update({"_best": machine.best, "_kept": machine.kept, "_merged": machine.merged})
+    made["up_ring"].__globals__.update({"count_read": machine.count_read, "await_stage": lambda *args: None})
+    return made

@@ -7,6 +7,7 @@ from auraflux.ops.linear._hopper import matmul16
 from auraflux.ops.linear._hopper_batch import BATCH_BUILDS
 from auraflux.ops.linear._hopper_bytes import BYTES_BUILDS
 from auraflux.ops.linear._hopper_one import ONE_BUILDS
+from auraflux.ops.linear._hopper_ring import RING_BUILDS
 from auraflux.ops.linear._hopper_scores import SCORES_BUILDS
 from auraflux.ops.linear._hopper_some import SOME_BUILDS
 from auraflux.ops.linear._hopper_stream import MOST_WEIGHTS, matvec
@@ -27,6 +28,18 @@ def _stream_builds() -> list[Build]:
     sizes = {"TILES": 1, "W": 4, "D": 3}
     one = {**absent(1), **none, "COUNT": 1, "GATED": False, "K": 8192, **sizes}
     three = {**absent(3), "end2": None, "COUNT": 3, "GATED": False, "K": 2048, **sizes}
+    two = {
+        **absent(2),
+        "end1": None,
+        "end2": None,
+        "COUNT": 2,
+        "GATED": False,
+        "K": 7168,
+        **sizes,
+        "W": 16,
+        "D": 2,
+        "delta": None,
+    }
     gated = {**absent(2), **none, "y1": None, "COUNT": 1, "GATED": True, "K": 4096, **sizes}
     several = " ".join([f"{weight} *bf16"] * 3)
     plain = {"delta": None, "norm": None, "total": None}
@@ -41,6 +54,7 @@ def _stream_builds() -> list[Build]:
         Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 2048, "TILES": 4}, hot=True, options=options),
         Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 8192}, hot=True, options=options),
         Build(matvec, f"*bf16 fp32 {weight} *bf16", {**one, **plain, "K": 7168}, hot=True, options={"num_warps": 4}),
+        Build(matvec, f"{alone} {weight} *bf16 {weight} *bf16 i32", two, hot=True, options={"num_warps": 16, "maxnreg": 64}),
         Build(matvec, f"{added} {weight} *bf16 {weight}", {**gated, "K": 7168, "TILES": 2}, hot=True, options={"num_warps": 4}),
     ]
 
@@ -101,4 +115,5 @@ KERNELS = [
     *SOME_BUILDS,
     *BATCH_BUILDS,
     *SCORES_BUILDS,
+    *RING_BUILDS,
 ]

@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops._triton import multiprocessors
+from auraflux.ops.linear._hopper_ring import multiply_ring, suits_ring
 from auraflux.ops.linear._hopper_rows import chosen
 from auraflux.ops.linear._nibbles import (
     ADDED_X,
@@ -43,7 +45,7 @@ from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # of a launch
 WIDEST = 16384  # inputs that the threads hold
-WARPS = 4
+WARPS, MANY_WARPS = 4, 16
 FEW_RUNS = 4  # of a warp; with fewer, a program takes several tiles of rows
 LEAST_PROGRAMS = 384  # that are left then
 
@@ -242,10 +244,12 @@ def multiply_stream(
 
     normed  x is first added to and normalised: what is added or None, the norm in float32, where the sum goes, eps
     """
-    width = weights[0].shape[1]
-    # 128 registers: four programs on each multiprocessor; where the last run is not whole, the assembler would rather spill
-    deep, cap = (3, None if width % (512 * WARPS) else 128) if width <= 8192 else (2, None)
+    width, processors = weights[0].shape[1], multiprocessors(x.device)
+    if len(weights) == 1 and normed is None and not gated and suits_ring(weights[0], processors):
+        multiply_ring(x, weights[0], outs[0], processors)
+        return
     rows = [weight.shape[0] for weight in weights]
+    warps, deep, cap = _room(rows, width, gated, processors)
     tiles = _tiles(rows, width, gated)
     passed: list[Any] = []
     for number in range(MOST_WEIGHTS):
@@ -255,8 +259,19 @@ def multiply_stream(
     count, grid = (1, rows[0] // (8 * tiles)) if gated else (len(weights), ends[-1])
     passed += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
     stream = normed or (None, None, None, 0.0)
-    sizes = count, gated, width, tiles, WARPS, deep
-    matvec[(grid,)](x, *stream, *passed, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    sizes = count, gated, width, tiles, warps, deep
+    matvec[(grid,)](x, *stream, *passed, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
+
+
+def _room(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:
+    """Warps of a program, half runs of each in flight, and a cap on registers."""
+    if not gated and sum(rows) <= 16 * processors and 3 * MANY_WARPS // 4 < -(-width // 512) <= MANY_WARPS:
+        # a program has a multiprocessor for itself, and nearly each warp one run
+        return MANY_WARPS, 2, 64
+    if width > 8192:
+        return WARPS, 2, None
+    # 128 registers: four programs on each multiprocessor; where the last run is not whole, the assembler would rather spill
+    return WARPS, 3, None if width % (512 * WARPS) else 128
 
 
 def _tiles(rows: Sequence[int], width: int, gated: bool) -> int:

@@ -134,7 +134,7 @@ CASES = [
     # widths in whole quads of groups, for which Hopper has kernels of its own
     *[
         linear_case(f"bf16-{width}-{tokens}", lambda t=tokens, w=width: product(t, 128, w, 4, dtype=BF16), tol=4e-3)
-        for width, tokens in ((256, 1), (768, 1), (2560, 1), (512, 5), (768, 16), (512, 33))
+        for width, tokens in ((256, 1), (768, 1), (2560, 1), (7168, 1), (512, 5), (768, 16), (512, 33))
     ],
     # of interest on Hopper, where formats and widths choose kernels; for a CPU every one is another to compile
     *[
@@ -183,7 +183,15 @@ CASES = [
     Case(add_norm_scores, "biases", lambda: {**from_stream(1, 64, [9]), "biases": [torch.randn(9)]}),
     *(
         Case(add_norm_linears, f"bf16-{len(rows)}-{width}", partial(stream_in_bf16, 1, rows, width, len(rows) == 3), tol=4e-3)
-        for rows, width in (((128,), 256), ((512, 64), 2048), ((64, 16, 32), 768), ((64, 64, 64, 16), 4096), ((48,), 8448))
+        for rows, width in (
+            ((128,), 256),
+            ((512, 64), 2048),
+            ((64, 16, 32), 768),
+            ((64, 64, 64, 16), 4096),
+            ((48,), 8448),
+            ((96, 48), 7168),
+            ((64, 16, 32), 8192),
+        )
     ),
     # clusters of programs that share the inputs, on Hopper: each size of cluster and number of tokens, rows that end anywhere
     *(

@@ -86,7 +86,7 @@ def from_lane(value, lane):
 
 
 @gluon.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + gl.exp(-x))
 
 
@@ -102,7 +102,7 @@ def load_scores(scores, tid, experts, E: gl.constexpr):
 
 
 @gluon.jit
-def _ordered(choice):
+def ordered(choice):
     """A score's bits as an integer; zeros of both signs are equal."""
     choice = gl.where(choice == choice, gl.where(choice == 0.0, 0.0, choice), float("-inf"))
     bits = choice.to(gl.int32, bitcast=True)
@@ -115,10 +115,10 @@ def _choose_wide(xs, bias, lane, experts, last, E: gl.constexpr, SIGMOID: gl.con
     for i in gl.static_range(E // 32):
         place, choice = lane + 32 * i, xs[i]
         if SIGMOID:
-            choice = _sigmoid(choice)
+            choice = sigmoid(choice)
             if bias is not None:
                 choice += gl.load(bias + place, mask=place < experts, other=0.0).to(gl.float32)
-        keys += (gl.where(place < experts, _ordered(choice), LOWEST),)  # type: ignore[assignment]
+        keys += (gl.where(place < experts, ordered(choice), LOWEST),)  # type: ignore[assignment]
     chosen = lane * 0
     for n in range(last + 1):
         best = lane * 0 + LOWEST
@@ -145,7 +145,7 @@ def choose(xs, bias, tid, experts, last, E: gl.constexpr, SIGMOID: gl.constexpr,
         args = [tid // 32, lane, lane * 0 + last]
         for i in gl.static_range(E // 32):
             place = lane + 32 * i
-            key = (_ordered(xs[i]) & -65536) | (0xFFFF - place)
+            key = (ordered(xs[i]) & -65536) | (0xFFFF - place)
             args += [gl.where(place < experts, key, LOWEST)]
         registers: gl.constexpr = "=&r" + ",r" * (3 + E // 32)
         top = gl.inline_asm_elementwise(_chosen_ptx(E // 32), registers, args, gl.int32, is_pure=False, pack=1)
@@ -162,7 +162,7 @@ def weights_of(
     """Lane n of the first warp gets the weight of slot n."""
     y = gl.load(scores + chosen).to(gl.float32)
     if SCORING == "sigmoid":
-        weight = _sigmoid(y)
+        weight = sigmoid(y)
     else:
         # the first slot has the highest score
         top = from_lane(y.to(gl.int32, bitcast=True), lane * 0).to(gl.float32, bitcast=True)

@@ -24,7 +24,7 @@ WIDEST = 8192
 MOST_CHOICES = 512  # experts that the lanes of a warp hold the scores of
 
 
-def _aligned(stack: Stack) -> bool:
+def aligned(stack: Stack) -> bool:
     """Whether weights have the form the kernels are written for, each expert's arrays where they can be copied in pieces."""
     return isinstance(stack, QTensor) and _held_well(stack)
 
@@ -54,7 +54,7 @@ def fits_hopper(x: Tensor, experts: Experts) -> bool:
         and experts.clamp is experts.gate_bias is experts.up_bias is experts.down_bias is None
         and capability(x.device) == HOPPER
         and not x.data_ptr() % 16
-        and all(_aligned(stack) for stack in (experts.gate, experts.up, experts.down))
+        and all(aligned(stack) for stack in (experts.gate, experts.up, experts.down))
     )
 
 
@@ -67,7 +67,7 @@ def fits_slot(shared: SharedExpert, k: int, experts: Experts) -> bool:
     """Whether a shared expert can be one more slot: of the experts' width and format."""
     weights = (shared.gate, shared.up, shared.down)
     few = k < MOST_SLOTS and (k + 1) * (experts.inner // 64) <= MOST_GROUPS
-    return few and shared.gate.shape[0] == experts.inner and all(_aligned(weight) for weight in weights)
+    return few and shared.gate.shape[0] == experts.inner and all(aligned(weight) for weight in weights)
 
 
 def few_hopper(x: Tensor, ids: Tensor, weights: Tensor | None, experts: Experts, out: Tensor) -> Tensor:

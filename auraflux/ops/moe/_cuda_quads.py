@@ -3,7 +3,7 @@
 A quad is four groups of 64 codes of 16 rows, with their scales and biases; more of its PTX is in `linear._nibbles`. Every
 tensor has one element per thread.
 
-- Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133, see `_cuda_groups`.
+- Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133, see `linear._groups`.
 - Vectors lie in shared memory as operands of `mma.m16n8k16`, made once for all rows.
 - A group's bias times its sum of inputs is a product too, of four inputs a quad. Sums of inputs are float32, so each stands
   there three times: its bf16, that of what is left, and that of what is left then.
@@ -12,8 +12,8 @@ tensor has one element per thread.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.linear._groups import OF_CODES, load_16, pair_16
 from auraflux.ops.linear._nibbles import MMA, codes_at, sum_four, word_at
-from auraflux.ops.moe._cuda_groups import OF_CODES, load_16, pair_16
 
 W = gl.constexpr(8)  # warps of a program
 TILE = gl.constexpr(2048 + 256)  # bytes of a quad: codes, then scales, then biases

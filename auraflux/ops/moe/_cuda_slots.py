@@ -1,4 +1,4 @@
-"""Four-bit experts for few tokens on Hopper: what a warp does with groups of codes is in `_cuda_groups`.
+"""Four-bit experts for few tokens on Hopper: what a warp does with groups of codes is in `linear._groups`.
 
 A tile of `up_slots` is 16 elements of one pair's hidden vector: 16 rows of gate and as many of up, each a single piece of
 memory, which the copy engine brings to shared memory. A program has a few tiles of a token, half of its warps for gate, half
@@ -14,10 +14,10 @@ weights are known from the start.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.linear._fetch import await_bytes, begin_barriers, count_true, expect, fetch, long_at, put_float, put_long
+from auraflux.ops.linear._groups import codes_at, float_at, lines_at, load_16, multiplied, pair_16, paired, put_rows, sum_at
 from auraflux.ops.linear._nibbles import AWAIT, run, shared
 from auraflux.ops.moe._cuda_choose import choose, from_lane, load_scores, weights_of
-from auraflux.ops.moe._cuda_fetch import await_bytes, begin_barriers, count_true, expect, fetch, long_at, put_float, put_long
-from auraflux.ops.moe._cuda_groups import codes_at, float_at, lines_at, load_16, multiplied, pair_16, paired, put_rows, sum_at
 
 WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
 LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")

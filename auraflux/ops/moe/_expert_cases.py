@@ -44,6 +44,12 @@ def crowded(tokens: int, experts: Experts) -> Args:
     return {**routed(tokens, 2, experts), "ids": torch.tensor([[3, 1]], dtype=torch.int32).repeat(tokens, 1)}
 
 
+def leaning(args: Args) -> Args:
+    """The same, but that all tokens go to the first expert too."""
+    others = 1 + args["ids"] % (args["experts"].count - 1)
+    return {**args, "ids": torch.cat([torch.zeros_like(others[:, :1]), others[:, 1:]], 1)}
+
+
 def from_blobs(experts: int, hidden: int, inner: int) -> Experts:
     """The stacks of a layer as blobs with room between them."""
     whole = matrices(experts, hidden, inner)
@@ -158,7 +164,9 @@ EXPERT_CASES = [
     # more tokens than are assigned to blocks in one program: blocks of 8 pairs, of 16
     case("hundreds-bf16", lambda: routed(150, 2, layer(8, 512, 256), BF16), tol=6e-3),
     case("thousand-bf16", lambda: routed(150, 8, layer(16, 256, 256), BF16), tol=6e-3),
-    # in tiles on Hopper
+    # in tiles of 32, 64 and 128 pairs on Hopper
+    case("leaning-bf16", lambda: leaning(routed(259, 8, layer(96, 256, 256), BF16)), tol=6e-3),
+    case("two-thousand-bf16", lambda: routed(301, 8, layer(48, 512, 256), BF16), tol=6e-3),
     case("thousands-bf16", lambda: routed(1030, 8, layer(12, 256, 768), BF16), tol=6e-3),
     case("no-tokens", lambda: routed(0, 2, layer(4, 64, 128))),
     part("one-token", lambda: some(routed(1, 8, layer(32, 2048, 768)), [3, 5]), exact=False, tol=FAST, bench=True),
@@ -174,6 +182,7 @@ EXPERT_CASES = [
     part("many-bf16", lambda: some(routed(40, 2, layer(4, 64, 128), BF16), [3]), tol=6e-3),
     part("quads-bf16", lambda: some(routed(2, 3, layer(8, 512, 256), BF16), [3]), tol=6e-3),
     part("some-quads-bf16", lambda: some(routed(20, 4, layer(8, 512, 256), BF16), [3]), tol=6e-3),
+    part("two-thousand-bf16", lambda: some(leaning(routed(259, 8, layer(96, 256, 256), BF16)), [3, 90]), tol=6e-3),
     part("thousands-bf16", lambda: some(routed(1030, 8, layer(12, 512, 256), BF16), [3]), tol=6e-3),
     part("no-tokens", lambda: some(routed(0, 2, layer(4, 64, 128)), [])),
     Case(sum_parts, "one-token", lambda: results(1, 8, 2048), bench=True),

@@ -11,6 +11,7 @@ from auraflux.ops._triton import INTERPRETED, Build, cdiv, power_of_two, ready
 from auraflux.ops.moe import reference
 from auraflux.ops.moe._cuda_assign import ASSIGN_BUILDS, assign_chosen
 from auraflux.ops.moe._cuda_blocks import down_block, fits_blocks, some_hopper, up_block
+from auraflux.ops.moe._cuda_by_ring import RING_BUILDS, fits_first, fits_ring, ring_hopper
 from auraflux.ops.moe._cuda_by_tiles import TILE_BUILDS, fits_tiles, tiled, tiled_parts
 from auraflux.ops.moe._cuda_few import down_few, few, up_few
 from auraflux.ops.moe._cuda_group import group_pairs
@@ -130,6 +131,10 @@ def mixture(
     """Few tokens choose their experts inside the kernels that multiply with them, two in all; some more in one before those."""
     ready(x)
     few_pairs, fits = 0 < x.shape[0] * routing.k <= FEW_PAIRS, h.dtype is x.dtype and fits_few(x, routing.k, experts)
+    if few_pairs and h.dtype is x.dtype and fits_ring(x, routing, experts):
+        if isinstance(shared, SharedExpert) and not fits_first(shared, experts):
+            shared = reference.shared_result(x, shared)
+        return ring_hopper(x, scores, routing, bias, experts, h, shared, shared_gate)
     if few_pairs and fits and routing.groups == 1 and experts.count <= MOST_CHOICES:
         if isinstance(shared, SharedExpert) and not fits_slot(shared, routing.k, experts):
             shared = reference.shared_result(x, shared)
@@ -198,4 +203,4 @@ def _builds_around() -> list[Build]:
     ]
 
 
-KERNELS = _builds() + _builds_around() + SLOT_BUILDS + ASSIGN_BUILDS + STREAM_BUILDS + TILE_BUILDS
+KERNELS = _builds() + _builds_around() + SLOT_BUILDS + RING_BUILDS + ASSIGN_BUILDS + STREAM_BUILDS + TILE_BUILDS

@@ -1,6 +1,6 @@
 """What a warp does with four groups of 64 four-bit codes of an expert's 16 rows, and what becomes of its sums.
 
-PTX for what a thread does, for `_cuda_slots`; more of it is in `linear._nibbles`. Every tensor has one element per thread.
+PTX for what a thread does, for `moe._cuda_slots`; more of it is in `_nibbles.py`. Every tensor has one element per thread.
 
 - Four `mma.m16n8k16` multiply a group: step j takes nibbles j and j + 4 of each word, and x is paired (j, j + 4) to match.
   Columns 2n and 2n + 1 have the x of group n, so lane t of four has the sums of group t.
@@ -110,7 +110,7 @@ def codes_at(base, lane, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _bf16_at(at):
+def half_at(at):
     text: gl.constexpr = "{.reg .b16 h; .reg .b32 w; ld.shared.b16 h,[$1]; cvt.u32.u16 w,h; shl.b32 $0,w,16;}"
     return gl.inline_asm_elementwise(text, "=f,r,~{memory}", [at], gl.float32, is_pure=False, pack=1)
 
@@ -119,7 +119,7 @@ def _bf16_at(at):
 def lines_at(base, lane, LINE: gl.constexpr):
     """Scales and biases of rows g and g + 8, group t; rows are LINE bytes apart, biases behind 16 rows of scales."""
     at = base + lane // 4 * LINE + lane % 4 * 2
-    return _bf16_at(at), _bf16_at(at + 8 * LINE), _bf16_at(at + 16 * LINE), _bf16_at(at + 24 * LINE)
+    return half_at(at), half_at(at + 8 * LINE), half_at(at + 16 * LINE), half_at(at + 24 * LINE)
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def multiplied(words, lines, x, lane):
 
 
 @gluon.jit
-def _add_four(value):
+def add_four(value):
     """The sum over four neighbouring lanes."""
     return gl.inline_asm_elementwise(ADD_FOUR, "=&f,f", [value], gl.float32, is_pure=False, pack=1)
 
@@ -150,7 +150,7 @@ def put_rows(at, lane, first, second):
     text: gl.constexpr = (
         "{.reg .pred p; setp.eq.b32 p,$4,0; @p st.shared.f32 [$1],$2; @p st.shared.f32 [$1+32],$3; mov.b32 $0,0;}"
     )
-    args = [at + lane // 4 * 4, _add_four(first), _add_four(second), lane % 4]
+    args = [at + lane // 4 * 4, add_four(first), add_four(second), lane % 4]
     gl.inline_asm_elementwise(text, "=r,r,f,f,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 

@@ -1,0 +1,123 @@
+"""The expert kernels for one token and large experts on Hopper: on numpy, and on the GPU in sizes that they serve."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from auraflux.bench.gpu.shapes import experts as random_experts
+from auraflux.ops._cases import relative_rms
+from auraflux.ops.moe._expert_cases import layer
+from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.reference import mixture, mixture_by_steps
+from auraflux.ops.moe.routing import Routing
+from auraflux.quant import QTensor
+from tests.ops.experts_ptx import placed, ring_kernels
+from tests.ops.ptx import Device
+
+TOL = 8e-3  # what lies between the kernels is bf16, and so is the result
+GROUPED = Routing(4, "sigmoid", True, groups=3, kept_groups=2, scale=2.5)
+
+
+def one_of(experts: Experts) -> SharedExpert:
+    return SharedExpert(experts.gate[0], experts.up[0], experts.down[0])
+
+
+def run(x, scores, routing: Routing, experts: Experts, h, bias, shared, gate, sizes: dict[str, int]) -> torch.Tensor:
+    """All programs of both kernels, `sizes` of each."""
+    device, inner, hidden, tokens = Device(), experts.inner, experts.hidden, len(x)
+    own = shared if isinstance(shared, SharedExpert) else None
+    slots = routing.k + (own is not None)
+
+    def arrays(weight: QTensor | None) -> tuple[Any, ...]:
+        parts = (None,) * 3 if weight is None else (weight.packed, weight.scales, weight.biases)
+        return tuple(placed(device, part) for part in parts)
+
+    def passed(stack: QTensor) -> tuple[Any, ...]:
+        return *arrays(stack), stack.packed.stride(0), stack.scales.stride(0)
+
+    between, out = (torch.full(shape, float("nan")).bfloat16() for shape in ((tokens, slots, inner), (tokens, hidden)))
+    inputs, hiddens, results, given, more = (placed(device, one) for one in (x, between, out, scores, bias))
+    added = [placed(device, one) for one in (h, None if own else shared, gate)]
+    stacks, owns = [experts.gate, experts.up, experts.down], [None] * 3 if own is None else [own.gate, own.up, own.down]
+    first, second, last = (passed(stack) for stack in stacks)
+    own_gate, own_up, own_down = (arrays(weight) for weight in owns)
+    kept = routing.kept_groups if routing.groups > 1 else 0
+    rule = routing.k, -(-experts.count // 32) * 32, routing.scoring
+    programs, warps, deep = sizes["up"], sizes["up_warps"], sizes["up_deep"]
+    for token in range(tokens):
+        for program in range(programs):
+            kernel = ring_kernels(device, warps, programs, program, token)["up_ring"]
+            count = -(-slots * inner // 8 // programs)
+            up = hiddens, experts.count, inner, hidden, *rule, kept, count, deep, warps
+            kernel(inputs, given, more, *first, *second, *own_gate, *own_up, *up)
+    programs, warps, deep = sizes["down"], sizes["down_warps"], sizes["down_deep"]
+    for token in range(tokens):
+        for program in range(programs):
+            kernel = ring_kernels(device, warps, programs, program, token)["down_ring"]
+            count = -(-hidden // 8 // programs)
+            down = results, experts.count, hidden, inner, *rule, routing.renormalize, kept, count, deep, warps
+            kernel(hiddens, given, more, routing.scale, *added, *last, *own_down, *down)
+    assert results is not None
+    return device.get(results, out)
+
+
+def sizes(up: tuple[int, int, int], down: tuple[int, int, int]) -> dict[str, int]:
+    names = "up", "up_warps", "up_deep", "down", "down_warps", "down_deep"
+    return dict(zip(names, (*up, *down), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("experts", "hidden", "inner", "routing", "own", "tokens", "shape"),
+    [
+        (96, 256, 512, GROUPED, True, 1, sizes((11, 2, 2), (3, 8, 9))),
+        # more inputs than the warps of a program have at a time, a result of a shared expert
+        pytest.param(33, 768, 512, Routing(3, "softmax", True), False, 1, sizes((5, 1, 3), (3, 8, 12)), marks=pytest.mark.slow),
+        (33, 256, 512, Routing(1, "softmax", False), False, 2, sizes((7, 2, 2), (3, 8, 10))),
+        # teams of three warps
+        pytest.param(36, 256, 1536, Routing(2, "chosen", True), True, 1, sizes((13, 2, 2), (3, 8, 5)), marks=pytest.mark.slow),
+    ],
+)
+def test_stages_go_through_rings(experts: int, hidden: int, inner: int, routing: Routing, own: bool, tokens: int, shape):
+    torch.manual_seed(hidden)
+    made, (x, h, beside) = layer(experts, hidden, inner, lanes=1), torch.randn(3, tokens, hidden).bfloat16()
+    scores, gate = torch.randn(tokens, experts) * 2, torch.randn(tokens).bfloat16()
+    bias = torch.randn(experts) * 0.1 if routing.scoring == "sigmoid" else None
+    shared = one_of(layer(1, hidden, inner, lanes=1)) if own else beside
+    found = run(x, scores, routing, made, h, bias, shared, gate, shape)
+    wide = shared if own else beside.float()
+    expected = mixture.reference(x.float(), scores, routing, made, h.float(), bias, wide, gate.float())
+    assert relative_rms(found.float() - h.float(), expected - h.float()) <= TOL
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("experts", "hidden", "inner", "routing", "own"),
+    [
+        (256, 7168, 2048, Routing(8, "sigmoid", True, groups=8, kept_groups=4, scale=2.5), True),
+        (384, 7168, 2048, Routing(8, "sigmoid", True, scale=2.5), True),
+        (128, 4096, 1536, Routing(8, "softmax", True), False),
+        (160, 5120, 1536, Routing(8, "sigmoid", True, scale=2.5), True),
+        (100, 6144, 1024, Routing(6, "softmax", False), False),
+        (32, 3072, 4096, Routing(2, "chosen", True), True),
+    ],
+)
+def test_large_experts_on_the_gpu(experts: int, hidden: int, inner: int, routing: Routing, own: bool, tokens: int):
+    from auraflux.ops.moe._cuda_by_ring import LEAST_WEIGHTS, fits_ring, ring_hopper
+
+    torch.manual_seed(tokens)
+    with torch.device("cuda"):
+        made, (x, h, beside) = random_experts(experts, hidden, inner), torch.randn(3, tokens, hidden).bfloat16()
+        shared = one_of(random_experts(1, hidden, inner)) if own else beside
+        gate, bias = torch.randn(tokens).bfloat16(), torch.randn(experts) * 0.1 if routing.scoring == "sigmoid" else None
+        assert fits_ring(x, routing, made) == (hidden * inner >= LEAST_WEIGHTS)
+        for _ in range(3):
+            scores = torch.randn(tokens, experts) * 2
+            # of equal scores the first is chosen
+            scores[:, ::2] = scores[:, 1::2]
+            found = ring_hopper(x, scores, routing, bias, made, h, shared, gate).float()
+            expected = mixture_by_steps(x, scores, routing, made, h, bias, shared, gate).float()
+            assert relative_rms(found - h.float(), expected - h.float()) <= 2 * TOL
+            assert torch.equal(found, ring_hopper(x, scores, routing, bias, made, h, shared, gate).float())
