@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-DTYPES = {"int32": np.int32, "int64": np.int64, "float16": np.float16, "float32": np.float32, "int8": np.int8, "int1": np.bool_}
+DTYPES = {
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint32": np.uint32,
+    "float16": np.float16,
+    "float32": np.float32,
+    "int8": np.int8,
+    "int1": np.bool_,
+}
 
 
 MEMORIES: list[np.ndarray] = []
@@ -57,7 +65,7 @@ def _binary(name: str, swap: bool = False) -> Any:
 
 for _sign, _name in {
     "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "and": "bitwise_and", "or": "bitwise_or",
-    "rshift": "right_shift", "lshift": "left_shift", "floordiv": "floor_divide", "mod": "remainder",
+    "xor": "bitwise_xor", "rshift": "right_shift", "lshift": "left_shift", "floordiv": "floor_divide", "mod": "remainder",
 }.items():  # fmt: skip
     setattr(Tensor, f"__{_sign}__", _binary(_name))
     setattr(Tensor, f"__r{_sign}__", _binary(_name, swap=True))
@@ -176,6 +184,7 @@ class Program:
     minimum = staticmethod(lambda a, b: Tensor(np.minimum(plain(a), plain(b))))
     max = staticmethod(lambda x, axis: Tensor(x.data.max(axis)))
     sum = staticmethod(lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)))
+    associative_scan = staticmethod(lambda x, axis, add: Tensor(np.cumsum(x.data, axis, dtype=x.data.dtype)))
     exp2 = staticmethod(lambda x: Tensor(np.exp2(x.data)))
     cdiv = staticmethod(lambda a, b: Tensor(-(-plain(a) // plain(b))))
     static_range = staticmethod(range)
@@ -222,6 +231,9 @@ def emulate(gl: Program, text: str, args: list) -> np.ndarray:
         return look_up(gl, text, args, 1)[0]
     if "global_smem" in text or "%laneid" in text or "%tid" in text:
         return np.zeros_like(np.asarray(x))
+    if "bfe" in text:
+        first, count = map(int, re.search(r"\$1, (\d+), (\d+);", text).groups())  # type: ignore[union-attr]
+        return np.asarray(x) >> first & ((1 << count) - 1)
     if "redux" in text:  # of one number, which all lanes have
         return np.asarray(x)
     raise NotImplementedError(text)
@@ -288,9 +300,9 @@ def copy(gl: Program, text: str, args: list) -> None:
 
 def read(gl: Program, text: str, addresses: np.ndarray) -> list[np.ndarray]:
     found = []
-    for count, at in re.findall(r"ld\.shared(?:\.v(\d))?\.b32 .*?\+ (\d+)\];", text):
+    for turn, count, at in re.findall(r"(?:xor\.b32 a, \$\d+, (\d+); )?ld\.shared(?:\.v(\d))?\.b32 .*?\+ (\d+)\];", text):
         words = gl.shared.view(np.int32)
-        found += [words[(addresses + int(at)) // 4 + i] for i in range(int(count or 1))]
+        found += [words[((addresses ^ int(turn or 0)) + int(at)) // 4 + i] for i in range(int(count or 1))]
     return found
 
 

@@ -22,6 +22,7 @@ from tests.ops.ptx import MASK, PAGE, PLAIN, Device, Lanes, Machine, bits_of, fl
 from tests.ops.threads import run_source
 
 CPU = torch.device("cpu")
+LONGEST = 128**0.5  # no coordinate of the vectors that the kernel takes is longer, times sqrt(D)
 FILES = "_append_parts", "_append_pages", "_append_doubts", "_append_many"
 NAMED = dict.fromkeys(("Any", "Tensor", "CodePages"), Any)  # by annotations
 KINDS = {torch.int32: np.int32, torch.float32: np.float32, torch.bfloat16: np.uint16}
@@ -46,6 +47,10 @@ MORE = {
     "mad.lo.u32": lambda a, b, c: a * (b & MASK) + c,
     "fma.rn.sat.f32": kept,
     "add.rn.f32": PLAIN["add.f32"],
+    "sub.rn.f32": lambda a, b: bits_of(floats(a) - floats(b)),
+    "neg.f32": lambda a: a ^ 0x80000000,
+    "max.f32": lambda a, b: bits_of(np.fmax(floats(a), floats(b))),
+    "min.f32": lambda a, b: bits_of(np.fmin(floats(a), floats(b))),
     "min.u16x2": lambda a, b: np.minimum(a & 0xFFFF, b & 0xFFFF) | np.minimum(a >> 16, b >> 16) << 16,
     "rsqrt.approx.ftz.f32": lambda a: bits_of((1 / np.sqrt(floats(a).astype(np.float64))).astype(np.float32)),
     "add.s32": lambda a, b: a + b,
@@ -88,6 +93,8 @@ class Coder(Machine):
     float64, int16, int64 = np.float64, np.int16, np.int64
     pointer_type = staticmethod(lambda kind: (kind,))
     max = staticmethod(lambda x, axis: int(np.asarray(x).max()))
+    # by `or`, the only one there is
+    reduce = staticmethod(lambda x, axis, combine: int(np.bitwise_or.reduce(np.asarray(x))))
 
     @staticmethod
     def constexpr(x: Any) -> Any:
@@ -225,22 +232,22 @@ def test_emulated_kernel_matches_reference(bits: tuple[int, int], lengths: list[
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("bits", SEARCH)
 def test_places_find_the_nearest_level(bits: int, width: int):
-    """Coordinates before their division by sqrt(D), far outliers among them; midpoints and their neighbours are in doubt."""
+    """Coordinates before their division by sqrt(D), the longest among them; midpoints and their neighbours are in doubt."""
     search, (words, scale, offset) = SEARCH[bits], places_for(bits, width, CPU)
-    middles = scaled_middles(bits, width)
-    z = np.concatenate([1.2 * np.random.default_rng(0).standard_normal(4000), [0.0, 50.0, -50.0, 1e30], middles]).astype(
-        np.float32
-    )
-    t = np.clip((z.astype(np.float64) * scale + offset).astype(np.float32), 0, 1)
-    bucket = np.rint(t.astype(np.float64) * (search.buckets - 1)).astype(np.int64)
-    n = (t + np.float32(1)).view(np.uint32).astype(np.int64)
-    found = (n << search.lift) + words.numpy()[bucket].astype(np.int64) & MASK
-    doubt, code = (found & 0xFFFF00) == 0, found >> 24
-    want = np.searchsorted(middles, z)
-    assert (code == want)[~doubt].all()
+    middles, few = scaled_middles(bits, width), search.buckets == 32
+    z = np.concatenate([1.2 * np.random.default_rng(0).standard_normal(4000), np.linspace(-1, 1, 9999) * LONGEST, middles])
+    place = (z.astype(np.float32).astype(np.float64) * scale + offset).astype(np.float32)
+    t = place if few else np.clip(place, 0, 1) + np.float32(1)
+    number = np.rint(t.astype(np.float64) * 32) if few else np.rint((t.astype(np.float64) - 1) * (search.buckets - 1))
+    n = t.view(np.uint32).astype(np.int64)
+    found = (n << search.lift) + words.numpy()[number.astype(np.int64) % search.buckets].astype(np.int64) & MASK
+    beyond, doubt, code = few & (found >> 28 != 0), (found & 0xFFFF00) == 0, found >> 24
+    want = np.searchsorted(middles, z.astype(np.float32))
+    assert (code == want)[~doubt & ~beyond].all()
     assert (code - 1 == want)[-len(middles) :].all()
     assert doubt[-len(middles) :].all()
     assert doubt[: -len(middles)].mean() < 1e-2
+    assert not beyond[np.abs(z) < 4.4].any()
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -8,10 +8,10 @@ Vectors with one that does not are coded once more, number by number as the refe
   four coordinates. Matrix units multiply in any order, so one is chosen that leaves a lane with 32 neighbouring coordinates of
   two neighbouring tokens: what the words of keys, and of values in pairs, are made of. Nothing is shuffled.
 - *Codes*: one word looked up and one multiply-add, see `_places.py`. Tables of 32 words lie in the lanes of a warp, those of
-  8 bits in shared memory.
-- *All tokens under way at once*: a program is a warp with 16 tokens, and a multiprocessor has room for 17 of them, more than
+  8 bits in shared memory. The last additions of the transform also scale: their results lie where tables want them.
+- *All tokens under way at once*: a program is a warp with 16 tokens, and a multiprocessor has room for 16 or 17 of them, which
   2048 tokens of 8 heads take. Those of one sequence are asked for as if the first position were a multiple of 16, and once more
-  if it is not, so that nothing waits for the length.
+  if it is not, so that nothing waits for the length. Values of few bits do, and come while keys are coded.
 - *The next call's tokens*: programs that find room while others still work ask the cache for all of them.
 """
 
@@ -25,11 +25,9 @@ from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
 from auraflux.ops._triton import INTERPRETED, capability, cdiv
 from auraflux.ops.turboquant._append_doubts import settle, store_one_by_one
-from auraflux.ops.turboquant._append_pages import fetch, place_in_batch, store_pairs, store_rows, words_of
+from auraflux.ops.turboquant._append_pages import fetch, load_tile, store_pairs, store_rows, words_of
 from auraflux.ops.turboquant._append_parts import (
-    COPIED,
     ROW_PITCH,
-    copy_tokens,
     factors,
     four_codes,
     inverse_root,
@@ -48,7 +46,8 @@ from auraflux.ops.turboquant.pages import CodePages
 
 MANY = 2048  # vectors; fewer are coded as soon one by one
 TILE = 16  # tokens of a program
-REGISTERS, REGISTERS_OF_BATCH = 120, 128
+# with 120 a multiprocessor has room for 17 programs, which is faster for codes of 8 bits; with 128 for 16
+REGISTERS, MORE_REGISTERS = 120, 128
 # for which a GPU has judged the kernel
 WIDTH, KEY_BITS, VALUE_BITS = 128, (4, 8), (2, 4, 8)
 MOST_SEQUENCES = 32
@@ -73,25 +72,20 @@ def _memory(NBYTES: gl.constexpr, lane):
 
 @gluon.jit
 def _codes_of(S, TOKEN: gl.constexpr, scale, offset, table, BUCKETS: gl.constexpr, NEAR: gl.constexpr):
-    """Find a token's 32 codes, four in each of eight words, neighbours if NEAR, else every second of eight; and doubt."""
+    """Find a token's 32 codes, four in each of eight words, neighbours if NEAR, else every second of eight; and any doubt."""
     codes = ()
-    doubt = table * 0 - 1
+    doubt, beyond = table * 0 - 1, table * 0
     for j in gl.static_range(4):
-        a0, a1, a2, a3 = joined(S, 4 * j + 2 * TOKEN)
-        b0, b1, b2, b3 = joined(S, 4 * j + 2 * TOKEN + 1)
+        a0, a1, a2, a3 = joined(S, 4 * j + 2 * TOKEN, scale, offset, BUCKETS)
+        b0, b1, b2, b3 = joined(S, 4 * j + 2 * TOKEN + 1, scale, offset, BUCKETS)
         if NEAR:
-            c, doubt = four_codes(a0, b0, a1, b1, scale, offset, table, doubt, BUCKETS)
-            d, doubt = four_codes(a2, b2, a3, b3, scale, offset, table, doubt, BUCKETS)
+            c, doubt, beyond = four_codes(a0, b0, a1, b1, table, doubt, beyond, BUCKETS)
+            d, doubt, beyond = four_codes(a2, b2, a3, b3, table, doubt, beyond, BUCKETS)
         else:
-            c, doubt = four_codes(a0, a1, a2, a3, scale, offset, table, doubt, BUCKETS)
-            d, doubt = four_codes(b0, b1, b2, b3, scale, offset, table, doubt, BUCKETS)
+            c, doubt, beyond = four_codes(a0, a1, a2, a3, table, doubt, beyond, BUCKETS)
+            d, doubt, beyond = four_codes(b0, b1, b2, b3, table, doubt, beyond, BUCKETS)
         codes += (c, d)  # type: ignore[assignment]
-    return codes, doubt
-
-
-@gluon.jit
-def _doubted(doubt):
-    return ((doubt & 0xFFFF) == 0) | ((doubt & -65536) == 0)
+    return codes, ((doubt & 0xFFFF) == 0) | ((doubt & -65536) == 0) | (beyond != 0)
 
 
 @gluon.jit
@@ -100,10 +94,21 @@ def _unusual(square):
 
 
 @gluon.jit
+def _bits(first, second, place):
+    """Set a bit for each of a lane's two tokens that is named."""
+    return (first.to(gl.int32) << place) | (second.to(gl.int32) << (place + 1))
+
+
+@gluon.jit
 def _named(first, second, g):
     """Set a bit for every token of a warp that any of its lanes names."""
-    mask = (first.to(gl.int32) << (2 * g)) | (second.to(gl.int32) << (2 * g + 1))
+    mask = _bits(first, second, 2 * g)
     return asm("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [mask], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
 
 
 @gluon.jit
@@ -111,9 +116,9 @@ def _append(
     x, codes, norms, words, scale, offset, signs, pages, lengths, starts, sequences, base, number, head, tokens, table_width,
     pool, lane,
     HEADS: gl.constexpr, BITS: gl.constexpr, BUCKETS: gl.constexpr, STEP: gl.constexpr, PAIRS: gl.constexpr, PAGE: gl.constexpr,
-    BATCH: gl.constexpr,
+    BATCH: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
-    """Encode the keys or the values of one head, 16 neighbouring tokens."""
+    """Encode the keys or the values of one head, 16 neighbouring tokens; doubts are RARE where all codes are of few bits."""
     g, q = lane // 4, lane % 4
     table, squares, middles = gl.load(words + lane), gl.load(words + 32 + lane), gl.load(words + 64 + lane)
     if BUCKETS > 32:
@@ -128,43 +133,45 @@ def _append(
     sign = asm(load_ptx("global", 1), operands(16, "r", "l"), [sign_at], (gl.int32,) * 16, is_pure=False, pack=1)
     F = factors(g, q)
     asm(AWAIT, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-    if BATCH:
-        sequence, start, first, end, tile = place_in_batch(starts, lengths, sequences, number, lane)
-        pages += sequence * table_width
-        copy_tokens(x, base, start + tile - first, tokens, head, lane, HEADS)
-        position = tile + 2 * g
-        asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-    else:
-        copy_tokens(x, base, number * 16, tokens, head, lane, HEADS)
-        end = gl.load(lengths)
-        first = end - tokens
-        tile = (first // 16 + number) * 16 + 0 * lane
-        position = tile + 2 * g
-        asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-        if first % 16 != 0:
-            copy_tokens(x, base, tile - first, tokens, head, lane, HEADS)
-            asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+    pages, first, end, tile = load_tile(
+        x, base, pages, lengths, starts, sequences, number, head, tokens, table_width, lane, HEADS, BATCH, PAIRS and RARE
+    )
+    position = tile + 2 * g
     at = base + g * (2 * ROW_PITCH) + q * 16
     w = asm(load_ptx("shared", 2), operands(32, "r", "r,~{memory}"), [at], (gl.int32,) * 32, is_pure=False, pack=1)
     new = (tile >= 0) & (tile < table_width * PAGE) & (tile + 15 >= first) & (tile < end)
     page = gl.load(pages + tile // PAGE, mask=new, other=-1)
     new = (page >= 0) & (page < pool)
-    one = new & (position >= gl.maximum(first, 0)) & (position < end)
-    two = new & (position + 1 >= gl.maximum(first, 0)) & (position + 1 < end)
+    one = (position >= gl.maximum(first, 0)) & (position < end)
+    two = (position + 1 >= gl.maximum(first, 0)) & (position + 1 < end)
+    if not RARE:
+        one, two = new & one, new & two
     row = (gl.maximum(page, 0).to(gl.int64) * HEADS + head) * PAGE + position % PAGE
     S = transformed(w, sign, F)
     square0, square1 = squared_length(S, 0), squared_length(S, 1)
     unusual0, unusual1 = _unusual(square0), _unusual(square1)
+    alone0, alone1 = unusual0, unusual1
     if PAIRS:
         # of a pair that is half new the other half stays
-        unusual0, unusual1 = unusual0 | ~two, unusual1 | ~one
-    unusual = _named(unusual0 & one, unusual1 & two, g)
+        alone0, alone1 = unusual0 | ~two, unusual1 | ~one
+    if not RARE:
+        alone = _named(alone0 & one, alone1 & two, g)
     NEAR: gl.constexpr = BITS == 8 or (PAIRS and BITS == 4)
     C, doubt0 = _codes_of(S, 0, inverse_root(square0) * scale, offset, table, BUCKETS, NEAR)
     D, doubt1 = _codes_of(S, 1, inverse_root(square1) * scale, offset, table, BUCKETS, NEAR)
-    mask = _named(_doubted(doubt0) & one, _doubted(doubt1) & two, g)
-    if gl.max(mask, 0) > 0:
+    if RARE:
+        # one reduction, and nothing waits for the page
+        both = _bits((doubt0 | unusual0) & one, (doubt1 | unusual1) & two, 2 * g)
+        both = gl.reduce(both | _bits(alone0 & one, alone1 & two, 2 * g + 16), 0, _either)
+        doubted = (both & 0xFFFF) != 0
+        mask, alone = (both & 0xFFFF) + 0 * lane, gl.where(new, (both >> 16) & 0xFFFF, 0)
+    else:
+        mask = _named((doubt0 | unusual0) & one, (doubt1 | unusual1) & two, g)
+        doubted = gl.max(mask, 0) > 0
+    if doubted:
         C, D = settle(base, C, D, scale * (32**-0.5), offset, signs, table, middles, mask, lane, BITS, BUCKETS, NEAR)
+    if RARE:
+        one, two = one & new, two & new
     if BUCKETS == 32:
         c, d = squares_of(words_of(C) + words_of(D), squares, BITS)
         total0, total1 = c.to(gl.float32) * STEP, d.to(gl.float32) * STEP
@@ -178,10 +185,11 @@ def _append(
     square = gl.where(second, square1, square0) * (1.0 / 32)
     norm = square * inverse_root(square * gl.where(second, total1, total0))
     gl.store(norms + row + q % 2, norm, mask=gl.where(second, two, one) & (q < 2))
-    if gl.max(unusual, 0) > 0:
+    lonely = ((both & -65536) != 0) if RARE else (gl.max(alone, 0) > 0)
+    if lonely:
         gl.thread_barrier()
         store_one_by_one(
-            base, codes, norms, scale * (32**-0.5), offset, signs, table, squares, middles, unusual, page, tile, head, lane,
+            base, codes, norms, scale * (32**-0.5), offset, signs, table, squares, middles, alone, page, tile, head, lane,
             HEADS, BITS, BUCKETS, PAIRS, PAGE,
         )  # fmt: skip
 
@@ -197,19 +205,20 @@ def append_many(
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     memory, base = _memory(NBYTES, lane)
     program = gl.program_id(0)
+    RARE: gl.constexpr = KEY_BUCKETS == 32 and VALUE_BUCKETS == 32
     if program < tiles * HEADS:
         fetch(k, v, tokens, program, lane, HEADS)
         _append(
             k, k_codes, k_norms, k_words, k_scale, k_offset, signs, pages, lengths, starts, sequences, base,
             program // HEADS, program % HEADS, tokens, table_width, pool, lane,
-            HEADS, KEY_BITS, KEY_BUCKETS, KEY_STEP, False, PAGE, BATCH,
+            HEADS, KEY_BITS, KEY_BUCKETS, KEY_STEP, False, PAGE, BATCH, RARE,
         )  # fmt: skip
     else:
         program -= tiles * HEADS
         _append(
             v, v_codes, v_norms, v_words, v_scale, v_offset, signs, pages, lengths, starts, sequences, base,
             program // HEADS, program % HEADS, tokens, table_width, pool, lane,
-            HEADS, VALUE_BITS, VALUE_BUCKETS, VALUE_STEP, True, PAGE, BATCH,
+            HEADS, VALUE_BITS, VALUE_BUCKETS, VALUE_STEP, True, PAGE, BATCH, RARE,
         )  # fmt: skip
     memory._keep_alive()
 
@@ -239,8 +248,9 @@ def tile_count(tokens: int, sequences: int) -> int:
     return cdiv(tokens + TILE - 1, TILE) if sequences == 1 else tokens // TILE + 2 * sequences
 
 
-def launch_options(batch: bool) -> dict[str, Any]:
-    return {"num_warps": 1, "maxnreg": REGISTERS_OF_BATCH if batch else REGISTERS}
+def launch_options(key_bits: int, value_bits: int, batch: bool) -> dict[str, Any]:
+    short = max(key_bits, value_bits) <= FEW
+    return {"num_warps": 1, "maxnreg": MORE_REGISTERS if batch or short else REGISTERS}
 
 
 def append_at_once(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
@@ -267,7 +277,7 @@ def append_at_once(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> No
         PAGE=pages.pool[1],
         **sizes(pages.key_bits, pages.value_bits),
         launch_pdl=True,
-        **launch_options(batch),
+        **launch_options(pages.key_bits, pages.value_bits, batch),
     )
 
 

@@ -1,4 +1,4 @@
-"""Pieces of the kernel that codes many tokens: copies, the transform on matrix units, look-ups, squares of levels.
+"""Pieces of the kernel that codes many tokens: the transform on matrix units, look-ups, squares of levels.
 
 Tensors have one element for each of a warp's threads. Lane (g, q), where g = lane // 4, has two neighbours of the warp's 16
 tokens, 2g and 2g + 1, and 32 neighbouring coordinates of each, from 32q on.
@@ -11,11 +11,10 @@ from triton.experimental.gluon.language import inline_asm_elementwise as asm
 BOTH_SIGNS = gl.constexpr(0x80008000 - (1 << 32))
 ONES = gl.constexpr(0x3F803F80)  # two bfloat16
 ROW_PITCH = gl.constexpr(288)  # bytes of a token in shared memory, so that eight lanes never share a bank
-COPIED = gl.constexpr("cp.async.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1")
-# bits of the last bucket's number, and of what makes it a whole one; in memory both are 2 ** -22 as large, since the bits of 2
-# times 4 are 0
-LAST = gl.constexpr({32: "41F80000, 0f4B000000", 512: "38FF8000, 0f40000000"})
-LIFT = gl.constexpr({32: 5, 512: 6})  # as `_places.SEARCH` has them
+# by how many buckets there are: what the place among them is multiplied by for the bucket's number, and what makes that a whole
+# one. Of tables in memory both are 2 ** -22 as large, since the bits of 2 times 4 are 0
+NUMBER = gl.constexpr({32: "0f42000000, 0f4B000000", 512: "0f38FF8000, 0f40000000"})
+LIFT = gl.constexpr(64)  # 2 ** lift, as `_places.SEARCH` has it
 
 
 @gluon.constexpr_function
@@ -35,16 +34,6 @@ def load_ptx(kind, rows):
 
 
 @gluon.constexpr_function
-def _copy_ptx(step):
-    """Copy 16 bytes of eight tokens, every second one, `step` bytes apart: to $1, from $2. The first is $3, of $4 tokens."""
-    text = "{.reg .pred p; .reg .b32 t; bar.warp.sync 0xffffffff;"
-    for i in range(0, 16, 2):
-        text += f"add.s32 t, $3, {i}; setp.lt.u32 p, t, $4;"
-        text += f"@p cp.async.cg.shared.global [$1 + {i * ROW_PITCH.value}], [$2 + {i * step}], 16;"
-    return text + "cp.async.commit_group; mov.b32 $0, 0;}"
-
-
-@gluon.constexpr_function
 def _transform_ptx():
     """Transform two tokens, $0 to $15, from four words of each, $16 to $19 and $20 to $23; $24 on: signs, $28 on: factors."""
     text = "{.reg .b32 a0, a1, a2, a3, b0, b1, b2, b3; .reg .f32 z; mov.f32 z, 0f00000000;"
@@ -59,31 +48,53 @@ def _transform_ptx():
 
 
 @gluon.constexpr_function
-def _place_ptx(z, scale, offset, table, buckets, out):
-    """Leave the code of z in the upper byte of `out`, above zeros if it is in doubt.
+def _place_ptx(t, table, buckets, out):
+    """Leave the code of the place t in the upper byte of `out`, above zeros if it is in doubt.
 
     table  a lane's word, where there are as many buckets as lanes; else where the table is
     """
-    text = f"fma.rn.sat.f32 t, {z}, {scale}, {offset}; fma.rn.f32 u, t, 0f{LAST.value[buckets]}; mov.b32 a, u;"
-    text += "add.rn.f32 t, t, 0f3F800000; mov.b32 n, t;"
+    text = f"fma.rn.f32 u, {t}, {NUMBER.value[buckets]}; mov.b32 a, u;"
     if buckets == 32:
-        text += f"shfl.sync.idx.b32 e, {table}, a, 31, -1;"
+        text += f"mov.b32 n, {t}; shfl.sync.idx.b32 e, {table}, a, 31, -1;"
     else:
-        text += f"mad.lo.u32 a, a, 4, {table}; ld.shared.b32 e, [a];"
-    return text + f"mad.lo.u32 {out}, n, {1 << LIFT.value[buckets]}, e;"
+        text += f"add.rn.f32 u, {t}, 0f3F800000; mov.b32 n, u; mad.lo.u32 a, a, 4, {table}; ld.shared.b32 e, [a];"
+    return text + f"mad.lo.u32 {out}, n, {LIFT.value}, e;"
 
 
 @gluon.constexpr_function
 def _find_ptx(buckets):
-    """Find four codes, as bytes of $0; $1: zeros in one half if one so far is in doubt.
+    """Find four codes, as bytes of $0; $1: zeros in one half if one so far is in doubt; $2: not zero if one is beyond buckets.
 
-    After the results: four coordinates, scale, offset, table, doubt so far.
+    After the results: four places, table, doubt so far, what was beyond so far.
     """
-    text = "{.reg .f32 t, u; .reg .b32 n, a, e, s0, s1, s2, s3, p, q;"
+    text = "{.reg .f32 u; .reg .b32 n, a, e, s0, s1, s2, s3, p, q;"
     for i in range(4):
-        text += _place_ptx(f"${2 + i}", "$6", "$7", "$8", buckets, f"s{i}")
-    text += "prmt.b32 p, s0, s1, 0x6521; min.u16x2 $1, $9, p; prmt.b32 q, s2, s3, 0x6521; min.u16x2 $1, $1, q;"
-    return text + "prmt.b32 p, s0, s1, 0x0073; prmt.b32 q, s2, s3, 0x0073; prmt.b32 $0, p, q, 0x5410;}"
+        text += _place_ptx(f"${3 + i}", "$7", buckets, f"s{i}")
+    text += "prmt.b32 p, s0, s1, 0x6521; min.u16x2 $1, $8, p; prmt.b32 q, s2, s3, 0x6521; min.u16x2 $1, $1, q;"
+    text += "prmt.b32 p, s0, s1, 0x0073; prmt.b32 q, s2, s3, 0x0073; prmt.b32 $0, p, q, 0x5410;"
+    return text + ("and.b32 p, $0, 0xF0F0F0F0; or.b32 $2, $9, p;}" if buckets == 32 else "mov.b32 $2, $9;}")
+
+
+@gluon.constexpr_function
+def _place_of_ptx(buckets):
+    """Find the code of a coordinate, $1, as `_place_ptx` does, whatever it is; $2: scale, $3: offset, $4: table."""
+    text = "{.reg .f32 t, u; .reg .b32 n, a, e;"
+    if buckets == 32:
+        text += "fma.rn.f32 t, $1, $2, $3; max.f32 t, t, 0f3F800000; min.f32 t, t, 0f3FFC0000;"
+    else:
+        text += "fma.rn.sat.f32 t, $1, $2, $3;"
+    return text + _place_ptx("t", "$4", buckets, "$0") + "}"
+
+
+@gluon.constexpr_function
+def _join_ptx(kept):
+    """Finish four coordinates, $0 to $3, from sums, $4 to $7: times $8 plus $9, held between 0 and 1 if `kept`."""
+    last = "fma.rn.sat.f32" if kept else "fma.rn.f32"
+    text = (
+        "{.reg .f32 a, e, f, g, h, m; neg.f32 m, $8; fma.rn.f32 a, $4, $8, $9; fma.rn.f32 e, $5, $8, a; fma.rn.f32 f, $5, m, a;"
+    )
+    text += f"add.rn.f32 g, $6, $7; sub.rn.f32 h, $6, $7; {last} $0, g, $8, e; {last} $1, h, $8, f;"
+    return text + f"{last} $2, g, m, e; {last} $3, h, m, f;}}"
 
 
 @gluon.constexpr_function
@@ -173,8 +184,8 @@ def inverse_root(a):
 
 @gluon.jit
 def place_of(z, scale, offset, table, BUCKETS: gl.constexpr):
-    PTX: gl.constexpr = "{.reg .f32 t, u; .reg .b32 n, a, e;" + _place_ptx("$1", "$2", "$3", "$4", BUCKETS, "$0") + "}"
-    return asm(PTX, "=&r,f,f,f,r", [z, scale, offset, table], gl.int32, is_pure=False, pack=1)
+    args = [z, scale, offset, table]
+    return asm(_place_of_ptx(BUCKETS), "=&r,f,f,f,r", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -186,15 +197,6 @@ def store4(at, there, a, b, c, d):
 @gluon.jit
 def store2(at, there, a, b):
     asm(_store_ptx(2), "=r,l,r,r,r,~{memory}", [at, there.to(gl.int32), a, b], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def copy_tokens(x, base, token, tokens, head, lane, HEADS: gl.constexpr):
-    """Ask for 16 tokens, those of them that are there."""
-    mine = token + lane // 16
-    source = (x + (mine.to(gl.int64) * HEADS + head) * 128 + lane % 16 * 8).to(gl.int64)
-    args = [base + lane // 16 * ROW_PITCH + lane % 16 * 16, source, mine, tokens + 0 * lane]
-    asm(_copy_ptx(256 * HEADS), "=r,r,l,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -233,11 +235,11 @@ def transformed(w, signs, F):
 
 
 @gluon.jit
-def joined(S, PLACE: gl.constexpr):
-    """Finish four coordinates."""
-    a, b, c, d = S[0][PLACE], S[1][PLACE], S[2][PLACE], S[3][PLACE]
-    e, f, g, h = a + b, a - b, c + d, c - d
-    return e + g, f + h, e - g, f - h
+def joined(S, PLACE: gl.constexpr, scale, offset, BUCKETS: gl.constexpr):
+    """Finish four coordinates and place them among the buckets."""
+    args = [S[0][PLACE], S[1][PLACE], S[2][PLACE], S[3][PLACE], scale, offset]
+    REGS: gl.constexpr = operands(4, "f", ",".join("f" * 6))
+    return asm(_join_ptx(BUCKETS > 32), REGS, args, (gl.float32,) * 4, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -257,10 +259,11 @@ def _eight(sums, TOKEN: gl.constexpr):
 
 
 @gluon.jit
-def four_codes(a, b, c, d, scale, offset, table, doubt, BUCKETS: gl.constexpr):
-    """Find four codes as bytes of a word, and the doubt so far."""
-    args = [a, b, c, d, scale, offset, table, doubt]
-    return asm(_find_ptx(BUCKETS), "=&r,=&r,f,f,f,f,f,f,r,r", args, (gl.int32, gl.int32), is_pure=False, pack=1)
+def four_codes(a, b, c, d, table, doubt, beyond, BUCKETS: gl.constexpr):
+    """Find the codes of four places as bytes of a word; the doubt so far, and what is beyond all buckets."""
+    args = [a, b, c, d, table, doubt, beyond]
+    REGS: gl.constexpr = operands(3, "r", "f,f,f,f,r,r,r")
+    return asm(_find_ptx(BUCKETS), REGS, args, (gl.int32, gl.int32, gl.int32), is_pure=False, pack=1)
 
 
 @gluon.jit

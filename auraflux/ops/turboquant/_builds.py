@@ -16,10 +16,10 @@ from auraflux.ops.turboquant._codec_rows import (
     finish_rows,
     rotate_rows,
 )
-from auraflux.ops.turboquant._few import AHEAD, ALONE, CUTS, Cut, depth, finish_sizes
+from auraflux.ops.turboquant._few import AHEAD, ALONE, CUTS, TURNED, Cut, depth, finish_sizes
 from auraflux.ops.turboquant._flash_codes import attend_codes, sum_coded
 from auraflux.ops.turboquant._hopper import attend_pairs
-from auraflux.ops.turboquant._hopper_merge import finish_pairs
+from auraflux.ops.turboquant._hopper_merge import finish_pairs, finish_turned
 from auraflux.ops.turboquant._latent_codes import REGISTERS, RINGS, STAGES, latent_code_columns
 from auraflux.ops.turboquant._latent_codes_merge import MERGED, merge_turned_shares, turn_rows
 from auraflux.ops.turboquant._turned_latent import CODED_BUILDS
@@ -58,13 +58,13 @@ def _pairs(
 def _parts(
     bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int, cut: Cut, blocks: int, **flags: bool
 ) -> Build:
-    left = {"sinks": None, "out": None, "ONE": False}
+    left = {"sinks": None, "out": None, "ONE": False, "SHARED": False}
     return _paired(bits, heads, width, sequences, cut, blocks, "*fp32 *fp32 *fp32", {**left, **flags})
 
 
 def _rows_of(bits: tuple[int, int], heads: tuple[int, int], width: int, sequences: int, cut: Cut) -> Build:
     """The same of a batch, where rows have one part."""
-    left = {"part_o": None, "part_m": None, "part_l": None, "sinks": None, "splits": 1, "ONE": True}
+    left = {"part_o": None, "part_m": None, "part_l": None, "sinks": None, "splits": 1, "ONE": True, "SHARED": False}
     return _paired(bits, heads, width, sequences, cut, 1, "*bf16", left)
 
 
@@ -75,18 +75,27 @@ def _paired(
     one = " i32" * (not flags["ONE"])
     types = f"*bf16 *fp32 *i32 *fp32 *i32 *fp32 *i32 *i32 *i32 *i32 {left} fp32 fp32 i32 i32 i32 i32 i32{one}"
     deep = max(1, depth(*bits, width, blocks, cut))
-    steps = {"DEEP": min(AHEAD, deep), "SOON": 1} if cut is ALONE else {"DEEP": deep, "SOON": deep}
+    few = cut is ALONE or (width == 256 and bits == (4, 4) and not flags["ONE"])
+    steps = {"DEEP": min(AHEAD, deep), "SOON": 1} if few else {"DEEP": deep, "SOON": deep}
     sizes = {"G": heads[0] // heads[1], "HEADS": heads[1], "D": width, "PAGE": 64, "S": sequences, "NW": cut.warps}
     codes = {"KEY_BITS": bits[0], "VALUE_BITS": bits[1], "U": blocks, **steps}
     constants = {**sizes, **codes, "WINDOW": False, "SOFTCAP": False, **flags}
     return Build(attend_pairs, types, constants, True, {"num_warps": cut.warps, "maxnreg": cut.registers})
 
 
-def _finish(width: int, splits: int) -> Build:
-    sizes = finish_sizes(splits, width)
-    return Build(
-        finish_pairs, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32", sizes | {"sinks": None}, True, {"num_warps": sizes["NW"]}
-    )
+def _finish(width: int, splits: int, sequences: int = 1) -> Build:
+    """Parts of a row merged; of several sequences, those that programs have shared out."""
+    shared = sequences > 1
+    sizes = finish_sizes(splits, width, shared) | {"STEP": 128, "S": sequences, "SHARED": shared, "sinks": None}
+    constants = sizes if shared else sizes | {"lengths": None, "starts": None, "sequences": 1}
+    types = f"*fp32 *fp32 *fp32 *fp32 *bf16{' *i32 *i32' * shared} i32:16 i32 i32{' i32' * shared}"
+    return Build(finish_pairs, types, constants, True, {"num_warps": sizes["NW"]})
+
+
+def _turned(splits: int) -> Build:
+    """Parts of rows of width 256 merged, which are turned back already."""
+    constants = {"D": 256, "P": splits, "C": min(splits, 32), "N": TURNED, "sinks": None}
+    return Build(finish_turned, "*fp32 *fp32 *fp32 *bf16 i32:16 i32", constants, True, _ONE)
 
 
 def _tiles(rows: int, width: int, dtype: gl.dtype = gl.bfloat16) -> str:
@@ -130,7 +139,9 @@ _SHAPE = {"HEADS": 8, "D": 128, "P": 128, "COLUMNS": 128, "PAGE": 64, "N": 64}
 def _many(bits: tuple[int, int], batch: bool = False) -> Build:
     """Many tokens coded into pages of 64."""
     types = f"*bf16 *bf16{' *i32 *fp32 *i32 fp32 fp32' * 2} *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32"
-    return Build(append_many, types, {"BATCH": batch, "HEADS": 8, "PAGE": 64, **sizes(*bits)}, True, launch_options(batch))
+    return Build(
+        append_many, types, {"BATCH": batch, "HEADS": 8, "PAGE": 64, **sizes(*bits)}, True, launch_options(*bits, batch)
+    )
 
 
 _WRITE = "*i32 *fp32 *fp16 *i32 *fp32 *fp16 *fp16 *i32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32"
@@ -144,9 +155,14 @@ KERNELS = [
     *(_pairs(bits, _HEADS, 128) for bits in ((3, 3), (6, 3), (8, 6))),
     *(_pairs((k, v), (64, 8), 64, WINDOW=k == 8) for k, v in ((4, 4), (8, 4), (8, 8))),
     *(_pairs(bits, (64, 8), 64, long=True) for bits in ((4, 4), (6, 6))),
+    *(_parts(bits, (64, 8), 64, 1, CUTS[64], 4) for bits in ((4, 4), (4, 2), (2, 4), (2, 2))),
     *(_pairs((k, v), (16, 2), 256, SOFTCAP=k == 8) for k, v in ((4, 4), (8, 4), (8, 8), (6, 3))),
     _pairs((4, 4), (12, 1), 128, sequences=8, WINDOW=True, SOFTCAP=True),
     _pairs((8, 8), (16, 1), 256, sequences=8, WINDOW=True, SOFTCAP=True),
+    *(_pairs(bits, (32, 4), 128, 32, long=bits == (4, 4), SHARED=True) for bits in ((4, 4), (8, 4), (8, 8))),
+    _parts((4, 4), (64, 8), 64, 32, CUTS[64], 4, SHARED=True),
+    *(_pairs(bits, (16, 2), 256, 32, SHARED=True) for bits in ((4, 4), (8, 4))),
+    _pairs((8, 4), (16, 2), 256, long=True),
     *(_rows_of(bits, (32, 4), 128, 32, ALONE) for bits in ((8, 4), (4, 4), (4, 2), (3, 3), (8, 8))),
     *(_rows_of((8, 4), heads, width, 32, CUTS[width]) for heads, width in (((32, 8), 128), ((16, 2), 256))),
     *(_parts(bits, _HEADS, 128, 1, ALONE, 2) for bits in ((4, 4), (4, 2), (2, 2))),
@@ -165,7 +181,7 @@ KERNELS = [
     Build(encode_rows, _ENCODE, {**_SIGNS, "BITS": 8, "R": 16}, True, _FOUR),
     Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_SIGNS, "BITS": 3}, True, _ONE),
     Build(decode_rows, "*i32 *fp32 *fp32 *fp32 *fp32", {**_MATRIX, "BITS": 6}, False, _ONE),
-    *(_many(bits) for bits in ((8, 4), (4, 4), (4, 2), (8, 8))),
+    *(_many(bits) for bits in ((8, 4), (4, 4), (4, 2), (8, 8), (8, 2), (4, 8))),
     *(_many(bits, batch=True) for bits in ((8, 4), (4, 4))),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": True, "R": 1}, True, _ONE),
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "VALUE_BITS": 3, "PAIRS": True, "R": 1}, True, _ONE),
@@ -191,5 +207,7 @@ KERNELS = [
     *(_latent(heads, 8, sequences=32) for heads in (16, 64)),
     Build(turn_rows, "*bf16 *fp32 *fp16", {"D": 512}, True, _FOUR),
     *(_merged(kind, splits) for kind, splits in (("fp32", 128), ("fp32", 1), ("fp16", 128), ("fp16", 16))),
-    *(_finish(width, splits) for width, splits in ((128, 33), (128, 4), (64, 33), (256, 66), (256, 132))),
+    *(_finish(width, splits) for width, splits in ((128, 33), (128, 16), (128, 4), (64, 33), (64, 32))),
+    *(_turned(splits) for splits in (4, 64, 128)),
+    *(_finish(width, splits, 32) for width, splits in ((128, 66), (64, 33), (256, 66))),
 ]

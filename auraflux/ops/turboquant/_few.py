@@ -13,7 +13,7 @@ from auraflux.ops._dispatch import is_exact
 from auraflux.ops._triton import INTERPRETED, cdiv, multiprocessors, power_of_two
 from auraflux.ops.attention._flash import EVERYTHING, LOG2E, parts_like
 from auraflux.ops.turboquant._hopper import RING, attend_pairs
-from auraflux.ops.turboquant._hopper_merge import finish_pairs
+from auraflux.ops.turboquant._hopper_merge import finish_pairs, finish_turned
 from auraflux.ops.turboquant._turn import turn_for
 from auraflux.ops.turboquant.arrangement import Arrangement, arrangement_for
 from auraflux.ops.turboquant.codebook import codebook
@@ -23,7 +23,8 @@ MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
 COLUMNS = 8  # query heads of a program
 BLOCK = 16  # tokens of a warp at a time, or twice as many
 MOST_SPLITS = 256
-LONG = 16  # steps in all, from which a warp takes two blocks at a time; fewer would leave programs without work
+MOST_SHARED = 256  # texts that a warp shares out
+LONG = 16  # steps in all, from which a warp takes more blocks at a time; fewer would leave programs without work
 
 
 class Cut(NamedTuple):
@@ -45,6 +46,7 @@ WIDE_KEYS = 4096
 SHARED_NBYTES = 228 << 10  # of a multiprocessor
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
+TURNED = 64  # columns that a program merges where parts come turned back: heads are few, and their parts many
 
 
 def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut | None = None) -> int:
@@ -96,41 +98,61 @@ def splits_for(programs: int, slots: int, most: int) -> int:
 
 
 class Plan(NamedTuple):
-    """Parts of a row, blocks of a warp at a time, how often these are under way, and the programs' size."""
+    """Parts of a row, blocks of a warp at a time, how often these are under way, and the programs' size.
+
+    soon  of the steps under way, those asked for before the kernel before has ended
+    """
 
     splits: int
     blocks: int
     depth: int
     cut: Cut
+    soon: int
 
 
 @cache
-def plan_for(programs: int, multiprocessors: int, capacity: int, page: int, key_bits: int, value_bits: int, width: int) -> Plan:
+def plan_for(
+    programs: int,
+    multiprocessors: int,
+    capacity: int,
+    page: int,
+    key_bits: int,
+    value_bits: int,
+    width: int,
+    windowed: bool = False,
+) -> Plan:
     cut, bits = CUTS[width], (key_bits, value_bits)
     alone = _alone_for(programs, multiprocessors, capacity, page, bits, width)
     if alone:
         return alone
-    slots, steps, deep = cut.resident * multiprocessors, cdiv(capacity, cut.warps * 2 * BLOCK), depth(*bits, width, 2)
-    if page % (2 * BLOCK) == 0 and deep and steps >= LONG:
-        return Plan(splits_for(programs, slots, steps), 2, deep, cut)
-    splits = splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK))
-    return Plan(splits, 1, max(1, depth(*bits, width)), cut)
+    slots = cut.resident * multiprocessors
+    if width == 256 and bits == (4, 4) and cdiv(capacity, cut.warps * 2 * BLOCK) >= LONG:
+        # more under way delays the kernels that merge
+        return Plan(splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK)), 1, AHEAD, cut, 1)
+    # four blocks of 3, 6 or 8 bits are too much for the registers, and a window may have few
+    for blocks in (4, 2) if width == 64 and {*bits} <= {2, 4} and not windowed else (2,):
+        steps, deep = cdiv(capacity, cut.warps * blocks * BLOCK), depth(*bits, width, blocks)
+        if page % (blocks * BLOCK) == 0 and deep and steps >= LONG:
+            return Plan(splits_for(programs, slots, steps), blocks, deep, cut, deep)
+    deep = max(1, depth(*bits, width))
+    return Plan(splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK)), 1, deep, cut, deep)
 
 
 def _alone_for(programs: int, multiprocessors: int, capacity: int, page: int, bits: tuple[int, int], width: int) -> Plan | None:
     """Plan programs that have a multiprocessor each, where that is faster: for whole rows, or parts of some keys."""
     share = programs / multiprocessors
     if width == 256 and capacity <= WIDE_KEYS and ENOUGH_WIDE <= share <= 1:
-        return Plan(1, 1, depth(*bits, width), CUTS[width])
+        deep = depth(*bits, width)
+        return Plan(1, 1, deep, CUTS[width], deep)
     if width != 128 or share > 1:
         return None
     if share >= ENOUGH and capacity <= MOST_KEYS:
-        return Plan(1, 1, min(AHEAD, depth(*bits, width, 1, ALONE)), ALONE)
+        return Plan(1, 1, min(AHEAD, depth(*bits, width, 1, ALONE)), ALONE, 1)
     parts = multiprocessors // programs
     keys, blocks = cdiv(capacity, parts), 2 if page % (2 * BLOCK) == 0 and {*bits} <= {2, 4} else 1
     if parts > 1 and (1024 <= keys <= 2048 if blocks == 2 else max(bits) == 8 and 512 <= keys < 1024):
         splits = splits_for(1, parts, cdiv(capacity, ALONE.warps * blocks * BLOCK))
-        return Plan(splits, blocks, min(AHEAD, depth(*bits, width, blocks, ALONE)), ALONE)
+        return Plan(splits, blocks, min(AHEAD, depth(*bits, width, blocks, ALONE)), ALONE, 1)
     return None
 
 
@@ -146,21 +168,27 @@ def attend_few(
     (tokens, heads, width), (sequences, table_width) = q.shape, pages.table.shape
     group, bits, device = heads // pages.heads, (pages.key_bits, pages.value_bits), q.device
     tiles = pages.heads * cdiv(group, COLUMNS)
-    plan = plan_for(tokens * tiles, multiprocessors(device), pages.capacity, pages.pool[1], *bits, width)
-    out, one, cut = torch.empty_like(q), plan.splits == 1 and width > 64, plan.cut
-    parts = (None,) * 3 if one else parts_like(tokens * heads, plan.splits, width, device)
+    plan = plan_for(tokens * tiles, multiprocessors(device), pages.capacity, pages.pool[1], *bits, width, window is not None)
+    cut, blocks = plan.cut, plan.blocks
+    # programs of a head that run at once, where they share out texts that may differ in length
+    room = max(1, cut.resident * multiprocessors(device) // tiles) if shares_out(plan, sequences, pages.capacity) else None
+    out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None
+    grid = (plan.splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
+    rows, together = (tokens * heads, plan.splits) if room is None else (grid[0] * heads, 1)
+    parts = (None,) * 3 if one else parts_like(rows, together, width, device)
+    window_keys = EVERYTHING if window is None else window
     signs, _ = turn_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
-    attend_pairs[(plan.splits, tiles, tokens)](
+    attend_pairs[grid](
         *(q, signs, pages.key_codes, pages.key_norms, pages.value_codes, pages.value_norms),
         level_words(*bits, width, device),
         *(pages.table, pages.lengths, starts, *parts),
         *((sinks, out) if one else (None, None)),
         factor * 2 / softcap if softcap else factor,
         softcap * LOG2E.value if softcap else 1.0,
-        EVERYTHING if window is None else window,
-        *(tokens, sequences, table_width, pages.pool[0], plan.splits),
+        window_keys,
+        *(tokens, sequences, table_width, pages.pool[0], room or plan.splits),
         G=group,
         HEADS=pages.heads,
         D=width,
@@ -168,26 +196,72 @@ def attend_few(
         S=power_of_two(sequences),
         NW=cut.warps,
         DEEP=plan.depth,
-        U=plan.blocks,
+        U=blocks,
         KEY_BITS=pages.key_bits,
         VALUE_BITS=pages.value_bits,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         ONE=one,
-        SOON=1 if cut is ALONE else plan.depth,
+        SOON=plan.soon,
+        SHARED=room is not None,
         num_warps=cut.warps,
         maxnreg=cut.registers,
         launch_pdl=True,
     )
     if not one:
-        sizes = finish_sizes(plan.splits, width)
-        rest = {"num_warps": sizes["NW"], "launch_pdl": True}
-        finish_pairs[(tokens * heads,)](*parts, sinks, signs, out, heads, plan.splits, **sizes, **rest)
+        _finish(parts, plan, room, pages, starts, sinks, signs, window_keys, out)
     return out
 
 
-def finish_sizes(splits: int, width: int) -> dict[str, int]:
-    """How the parts of a row are merged: few warps end sooner, as long as their registers hold what they read."""
-    padded = power_of_two(splits)
-    warps = 2 if padded <= 64 else 4 if padded <= 128 else 8
-    return {"D": width, "S": padded, "C": min(padded, 2048 // width * warps), "NW": warps}
+def _finish(
+    parts: tuple,
+    plan: Plan,
+    room: int | None,
+    pages: CodePages,
+    starts: Tensor,
+    sinks: Tensor | None,
+    signs: Tensor,
+    window: int,
+    out: Tensor,
+) -> None:
+    (tokens, heads, width), sequences = out.shape, len(pages.lengths)
+    if width == 256 and room is None:
+        padded = power_of_two(plan.splits)
+        finish_turned[(tokens * heads, width // TURNED)](
+            *(*parts, sinks, out, heads, plan.splits),
+            D=width,
+            P=padded,
+            C=min(padded, 32),
+            N=TURNED,
+            num_warps=1,
+            launch_pdl=True,
+        )
+        return
+    batch = (None, None) if room is None else (pages.lengths, starts)
+    sizes = finish_sizes(room or plan.splits, width, room is not None)
+    finish_pairs[(tokens * heads,)](
+        *(*parts, sinks, signs, out, *batch, heads, room or plan.splits, sequences, window),
+        **sizes,
+        STEP=plan.cut.warps * plan.blocks * BLOCK,
+        S=power_of_two(sequences),
+        SHARED=room is not None,
+        num_warps=sizes["NW"],
+        launch_pdl=True,
+    )
+
+
+def shares_out(plan: Plan, sequences: int, capacity: int) -> bool:
+    """Whether programs share out the texts of a batch by their lengths: where these may differ much."""
+    return 1 < sequences <= MOST_SHARED and plan.cut is not ALONE and capacity > MOST_KEYS
+
+
+def finish_sizes(splits: int, width: int, shared: bool = False) -> dict[str, int]:
+    """How the parts of a row are merged: few warps end sooner, as long as their registers hold what they read.
+
+    shared  `splits` are the most that one row may have: most have fewer
+    """
+    padded, lane = power_of_two(splits), 2048 // width
+    if shared:
+        return {"D": width, "P": max(lane, padded), "C": lane, "NW": 2}
+    warps = 1 if padded <= lane else 2 if padded <= 64 else 4 if padded <= 128 else 8
+    return {"D": width, "P": padded, "C": min(padded, lane * warps), "NW": warps}

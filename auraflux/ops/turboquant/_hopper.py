@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.turboquant._hopper_merge import leave_nothing, leave_part, leave_rows
-from auraflux.ops.turboquant._hopper_parts import load_queries, query_layout, table_words, transform
+from auraflux.ops.turboquant._hopper_merge import leave_nothing, leave_part, leave_rows, leave_turned
+from auraflux.ops.turboquant._hopper_parts import load_queries, query_layout, same, table_words, transform
 from auraflux.ops.turboquant._hopper_ring import (
     block_of,
     copy_keys,
@@ -32,6 +32,7 @@ from auraflux.ops.turboquant._hopper_ring import (
     stage_nbytes,
     wait_ptx,
 )
+from auraflux.ops.turboquant._hopper_share import part_of, shares
 from auraflux.ops.turboquant._hopper_step import (
     all_scores,
     halved,
@@ -48,7 +49,6 @@ from auraflux.ops.turboquant._hopper_step import (
 RING = gl.constexpr(17 * 4096)  # where it begins in shared memory, after the table and the queries
 LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
 WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1")
-SAME = gl.constexpr("redux.sync.max.s32 $0, $1, -1;")
 MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
 
 
@@ -58,7 +58,7 @@ def attend_pairs(
     factor, cap, window, tokens, sequences, table_width, pool, splits,
     G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
     DEEP: gl.constexpr, U: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ONE: gl.constexpr, SOON: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ONE: gl.constexpr, SOON: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Attend from one token's query heads to the keys of one split; grid (splits, HEADS * tiles of 8 query heads, tokens).
 
@@ -69,10 +69,12 @@ def attend_pairs(
     DEEP    steps whose codes are under way
     U       blocks of 16 tokens that a warp takes at a time
     ONE     a row has one part
+    SHARED  programs share out the texts of a batch: grid (programs, HEADS * tiles), splits are those that run at once
     SOON    of the steps under way, those asked for before the kernel before this one has ended
     """
     EACH: gl.constexpr = (G + (G + 7) // 8 - 1) // ((G + 7) // 8)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
     STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
     ROWS: gl.constexpr = RING // 4096 + (NW * DEEP * STAGE + 4095) // 4096
     split, token = gl.program_id(0), gl.program_id(2)
@@ -81,19 +83,29 @@ def attend_pairs(
     # the barriers and _keep_alive
     shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filling = _levels(levels, KEY_BITS, VALUE_BITS, NW)
-    guess = gl.minimum(token, sequences - 1)
-    sequence, position, old = _find(lengths, starts, token, guess, tokens, sequences, S, NW)
+    if SHARED:
+        number = split
+        given = shares(lengths, starts, sequences, splits, window, NW * 16 * U, S, NW)
+        sequence, token, position, old, splits, split = part_of(number, given, sequences)
+        guess = sequence
+        if sequence >= sequences:
+            return
+    else:
+        guess = gl.minimum(token, sequences - 1)
+        sequence, position, old = _find(lengths, starts, token, guess, tokens, sequences, S, NW)
     low = gl.maximum(position + 1 - window, 0) if WINDOW else 0
     end = gl.minimum(position + 1, table_width * PAGE)
     # splits take blocks in turn
     stride = splits * (NW * 16 * U)
     begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
     row = (token * HEADS + head) * G + tile * EACH
+    # where parts are left: rows of a program together, or parts of a row
+    left = ((number - token) * (HEADS * G) + row, 0, 1) if SHARED else (row, split, splits)
     live = gl.minimum(EACH, G - tile * EACH)
     if not ONE:  # noqa: SIM102
         if begin >= end:
             gdc_wait()
-            leave_nothing(part_m, part_l, row, live, split, splits, NW)
+            leave_nothing(part_m, part_l, left, live, NW)
             return
     warp, lane, key, t = _lanes(begin, pool, U, NW)
     source = sources(k_codes, v_codes, k_norms, v_norms, lane, D, KEY_BITS, VALUE_BITS)
@@ -103,7 +115,7 @@ def attend_pairs(
     page, next_page, table = _first_pages(table, sequence, guess, t, stride, table_width, PAGE)
     blocks = ()
     for d in gl.static_range(DEEP):
-        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE)
+        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE, UNITS)
         blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
         page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
     _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, SOON)
@@ -123,7 +135,7 @@ def attend_pairs(
         run(wait_ptx(2 * DEEP - 1), lane)
         keys = keys_at(at, stage, D, KEY_BITS, U, NW)
         # this part of the ring is free again; a page is asked for two steps before its codes
-        block = block_of(page, t + (i + DEEP) * stride, head, pool, HEADS, PAGE)
+        block = block_of(page, t + (i + DEEP) * stride, head, pool, HEADS, PAGE, UNITS)
         needed = t < end - (i + DEEP) * stride
         copy_keys(to, source, stage, block, needed, D, KEY_BITS, U, True)
         page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, table_width, PAGE)
@@ -146,8 +158,10 @@ def attend_pairs(
     gl.thread_barrier()
     if ONE:
         leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
+    elif D == 256 and not SHARED:
+        leave_turned(o, m, sums(l, NW), signs, part_o, part_m, part_l, left, live, D, NW)
     else:
-        leave_part(o, m, sums(l, NW), part_o, part_m, part_l, row, live, split, splits, D, NW)
+        leave_part(o, m, sums(l, NW), part_o, part_m, part_l, left, live, D, NW)
 
 
 @gluon.jit
@@ -224,16 +238,10 @@ def _find(lengths, starts, token, guess, tokens, sequences, S: gl.constexpr, NW:
         # every warp has all of it: a sum across warps would want shared memory
         b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
         before = gl.load(starts + b, mask=b < sequences, other=1 << 30) <= token
-        sequence = _same(gl.sum(before.to(gl.int32), 0)) - 1
+        sequence = same(gl.sum(before.to(gl.int32), 0)) - 1
         position = gl.load(lengths + sequence) - gl.load(starts + sequence + 1) + token
         old = position - token + gl.load(starts + sequence)
     return sequence, position, old
-
-
-@gluon.jit
-def _same(number):
-    """Tell the compiler that all lanes have the same number."""
-    return gl.inline_asm_elementwise(SAME, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """How codes reach the warps of the Hopper kernel: through a ring in shared memory, one of its own for each warp, by `cp.async`.
 
 A block is 16 tokens of a head: their keys, their values in pairs, and the norms of both. A stage of the ring has U neighbouring
-blocks of each. A lane reads back the words that it asked for itself, or, of 3 and 6 bits, those of its warp.
+blocks of each. A lane reads back the words that it asked for itself, or, where its own are not 16 bytes, those of its warp.
 """
 
 from triton.experimental import gluon
@@ -27,6 +27,18 @@ def pieces(words):
 
 
 @gluon.constexpr_function
+def linear_keys(width, bits):
+    """Whether a block of keys is copied as it lies: a lane's neighbouring words are fewer than an instruction copies."""
+    return bits % 3 == 0 or width * bits // 32 < 16
+
+
+@gluon.constexpr_function
+def linear_values(width, bits):
+    """The same of values; where heads are wider, one address more would not fit into the registers."""
+    return bits % 3 == 0 or (width == 64 and bits < 8)
+
+
+@gluon.constexpr_function
 def _key_copies(rows, span, pitch, words):
     """Copies of a lane's words of a block of keys: `rows` of `words` each; [to, from, size] in bytes."""
     parts = rows // 2
@@ -35,10 +47,13 @@ def _key_copies(rows, span, pitch, words):
 
 @gluon.constexpr_function
 def _value_copies(words):
-    """Copies of a lane's words of a block of values: 16 tokens in pairs, `words` of each 8."""
+    """Copies of a block of values, up to 512 neighbouring bytes at a time: 16 tokens in pairs, `words` of a lane of each 8.
+
+    A lane that has several pieces finds each of them 512 bytes after the one before.
+    """
     count, each = pieces(words)
     places = [(h, i) for h in range(2) for i in range(count)]
-    return [(128 * each * (h * count + i), 4 * (h * 32 * words + i * each), 4 * each, "p") for h, i in places]
+    return [(128 * words * h + 512 // count * i, 128 * words * h + 512 * i, 4 * each, "p") for h, i in places]
 
 
 @gluon.constexpr_function
@@ -68,14 +83,14 @@ def _copy_ptx(copies, nbytes, blocks, norms, end):
 @gluon.constexpr_function
 def key_ptx(width, bits, blocks, end):
     words, each = key_words(width, bits)
-    copies = _linear_copies(64 * words) if bits % 3 == 0 else _key_copies(words // 2 // each, 4 * each, words, each)
+    copies = _linear_copies(64 * words) if linear_keys(width, bits) else _key_copies(words // 2 // each, 4 * each, words, each)
     return _copy_ptx(copies, 64 * words, blocks, True, end)
 
 
 @gluon.constexpr_function
 def value_ptx(width, bits, blocks, end):
     words = width * bits // 128
-    copies = _linear_copies(256 * words) if bits % 3 == 0 else _value_copies(words)
+    copies = _linear_copies(256 * words) if linear_values(width, bits) else _value_copies(words)
     return _copy_ptx(copies, 256 * words, blocks, False, end)
 
 
@@ -84,16 +99,29 @@ def wait_ptx(pending):
     return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1"
 
 
+@gluon.constexpr_function
+def _block_ptx(page):
+    return f"bfe.u32 $0, $1, 4, {page.bit_length() - 5};"
+
+
 @gluon.jit
 def page_of(table, token, table_width, PAGE: gl.constexpr):
-    return gl.load(table + gl.minimum(token // PAGE, table_width - 1))
+    # tokens are not negative, but the compiler does not know, and unsigned numbers are divided by a shift
+    return gl.load(table + gl.minimum((token.to(gl.uint32) // PAGE).to(gl.int32), table_width - 1))
 
 
 @gluon.jit
-def block_of(page, token, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr):
-    """Find the pool's block of 16 tokens that begins at `token`; where there is none any will do, its scores are masked."""
-    page = gl.where((page >= 0) & (page < pool), page, 0)
-    return (page * HEADS + head) * (PAGE // 16) + token % PAGE // 16
+def block_of(page, token, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr, UNITS: gl.constexpr):
+    """Find the pool's block of 16 tokens that begins at `token`; where there is none any will do, its scores are masked.
+
+    UNITS  whether codes of 3 or 6 bits are read: it takes one form or the other to leave all of the loop in registers
+    """
+    page = gl.where(page.to(gl.uint32) < pool, page, 0)
+    if UNITS or PAGE & (PAGE - 1) != 0:
+        within = (token.to(gl.uint32) % PAGE // 16).to(gl.int32)
+    else:
+        within = gl.inline_asm_elementwise(_block_ptx(PAGE), "=r,r", [token], gl.int32, is_pure=True, pack=1)
+    return (page * HEADS + head) * (PAGE // 16) + within
 
 
 @gluon.constexpr_function
@@ -133,10 +161,10 @@ def sources(k_codes, v_codes, k_norms, v_norms, lane, D: gl.constexpr, KEY_BITS:
     """Where codes begin, where a lane's words of a block are from there, and where its norms of the first block are."""
     KW: gl.constexpr = key_words(D, KEY_BITS)[0]
     CW: gl.constexpr = key_words(D, KEY_BITS)[1]
-    keys = lane * 16 if KEY_BITS % 3 == 0 else (lane // 4 * KW + lane % 4 * CW) * 4
-    values = lane * (16 if VALUE_BITS % 3 == 0 else D * VALUE_BITS // 32)
+    keys = lane * 16 if linear_keys(D, KEY_BITS) else (lane // 4 * KW + lane % 4 * CW) * 4
     # a lane in four has a key's norm, or that of the key 8 later, or the same of values
     norms = gl.where(lane % 4 < 2, k_norms.to(gl.int64), v_norms.to(gl.int64)) + (lane // 4 + lane % 2 * 8) * 4
+    values = lane * (16 if linear_values(D, VALUE_BITS) else 4 * pieces(D * VALUE_BITS // 128)[1])
     return k_codes, v_codes, keys, values, norms
 
 
@@ -155,10 +183,15 @@ def places(
     WHOLE: gl.constexpr = DEEP * (NORMS + U * 128)
     base = gl.inline_asm_elementwise(SHARED_BASE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
     ring = base + START + (warp + lane * 0) * WHOLE
-    k_to = ring + lane * (16 if KEY_BITS % 3 == 0 else 4 * CW)
-    v_to = ring + VALUES + lane * (16 if VALUE_BITS % 3 == 0 else 4 * pieces(VW)[1])
-    k_at = ring + (lane // 4 * KW + lane % 4 * 3) * 4 if KEY_BITS % 3 == 0 else k_to
-    v_at = ring + VALUES + lane * (4 * VW) if VALUE_BITS % 3 == 0 else v_to
+    k_at = ring + (lane // 4 * KW + lane % 4 * 3) * 4 if KEY_BITS % 3 == 0 else ring + lane * (4 * CW)
+    v_at = ring + VALUES + lane * (4 * VW if VALUE_BITS % 3 == 0 else 4 * pieces(VW)[1])
+    v_to = v_at
+    if linear_values(D, VALUE_BITS):
+        v_to = ring + VALUES + lane * 16
+    elif VW > 4:
+        # pieces of a lane lie side by side in memory; they are put apart so that no two of a copy meet in a bank
+        PARTS: gl.constexpr = VW // 4
+        v_to = ring + VALUES + (lane % PARTS * 32 + ((lane // PARTS) ^ (lane % PARTS * (8 // PARTS)))) * 16
     quad = gl.arange(0, NW, layout=gl.SliceLayout(1, LN))[:, None] * WHOLE
     quad += base + START + NORMS + gl.arange(0, 8, layout=gl.SliceLayout(0, LN))[None, :] * 16
-    return base, (k_to, v_to, ring + NORMS + lane * 4), (k_at, v_at, quad)
+    return base, (ring + lane * 16, v_to, ring + NORMS + lane * 4), (k_at, v_at, quad)

@@ -77,11 +77,12 @@ def all_scores(
     D: gl.constexpr, BITS: gl.constexpr, SOFTCAP: gl.constexpr, U: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Scores of a step's blocks, and the highest up to now."""
-    first = _scores(keys[0][0], qx, keys[0][1], seen[0], column, place, cap, D, BITS, SOFTCAP, NW)
-    scores, most = (first,), first
-    if U == 2:
-        second = _scores(keys[1][0], qx, keys[1][1], seen[1], column, place, cap, D, BITS, SOFTCAP, NW)
-        scores, most = (first, second), gl.maximum(first, second)  # type: ignore[assignment]
+    most = _scores(keys[0][0], qx, keys[0][1], seen[0], column, place, cap, D, BITS, SOFTCAP, NW)
+    scores = (most,)
+    for u in gl.static_range(1, U):
+        more = _scores(keys[u][0], qx, keys[u][1], seen[u], column, place, cap, D, BITS, SOFTCAP, NW)
+        scores = scores + (more,)  # type: ignore[assignment]  # noqa: RUF005
+        most = gl.maximum(most, more)
     return scores, gl.maximum(m, gl.max(most, 1))
 
 
@@ -108,7 +109,11 @@ def _read_keys(at, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
 def _read_values(at, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
     VW: gl.constexpr = D * BITS // 128  # words of a lane, of 8 tokens
     PIECES: gl.constexpr = pieces(VW)
-    return read_units(at, _unit_offsets(128 * VW, VW // 3, 12)) if BITS % 3 == 0 else read(at, 2 * PIECES[0], PIECES[1], 2, NW)
+    return (
+        read_units(at, _unit_offsets(128 * VW, VW // 3, 12))
+        if BITS % 3 == 0
+        else read(at, 2 * PIECES[0], PIECES[1], 2, NW, PIECES[0])
+    )
 
 
 @gluon.jit

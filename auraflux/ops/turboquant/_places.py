@@ -1,9 +1,13 @@
 """Tables that find codes by one look-up each, for the kernel that codes many tokens.
 
 Of a direction turned without its factor, a coordinate z falls into a bucket of equal width, so narrow that none holds two
-midpoints between levels. With t = z * scale + offset, held between 0 and 1, the bits of 1 + t times 2 ** lift, plus the word of
-the bucket, have the code in the upper byte: the comparison with the midpoint is a carry into it. Where z is so close to the
-midpoint that float32 cannot tell, the two bytes below are zero.
+midpoints between levels. Let t be a number between 1 and 2 that says where z lies among the buckets. The bits of t times
+2 ** lift, plus the word of the bucket, have the code in the upper byte: the comparison with the midpoint is a carry into it.
+Where z is so close to the midpoint that float32 cannot tell, the two bytes below are zero.
+
+For FEW bits t = z * scale + offset, and buckets reach so far out that hardly any z is beyond them; of those that are, the upper
+half of the byte is not zero, since t has another exponent. For more bits z * scale + offset is held between 0 and 1, and t is
+one more.
 """
 
 from functools import cache
@@ -17,9 +21,10 @@ from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.rotation import rotation
 
 ONE = 0x3F800000  # the bits of 1.0
-UNITS = 1 << 23  # of t between 0 and 1
+UNITS = 1 << 23  # of t between 1 and 2
 CLEAR = 64  # units between midpoints and the edges of buckets
 TRIES = 200_000
+WIDTH = 0.29  # of buckets for FEW bits, where coordinates have a spread of 1
 FEW = 4  # bits; a lane has a word of their table, and 8 sizes of level or codes fill the bytes of two words
 SQUARES = 8  # where squares begin in a row, behind their planes
 
@@ -37,7 +42,7 @@ class Search(NamedTuple):
     doubt: int
 
 
-SEARCH = {2: Search(32, 5, 4), 4: Search(32, 5, 4), 8: Search(512, 6, 2)}
+SEARCH = {2: Search(32, 6, 2), 4: Search(32, 6, 2), 8: Search(512, 6, 2)}
 
 
 class Places(NamedTuple):
@@ -61,11 +66,16 @@ def step(bits: int) -> float:
 @cache
 def places_for(bits: int, width: int, device: torch.device) -> Places:
     middles, search = scaled_middles(bits, width), SEARCH[bits]
-    scale, offset, place, bucket = _buckets(middles.astype(np.float64), search.buckets)
+    if bits <= FEW:
+        scale, offset, place, bucket = _wide_buckets(middles.astype(np.float64), search.buckets)
+        half = UNITS // (2 * search.buckets)
+        start = (np.arange(search.buckets) * 2 - 1) * half
+    else:
+        scale, offset, place, bucket = _buckets(middles.astype(np.float64), search.buckets)
+        # a bucket without a midpoint begins well above zero, so that it is never in doubt
+        half = UNITS // (2 * (search.buckets - 1))
+        start = (np.arange(search.buckets) * 2 - 1) * half - half // 2
     below = np.searchsorted(bucket, np.arange(search.buckets))
-    # a bucket without a midpoint begins well above zero, so that it is never in doubt
-    half = UNITS // (2 * (search.buckets - 1))
-    start = (np.arange(search.buckets) * 2 - 1) * half - half // 2
     start[bucket] = np.rint(place).astype(np.int64) - search.doubt
     top = below.copy()
     top[bucket] += 1
@@ -89,6 +99,18 @@ def scaled_middles(bits: int, width: int) -> np.ndarray:
         above = np.nextafter(z, np.float32(np.inf))
         z = np.where(above * factor <= middles, above, z)
     return z
+
+
+def _wide_buckets(middles: np.ndarray, count: int) -> tuple[float, float, np.ndarray, np.ndarray]:
+    """Lay buckets of WIDTH around zero: scale, offset, the midpoints in units, their buckets."""
+    scale, offset = float(np.float32(1 / (WIDTH * count))), 1.5
+    place = (middles * scale + offset - 1) * UNITS
+    # t * count is rounded to the nearest
+    bucket = np.floor(place / UNITS * count + 0.5).astype(np.int64)
+    edges = (np.stack([bucket, bucket + 1]) - 0.5) / count * UNITS
+    if np.abs(edges - place).min() <= CLEAR or np.unique(bucket).size < bucket.size:
+        raise ValueError(f"{len(middles)} midpoints do not fit into {count} buckets of {WIDTH}")
+    return scale, offset, place, bucket
 
 
 def _buckets(middles: np.ndarray, count: int) -> tuple[float, float, np.ndarray, np.ndarray]:

@@ -244,6 +244,30 @@ CASES = [
         for k, v, d, window in ((4, 4, 128, None), (4, 2, 64, 5000), (3, 3, 128, None), (2, 2, 256, None))
     ),
     *(
+        Case(
+            turboquant_attention,
+            f"pairs-one-text-k{k}v{v}w{d}",
+            partial(in_pairs, attend, [700], [1], (16, 2), d, (k, v), page=64, sinks=d == 64),
+            **FAST,
+        )
+        for k, v, d in ((4, 4, 64), (2, 2, 64), (4, 4, 128), (8, 8, 128), (4, 2, 128), (4, 4, 256), (4, 8, 256))
+    ),
+    *(
+        Case(
+            turboquant_attention,
+            f"pairs-one-long-{len(more)}-short-k{k}v{v}w{d}",
+            partial(in_pairs, attend, [9000, *more], [1] * (1 + len(more)), (8, 2), d, (k, v), page=64, sinks=d == 64),
+            **FAST,
+            slow=True,
+        )
+        for more, k, v, d in (
+            ([], 4, 4, 64),
+            ([40, 700], 4, 4, 64),
+            ([1 + 37 * i % 301 for i in range(31)], 8, 4, 128),
+            ([40, 700], 4, 4, 256),
+        )
+    ),
+    *(
         Case(turboquant_attention, f"pairs-group{n}", partial(in_pairs, attend, [170, 17], [1, 1], (2 * n, 2), 128), **FAST)
         for n in (1, 3, 7, 8, 9, 12, 16, 66)
     ),
