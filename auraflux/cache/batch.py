@@ -70,8 +70,8 @@ class Batch:
     positions  [T]  int32, of each new token in its sequence
     counts     of new tokens of each sequence
     single     each sequence has one new token
-    extra      tokens at the end of a single sequence's step that fill it up to a size that recurs; none before them sees
-               them, and `drop_extra` forgets them
+    extra      tokens at the end of a single sequence's step that fill it up to a size that recurs, None for other steps; none
+               before them sees them, and `drop_extra` forgets them
     """
 
     index: StepIndex
@@ -87,8 +87,10 @@ class Batch:
         if not sequences or len(set(sequences)) < len(sequences):
             raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
         self.sequences, self.context = sequences, context
-        self.single, self.extra = False, 0
+        self.single = False
+        self.extra: int | None = None
         self.counts: list[int] = []
+        self._beyond: Tensor | None = None
         self._checkpoints, self._find_index, self._expected = checkpoints, find_index, expected
         self._views: dict[Layer, Any] = {}
         self._turn_to(max(sequence.length for sequence in sequences))
@@ -106,17 +108,23 @@ class Batch:
         """Where the sequences hold what is not found through the index."""
         return tuple(row.place for sequence in self.sequences for row in sequence.rows.values())
 
+    @property
+    def beyond(self) -> Tensor:
+        """1 for the extra tokens of a step that can have some, 0 for the others: [T, 1] float32."""
+        if self._beyond is None:
+            self._beyond = (self.positions >= self.index.end).float().unsqueeze(1)
+        return self._beyond
+
     def drop_extra(self) -> None:
         """Forget the extra tokens of a step that has been taken."""
         if self.extra:
-            sequence = self.sequences[0]
-            sequence.truncate(sequence.length - self.extra)
-            self.extra = 0
+            self.sequences[0].shorten(self.extra)
+        self.extra = None
 
-    def extend(self, counts: list[int], extra: int = 0) -> None:
+    def extend(self, counts: list[int], extra: int | None = None) -> None:
         """Make room for so many new tokens of each sequence; every layer must then be given them. All or nothing.
 
-        extra  how many of them are
+        extra  how many of a single sequence's are; None where the step need not recur
         """
         self._check(counts)
         for sequence in self.sequences:
@@ -135,7 +143,8 @@ class Batch:
         self._turn_to(max(lengths))
         spans = [range(length - new, length) for length, new in zip(lengths, counts, strict=True)]
         positions = [*chain.from_iterable(spans)]
-        self.index.write(lengths, [0, *accumulate(counts)], positions if self.single else [])
+        self.index.write(lengths, [0, *accumulate(counts)], positions if self.single else [], self.extra or 0)
+        self._beyond = None
         if self.single:
             self.positions = self.index.positions
         else:

@@ -19,21 +19,33 @@ class StepIndex:
     lengths    [B]      int32, the new tokens among them
     starts     [B + 1]  int32, where each sequence's new tokens begin in the stack
     positions  [B]      int32, of the new tokens in their sequences where each has one
+    parts      [3]      int32, where a single sequence's tokens and its extra ones begin in the stack, and its end, see `Batch`
+    end        [1]      int32, its length without the extra ones
+    slots      [2]      int64, twice where its recurrent states are
     """
 
     def __init__(self, count: int, reach: int, device: torch.device):
         self.count, self.reach, self.device = count, reach, device
         self._width = -(-(count + 1) // ALIGNED) * ALIGNED
-        self._numbers = torch.zeros(3, self._width, dtype=torch.int32, device=device)
-        lengths, starts, positions = self._numbers
+        self._numbers = torch.zeros(4, self._width, dtype=torch.int32, device=device)
+        lengths, starts, positions, extra = self._numbers
         self.lengths, self.starts, self.positions = lengths[:count], starts[: count + 1], positions[:count]
+        self.parts, self.end = extra[:3], extra[3:4]
+        self.slots, self._slot = torch.zeros(2, dtype=torch.int64, device=device), 0
         self._tables: dict[LayerGroup, tuple[Tensor, list[tuple[Any, int] | None]]] = {}
 
-    def write(self, lengths: list[int], starts: list[int], positions: list[int]) -> None:
+    def write(self, lengths: list[int], starts: list[int], positions: list[int], extra: int = 0) -> None:
         """Set the numbers of a step; positions only where each sequence has one new token."""
-        rows = [row + [0] * (self._width - len(row)) for row in (lengths, starts, positions)]
+        ends = [0, starts[1] - extra, starts[1], lengths[0] - extra]
+        rows = [row + [0] * (self._width - len(row)) for row in (lengths, starts, positions, ends)]
         # from memory that is not pinned: it is read before the call returns, so the next step may follow at once
         self._numbers.copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+
+    def move_to(self, slot: int) -> None:
+        """Say where the recurrent states of a single sequence are."""
+        if slot != self._slot:
+            self.slots.fill_(slot)
+            self._slot = slot
 
     def table(self, group: "LayerGroup") -> Tensor:
         """The page table of a group, int32 [B, M]."""

@@ -209,6 +209,10 @@ class PageRow:
         elif keep < len(self.pages):
             self._hold(self.first, self.pages[:keep], self.pages[keep:])
 
+    def shorten(self, length: int) -> None:
+        """Return the pages of extra tokens: what a query at `length` sees has not been given up since."""
+        self.truncate(length)
+
     def mark(self, length: int) -> PageMark | None:
         """Own what a query at `length` sees; None where nothing is ever lost."""
         if self.group.span is None:

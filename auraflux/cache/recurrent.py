@@ -49,7 +49,9 @@ class StateGroup:
         return 0
 
     def refresh(self, index: StepIndex, rows: list["StateRow"]) -> None:
-        """States do not move."""
+        """States do not move, but those of another sequence are elsewhere."""
+        if index.count == 1:
+            index.move_to(rows[0].slot)
 
     def open(self) -> "StateRow":
         if not self._free:
@@ -106,6 +108,9 @@ class StateRow:
         assert length == 0, "only a checkpoint has an earlier state"
         for store in self.group.stores:
             store[self.slot].zero_()
+
+    def shorten(self, length: int) -> None:
+        """Extra tokens have left the state as it was."""
 
     def mark(self, length: int) -> StateImage:
         return StateImage([store[self.slot].clone() for store in self.group.stores])
@@ -167,11 +172,21 @@ class RecurrentLayer(Layer):
 
     def convolve(self, batch: Batch, x: Tensor, weight: Tensor) -> Tensor:
         """Run the new tokens through the short convolution, see `short_conv`: [T, C] -> [T, C]."""
-        with self._chosen(batch, self.conv) as state:
-            return short_conv(x, state, weight, batch.starts)
+        if batch.extra is None:
+            with self._chosen(batch, self.conv) as state:
+                return short_conv(x, state, weight, batch.starts)
+        # extra tokens go as a sequence of their own, whose state is dropped
+        slots = batch.index.slots
+        states = self.conv.index_select(0, slots)
+        out = short_conv(x, states, weight, batch.index.parts)
+        self.conv.index_copy_(0, slots[:1], states[:1])
+        return out
 
     def update(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Write the new tokens to the delta memory and read it, see `gated_delta_prefill`: [T, H, V]."""
+        if batch.extra is not None:
+            # a memory that neither fades nor is written to stays what it is to the bit
+            decay, beta = decay.maximum(batch.beyond), torch.addcmul(beta, beta, batch.beyond, value=-1)
         with self._chosen(batch, self.delta) as state:
             return gated_delta_prefill(state, q, k, v, decay, beta, batch.starts)
 
@@ -179,6 +194,9 @@ class RecurrentLayer(Layer):
     def _chosen(self, batch: Batch, store: Tensor) -> Iterator[Tensor]:
         """The states of the batch's sequences, [B, ...]; what is written to them is kept."""
         slots: slice | Tensor = batch.view(self)
+        if batch.extra is not None and self.group.slots > 1:
+            # a step that recurs does so for other sequences too
+            slots = batch.index.slots[:1]
         chosen = store[slots]
         yield chosen
         if not isinstance(slots, slice):

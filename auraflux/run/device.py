@@ -1,12 +1,14 @@
 """The device a model runs on: which one, in what dtype, and what a user is told when a GPU's memory ends."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 
 import torch
 from torch import Tensor
 
 from auraflux.errors import BackendError, DeviceMemoryError, InputError
+from auraflux.ops._dispatch import all_ops
 
 CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt that go through a model together
 
@@ -34,6 +36,26 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 def free_device_nbytes(device: torch.device) -> int:
     """Memory of a GPU that nobody has taken."""
     return torch.cuda.mem_get_info(device)[0]
+
+
+def fetch_kernels(device: torch.device) -> Thread | None:
+    """Import a GPU's kernels beside whatever comes next: the first prompt would wait for that longer than for its tokens."""
+    if device.type != "cuda":
+        return None
+    thread = Thread(target=_import_kernels, name="auraflux-kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+def _import_kernels() -> None:
+    # whoever needs what cannot be imported is told
+    with suppress(Exception):
+        for op in all_ops():
+            op.kernel("cuda")
+        from triton.runtime.cache import triton_key
+
+        # builds are found by the contents of all of Triton's files
+        triton_key()
 
 
 class Arriving:

@@ -67,7 +67,7 @@ class Engine:
             with device_memory():
                 replays = self._make_room(batch, [len(each) for each in ids])
                 tokens = [token for each in ids for token in each]
-                flat = torch.tensor(tokens + tokens[-1:] * batch.extra).to(self.device, non_blocking=True)
+                flat = torch.tensor(tokens + tokens[-1:] * (batch.extra or 0)).to(self.device, non_blocking=True)
                 hidden = self.decoder.read(batch, flat) if replays else self.forward(flat, batch)
                 batch.drop_extra()
                 return hidden[: len(tokens)]
@@ -93,11 +93,8 @@ class Engine:
         """Of what size a prompt's step is that can be replayed, its tokens or more; None for other steps."""
         if len(counts) > 1 or not 1 < counts[0] <= self.chunk or not self.decoder.reads:
             return None
-        size, sequence = self._size(counts[0]), batch.sequences[0]
-        end = sequence.length + counts[0]
-        # a recurrent state cannot go back to where the tokens end
-        fits = size == counts[0] or all(row.reaches(end) for row in sequence.rows.values())
-        return size if fits and sequence.length + size <= batch.context else None
+        size = self._size(counts[0])
+        return size if batch.sequences[0].length + size <= batch.context else None
 
     def _size(self, tokens: int) -> int:
         return next((size for size in SIZES if tokens <= size < self.chunk), self.chunk)

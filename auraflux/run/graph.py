@@ -5,8 +5,10 @@ to step through a `StepIndex`, so one serves all batches of as many sequences un
 are recorded, and on a GPU, which would wait for the Python of a mixture's many kernels, those of prompts too.
 """
 
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -103,7 +105,9 @@ class Decoder:
         return step.result.clone()
 
     def _step(self, batch: Batch, tokens: int) -> Step:
-        key = batch.index, batch.places, tuple(batch.counts)
+        # steps of prompts find states through the index too
+        places = batch.places if batch.extra is None else ()
+        key = batch.index, places, tuple(batch.counts)
         step = self._steps.pop(key, None)
         if step is None:
             ids, positions = (torch.zeros(tokens, dtype=kind, device=self.engine.device) for kind in (torch.int64, torch.int32))
@@ -162,6 +166,18 @@ class CudaGraph:
         self.graph.replay()
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile: a capture fails when the graphs of an engine that is gone give back what they hold."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class CudaCapture:
     """Captures steps. Their graphs share memory: no result of one is needed any more when another runs."""
 
@@ -172,7 +188,7 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads may copy to the device meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 scores = work()
         except torch.OutOfMemoryError:
             raise

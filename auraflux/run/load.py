@@ -10,7 +10,7 @@ from auraflux.errors import SettingsError
 from auraflux.machine import free_nbytes
 from auraflux.models import family
 from auraflux.models.config import experts_per_token
-from auraflux.run.device import CHUNK, activation_dtype, device_memory, find_device, free_device_nbytes
+from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.progress import Report, on_terminal
@@ -64,6 +64,7 @@ def load(
             free = max(free - experts.share.nbytes, free // 2)
         longest = _context(context, config.context, shapes, settings, dtype, free)
         tokenizer = _tokenizer(checkpoint)
+        fetch_kernels(target)
         with device_memory():
             model = _model(module, config, checkpoint, quantize, dtype, target, experts, tell)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from auraflux.cache import CacheSettings
+from auraflux.cache import Cache, CacheSettings, Sequence
 from auraflux.errors import SettingsError
 from auraflux.ops import use_backend
 from tests.cache.toy import FULL, RECURRENT, VOCABULARY, WINDOW, Toy
@@ -122,6 +122,44 @@ def test_a_slot_used_again_begins_empty():
     cache, sequence = run(toy, [9], sequences=1)
     sequence.close()
     torch.testing.assert_close(toy.add(cache, cache.open(), [5, 6]), toy.fresh([5, 6]))
+
+
+def states(cache: Cache, sequence: Sequence) -> list[torch.Tensor]:
+    row = sequence.rows[cache.states]
+    return [store[row.slot].clone() for store in cache.states.stores]
+
+
+@pytest.mark.parametrize("extra", [0, 1, 7])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("before", [0, 1, 6])
+def test_extra_tokens_leave_a_state_as_it_is(before: int, tokens: int, extra: int):
+    toy, new = toy_of(), [(3 * i + 1) % VOCABULARY for i in range(tokens)]
+    found = []
+    for filled in (True, False):
+        cache, sequence = run(toy, [before] if before else [])
+        out = toy.fill(cache, sequence, new, extra) if filled else toy.add(cache, sequence, new)
+        assert sequence.length == before + tokens
+        after = states(cache, sequence)
+        found.append([out, *after, toy.add(cache, sequence, [2]), toy.add(cache, sequence, [3, 4, 5])])
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-6)
+    # all that a state holds is the same to the bit
+    assert all(torch.equal(*pair) for pair in zip(found[0][1:3], found[1][1:3], strict=True))
+
+
+def test_steps_with_extra_tokens_follow_each_other_and_others():
+    toy, text = toy_of(checkpoint_stride=4), [(5 * i + 2) % VOCABULARY for i in range(24)]
+    cache = toy.cache()
+    other, sequence = cache.open(), cache.open()
+    outs = [toy.fill(cache, sequence, text[:2], 6), toy.fill(cache, sequence, text[2:11], 3)]
+    sequence.checkpoint()
+    # a step of two sequences of different lengths, whose states it finds
+    outs.append(toy.feed(cache, cache.batch([other, sequence]), [text[:5], text[11:13]])[1])
+    assert (sequence.length, sequence.checkpoints) == (13, [11])
+    assert sequence.truncate(12) == 1
+    outs[2:] = [toy.fill(cache, sequence, text[11:20], 7), toy.add(cache, sequence, text[20:])]
+    torch.testing.assert_close(torch.cat(outs), toy.fresh(text), rtol=1e-4, atol=1e-5)
+    assert sequence.checkpoints == [11, 20]
 
 
 def test_a_window_goes_back_to_a_checkpoint_whose_pages_it_gave_up():

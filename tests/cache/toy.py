@@ -35,9 +35,8 @@ def attend_latent(layer: Any, shape: LatentShape, batch: Batch, tokens: Tensor) 
 def recur(layer: Any, shape: RecurrentShape, batch: Batch, tokens: Tensor) -> Tensor:
     mixed = layer.convolve(batch, vectors(8, shape.channels)[tokens], vectors(9, shape.channels)[:4])
     unit = torch.nn.functional.normalize(vectors(10, 1, shape.key_width), dim=-1)[tokens]
-    decay, beta = delta_gates(
-        *(vectors(n, shape.heads)[tokens] for n in (12, 13)), torch.zeros(shape.heads), torch.zeros(shape.heads)
-    )
+    rates = torch.zeros(shape.heads), torch.zeros(shape.heads)
+    decay, beta = (gate[tokens] for gate in delta_gates(vectors(12, shape.heads), vectors(13, shape.heads), *rates))
     out = layer.update(
         batch, unit, unit.flip(-1).contiguous(), vectors(11, shape.heads, shape.value_width)[tokens], decay, beta
     )
@@ -58,9 +57,9 @@ class Toy:
         sizes: dict[str, Any] = {"context": 64, "sequences": 8, "page": 4, "chunk": 32, "spare": 3}
         return Cache(self.shapes, self.settings, **{**sizes, **options})
 
-    def feed(self, cache: Cache, batch: Batch, tokens: list[list[int]]) -> list[Tensor]:
+    def feed(self, cache: Cache, batch: Batch, tokens: list[list[int]], extra: int | None = None) -> list[Tensor]:
         """Take a step with new tokens of each sequence; give for each of them what all layers made of its tokens, [n, ...]."""
-        batch.extend([len(new) for new in tokens])
+        batch.extend([len(new) for new in tokens], extra)
         stack = torch.tensor([token for new in tokens for token in new], dtype=torch.int64)
         steps = zip(cache.layers, self.shapes, strict=True)
         out = torch.cat([WAYS[type(shape)](layer, shape, batch, stack).flatten(1) for layer, shape in steps], 1)
@@ -68,6 +67,13 @@ class Toy:
 
     def add(self, cache: Cache, sequence: Sequence, tokens: list[int]) -> Tensor:
         return self.feed(cache, cache.batch([sequence]), [tokens])[0]
+
+    def fill(self, cache: Cache, sequence: Sequence, tokens: list[int], extra: int) -> Tensor:
+        """Take a step with tokens after which so many extra ones come."""
+        batch = cache.batch([sequence])
+        out = self.feed(cache, batch, [tokens + tokens[-1:] * extra], extra)[0]
+        batch.drop_extra()
+        return out[: len(tokens)]
 
     def fresh(self, tokens: list[int], **options: Any) -> Tensor:
         """What a new cache gives for all tokens at once."""
