@@ -126,6 +126,7 @@ def test_parts_of_some_texts_are_as_many_as_run_at_once(bits: tuple[int, int], k
 
 def test_parts_with_some_keys_have_a_multiprocessor_each():
     assert plan_for(8, 132, 32768, 64, 4, 2, 128) == (16, 2, 2, ALONE, 1)
+    assert plan_for(8, 132, 32832, 64, 4, 2, 128) == (16, 2, 2, ALONE, 1)  # a page more has no part of its own
     assert plan_for(32, 132, 2048, 64, 8, 4, 128) == (4, 1, 2, ALONE, 1)
     assert plan_for(8, 132, 32768, 64, 8, 4, 128).cut is CUTS[128]
     assert plan_for(8, 132, 131072, 64, 4, 4, 128).cut is CUTS[128]

@@ -43,6 +43,8 @@ ENOUGH = 0.7  # of the multiprocessors have work where each has the whole of a r
 MOST_KEYS = 8192  # a batch may have one long text among short ones
 ENOUGH_WIDE = 0.45  # the same of width 256
 WIDE_KEYS = 4096
+# keys of a part for which a multiprocessor to itself is faster: of two blocks at a time, and of one with 8 bits
+FEW_KEYS, FEWER_KEYS = range(1024, 2305), range(512, 1024)
 SHARED_NBYTES = 228 << 10  # of a multiprocessor
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
@@ -150,9 +152,8 @@ def _alone_for(programs: int, multiprocessors: int, capacity: int, page: int, bi
         return Plan(1, 1, min(AHEAD, depth(*bits, width, 1, ALONE)), ALONE, 1)
     parts = multiprocessors // programs
     keys, blocks = cdiv(capacity, parts), 2 if page % (2 * BLOCK) == 0 and {*bits} <= {2, 4} else 1
-    if parts > 1 and (1024 <= keys <= 2048 if blocks == 2 else max(bits) == 8 and 512 <= keys < 1024):
-        splits = splits_for(1, parts, cdiv(capacity, ALONE.warps * blocks * BLOCK))
-        return Plan(splits, blocks, min(AHEAD, depth(*bits, width, blocks, ALONE)), ALONE, 1)
+    if parts > 1 and (keys in FEW_KEYS if blocks == 2 else max(bits) == 8 and keys in FEWER_KEYS):
+        return Plan(parts, blocks, min(AHEAD, depth(*bits, width, blocks, ALONE)), ALONE, 1)
     return None
 
 
