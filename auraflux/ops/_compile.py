@@ -1,8 +1,9 @@
 """Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops._compile [FAMILY ...] [--first] [--json]`.
 
 Each family's `cuda.py` lists in `KERNELS` what is worth building (see `Build`). Printed are registers a thread, bytes of stack
-(what did not fit into registers), bytes of shared memory, and how often lanes are gathered: where the compiler cannot see that
-a branch is the same for a warp, it writes every shuffle and matrix product after it for lanes that may have parted.
+(what did not fit into registers), bytes of shared memory, and, where all builds are made, how often lanes are gathered: if the
+compiler cannot see that a branch is the same for a warp, it writes every shuffle and matrix product after it for lanes that may
+have parted.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from auraflux.ops._dispatch import families
@@ -54,16 +56,17 @@ def _listed(family: str) -> list:
     return getattr(importlib.import_module(f"auraflux.ops.{family}.cuda"), "KERNELS", [])
 
 
-def compile_one(where: tuple[str, int]) -> Report:
+def compile_one(where: tuple[str, int], instructions: bool = True) -> Report:
+    """Compile a build; to look at its instructions takes as long again."""
     family, place = where
     build = _listed(family)[place]
     try:
-        return Report(family, build.name, build.hot, *_compile(build))
+        return Report(family, build.name, build.hot, *_compile(build, instructions))
     except Exception as err:
         return Report(family, build.name, build.hot, error=f"{type(err).__name__}: {err}")
 
 
-def _compile(build) -> tuple[int, int, int, int]:
+def _compile(build, instructions: bool) -> tuple[int, int, int, int]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -84,17 +87,17 @@ def _compile(build) -> tuple[int, int, int, int]:
     constants = {(kernel.arg_names.index(name),): value for name, value in build.constants.items()}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=dict(build.options))
-    return *_resources(made.asm["cubin"]), made.metadata.shared
+    return *_resources(made.asm["cubin"], instructions), made.metadata.shared
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
+def _resources(cubin: bytes, instructions: bool) -> tuple[int, int, int]:
     """Registers, bytes of stack and local memory, and gatherings of lanes, of the one kernel in a cubin."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", *["--dump-sass"] * instructions, file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = RESOURCES.search(text)
     if found is None:
@@ -107,7 +110,7 @@ def compile_all(only: Sequence[str] = (), first: bool = False) -> list[Report]:
     found = builds(only, first)
     # spawned, not forked: LLVM and torch have threads by now
     with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, max(1, len(found)))) as pool:
-        return pool.map(compile_one, found, chunksize=1)
+        return pool.map(partial(compile_one, instructions=not first), found, chunksize=1)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,6 +25,7 @@ log = logging.getLogger("auraflux")
 
 BACKENDS = ("reference", "cpu", "cuda")
 COMPILERS = {"numba", "llvmlite", "triton"}
+IMPORTING = threading.RLock()  # kernels
 
 # from the environment, or None; a default reaches every thread
 _wanted = os.environ.get("AURAFLUX_BACKEND") or None
@@ -101,7 +102,9 @@ class Op:
     def kernel(self, backend: str) -> Callable[..., Any] | None:
         """Find the kernel for a backend, or None when there is none."""
         if backend not in self._kernels:
-            self._kernels[backend] = self._find(backend) if backend in BACKENDS else None
+            # two threads that import modules of one another would be given them half made
+            with IMPORTING:
+                self._kernels[backend] = self._find(backend) if backend in BACKENDS else None
         return self._kernels[backend]
 
     def backends(self) -> list[str]:
