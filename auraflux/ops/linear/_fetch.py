@@ -67,6 +67,13 @@ def long_at(at):
 
 
 @gluon.jit
+def put_two(at, first, second, there):
+    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$4,0; @p st.shared.v2.b32 [$1],{$2,$3}; mov.b32 $0,0;}"
+    args = [at, first, second, there.to(gl.int32)]
+    gl.inline_asm_elementwise(text, "=r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def put_float(at, value, there):
     text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$3,0; @p st.shared.f32 [$1],$2; mov.b32 $0,0;}"
     args = [at, value, there.to(gl.int32)]

@@ -93,20 +93,26 @@ def sum_16(x):
 
 
 @gluon.constexpr_function
-def _codes_ptx(apart):
+def _two_ptx(apart):
     return f"ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+{apart}];"
 
 
 @gluon.jit
-def codes_at(base, lane, ROW: gl.constexpr):
-    """A lane's codes of four groups of rows g and g + 8, in the order that row g has them; rows are ROW bytes apart."""
+def codes_two(base, lane, ROW: gl.constexpr, APART: gl.constexpr):
+    """A lane's codes of four groups of row g, here and APART bytes on, in the order that row g has them."""
     g, t = lane // 4, lane % 4
-    text: gl.constexpr = _codes_ptx(8 * ROW)
+    text: gl.constexpr = _two_ptx(APART)
     words = ()
     for j in gl.static_range(4):
         at = base + g * ROW + (g % 4 ^ j) * 32 + t * 8
         words += gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
     return words
+
+
+@gluon.jit
+def codes_at(base, lane, ROW: gl.constexpr):
+    """The same of rows g and g + 8, which are ROW bytes apart."""
+    return codes_two(base, lane, ROW, 8 * ROW)
 
 
 @gluon.jit

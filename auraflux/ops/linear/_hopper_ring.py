@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops._triton import Build, cdiv
 from auraflux.ops.linear._fetch import begin_barriers, expect, fetch, put_float
-from auraflux.ops.linear._groups import add_four, float_at, load_16, pair_16
+from auraflux.ops.linear._groups import add_four, codes_two, float_at, load_16, pair_16
 from auraflux.ops.linear._nibbles import AWAIT, run, shared
-from auraflux.ops.linear._stages import await_stage, codes_two, count_read, lines_two, multiplied_two, sums_16
+from auraflux.ops.linear._stages import await_stage, count_read, lines_two, multiplied_two, sums_16
 from auraflux.quant import QTensor
 
 WARPS = 16

@@ -33,23 +33,6 @@ def count_read(at, lane, there):
     return gl.inline_asm_elementwise(text, "=r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
-@gluon.constexpr_function
-def _two_ptx(apart):
-    return f"ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+{apart}];"
-
-
-@gluon.jit
-def codes_two(base, lane, ROW: gl.constexpr, APART: gl.constexpr):
-    """A lane's codes of four groups of row g, here and APART bytes on, in the order that row g has them."""
-    g, t = lane // 4, lane % 4
-    text: gl.constexpr = _two_ptx(APART)
-    words = ()
-    for j in gl.static_range(4):
-        at = base + g * ROW + (g % 4 ^ j) * 32 + t * 8
-        words += gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
-    return words
-
-
 @gluon.jit
 def lines_two(base, lane, LINE: gl.constexpr, APART: gl.constexpr):
     """Scales and biases of row g, group t, here and APART bytes on; rows are LINE bytes apart, biases behind 8 of scales."""

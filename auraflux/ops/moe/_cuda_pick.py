@@ -7,6 +7,7 @@ bits, as there: NaN takes the place of -inf, of equal scores the lowest place co
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.linear._fetch import put_two
 from auraflux.ops.linear._nibbles import word_at
 from auraflux.ops.moe._cuda_choose import LOWEST, ordered, sigmoid
 
@@ -86,13 +87,6 @@ def _merged(at, warp, lane, there, live, K: gl.constexpr):
 
 
 @gluon.jit
-def _put_two(at, first, second, there):
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$4,0; @p st.shared.v2.b32 [$1],{$2,$3}; mov.b32 $0,0;}"
-    args = [at, first, second, there.to(gl.int32)]
-    gl.inline_asm_elementwise(text, "=r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _float(key):
     """The score that a key was made of."""
     return gl.where(key < 0, key ^ 0x7FFFFFFF, key).to(gl.float32, bitcast=True)
@@ -136,7 +130,7 @@ def pick(keys, tid, lists, K: gl.constexpr, E: gl.constexpr, KEPT: gl.constexpr,
     warp, lane = tid // 32, tid % 32
     for r in gl.static_range((G + W - 1) // W):
         key, who = _best(keys[r], warp, lane, G - r * W, L)
-        _put_two(lists + ((warp + r * W) * L + lane) * 8, key, who, (lane < L) & (warp + r * W < G))
+        put_two(lists + ((warp + r * W) * L + lane) * 8, key, who, (lane < L) & (warp + r * W < G))
     gl.thread_barrier()
     mine, there, live = lists + gl.minimum(lane, G - 1) * (L * 8), lane < G, lane >= 0
     if KEPT > 0:

@@ -12,6 +12,7 @@ tensor has one element per thread.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.linear._fetch import put_two
 from auraflux.ops.linear._groups import OF_CODES, load_16, pair_16
 from auraflux.ops.linear._nibbles import MMA, codes_at, sum_four, word_at
 
@@ -84,13 +85,6 @@ def _put_four(at, words, there):
 
 
 @gluon.jit
-def _put_two(at, first, second, there):
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$4,0; @p st.shared.v2.b32 [$1],{$2,$3}; mov.b32 $0,0;}"
-    args = [at, first, second, there.to(gl.int32)]
-    gl.inline_asm_elementwise(text, "=r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _eight_at(at):
     text: gl.constexpr = "ld.shared.v4.b32 {$0,$1,$2,$3},[$8]; ld.shared.v4.b32 {$4,$5,$6,$7},[$8+512];"
     registers: gl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,r,~{memory}"
@@ -137,7 +131,7 @@ def put_inputs(to, raw, quad, lane, K: gl.constexpr):
     a, b = a - _low(first), b - _high(first)
     second = _pack(a, b)
     third = _pack(a - _low(second), b - _high(second))
-    _put_two(to + K * 16 + quad * 256 + lane * 8, gl.where(t < 2, first, second), gl.where(t < 2, third, 0), there)
+    put_two(to + K * 16 + quad * 256 + lane * 8, gl.where(t < 2, first, second), gl.where(t < 2, third, 0), there)
 
 
 @gluon.jit

@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.linear._fetch import begin_barriers, expect, fetch, put_float
-from auraflux.ops.linear._groups import add_four, float_at, load_16, pair_16, paired, put_rows
+from auraflux.ops.linear._groups import add_four, codes_two, float_at, load_16, pair_16, paired, put_rows
 from auraflux.ops.linear._nibbles import AWAIT, LAUNCH, WAIT, run, shared
-from auraflux.ops.linear._stages import await_stage, codes_two, count_read, lines_two, multiplied_two, sums_16
+from auraflux.ops.linear._stages import await_stage, count_read, lines_two, multiplied_two, sums_16
 from auraflux.ops.moe._cuda_choose import load_scores, weights_of
 from auraflux.ops.moe._cuda_pick import list_nbytes, load_keys, pick
 from auraflux.ops.moe._cuda_stages import ask, inputs_at, place, put_chosen, put_own

@@ -112,12 +112,8 @@ def attend_pairs(
     place, to, at = places(split, warp, lane, RING, DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
     # codes of earlier steps, levels and signs are older than the kernel before this one; what it may have written is asked for
     # when it has ended, and ends the groups
-    page, next_page, table = _first_pages(table, sequence, guess, t, stride, table_width, PAGE)
-    blocks = ()
-    for d in gl.static_range(DEEP):
-        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE, UNITS)
-        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
-        page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
+    pages = _first_pages(table, sequence, guess, t, stride, table_width, PAGE)
+    blocks, page, next_page, table = _first_blocks(pages, t, stride, head, pool, table_width, HEADS, PAGE, UNITS, DEEP)
     _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, SOON)
     _fill(shared, filling)
     gdc_wait()
@@ -158,10 +154,8 @@ def attend_pairs(
     gl.thread_barrier()
     if ONE:
         leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
-    elif D == 256 and not SHARED:
-        leave_turned(o, m, sums(l, NW), signs, part_o, part_m, part_l, left, live, D, NW)
     else:
-        leave_part(o, m, sums(l, NW), part_o, part_m, part_l, left, live, D, NW)
+        _leave(o, m, sums(l, NW), signs, (part_o, part_m, part_l), left, live, D, SHARED, NW)
 
 
 @gluon.jit
@@ -189,6 +183,30 @@ def _first_pages(table, sequence, guess, t, stride, table_width, PAGE: gl.conste
     page = gl.load(mine + gl.minimum(t // PAGE, table_width - 1), mask=other, other=page)
     next_page = gl.load(mine + gl.minimum((t + stride) // PAGE, table_width - 1), mask=other, other=next_page)
     return page, next_page, mine
+
+
+@gluon.jit
+def _first_blocks(
+    pages, t, stride, head, pool, table_width,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, UNITS: gl.constexpr, DEEP: gl.constexpr,
+):  # fmt: skip
+    """Find a warp's first DEEP blocks, and the pages of the next two steps."""
+    page, next_page, table = pages
+    blocks = ()
+    for d in gl.static_range(DEEP):
+        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE, UNITS)
+        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
+        page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
+    return blocks, page, next_page, table
+
+
+@gluon.jit
+def _leave(o, m, l, signs, parts, left, live, D: gl.constexpr, SHARED: gl.constexpr, NW: gl.constexpr):  # noqa: E741
+    """Leave a part of each row, turned back where `finish_turned` merges."""
+    if D == 256 and not SHARED:
+        leave_turned(o, m, l, signs, parts[0], parts[1], parts[2], left, live, D, NW)
+    else:
+        leave_part(o, m, l, parts[0], parts[1], parts[2], left, live, D, NW)
 
 
 @gluon.jit
