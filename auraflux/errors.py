@@ -7,6 +7,7 @@ AurafluxError
 ├── TemplateError   a chat template is missing, broken or refuses the messages (also a ValueError)
 ├── FetchError      a model could not be fetched (also a RuntimeError)
 ├── ExpertError     an expert could not be read from disk, or is not what was written there (also a RuntimeError)
+├── BusyError       so many requests wait that another is refused; later it may be taken (also a RuntimeError)
 ├── CacheError      a cache has no room (also a RuntimeError)
 │   ├── ContextError  a sequence would grow past the context limit
 │   └── CacheFull     no page or no place for a sequence is free
@@ -43,6 +44,10 @@ class FetchError(AurafluxError, RuntimeError):
 
 class ExpertError(AurafluxError, RuntimeError):
     """An expert could not be read."""
+
+
+class BusyError(AurafluxError, RuntimeError):
+    """The queue is full."""
 
 
 class CacheError(AurafluxError, RuntimeError):

@@ -110,6 +110,6 @@ def sampling(chosen: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     from auraflux.run.sampler import Sampling
 
     names = [field.name for field in fields(Sampling)]
-    found = {**defaults, **{name: chosen[name] for name in names if chosen[name] not in (None, ())}}
+    found = {**defaults, **{name: chosen[name] for name in names if chosen.get(name) not in (None, ())}}
     Sampling(**found)
     return found

@@ -6,8 +6,8 @@ what one sequence takes with it from batch to batch, a `Sampler` the batch of th
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Sampling:
     seed                the same seed gives the same text; None for another each time
     max_tokens          to generate; None for as many as the context has room for
     stop                strings that end the text; they are not part of it
+    endless             the model's own end does not end the text
+    logprobs            how many of the likeliest tokens to tell with each that is chosen; None tells no probabilities
+    logit_bias          added to the scores of tokens: {token: number}
+    grammar             what the text must be, as llguidance writes it; None for anything
     """
 
     temperature: float = 0.0
@@ -42,6 +46,10 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    endless: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -57,6 +65,11 @@ class Sampling:
             self._whole("seed", "0 or more, or None", self.seed, 0)
         if self.max_tokens is not None:
             self._whole("max_tokens", "1 or more, or None", self.max_tokens, 1)
+        if self.logprobs is not None:
+            self._whole("logprobs", "0 or more, or None", self.logprobs, 0)
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
+                raise InputError(f"logit_bias={{{token!r}: {bias!r}}} is not a number for a token.")
         for each in stop:
             if not isinstance(each, str) or not each:
                 raise InputError(f"stop={each!r} is not a string of at least one character.")
