@@ -14,7 +14,7 @@ from auraflux.cache import Sequence
 from auraflux.errors import ContextError
 from auraflux.run.engine import Engine
 from auraflux.run.generate import Stats, grow
-from auraflux.run.sampler import Sampling
+from auraflux.run.sampling import Sampling
 from auraflux.run.stream import Stream
 
 WARM_UP = 8  # tokens that pay for compiling and for the first touch of the weights

@@ -107,7 +107,7 @@ def load_model(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
 
 def sampling(chosen: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     """The sampling settings that were given, over the command's own. Wrong ones are refused before a model is loaded."""
-    from auraflux.run.sampler import Sampling
+    from auraflux.run.sampling import Sampling
 
     names = [field.name for field in fields(Sampling)]
     found = {**defaults, **{name: chosen[name] for name in names if chosen.get(name) not in (None, ())}}

@@ -10,7 +10,7 @@ from torch import Tensor
 from auraflux.errors import ContextError, InputError
 from auraflux.run.engine import Engine
 from auraflux.run.generate import Stats, write
-from auraflux.run.sampler import Sampling
+from auraflux.run.sampling import Sampling
 from auraflux.run.session import Session
 from auraflux.run.stream import Stream
 from auraflux.weights.expert_store import ExpertStore

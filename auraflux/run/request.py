@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from auraflux.run.sampler import Sampling
+from auraflux.run.sampling import Sampling
 
 
 @dataclass(frozen=True)

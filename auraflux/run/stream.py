@@ -4,7 +4,8 @@ from typing import Any
 
 from auraflux.cache import Sequence
 from auraflux.run.detokenize import Detokenizer
-from auraflux.run.sampler import Row, Sampling
+from auraflux.run.sampler import Row
+from auraflux.run.sampling import Sampling
 from auraflux.run.stops import StopStrings
 
 

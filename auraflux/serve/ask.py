@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from auraflux.run.sampler import Sampling
+from auraflux.run.sampling import Sampling
 
 
 @dataclass(frozen=True)

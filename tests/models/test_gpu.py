@@ -15,7 +15,7 @@ from auraflux.ops.turboquant.codebook import BITS
 from auraflux.run.engine import Engine
 from auraflux.run.generate import Stats, write
 from auraflux.run.graph import Decoder
-from auraflux.run.sampler import Sampling
+from auraflux.run.sampling import Sampling
 from auraflux.run.stream import Stream
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights

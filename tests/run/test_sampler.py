@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from auraflux.errors import InputError
-from auraflux.run.sampler import Row, Sampler, Sampling
+from auraflux.run.sampler import Row, Sampler
+from auraflux.run.sampling import Sampling
 
 VOCABULARY = 50
 
