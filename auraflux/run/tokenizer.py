@@ -12,7 +12,7 @@ from auraflux.run.detokenize import Detokenizer
 from auraflux.run.pieces import Pieces
 from auraflux.run.template import Template
 from auraflux.run.vocabulary import adds_bos, read_vocabulary
-from auraflux.weights.folder import read_json
+from auraflux.weights.json_file import read_json
 
 # stands for a reply when looking what a template puts after one
 REPLY = "a-reply-of-its-own"

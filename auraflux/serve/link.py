@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from auraflux.run.request import Event, Request
+from auraflux.run.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,6 @@ class ModelFacts:
     """What the server says of its model.
 
     name        by which clients ask for it
-    path        of the folder or file, for the tokenizer; never told to a client
     model_type  its family
     context     most tokens of a prompt and its answer together
     vocab       tokens that have scores
@@ -23,7 +23,6 @@ class ModelFacts:
     """
 
     name: str
-    path: str
     model_type: str
     context: int
     vocab: int
@@ -69,12 +68,15 @@ class Writing(Protocol):
 class Link(Protocol):
     """What the HTTP side has of the model.
 
-    facts   None while weights are loaded
-    gauges  as of the last step
+    facts      None while weights are loaded
+    tokenizer  None until then, and for a model that has none
+    gauges     as of the last step
     """
 
     @property
     def facts(self) -> ModelFacts | None: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
     @property
     def gauges(self) -> Gauges: ...
 

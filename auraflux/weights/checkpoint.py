@@ -1,6 +1,5 @@
 """`Checkpoint`: weights as they lie on disk, by name. `open_checkpoint` finds out which kind a path is."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,17 +46,6 @@ class Checkpoint(Protocol):
 
     def release(self, name: str) -> None:
         """Say that a loaded tensor was copied: its mapped pages need not stay in memory."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a FormatError that says what is wrong with it."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as err:
-        raise FormatError(f"{path} cannot be read as JSON: {err}.") from err
-    if not isinstance(found, dict):
-        raise FormatError(f"{path} holds {type(found).__name__}, not an object.")
-    return found
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -19,7 +19,7 @@ import torch
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import read_json
+from auraflux.weights.json_file import read_json
 
 FOLDER, MANIFEST = "experts", "manifest.json"
 NAME, VERSION = "auraflux-experts", 1
