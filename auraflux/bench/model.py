@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from auraflux.bench.profile import Cost, profile_step
-from auraflux.cache import Sequence
 from auraflux.errors import ContextError
-from auraflux.run.engine import Engine
-from auraflux.run.generate import Stats, grow
+from auraflux.run.job import Job
+from auraflux.run.request import Event, Request
 from auraflux.run.sampling import Sampling
-from auraflux.run.stream import Stream
+from auraflux.run.scheduler import Scheduler
 
 WARM_UP = 8  # tokens that pay for compiling and for the first touch of the weights
 
@@ -48,38 +47,53 @@ class Contender(Protocol):
 
 
 class Ours:
-    """Our engine, with `batch` texts at once."""
+    """Our scheduler, with `batch` texts at once."""
 
-    def __init__(self, engine: Engine, batch: int = 1):
-        self.engine, self.batch = engine, batch
-        self.name = f"auraflux {engine.cache.settings.kv}" + (" exact" if engine.exact else "")
-        self.sequences: list[Sequence] = []
-        self._scores = torch.empty(0)
-        self._last: list[int] = []
+    def __init__(self, scheduler: Scheduler, batch: int = 1):
+        self.scheduler, self.engine, self.batch = scheduler, scheduler.engine, batch
+        self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.exact else "")
+        self._jobs: list[Job] = []
+        self._events: list[Event] = []
 
     def read(self, ids: list[int]) -> None:
-        for sequence in self.sequences:
-            sequence.close()
-        self.sequences = [self.engine.cache.open() for _ in range(self.batch)]
+        self._end()
+        self.scheduler.prefixes.clear()
+        settings = Sampling(endless=True)
         # no two of them the same
-        texts = [ids[i:] + ids[:i] for i in range(self.batch)]
-        scores = [self.engine.prefill(sequence, text) for sequence, text in zip(self.sequences, texts, strict=True)]
-        self._scores = torch.stack(scores)
-        # the first token of each text is the prompt's work
-        self._scores.argmax(-1).tolist()
+        texts = [tuple(ids[i:] + ids[:i]) for i in range(self.batch)]
+        self._jobs = [self.scheduler.submit(Request(text, settings), self._events.append) for text in texts]
+        while any(job.sequence is None or job.unread for job in self._jobs):
+            self.scheduler.turn(write=False)
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def write(self, count: int) -> None:
-        streams = [Stream(sequence, [], Sampling(), count + 1, frozenset(), None) for sequence in self.sequences]
-        for _ in grow(self.engine, streams, self._scores, Stats()):
-            pass
-        self._last = [stream.tokens[-1] for stream in streams]
+        self._events.clear()
+        while len(self._events) < count * self.batch:
+            self.scheduler.turn()
 
     def costs(self) -> dict[str, Cost]:
         """What the next step takes, by op."""
-        return profile_step(self.engine, self.engine.cache.batch(self.sequences), self._last)
+        texts = [job.ids for job in self._jobs]
+        self._end()
+        starts = [self.scheduler.prefixes.open(ids) for ids in texts]
+        for start, ids in zip(starts, texts, strict=True):
+            if rest := ids[start.held : -1]:
+                self.engine.read([start.sequence], [rest])
+        batch = self.engine.cache.batch([start.sequence for start in starts])
+        found = profile_step(self.engine, batch, [ids[-1] for ids in texts])
+        for start in starts:
+            start.sequence.close()
+        return found
 
     def cache_nbytes(self) -> int:
-        return sum(sequence.nbytes for sequence in self.sequences)
+        return sum(job.held.nbytes for job in self._jobs)
+
+    def _end(self) -> None:
+        for job in self._jobs:
+            self.scheduler.cancel(job)
+        self.scheduler.turn()
+        self._jobs = []
 
 
 class LlamaCpp:

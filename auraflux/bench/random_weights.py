@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.cache import CacheSettings
 from auraflux.errors import FormatError
 from auraflux.models import family
 from auraflux.quant import QTensor
 from auraflux.quant.qtensor import check_format
+from auraflux.run.device import CHUNK, activation_dtype, device_memory
+from auraflux.run.engine import Engine
+from auraflux.run.language import LanguageModel
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.loader import ROUTERS, Weights
 
@@ -61,6 +65,29 @@ class RandomWeights(Weights):
 
     def _normal(self, sizes: list[int]) -> Tensor:
         return torch.randn(sizes, device=self.device, generator=self._generator)
+
+
+def random_language(
+    config: dict[str, Any],
+    settings: CacheSettings,
+    device: torch.device,
+    *,
+    bits: int | None = 4,
+    group: int = 64,
+    context: int,
+    sequences: int = 1,
+    exact: bool = False,
+    graphs: bool = True,
+) -> LanguageModel:
+    """A model of a shape (`bench/shapes.py`) that reads and writes tokens as numbers, so many texts of a length at once."""
+    dtype = activation_dtype(device)
+    with device_memory():
+        model, shapes = random_model(config, bits, group, dtype, device)
+        options: dict[str, Any] = {"chunk": CHUNK[device.type], "exact": exact, "graphs": graphs}
+        engine = Engine(
+            model, shapes, settings, context=context, sequences=sequences + 1, dtype=dtype, device=device, **options
+        )
+    return LanguageModel(engine, None, Path("random weights"), frozenset(), [])
 
 
 def random_model(

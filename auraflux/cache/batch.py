@@ -9,7 +9,7 @@ from torch import Tensor
 
 from auraflux.cache.index import StepIndex
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.sequence import Checkpoints, Part, Sequence
+from auraflux.cache.sequence import Part, Sequence
 from auraflux.errors import CacheFull, ContextError, InputError
 from auraflux.ops.rope.reference import norm_rope
 
@@ -70,6 +70,7 @@ class Batch:
     positions  [T]  int32, of each new token in its sequence
     counts     of new tokens of each sequence
     single     each sequence has one new token
+    fillers    tokens of no sequence after those of a single step, so that batches of few sizes recur
     extra      tokens at the end of a single sequence's step that fill it up to a size that recurs, None for other steps; none
                before them sees them, and `drop_extra` forgets them
     """
@@ -80,18 +81,19 @@ class Batch:
         self,
         sequences: list[Sequence],
         context: int,
-        checkpoints: Checkpoints,
         find_index: Callable[[int, int], StepIndex],
+        make_room: Callable[[Part], bool],
         expected: int = 0,
+        fillers: int = 0,
     ):
         if not sequences or len(set(sequences)) < len(sequences):
             raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
-        self.sequences, self.context = sequences, context
+        self.sequences, self.context, self.fillers = sequences, context, fillers
         self.single = False
         self.extra: int | None = None
         self.counts: list[int] = []
         self._beyond: Tensor | None = None
-        self._checkpoints, self._find_index, self._expected = checkpoints, find_index, expected
+        self._find_index, self._make_room, self._expected = find_index, make_room, expected
         self._views: dict[Layer, Any] = {}
         self._turn_to(max(sequence.length for sequence in sequences))
 
@@ -104,9 +106,9 @@ class Batch:
         return self.index.starts
 
     @property
-    def places(self) -> tuple[int | None, ...]:
+    def places(self) -> tuple[int, ...]:
         """Where the sequences hold what is not found through the index."""
-        return tuple(row.place for sequence in self.sequences for row in sequence.rows.values())
+        return tuple(row.place for sequence in self.sequences for row in sequence.rows.values() if row.place is not None)
 
     @property
     def beyond(self) -> Tensor:
@@ -143,6 +145,10 @@ class Batch:
         self._turn_to(max(lengths))
         spans = [range(length - new, length) for length, new in zip(lengths, counts, strict=True)]
         positions = [*chain.from_iterable(spans)]
+        if self.fillers:
+            assert self.single, "only steps of one token each are filled up"
+            nothing = [0] * self.fillers
+            lengths, counts, positions = lengths + [1] * self.fillers, counts + [1] * self.fillers, positions + nothing
         self.index.write(lengths, [0, *accumulate(counts)], positions if self.single else [], self.extra or 0)
         self._beyond = None
         if self.single:
@@ -150,11 +156,12 @@ class Batch:
         else:
             self.positions = torch.tensor(positions, dtype=torch.int32).to(self.index.device, non_blocking=True)
         for part in self.sequences[0].rows:
-            part.refresh(self.index, self.rows(part))
+            rows = self.rows(part)
+            part.refresh(self.index, rows + [part.filler] * self.fillers if self.fillers else rows)
 
     def _turn_to(self, longest: int) -> None:
         """Use the index that reaches as far, or as far as is expected."""
-        found = self._find_index(len(self.sequences), max(longest, self._expected))
+        found = self._find_index(len(self.sequences) + self.fillers, max(longest, self._expected))
         if getattr(self, "index", None) is not found:
             self.index, self._views = found, {}
 
@@ -176,7 +183,7 @@ class Batch:
         for row, length, _ in steps:
             row.settle(length)
         while (needed := part.needs(steps)) > part.free:
-            if not self._checkpoints.make_room(part):
+            if not self._make_room(part):
                 raise CacheFull(
                     f"{sum(counts)} new tokens need {needed} {part.describe()}, and {part.free} are free. Close a sequence, "
                     f"append fewer tokens at a time, or make the cache with more 'sequences' or 'tokens'."

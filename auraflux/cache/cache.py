@@ -1,5 +1,6 @@
 """The cache of a whole model: all layers, all sequences."""
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +29,7 @@ class Cache:
     page       tokens in a page
     chunk      most tokens a sequence is given at once, for which windows have room
     spare      tokens by which a sequence with windows can be truncated at once
+    kept       sequences more for which windows have room: those that are parked
     dtype      of what is not compressed
     """
 
@@ -42,6 +44,7 @@ class Cache:
         page: int = 64,
         chunk: int = 512,
         spare: int = 32,
+        kept: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
@@ -54,13 +57,18 @@ class Cache:
         if spare < 0:
             raise SettingsError(f"spare={spare} is negative.")
         self.shapes, self.settings, self.context, self.sequences = shapes, settings, context, sequences
-        self.page, self.chunk, self.spare = page, chunk, spare
+        self.page, self.chunk, self.spare, self.kept = page, chunk, spare, kept
+        # asked for a page of a part before checkpoints are: tells whether it has given up one
+        self.reclaim: Callable[[Part], bool] = lambda part: False
         self.dtype, self.device = dtype, torch.device(device)
         self.checkpoints = Checkpoints(settings.checkpoint_stride, settings.checkpoint_nbytes)
         self._groups: dict[int | None, LayerGroup] = {}
         self._indexes: dict[tuple[int, int], StepIndex] = {}
         plan = settings.plan(shapes)
         self.layers: list[Any] = [shape.build(self, bits) for shape, bits in zip(shapes, plan, strict=True)]
+        for shape in shapes:
+            if shape.attends:
+                self.group(shape.span).plain_nbytes += shape.plain_nbytes
         # codes lie in another order on a GPU than on a CPU
         kind = self.device.type if any(plan) else None
         self._format = repr((shapes, plan, settings.newest, settings.seed, page, dtype, kind))
@@ -68,7 +76,7 @@ class Cache:
 
     def _check_budget(self) -> None:
         limit = self.settings.checkpoint_nbytes
-        if "states" in vars(self) and 0 < limit < self.states.slot_nbytes:
+        if self.moves and 0 < limit < self.states.slot_nbytes:
             raise SettingsError(
                 f"checkpoint_nbytes={limit} holds no checkpoint: one takes {self.states.slot_nbytes} bytes. "
                 "Give at least that, or 0 for none."
@@ -91,12 +99,12 @@ class Cache:
         # a step's tokens and all they see, and as much again as a checkpoint holds
         seen = -(-(span - 1) // self.page) + 1
         each = -(-(span - 1 + self.spare + self.chunk) // self.page) + 1 + seen
-        return self.sequences * min(each, -(-self.context // self.page) + seen)
+        return (self.sequences + self.kept) * min(each, -(-self.context // self.page) + seen)
 
     @property
     def parts(self) -> list[Part]:
         # states first: they alone may run out when a sequence is opened, before anything else is taken
-        return [*([self.states] if "states" in vars(self) else []), *self._groups.values()]
+        return [*([self.states] if self.moves else []), *self._groups.values()]
 
     @property
     def token_nbytes(self) -> int:
@@ -106,23 +114,55 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes in use: pages with an owner, states of open sequences, and the states that checkpoints keep."""
-        kept = sum(c.marks[self.states].nbytes for c in self.checkpoints) if "states" in vars(self) else 0
+        kept = sum(c.marks[self.states].nbytes for c in self.checkpoints) if self.moves else 0
         return sum(part.nbytes for part in self.parts) + kept
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of all pages and states, in use or not."""
+        return sum(store.nbytes for part in self.parts for store in part.stores)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of a page of the layers that see everything."""
+        return self._groups[None].page_nbytes if None in self._groups else 0
 
     @property
     def plain_nbytes(self) -> int:
         """Bytes that the same positions and states would take with nothing compressed, in bf16."""
-        held = {span: group.pool.used * group.size for span, group in self._groups.items()}
-        states = self.states.nbytes if "states" in vars(self) else 0
-        return states + sum(held[shape.span] * shape.plain_nbytes for shape in self.shapes if shape.attends)
+        states = self.states.nbytes if self.moves else 0
+        return states + sum(group.pool.used * group.size * group.plain_nbytes for group in self._groups.values())
 
     def open(self) -> Sequence:
         """Begin an empty sequence."""
         return Sequence({part: part.open() for part in self.parts}, self.checkpoints, self._format)
 
-    def batch(self, sequences: list[Sequence], expected: int = 0) -> Batch:
+    @property
+    def page_groups(self) -> list[LayerGroup]:
+        return list(self._groups.values())
+
+    @property
+    def moves(self) -> bool:
+        """Whether sequences have states, which lie side by side in a batch."""
+        return "states" in vars(self)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether sequences can be cut back only to checkpoints: they have states or windows."""
+        return self.moves or any(group.span is not None for group in self._groups.values())
+
+    @property
+    def fills(self) -> bool:
+        """Whether steps can be filled up with tokens that belong to no sequence."""
+        return not self.moves and self.settings.newest == 0
+
+    def batch(self, sequences: list[Sequence], expected: int = 0, fillers: int = 0) -> Batch:
         """Make a batch; `expected` is a length that one of its sequences will reach, if it is known."""
-        return Batch(sequences, self.context, self.checkpoints, self._index, min(expected, self.context))
+        return Batch(sequences, self.context, self._index, self.make_room, min(expected, self.context), fillers)
+
+    def make_room(self, part: Part) -> bool:
+        """Free a page of a part that nothing running needs; tell whether there was one."""
+        return self.reclaim(part) or self.checkpoints.make_room(part)
 
     def _index(self, count: int, longest: int) -> StepIndex:
         """The index for so many sequences up to a length; kernels share their work by how far it reaches."""
@@ -143,7 +183,7 @@ class Cache:
             )
         for part, image in zip(self.parts, snapshot.images, strict=True):
             while image.pages > part.free:
-                if not self.checkpoints.make_room(part):
+                if not self.make_room(part):
                     raise CacheFull(
                         f"a snapshot needs {image.pages} {part.describe()}, and {part.free} are free. Close a sequence, "
                         "or make the cache with more 'sequences' or 'tokens'."

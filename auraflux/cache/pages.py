@@ -7,6 +7,7 @@ checkpoints. Only a page with one owner is written to; an append to a shared one
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -70,16 +71,17 @@ class LayerGroup:
     span   how many positions a query sees, its own among them; None for all
     size   tokens in a page
     spare  positions kept beyond the span: truncating by as many is exact at once
+    plain_nbytes  of a token in all layers of the group, uncompressed in bf16
     """
 
     def __init__(self, span: int | None, pages: int, size: int, spare: int, device: torch.device):
         self.span, self.size, self.spare, self.device = span, size, spare, device
-        self.pool = PagePool(pages)
+        self.pool, self.plain_nbytes = PagePool(pages), 0
         self.stores: list[Tensor] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Make a store of all pages, [P, *shape]."""
-        self.stores.append(reserve(self.pool.count, *shape, dtype=dtype, device=self.device))
+        """Make a store of all pages and one more, [P + 1, *shape]."""
+        self.stores.append(reserve(self.pool.count + 1, *shape, dtype=dtype, device=self.device))
         return self.stores[-1]
 
     @property
@@ -108,6 +110,11 @@ class LayerGroup:
         # of a page's owners the last to write has it for itself
         kept = sum(count == self.pool.owners(page) for page, count in shared.items())
         return sum(row.needs(length, new) for row, length, new in steps) - kept
+
+    @cached_property
+    def filler(self) -> "PageRow":
+        """The page after the pool's, which belongs to no sequence: steps are filled up with tokens that go there."""
+        return PageRow(self, 0, [self.pool.count])
 
     def refresh(self, index: StepIndex, rows: list["PageRow"]) -> None:
         """Tell the index of a step where its sequences' pages are."""
@@ -162,7 +169,7 @@ class PageRow:
     place  None: pages are found through a step's index
     """
 
-    place = None
+    place, parked = None, False
 
     def __init__(self, group: LayerGroup, first: int = 0, pages: list[int] | None = None):
         self.group, self.first, self.pages, self.stamp = group, first, pages or [], 0
@@ -170,6 +177,10 @@ class PageRow:
     @property
     def nbytes(self) -> int:
         return len(self.pages) * self.group.page_nbytes
+
+    @property
+    def plain_nbytes(self) -> int:
+        return len(self.pages) * self.group.size * self.group.plain_nbytes
 
     def settle(self, length: int) -> None:
         """Return the pages that no query from `length` - spare on sees."""
@@ -229,6 +240,9 @@ class PageRow:
 
     def fork(self) -> "PageRow":
         return PageRow(self.group, self.first, self.group.pool.share(self.pages))
+
+    def park(self) -> None:
+        """Pages are found again as they are."""
 
     def snapshot(self) -> PageImage:
         return PageImage(self.first, [store[self.pages].cpu() for store in self.group.stores])

@@ -24,6 +24,7 @@ class StateGroup:
         self.slots, self.device = slots, device
         self.stores: list[Tensor] = []
         self._free = list(range(slots - 1, -1, -1))
+        self._open: set[StateRow] = set()
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Make a store of all slots, [S, *shape]."""
@@ -42,6 +43,10 @@ class StateGroup:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def filler(self) -> "StateRow":
+        raise NotImplementedError("steps of recurrent layers are not filled up with other tokens.")
+
     def describe(self) -> str:
         return "recurrent states"
 
@@ -59,11 +64,37 @@ class StateGroup:
                 f"all {self.slots} recurrent states are in use. Close a sequence, or make the cache with more 'sequences'."
             )
         row = StateRow(self, self._free.pop())
+        self._open.add(row)
         row.truncate(0)
         return row
 
-    def close(self, slot: int) -> None:
-        self._free.append(slot)
+    def close(self, row: "StateRow") -> None:
+        """Take back the slot of a row."""
+        self._open.remove(row)
+        self._free.append(row.slot)
+
+    def arrange(self, rows: list["StateRow"]) -> None:
+        """Move states so that these lie side by side from the first slot on: kernels then read them where they are."""
+        there = {row.slot: row for row in self._open}
+        for slot, row in enumerate(rows):
+            if row.slot == slot:
+                continue
+            other, old = there.get(slot), row.slot
+            assert old is not None
+            self._swap(old, slot, other is not None)
+            if other is None:
+                self._free[self._free.index(slot)] = old
+                there.pop(old)
+            else:
+                other.slot, there[old] = old, other
+            row.slot, there[slot] = slot, row
+
+    def _swap(self, a: int, b: int, both: bool) -> None:
+        for store in self.stores:
+            kept = store[b].clone() if both else None
+            store[b] = store[a]
+            if kept is not None:
+                store[a] = kept
 
 
 @dataclass(frozen=True)
@@ -82,10 +113,13 @@ class StateImage:
 
 
 class StateRow:
-    """The state of one sequence. It takes the place of a `PageRow`, and holds only the newest position."""
+    """The state of one sequence. It takes the place of a `PageRow`, and holds only the newest position.
+
+    parked  it has given its slot back: only checkpoints know the state
+    """
 
     def __init__(self, group: StateGroup, slot: int):
-        self.group, self.slot, self.stamp = group, slot, 0
+        self.group, self.slot, self.stamp, self.parked = group, slot, 0, False
 
     @property
     def place(self) -> int:
@@ -93,7 +127,11 @@ class StateRow:
 
     @property
     def nbytes(self) -> int:
-        return self.group.slot_nbytes
+        return 0 if self.parked else self.group.slot_nbytes
+
+    @property
+    def plain_nbytes(self) -> int:
+        return self.nbytes
 
     def settle(self, length: int) -> None:
         """Nothing gets old."""
@@ -106,6 +144,8 @@ class StateRow:
 
     def truncate(self, length: int) -> None:
         assert length == 0, "only a checkpoint has an earlier state"
+        if self.parked:
+            return
         for store in self.group.stores:
             store[self.slot].zero_()
 
@@ -116,13 +156,20 @@ class StateRow:
         return StateImage([store[self.slot].clone() for store in self.group.stores])
 
     def rewind(self, length: int, mark: StateImage) -> None:
-        self.restore(mark)
+        if not self.parked:
+            self.restore(mark)
 
     def fork(self) -> "StateRow":
         other = self.group.open()
-        for store in self.group.stores:
-            store[other.slot] = store[self.slot]
+        if not self.parked:
+            for store in self.group.stores:
+                store[other.slot] = store[self.slot]
         return other
+
+    def park(self) -> None:
+        """Give the slot back."""
+        self.close()
+        self.parked = True
 
     def snapshot(self) -> StateImage:
         return StateImage([store[self.slot].cpu().clone() for store in self.group.stores])
@@ -132,7 +179,8 @@ class StateRow:
             store[self.slot] = tensor.to(store.device)
 
     def close(self) -> None:
-        self.group.close(self.slot)
+        if not self.parked:
+            self.group.close(self)
 
 
 class RecurrentLayer(Layer):

@@ -4,6 +4,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from auraflux.cache.index import StepIndex
 from auraflux.errors import InputError
 
@@ -14,9 +16,13 @@ class Row(Protocol):
     stamp: int
 
     @property
+    def parked(self) -> bool: ...
+    @property
     def place(self) -> int | None: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def plain_nbytes(self) -> int: ...
     def settle(self, length: int) -> None: ...
     def extend(self, length: int, new: int) -> None: ...
     def reaches(self, length: int) -> bool: ...
@@ -25,18 +31,26 @@ class Row(Protocol):
     def mark(self, length: int) -> Any: ...
     def rewind(self, length: int, mark: Any) -> None: ...
     def fork(self) -> "Row": ...
+    def park(self) -> None: ...
     def snapshot(self) -> Any: ...
     def restore(self, image: Any) -> None: ...
     def close(self) -> None: ...
 
 
 class Part(Hashable, Protocol):
-    """A part of the cache, where each sequence has a row."""
+    """A part of the cache, where each sequence has a row.
+
+    stores  tensors with a place for each page or state
+    """
+
+    stores: list[Tensor]
 
     @property
     def free(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def filler(self) -> Any: ...
     def describe(self) -> str: ...
     def needs(self, steps: list[tuple[Any, int, int]]) -> int: ...
     def refresh(self, index: StepIndex, rows: list[Any]) -> None: ...
@@ -57,10 +71,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of all sequences, oldest first, within a budget.
+    """The checkpoints of all sequences, that used longest ago first, within a budget.
 
     stride        tokens after which a sequence makes one by itself; None for never
-    limit_nbytes  of all together; the oldest go first
+    limit_nbytes  of all together; those used longest ago go first
     """
 
     def __init__(self, stride: int | None, limit_nbytes: int):
@@ -78,6 +92,11 @@ class Checkpoints:
         self._kept.append(checkpoint)
         while self._kept and self.nbytes > self.limit_nbytes:
             self._drop(self._kept[0])
+
+    def touch(self, checkpoint: Checkpoint) -> None:
+        """Note that a checkpoint was of use."""
+        self._kept.remove(checkpoint)
+        self._kept.append(checkpoint)
 
     def disown(self, checkpoint: Checkpoint) -> None:
         """Drop a checkpoint unless another sequence still wants it."""
@@ -128,6 +147,11 @@ class Sequence:
         return sum(row.nbytes for row in self.rows.values())
 
     @property
+    def plain_nbytes(self) -> int:
+        """Bytes that the same positions and states would take with nothing compressed, in bf16."""
+        return sum(row.plain_nbytes for row in self.rows.values())
+
+    @property
     def checkpoints(self) -> list[int]:
         """Positions that it can come back to."""
         self._mine = [checkpoint for checkpoint in self._mine if self._store.has(checkpoint)]
@@ -161,7 +185,7 @@ class Sequence:
             raise InputError(f"a sequence of {self.length} tokens cannot be cut to {length}.")
         if length == self.length:
             return 0
-        if all(row.reaches(length) for row in self.rows.values()):
+        if not self._lost and all(row.reaches(length) for row in self.rows.values()):
             self._cut(length)
         else:
             self._fall_back(length)
@@ -179,6 +203,7 @@ class Sequence:
             self._cut(0)
             return
         found = next(checkpoint for checkpoint in self._mine if checkpoint.position == max(positions))
+        self._store.touch(found)
         for part, row in self.rows.items():
             row.rewind(found.position, found.marks[part])
         self._forget(found.position)
@@ -202,6 +227,32 @@ class Sequence:
         other._mine, other._passed = list(self._mine), self._passed
         for checkpoint in self._mine:
             checkpoint.owners += 1
+        return other
+
+    def park(self) -> None:
+        """Keep the tokens, but nothing that only a running sequence needs: from now on it can only be branched and cut."""
+        self.checkpoint()
+        for row in self.rows.values():
+            row.park()
+
+    def reach(self, length: int) -> int:
+        """The length that `branch` or `truncate` would come to."""
+        if not self._lost and (length == self.length or all(row.reaches(length) for row in self.rows.values())):
+            return length
+        return max((position for position in self.checkpoints if position <= length), default=0)
+
+    @property
+    def _lost(self) -> bool:
+        """Whether some of what it held is only in checkpoints."""
+        return any(row.parked for row in self.rows.values())
+
+    def branch(self, length: int) -> "Sequence":
+        """Make another sequence that begins with as many of the first `length` tokens as can be had."""
+        other = self.fork()
+        if self._lost:
+            other._fall_back(length)
+        else:
+            other.truncate(length)
         return other
 
     def snapshot(self) -> Snapshot:

@@ -57,17 +57,17 @@ def bench_model(
     contenders: list[Any]
     if invented or shape is not None:
         at = list(lengths) or [1024]
-        engine = _random_engine(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
-        name, contenders = f"{shape}, random weights", [Ours(engine, batch)]
+        loaded = random_loaded(model, shape, invented, layers, batch, max(at) + 2 * tokens, chosen)
+        name, contenders = f"{shape}, random weights", [Ours(loaded.scheduler, batch)]
     else:
-        loaded = load_model(model, chosen)
+        loaded = load_model(model, chosen, sequences=batch)
         at = list(lengths) or [n for n in (128, 512, 2048) if n + tokens <= loaded.context]
         check_lengths(at, tokens, loaded.context)
-        engine, name = loaded.engine if batch == 1 else loaded.make_engine(batch), loaded.path.name
-        contenders = [Ours(engine, batch), *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else [])]
+        name = loaded.path.name
+        contenders = [Ours(loaded.scheduler, batch), *(_llama_cpp(loaded, max(at) + tokens) if peers and batch == 1 else [])]
     stderr = Console(stderr=True)
     with stderr.status("") as status:
-        found = list(measure(contenders, at, engine.model.config.vocab, tokens, repeat, status.update))
+        found = list(measure(contenders, at, loaded.engine.model.config.vocab, tokens, repeat, status.update))
     document = _document(name, contenders[0], found, profile and invented)
     if as_json:
         click.echo(json.dumps(document, indent=2))
@@ -75,33 +75,27 @@ def bench_model(
         _show(document, found)
 
 
-def _random_engine(
+def random_loaded(
     model: str | None, shape: str | None, invented: bool, layers: int | None, batch: int, context: int, chosen: dict[str, Any]
-) -> "Engine":
-    from auraflux.bench.random_weights import random_model
+) -> "LanguageModel":
+    """What --random and --shape ask for."""
+    from auraflux.bench.random_weights import random_language
     from auraflux.bench.shapes import shape_of
     from auraflux.cli.options import cache_settings
     from auraflux.errors import SettingsError
-    from auraflux.run.device import CHUNK, activation_dtype, device_memory, find_device
-    from auraflux.run.engine import Engine
+    from auraflux.run.device import find_device
 
     if shape is None or not invented or model is not None:
         raise SettingsError("random weights need --random and --shape NAME, and no MODEL.")
-    config, device = shape_of(shape, layers), find_device(chosen["device"])
-    dtype = activation_dtype(device)
-    with device_memory():
-        made, shapes = random_model(config, chosen["quantize"] or BITS, 64, dtype, device)
-    return Engine(
-        made,
-        shapes,
+    return random_language(
+        shape_of(shape, layers),
         cache_settings(chosen),
+        find_device(chosen["device"]),
+        bits=chosen["quantize"] or BITS,
         context=max(context, chosen["context"] or 0),
         sequences=batch,
-        chunk=CHUNK[device.type],
         exact=chosen["exact"],
         graphs=chosen["graphs"],
-        dtype=dtype,
-        device=device,
     )
 
 

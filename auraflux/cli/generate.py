@@ -12,8 +12,8 @@ from auraflux.cli.traffic import show_traffic, summary
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
-    from auraflux.run.generate import Stats
     from auraflux.run.language import LanguageModel
+    from auraflux.run.stats import Stats
 
 
 @click.command()
@@ -36,7 +36,7 @@ def generate(
     if not texts:
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
     settings = sampling(chosen)
-    loaded = load_model(model, chosen)
+    loaded = load_model(model, chosen, sequences=len(texts))
     chat = chat or system is not None
     asked: list[Any] = [_ask(loaded, text, system) for text in texts] if chat else texts
     if len(asked) == 1:

@@ -91,13 +91,13 @@ def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
     return ExpertSettings(memory, io, main_memory, guess=chosen["expert_guess"], verify=chosen["verify"])
 
 
-def load_model(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
+def load_model(model: str | None, chosen: dict[str, Any], **more: Any) -> "LanguageModel":
     """Load what the options ask for, with progress, and say what should be known about it."""
     from auraflux.ops._jit import nothing_compiled
     from auraflux.run.load import load
 
     given = {name: chosen[name] for name in LOADING_NAMES}
-    loaded = load(model, kv=cache_settings(chosen), expert_memory=expert_settings(chosen), **given)
+    loaded = load(model, kv=cache_settings(chosen), expert_memory=expert_settings(chosen), **given, **more)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     if loaded.engine.device.type == "cpu" and nothing_compiled():

@@ -21,17 +21,20 @@ class Detokenizer:
     U+FFFD as soon as that is certain.
 
     special    show special tokens, too
+    show       special tokens to show in any case
     continues  the text goes on from another: keep the space that some tokenizers put before the first word of every text
     """
 
-    def __init__(self, tokenizer: Speller, *, special: bool = False, continues: bool = False):
-        self._tokenizer, self._special = tokenizer, special
+    def __init__(
+        self, tokenizer: Speller, *, special: bool = False, show: frozenset[int] = frozenset(), continues: bool = False
+    ):
+        self._tokenizer, self._special, self._show = tokenizer, special, show
         self._strip = tokenizer.starts_with_space and not continues
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """Give the text that is complete with this token; often none, sometimes several characters."""
-        if not self._special and self._tokenizer.is_special(token):
+        if not self._shown(token):
             return ""
         return self._decode(self._tokenizer.piece(token))
 
@@ -41,8 +44,10 @@ class Detokenizer:
 
     def whole(self, tokens: Iterable[int]) -> str:
         """Give the text of these tokens, to the end."""
-        shown = (token for token in tokens if self._special or not self._tokenizer.is_special(token))
-        return self._decode(b"".join(map(self._tokenizer.piece, shown)), final=True)
+        return self._decode(b"".join(map(self._tokenizer.piece, filter(self._shown, tokens))), final=True)
+
+    def _shown(self, token: int) -> bool:
+        return self._special or token in self._show or not self._tokenizer.is_special(token)
 
     def _decode(self, piece: bytes, final: bool = False) -> str:
         text = self._decoder.decode(piece, final)

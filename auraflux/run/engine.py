@@ -1,6 +1,5 @@
 """A model with its cache: tokens go in, scores of the next token come out."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +14,8 @@ from auraflux.run.graph import Decoder
 
 # tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
 SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792)
+# sequences of steps of writing there; weights are read once whatever the number
+COUNTS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 REACHES = (1024, 4096, 16384)  # of their indexes, as few for the same reason; then every power of two
 
 
@@ -32,6 +33,8 @@ class Engine:
 
     context    most tokens of a sequence
     sequences  that can be open at once
+    tokens     of all of them together; by default as many as they have when each fills its context
+    kept       parked sequences more for which windows have room
     chunk      tokens that go through the model together, over all sequences
     exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
     graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
@@ -45,6 +48,8 @@ class Engine:
         *,
         context: int,
         sequences: int = 1,
+        tokens: int | None = None,
+        kept: int = 0,
         chunk: int = 512,
         exact: bool = False,
         graphs: bool = True,
@@ -53,7 +58,8 @@ class Engine:
     ):
         self.model, self.chunk, self.exact = model, chunk, exact
         with device_memory():
-            self.cache = Cache(shapes, settings, context=context, sequences=sequences, chunk=chunk, dtype=dtype, device=device)
+            sizes: dict[str, Any] = {"sequences": sequences, "tokens": tokens, "kept": kept, "chunk": chunk}
+            self.cache = Cache(shapes, settings, context=context, **sizes, dtype=dtype, device=device)
         self.device, self.graphs = torch.device(device), graphs
         self.decoder = Decoder(self)
 
@@ -120,15 +126,20 @@ class Engine:
         with exact(self.exact):
             return self.model(flat, batch, self.cache)
 
-    def prefill(self, sequence: Sequence, ids: list[int], advance: Callable[[int], None] = lambda tokens: None) -> Tensor:
-        """Take a prompt in pieces and keep a checkpoint at its end: the scores of the token after it, [V]."""
-        batch = self._batch_for(sequence, ids)
-        for start in range(0, len(ids), self.chunk):
-            piece = ids[start : start + self.chunk]
-            hidden = self.step(batch, [piece])
-            advance(len(piece))
-        sequence.checkpoint()
-        return self.score(hidden[-1:])[0]
+    def read(self, sequences: list[Sequence], pieces: list[list[int]]) -> None:
+        """Take in the next tokens of prompts, no more than `chunk` together."""
+        batch = self._batch_for(sequences[0], pieces[0]) if len(sequences) == 1 else self.cache.batch(sequences)
+        self.step(batch, pieces)
+
+    def writing(self, sequences: list[Sequence]) -> Batch:
+        """Make a batch for steps of one token each. On a GPU it is filled up to one of few sizes, so that steps recur."""
+        fillers = 0
+        if self.cache.moves:
+            rows: list[Any] = [sequence.rows[self.cache.states] for sequence in sequences]
+            self.cache.states.arrange(rows)
+        elif self.device.type == "cuda" and self.cache.fills:
+            fillers = next((size for size in COUNTS if size >= len(sequences)), len(sequences)) - len(sequences)
+        return self.cache.batch(sequences, fillers=fillers)
 
     def _batch_for(self, sequence: Sequence, ids: list[int]) -> Batch:
         """Make a batch for a prompt. Where its pieces are replayed, they and those of others of its kind read one index."""

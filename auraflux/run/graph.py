@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("auraflux")
 
-KEPT = 32  # recordings; the one that was used longest ago goes first
+KEPT = 128  # recordings; the one that was used longest ago goes first
 SWITCHED_OFF = "it is switched off"
 
 
@@ -79,14 +79,18 @@ class Decoder:
             self.engine.undo(batch, before)
             raise
 
-    def ahead(self, batch: Batch) -> bool:
-        """Whether a GPU is likely to take the next step as a replay, so that it goes on while Python does other things."""
-        step = self._steps.get((batch.index, batch.places, (1,) * len(batch.sequences)))
-        return self.engine.device.type == "cuda" and step is not None and step.recording is not None
+    @property
+    def ahead(self) -> bool:
+        """Whether a step may begin before its tokens are known here: a GPU goes on while Python does other things."""
+        return self.engine.device.type == "cuda"
 
     def _decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
-        batch.extend([1] * len(ids))
-        return self._replayed(batch, torch.as_tensor(ids), lambda step: self.engine.score(self.engine.forward(step.ids, batch)))
+        batch.extend([1] * len(batch.sequences))
+        tokens = torch.as_tensor(ids)
+        if batch.fillers:
+            tokens = torch.nn.functional.pad(tokens, (0, batch.fillers))
+        scores = self._replayed(batch, tokens, lambda step: self.engine.score(self.engine.forward(step.ids, batch)))
+        return scores[: len(batch.sequences)]
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
@@ -107,7 +111,7 @@ class Decoder:
     def _step(self, batch: Batch, tokens: int) -> Step:
         # steps of prompts find states through the index too
         places = batch.places if batch.extra is None else ()
-        key = batch.index, places, tuple(batch.counts)
+        key = batch.index, places, () if batch.single else tuple(batch.counts)
         step = self._steps.pop(key, None)
         if step is None:
             ids, positions = (torch.zeros(tokens, dtype=kind, device=self.engine.device) for kind in (torch.int64, torch.int32))

@@ -16,7 +16,7 @@ from auraflux.run.language import LanguageModel
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import Checkpoint, open_checkpoint
-from auraflux.weights.expert_settings import ExpertSettings, share_out
+from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
 from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
@@ -35,6 +35,9 @@ def load(
     graphs: bool = True,
     expert_memory: str | int | ExpertSettings | None = None,
     chunk: int | None = None,
+    sequences: int = 8,
+    cache_memory: str | int | None = None,
+    waiting: int | None = None,
     report: Report | None = None,
 ) -> LanguageModel:
     """Load a model: a folder, a GGUF file, or a name that is fetched on first use; None for the built-in default.
@@ -46,7 +49,10 @@ def load(
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds
     graphs    replay steps of decoding: on a GPU as CUDA graphs, and pieces of long prompts too
     expert_memory  "4GB": that the experts of a packed model may take, or settings in full; others are read as they are chosen
-    chunk     tokens of a prompt that go through the model together; by default 512, on a GPU 2048
+    chunk     tokens of prompts that go through the model together; by default 512, on a GPU 2048
+    sequences     texts that are written at once; more wait
+    cache_memory  "8GB": for keys and values of all texts and of those kept; by default that of two texts of full context
+    waiting       most texts that wait; None for any number
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
@@ -71,18 +77,30 @@ def load(
     # what is read depends on the tokens, so their steps cannot be repeated blindly
     graphs = graphs and (experts is None or experts.share.mapped)
 
-    def make_engine(sequences: int) -> Engine:
-        options: dict[str, Any] = {
-            "chunk": chunk or CHUNK[target.type],
-            "exact": exact,
-            "graphs": graphs,
-            "dtype": dtype,
-            "device": target,
-        }
-        return Engine(model, shapes, settings, context=longest, sequences=sequences, **options)
-
+    options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
+    # one place more is for scores of whole texts
+    options |= {"sequences": sequences + 1, "kept": sequences}
+    tokens = pool_tokens(shapes, settings, None if cache_memory is None else parse_nbytes(cache_memory), **options)
+    with device_memory():
+        engine = Engine(model, shapes, settings, **options, tokens=tokens, exact=exact, graphs=graphs, device=target)
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
-    return LanguageModel(make_engine, tokenizer, checkpoint.path, _ends(checkpoint, tokenizer), notes, experts)
+    ends = _ends(checkpoint, tokenizer)
+    return LanguageModel(engine, tokenizer, checkpoint.path, ends, notes, experts, waiting=waiting)
+
+
+def pool_tokens(shapes: list[Any], settings: CacheSettings, nbytes: int | None, *, context: int, **options: Any) -> int:
+    """Tokens of all texts together for which a cache has room; without a limit as many as two of full context have."""
+    if nbytes is None:
+        return 2 * context
+    # memory is taken as it is written to, so this takes none
+    least = Cache(shapes, settings, context=context, tokens=1, **options)
+    most = max(1, (nbytes - least.reserved_nbytes) // max(least.page_nbytes, 1)) * least.page
+    if most < context:
+        raise SettingsError(
+            f"cache_memory={nbytes} has room for {most} tokens beside the windows and states of {options['sequences']} texts, "
+            f"and the context is {context}. Give more, fewer texts at once, or a shorter context."
+        )
+    return min(most, context * (options["sequences"] + options["kept"]))
 
 
 def _experts(checkpoint: Checkpoint, settings: ExpertSettings, device: torch.device, free: int) -> ExpertStore | None:

@@ -6,29 +6,52 @@ what one sequence takes with it from batch to batch, a `Sampler` the batch of th
 
 import random
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops import penalize, sample
+from auraflux.run.request import Scored
 from auraflux.run.sampling import Sampling
 
 
-class Row:
-    """One sequence's part of sampling: its settings, its random numbers and, with penalties, which tokens it has seen."""
+class Matcher(Protocol):
+    """What is needed of a grammar, see `run/grammar.py`."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()):
-        self.sampling = sampling
+    def mask(self) -> Tensor: ...
+    def take(self, token: int) -> None: ...
+
+
+class Row:
+    """One sequence's part of sampling: its settings, its random numbers and, with penalties, which tokens it has seen.
+
+    text     tokens chosen so far; whoever takes them adds to it
+    matcher  of a grammar that says which tokens may come next; None where all may
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int] = (), matcher: Matcher | None = None):
+        self.sampling, self.matcher = sampling, matcher
+        self.text: list[int] = []
         self._random = random.Random(sampling.seed)
+        self._drawn: list[float] = []
         self._prompt = list(prompt) if sampling.penalized else []
         # [V] bool and int32, views of what the sampler of the moment holds
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
 
     def uniform(self) -> float:
-        """The next random number; a greedy row uses none."""
-        return 0.0 if self.sampling.greedy else self._random.random()
+        """The random number of the next token; a greedy row uses none."""
+        if self.sampling.greedy:
+            return 0.0
+        while len(self._drawn) <= len(self.text):
+            self._drawn.append(self._random.random())
+        return self._drawn[len(self.text)]
+
+    def renew(self) -> None:
+        """Forget tokens that were chosen but are not in the text."""
+        self._seen = self._counts = None
 
     def _memory(self, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._seen is None or self._counts is None:
@@ -37,19 +60,29 @@ class Row:
                 raise InputError(f"The prompt has token {wrong[0]}, but there are scores for {vocabulary} tokens.")
             self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self._seen[torch.tensor(self._prompt, dtype=torch.int64, device=device)] = True
-            self._counts = torch.zeros(vocabulary, dtype=torch.int32, device=device)
+            text = torch.tensor(self.text, dtype=torch.int64)
+            self._counts = torch.bincount(text, minlength=vocabulary).to(device, torch.int32)
         return self._seen, self._counts
 
 
 class Sampler:
-    """Chooses for the rows of one batch; make another when rows come or go, they keep what they know."""
+    """Chooses for the rows of one batch; make another when rows come or go, they keep what they know.
+
+    likelihoods  of the tokens chosen last, where some row wants to know
+    """
+
+    likelihoods: "Likelihoods | None" = None
 
     def __init__(self, rows: Sequence[Row]):
         self.rows = list(rows)
         self._greedy = all(row.sampling.greedy for row in self.rows)
         self._penalized = [number for number, row in enumerate(self.rows) if row.sampling.penalized]
+        self._biased = [number for number, row in enumerate(self.rows) if row.sampling.logit_bias]
+        self._ruled = [number for number, row in enumerate(self.rows) if row.matcher is not None]
+        self._told = {number: wanted for number, row in enumerate(self.rows) if (wanted := row.sampling.logprobs) is not None}
         self._settings: _Settings | None = None
         self._penalties: _Penalties | None = None
+        self._biases: Tensor | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose a token for each row.
@@ -59,10 +92,15 @@ class Sampler:
         """
         if logits.dim() != 2 or logits.shape[0] != len(self.rows):
             raise InputError(f"Scores of shape {list(logits.shape)} do not fit {len(self.rows)} sequences; [B, V] is needed.")
+        raw = logits
         if self._penalized:
             if self._penalties is None:
                 self._penalties = _Penalties(self.rows, self._penalized, logits)
             logits = self._penalties.lower(logits)
+        if self._biased:
+            logits = self._with_biases(logits)
+        if self._ruled:
+            logits = self._allowed(logits)
         if self._greedy:
             tokens = logits.argmax(-1)
         else:
@@ -71,7 +109,57 @@ class Sampler:
             tokens = self._settings.draw(self.rows, logits)
         if self._penalties is not None:
             self._penalties.count(tokens)
+        self.likelihoods = Likelihoods(raw, tokens, self._told) if self._told else None
         return tokens
+
+    def _with_biases(self, logits: Tensor) -> Tensor:
+        if self._biases is None:
+            biases = torch.zeros(len(self._biased), logits.shape[1])
+            for line, number in zip(biases, self._biased, strict=True):
+                for token, bias in self.rows[number].sampling.logit_bias.items():
+                    line[token] = bias
+            self._biases = biases.to(logits.device)
+        return logits.index_add(0, torch.tensor(self._biased, device=logits.device), self._biases)
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        matchers = [self.rows[number].matcher for number in self._ruled]
+        masks = torch.stack([matcher.mask() for matcher in matchers if matcher is not None])
+        return forbid(logits, self._ruled, masks)
+
+
+def forbid(logits: Tensor, numbers: Sequence[int], masks: Tensor) -> Tensor:
+    """Take away the tokens that masks of some rows leave out.
+
+    logits  [B, V]
+    masks   [len(numbers), ceil(V / 32)]  int32: bit t % 32 of word t // 32 is set where token t may come
+    """
+    lines = torch.tensor(numbers, device=logits.device)
+    words = masks.to(logits.device, non_blocking=True)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    may = (words.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+    return logits.index_copy(0, lines, logits[lines].masked_fill(~may, -torch.inf))
+
+
+class Likelihoods:
+    """How likely the tokens of some rows were to the model, before any setting touched its scores.
+
+    told  how many of the likeliest tokens each of the rows wants to know
+    """
+
+    def __init__(self, logits: Tensor, tokens: Tensor, told: dict[int, int]):
+        self._told = told
+        lines = torch.tensor(list(told), device=logits.device)
+        logprobs = logits[lines].float().log_softmax(-1)
+        self._chosen = logprobs.gather(1, tokens[lines].unsqueeze(1)).squeeze(1)
+        self._top = logprobs.topk(min(max(told.values()), logits.shape[1]), -1)
+
+    def read(self, tokens: list[int]) -> dict[int, Scored]:
+        """Give what each row is told of the token chosen for it."""
+        chosen, values, ids = self._chosen.tolist(), self._top.values.tolist(), self._top.indices.tolist()
+        return {
+            number: Scored(tokens[number], chosen[line], tuple(zip(ids[line][:wanted], values[line][:wanted], strict=True)))
+            for line, (number, wanted) in enumerate(self._told.items())
+        }
 
 
 class _Settings:

@@ -1,43 +1,43 @@
 """One text as it is written: the tokens chosen so far, their text, and where it ends."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from auraflux.cache import Sequence
 from auraflux.run.detokenize import Detokenizer
-from auraflux.run.sampler import Row
+from auraflux.run.sampler import Matcher, Row
 from auraflux.run.sampling import Sampling
 from auraflux.run.stops import StopStrings
 
 
 class Stream:
-    """A sequence that is being continued.
+    """A prompt that is being continued.
 
-    prompt     tokens the cache has not seen yet
-    before     tokens it has: they count for penalties
+    prompt     tokens before the text: they count for penalties
     limit      most tokens to write
     ends       tokens that end the text and are not part of it
     tokenizer  None where tokens are shown as numbers
+    show       special tokens that appear in the text
+    matcher    of the grammar the text must follow
     tokens     of the text
-    chosen     all tokens: those of the text, and the end token after it
     finish     why it ended: "stop" at an end token or stop string, "length" at the limit; None until then
     """
 
     def __init__(
         self,
-        sequence: Sequence,
-        prompt: list[int],
+        prompt: Sequence[int],
         sampling: Sampling,
         limit: int,
         ends: frozenset[int],
         tokenizer: Any | None,
-        before: list[int] | None = None,
+        show: frozenset[int] = frozenset(),
+        matcher: Matcher | None = None,
     ):
-        self.sequence, self.prompt, self.sampling, self.limit, self.ends = sequence, prompt, sampling, limit, ends
-        self.row = Row(sampling, [*(before or []), *prompt])
-        self.tokens: list[int] = []
-        self.chosen: list[int] = []
+        self.sampling, self.limit = sampling, limit
+        self.ends = frozenset() if sampling.endless else ends
+        self.row = Row(sampling, prompt, matcher)
+        self.tokens = self.row.text
         self.finish: str | None = None
-        self._text = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._text = Detokenizer(tokenizer, show=show) if tokenizer is not None else None
         self._stops = StopStrings(sampling.stop)
 
     @property
@@ -45,12 +45,18 @@ class Stream:
         """Whether the next token is sure to be the last."""
         return len(self.tokens) + 1 >= self.limit
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.stopped
+
     def take(self, token: int) -> str:
         """Add a token that was chosen; give the text that is sure by now."""
-        self.chosen.append(token)
         if token in self.ends:
             self.finish = "stop"
             return self._rest()
+        if self.row.matcher is not None:
+            self.row.matcher.take(token)
         self.tokens.append(token)
         piece = self._stops.add(f"{token} " if self._text is None else self._text.add(token))
         if self._stops.stopped is not None:

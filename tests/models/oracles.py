@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import CacheSettings
+from auraflux.cache import CacheSettings, Sequence
 from auraflux.models import family
 from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
@@ -74,3 +74,10 @@ def check_family(model: Any, folder: Path) -> None:
     coded = scores(folder, ids, kv="k8v8")
     assert error(coded, wanted) < 0.02
     assert agreement(coded, wanted) >= 0.99
+
+
+def prefill(engine: Engine, sequence: Sequence, ids: list[int]) -> Tensor:
+    """Read a text in pieces and keep a checkpoint at its end: the scores of the token after it, [V]."""
+    scores = engine.all_scores(sequence, ids)
+    sequence.checkpoint()
+    return scores[-1]

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from auraflux.cache import Batch, Cache, CacheSettings, RecurrentShape
 from auraflux.run.engine import Engine
 from auraflux.run.graph import Decoder
-from tests.models.oracles import error, save, tokens
+from tests.models.oracles import error, prefill, save, tokens
 from tests.models.test_gpu import engine_for, use_every_expert
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
 from tests.models.test_replay import MODELS, engines
@@ -25,7 +25,7 @@ def said(engine: Engine, text: list[int]) -> Tensor:
     """What is said after prompts that follow each other, and after a few tokens one by one."""
     sequence, scores, at = engine.cache.open(), [], 0
     for count in PIECES:
-        scores.append(engine.prefill(sequence, text[at : at + count]))
+        scores.append(prefill(engine, sequence, text[at : at + count]))
         at += count
         assert sequence.length == at
     batch = engine.cache.batch([sequence])
@@ -76,10 +76,10 @@ def test_a_replay_of_prompts_is_what_was_recorded(name: str, kv: str, tmp_path: 
             # recurrent states are in one place, then in another
             other = engine.cache.open() if number % 2 else None
             sequence = engine.cache.open()
-            scores.append(engine.prefill(sequence, prompt))
+            scores.append(prefill(engine, sequence, prompt))
             scores.append(engine.decode(engine.cache.batch([sequence]), [7])[0])
             # a second piece of the same size is a replay too
-            scores.append(engine.prefill(sequence, prompt[::-1]))
+            scores.append(prefill(engine, sequence, prompt[::-1]))
             scores.append(engine.decode(engine.cache.batch([sequence]), [8])[0])
             sequence.close()
             if other is not None:
@@ -98,7 +98,7 @@ def test_an_engine_that_is_gone_does_not_spoil_the_recordings_of_the_next(tmp_pa
     folder, text = save(source, tmp_path), tokens(source, 64)
     engines = [engine_for(folder, "none", "cuda", torch.bfloat16, bits=4, sequences=3) for _ in range(2)]
     for engine in engines[:1] * 3 + engines[1:]:
-        engine.prefill(engine.cache.open(), text)
+        prefill(engine, engine.cache.open(), text)
     assert any(step.recording for step in engines.pop(0).decoder._steps.values())
     forward = engine.forward
 
@@ -108,7 +108,7 @@ def test_an_engine_that_is_gone_does_not_spoil_the_recordings_of_the_next(tmp_pa
         return forward(flat, batch)
 
     monkeypatch.setattr(engine, "forward", collecting)
-    engine.prefill(engine.cache.open(), text)
+    prefill(engine, engine.cache.open(), text)
     assert engine.decoder.unread is None
 
 

@@ -1,5 +1,6 @@
 """Whole tiny models on the GPU: as on the CPU, and the same to the bit with and without graphs."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch, CacheSettings
+from auraflux.cache import CacheSettings
 from auraflux.models import family
 from auraflux.ops import use_backend
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.run.engine import Engine
-from auraflux.run.generate import Stats, write
 from auraflux.run.graph import Decoder
+from auraflux.run.request import Request
 from auraflux.run.sampling import Sampling
-from auraflux.run.stream import Stream
+from auraflux.run.scheduler import Scheduler
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
-from tests.models.oracles import error, save, tokens
+from tests.models.oracles import error, prefill, save, tokens
 from tests.models.test_replay import MODELS, PROMPT, STEPS
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +80,7 @@ def test_a_graph_is_the_step_it_was_captured_from(name: str, kv: str, tmp_path: 
         engine = engine_for(folder, kv, "cuda", torch.bfloat16, bits=4, graphs=graphs)
         pair = [engine.cache.open(), engine.cache.open()]
         for sequence, length in zip(pair, (PROMPT, 7), strict=True):
-            engine.prefill(sequence, text[:length])
+            prefill(engine, sequence, text[:length])
         batch = engine.cache.batch(pair)
         found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
     assert torch.equal(found[True], found[False])
@@ -87,16 +88,15 @@ def test_a_graph_is_the_step_it_was_captured_from(name: str, kv: str, tmp_path: 
 
 def written(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
     """What texts become that are written together and end after 9, 17, 25, ... tokens."""
+    scheduler = Scheduler(engine, None, frozenset(), parallel=len(prompts))
     limits = range(9, 9 + 8 * len(prompts), 8)
-    streams = [
-        Stream(engine.cache.open(), prompt, sampling, limit, frozenset(), None)
+    jobs = [
+        scheduler.submit(Request(tuple(prompt), replace(sampling, max_tokens=limit)))
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
-    for _ in write(engine, streams, Stats()):
-        pass
-    for stream in streams:
-        stream.sequence.close()
-    return [stream.tokens for stream in streams]
+    scheduler.wait(lambda: all(job.finish for job in jobs))
+    scheduler.prefixes.clear()
+    return [job.stream.tokens for job in jobs]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, frequency_penalty=0.5, seed=3)])
@@ -105,27 +105,18 @@ def test_steps_that_begin_before_their_tokens_are_known_change_nothing(
     name: str, sampling: Sampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     torch.manual_seed(0)
-    asked, begins = [], Decoder.ahead
-
-    def noted(self: Decoder, batch: Batch) -> bool:
-        asked.append(begins(self, batch))
-        return asked[-1]
-
-    monkeypatch.setattr(Decoder, "ahead", noted)
     source = MODELS[name]()
     folder, text = save(source, tmp_path), tokens(source, PROMPT)
     prompts = [text, text[:7], text[3:]]
     ahead, turns = (
         engine_for(folder, "k8v4", "cuda", torch.bfloat16, bits=4, sequences=3, graphs=graphs) for graphs in (True, False)
     )
+    assert ahead.decoder.ahead
     # the second time all steps are recorded
     found = [written(ahead, prompts, sampling) for _ in range(2)]
     assert ahead.decoder.refused is None
-    assert any(asked)
-    asked.clear()
+    monkeypatch.setattr(Decoder, "ahead", False)
     assert found == [written(turns, prompts, sampling)] * 2
-    assert asked
-    assert not any(asked)
 
 
 PIECE, PIECES, REST = 128, 5, 7
@@ -146,7 +137,7 @@ def test_a_long_prompt_is_read_by_replays_of_a_piece(name: str, kv: str, tmp_pat
         # the second prompt has no piece that is not a replay
         for prompt in (text, text[::-1]):
             sequence = engine.cache.open()
-            scores.append(engine.prefill(sequence, prompt))
+            scores.append(prefill(engine, sequence, prompt))
             batch = engine.cache.batch([sequence])
             scores += [engine.decode(batch, [token])[0] for token in text[:3]]
             sequence.close()

@@ -11,7 +11,7 @@ from auraflux.models import family
 from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
-from tests.models.oracles import save, tokens
+from tests.models.oracles import prefill, save, tokens
 from tests.models.test_deepseek_v3 import deepseek
 from tests.models.test_gemma3_text import gemma
 from tests.models.test_gpt_oss import gpt_oss
@@ -45,7 +45,7 @@ def test_a_replayed_step_is_the_step(name: str, kv: str, tmp_path: Path):
     for graphs, engine in engines(save(source, tmp_path), kv).items():
         pair = [engine.cache.open(), engine.cache.open()]
         for sequence, length in zip(pair, (PROMPT, 7), strict=True):
-            engine.prefill(sequence, text[:length])
+            prefill(engine, sequence, text[:length])
         batch = engine.cache.batch(pair)
         found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
         assert (engine.decoder.refused is None) == graphs, engine.decoder.refused

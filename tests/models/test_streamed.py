@@ -22,7 +22,7 @@ from auraflux.weights.expert_settings import ExpertSettings, share_out
 from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.loader import Weights
 from auraflux.weights.pack import pack
-from tests.models.oracles import save, tokens
+from tests.models.oracles import prefill, save, tokens
 from tests.models.test_deepseek_v3 import deepseek
 from tests.models.test_gpt_oss import gpt_oss
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
@@ -77,7 +77,7 @@ def resident(name: str, exact: bool) -> Engine:
 def run(engine: Engine, text: list[int]) -> torch.Tensor:
     """Scores after the prompt and after every token that follows."""
     sequence = engine.cache.open()
-    found = [engine.prefill(sequence, text[:PROMPT])]
+    found = [prefill(engine, sequence, text[:PROMPT])]
     batch = engine.cache.batch([sequence])
     found += [engine.decode(batch, [token])[0] for token in text[PROMPT:]]
     return torch.stack(found)

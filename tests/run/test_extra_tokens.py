@@ -5,6 +5,7 @@ import pytest
 import auraflux
 from auraflux.run.engine import SIZES, Engine
 from auraflux.run.graph import Decoder
+from tests.models.oracles import prefill
 from tests.run.tiny import tiny
 
 TEXT = [3 + n % 20 for n in range(300)]
@@ -14,7 +15,7 @@ TEXT = [3 + n % 20 for n in range(300)]
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine that reads prompts as on a GPU."""
     monkeypatch.setattr(Decoder, "reads", True)
-    return auraflux.load(tiny(), quantize=4, context=300, device="cpu", graphs=False).make_engine(2)
+    return auraflux.load(tiny(), quantize=4, context=300, device="cpu", graphs=False, sequences=1).engine
 
 
 def sizes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -36,7 +37,7 @@ def test_prompts_are_read_in_few_sizes(engine: Engine, monkeypatch: pytest.Monke
     # pieces of 100 tokens, and what is left
     for count in (1, 3, 4, 32, 33, 65, 100, 165):
         sequence = engine.cache.open()
-        engine.prefill(sequence, TEXT[:count])
+        prefill(engine, sequence, TEXT[:count])
         assert sequence.length == count
         sequence.close()
     assert seen == [1, 32, 32, 32, 64, 100, 100, 100, 100]
@@ -45,12 +46,12 @@ def test_prompts_are_read_in_few_sizes(engine: Engine, monkeypatch: pytest.Monke
 
 def test_extra_tokens_leave_no_pages(engine: Engine):
     sequence = engine.cache.open()
-    engine.prefill(sequence, TEXT[:130])
+    prefill(engine, sequence, TEXT[:130])
     (row,) = sequence.rows.values()
     assert len(row.pages) == 3
     assert sequence.nbytes == engine.cache.nbytes
     other = sequence.fork()
-    engine.prefill(other, TEXT[:5])
+    prefill(engine, other, TEXT[:5])
     assert (sequence.length, other.length) == (130, 135)
 
 
@@ -58,7 +59,7 @@ def test_a_step_is_not_filled_up_past_the_context(engine: Engine, monkeypatch: p
     seen = sizes_of(engine, monkeypatch)
     sequence = engine.cache.open()
     for count in (240, 40, 20):
-        engine.prefill(sequence, TEXT[:count])
+        prefill(engine, sequence, TEXT[:count])
     assert seen == [256, 40, 20]
 
 
@@ -66,10 +67,10 @@ def test_where_pages_are_scarce_the_tokens_alone_are_read(engine: Engine, monkey
     seen = sizes_of(engine, monkeypatch)
     one, two = engine.cache.open(), engine.cache.open()
     (group,) = one.rows
-    engine.prefill(one, TEXT[:240])
+    prefill(engine, one, TEXT[:240])
     taken = [group.pool.take() for _ in range(group.pool.free - 2)]
-    engine.prefill(two, TEXT[:120])
-    engine.prefill(one, TEXT[:10])
+    prefill(engine, two, TEXT[:120])
+    prefill(engine, one, TEXT[:10])
     group.pool.release(taken)
     assert seen == [256, 128, 10]
     assert (one.length, two.length) == (250, 120)
@@ -77,7 +78,7 @@ def test_where_pages_are_scarce_the_tokens_alone_are_read(engine: Engine, monkey
 
 def test_a_step_that_is_stopped_leaves_the_sequence_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     sequence = engine.cache.open()
-    engine.prefill(sequence, TEXT[:40])
+    prefill(engine, sequence, TEXT[:40])
     held = engine.cache.nbytes
     with monkeypatch.context() as patch:
 
@@ -86,7 +87,7 @@ def test_a_step_that_is_stopped_leaves_the_sequence_as_it_was(engine: Engine, mo
 
         patch.setattr(engine, "forward", stop)
         with pytest.raises(KeyboardInterrupt):
-            engine.prefill(sequence, TEXT[:70])
+            prefill(engine, sequence, TEXT[:70])
     assert (sequence.length, engine.cache.nbytes) == (40, held)
-    engine.prefill(sequence, TEXT[:70])
+    prefill(engine, sequence, TEXT[:70])
     assert sequence.length == 110

@@ -9,13 +9,14 @@ import auraflux
 from auraflux.cache import CacheSettings
 from auraflux.errors import DeviceMemoryError
 from auraflux.run.engine import Engine
+from tests.models.oracles import prefill
 from tests.run.tiny import tiny
 
 IDS = list(range(3, 23))
 
 
 def engine(**options) -> Engine:
-    return auraflux.load(tiny(), quantize=4, context=256, device="cpu", **options).make_engine(3)
+    return auraflux.load(tiny(), quantize=4, context=256, device="cpu", sequences=2, **options).engine
 
 
 def recordings(made: Engine) -> int:
@@ -25,7 +26,7 @@ def recordings(made: Engine) -> int:
 def written(made: Engine, order: list[list[int]], steps: int) -> list[list[int]]:
     """What three texts become when batches of some of them take turns."""
     sequences = [made.cache.open() for _ in range(3)]
-    texts = [[int(made.prefill(sequence, IDS[i:]).argmax())] for i, sequence in enumerate(sequences)]
+    texts = [[int(prefill(made, sequence, IDS[i:]).argmax())] for i, sequence in enumerate(sequences)]
     for _ in range(steps):
         for chosen in order:
             batch = made.cache.batch([sequences[i] for i in chosen])
@@ -47,7 +48,7 @@ def test_batches_of_one_size_share_a_recording():
 def test_a_longer_text_is_recorded_anew():
     made = engine()
     sequence = made.cache.open()
-    made.prefill(sequence, IDS)
+    prefill(made, sequence, IDS)
     batch = made.cache.batch([sequence])
     seen = []
     for token in range(120):
@@ -60,20 +61,6 @@ def test_a_longer_text_is_recorded_anew():
     assert batch.index.reach == 256
 
 
-def test_only_recorded_steps_of_a_gpu_begin_before_their_tokens_are_known(monkeypatch: pytest.MonkeyPatch):
-    made = engine()
-    sequence = made.cache.open()
-    made.prefill(sequence, IDS)
-    batch, seen = made.cache.batch([sequence]), []
-    for token in range(3):
-        made.decode(batch, [token])
-        assert not made.decoder.ahead(batch)
-        with monkeypatch.context() as patch:
-            patch.setattr(made, "device", torch.device("cuda"))
-            seen.append(made.decoder.ahead(batch))
-    assert seen == [False, True, True]
-
-
 def test_the_newest_window_waits_until_it_is_full():
     settings = CacheSettings("k8v4", newest=32)
     replayed, plain = engine(kv=settings), engine(kv=settings, graphs=False)
@@ -83,7 +70,7 @@ def test_the_newest_window_waits_until_it_is_full():
 def test_a_gpu_without_memory_is_told_in_a_sentence_and_the_text_goes_on(monkeypatch: pytest.MonkeyPatch):
     made = engine(graphs=False)
     sequence = made.cache.open()
-    made.prefill(sequence, IDS)
+    prefill(made, sequence, IDS)
     batch, forward = made.cache.batch([sequence]), made.forward
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 20, 1 << 30))
 
@@ -102,7 +89,7 @@ def read_in_pieces(made: Engine, monkeypatch: pytest.MonkeyPatch, pieces: int) -
     """The scores after a prompt whose whole pieces are replayed where they can be, as on a GPU."""
     monkeypatch.setattr(made, "chunk", len(IDS))
     monkeypatch.setattr(made, "_size_of", lambda batch, counts: len(IDS) if counts == [len(IDS)] and made.graphs else None)
-    return made.prefill(made.cache.open(), IDS * pieces + IDS[:3])
+    return prefill(made, made.cache.open(), IDS * pieces + IDS[:3])
 
 
 @pytest.mark.parametrize("fault", ["spoiled", "memory"])

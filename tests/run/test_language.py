@@ -1,6 +1,7 @@
 """A loaded model: scores, text, conversations, batches, and what it refuses."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ IDS = [5, 80, 301, 17, 44, 120, 9]
 def model(request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
     """A model whose steps follow their tokens, and one that begins them before, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "ahead", lambda self, batch: request.param == "ahead")
+        patch.setattr(Decoder, "ahead", request.param == "ahead")
         yield auraflux.load(tiny(), kv="k8v4", exact=True, context=256, device="cpu")
 
 
@@ -77,15 +78,23 @@ def test_an_interrupted_step_is_taken_back(model: LanguageModel, monkeypatch: py
     assert list(model.tokens(IDS, max_tokens=8)) == wanted
 
 
-@pytest.mark.parametrize("disturb", [lambda model: next(model.tokens([9, 8, 7])), lambda model: model.reset()])
-def test_a_text_that_lost_its_cache_says_so(model: LanguageModel, disturb):
-    wanted = list(model.tokens(IDS, max_tokens=8))
-    first = model.tokens(IDS, max_tokens=8)
-    assert next(first) == wanted[0]
-    disturb(model)
-    with pytest.raises(InputError, match="was given another prompt, or reset, before this text was finished"):
-        next(first)
-    assert list(model.tokens(IDS, max_tokens=8)) == wanted
+def test_texts_that_are_read_by_turns_do_not_disturb_each_other(model: LanguageModel):
+    prompts = [IDS, IDS[::-1], [9, 8, 7]]
+    wanted = [list(model.tokens(prompt, max_tokens=8)) for prompt in prompts]
+    model.reset()
+    texts = [model.tokens(prompt, max_tokens=8) for prompt in prompts]
+    found = [list(tokens) for tokens in zip(*texts, strict=True)]
+    assert [list(text) for text in zip(*found, strict=True)] == wanted
+
+
+def test_threads_get_their_own_texts(model: LanguageModel):
+    prompts = [[*IDS, number] for number in range(12)]
+    wanted = [list(model.tokens(prompt, max_tokens=10)) for prompt in prompts]
+    model.reset()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = list(pool.map(lambda prompt: list(model.tokens(prompt, max_tokens=10)), prompts))
+    assert found == wanted
+    assert model.scheduler.idle
 
 
 def test_chat_goes_on_where_it_was(model: LanguageModel):
@@ -106,9 +115,9 @@ def test_a_batch_is_what_each_would_be_alone(model: LanguageModel):
 def test_texts_of_a_batch_end_by_themselves(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     prompts = [IDS, IDS[:4], IDS[2:], IDS[3:]]
     settings = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
-    monkeypatch.setattr(model, "ends", frozenset())
+    monkeypatch.setattr(model.scheduler, "ends", frozenset())
     endless = [list(model.tokens(prompt, **settings)) for prompt in prompts]
-    monkeypatch.setattr(model, "ends", frozenset([endless[0][1], endless[1][4], endless[2][8]]))
+    monkeypatch.setattr(model.scheduler, "ends", frozenset([endless[0][1], endless[1][4], endless[2][8]]))
     alone = ["".join(model.generate(prompt, **settings)) for prompt in prompts]
     assert len({len(text) for text in alone}) > 1
     assert model.generate_batch(prompts, **settings) == alone
@@ -120,11 +129,11 @@ def test_the_token_that_ended_a_text_need_not_be_read_again(model: LanguageModel
     wanted = list(model.tokens(again, max_tokens=4))
     model.reset()
     end = whole.index(whole[4])
-    monkeypatch.setattr(model, "ends", frozenset([whole[4]]))
+    monkeypatch.setattr(model.scheduler, "ends", frozenset([whole[4]]))
     assert list(model.tokens(IDS, max_tokens=8)) == whole[:end]
-    monkeypatch.setattr(model, "ends", frozenset())
+    monkeypatch.setattr(model.scheduler, "ends", frozenset())
     assert list(model.tokens(again, max_tokens=4)) == wanted
-    begun = model.engine.decoder.ahead(model.engine.cache.batch([model._session.sequence]))
+    begun = model.engine.decoder.ahead
     assert model.stats.reused_tokens == len(IDS) + end + begun
 
 
@@ -141,7 +150,7 @@ def test_tokens_are_given_before_the_cache_is_full(model: LanguageModel, monkeyp
     model.reset()
     monkeypatch.setattr(Batch, "extend", full)
     tokens = model.tokens(IDS, max_tokens=8)
-    assert [next(tokens) for _ in range(4)] == wanted[:4]
+    assert [next(tokens) for _ in range(3)] == wanted[:3]
     with pytest.raises(CacheFull, match="no page"):
         next(tokens)
 

@@ -1,0 +1,414 @@
+"""Many texts at once on one engine: prompts are read in pieces between the steps in which all texts grow by a token.
+
+A turn admits what there is room for, reads a piece of the prompts that are not read yet, and takes a step of those that are.
+Turns are taken by one thread at a time: a server has one for it, and otherwise whoever waits for a text takes them, for all.
+
+A job needs no more state than its tokens and its sequence: all tokens but the last are to be read, the last is what the next
+step is given. So a job whose pages were taken away, or whose step was interrupted, is simply read again as far as need be.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import Batch
+from auraflux.cache.pages import LayerGroup
+from auraflux.cache.prefix import PrefixStore
+from auraflux.cache.radix import common_length
+from auraflux.errors import AurafluxError, CacheFull, ContextError, InputError
+from auraflux.run.device import Arriving
+from auraflux.run.engine import Engine
+from auraflux.run.fair_queue import FairQueue
+from auraflux.run.job import Job
+from auraflux.run.pace import Pace, share_out
+from auraflux.run.request import Event, Request
+from auraflux.run.sampler import Matcher, Sampler
+from auraflux.run.stream import Stream
+
+log = logging.getLogger("auraflux")
+
+LOOKED_AT = 64  # jobs of the queue that are considered in a turn
+
+
+@dataclass
+class Counts:
+    """What happened so far.
+
+    looked_up    tokens of prompts that the prefix store was asked for
+    found        of them that it had
+    preemptions  jobs that were taken off and made to wait
+    """
+
+    looked_up: int = 0
+    found: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Carries out requests.
+
+    tokenizer  None for a model that reads and writes tokens as numbers
+    ends       tokens that end a text
+    parallel   most texts at once
+    waiting    most that wait; None for any number
+    grammars   makes matchers of grammars
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any | None,
+        ends: frozenset[int],
+        *,
+        parallel: int,
+        waiting: int | None = None,
+        grammars: Callable[[str], Matcher] | None = None,
+    ):
+        self.engine, self.tokenizer, self.ends, self.parallel = engine, tokenizer, ends, parallel
+        self.prefixes = PrefixStore(engine.cache)
+        self.counts = Counts()
+        self.pace = Pace(engine.chunk)
+        self._grammars = grammars
+        self._queue = FairQueue(waiting)
+        self._running: list[Job] = []
+        # whose next scores are known, or on their way; in the order of the batch
+        self._live: list[Job] = []
+        self._scores: Tensor | None = None
+        self._batch: tuple[list[Job], Batch, Sampler] | None = None
+        # guards the queue; notified when jobs come and turns end
+        self._changed = threading.Condition()
+        self._driver: int | None = None
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def idle(self) -> bool:
+        return not self._running and not len(self._queue)
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages that running jobs hold, and all there are."""
+        groups = self.engine.cache.page_groups
+        return sum(len(self._held(group)) for group in groups), sum(group.pool.count for group in groups)
+
+    def submit(self, request: Request, tell: Callable[[Event], None] = lambda event: None) -> Job:
+        """Take a request on. `tell` is called with its events by whichever thread takes turns, and must be quick."""
+        job = self._job(request, tell)
+        with self._changed:
+            self._queue.add(job)
+            self._changed.notify_all()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job before the next step."""
+        job.cancelled = True
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Take turns, or wait while another thread takes them, until something is so."""
+        while not until():
+            if self._take_over(until):
+                try:
+                    self.turn()
+                finally:
+                    self._hand_over()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take no turns inside the block: the engine is the caller's."""
+        self._take_over(lambda: False)
+        try:
+            yield
+        finally:
+            self._hand_over()
+
+    def wait_for_jobs(self, timeout_s: float) -> None:
+        """Wait until there is something to do, or for so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.idle, timeout_s)
+
+    def _take_over(self, until: Callable[[], bool]) -> bool:
+        """Become the thread that takes turns; False if that is no longer of use."""
+        me = threading.get_ident()
+        if self._driver == me:
+            raise InputError("the model is at work on this thread already: a step cannot be taken within another.")
+        with self._changed:
+            self._changed.wait_for(lambda: self._driver is None or until())
+            if until():
+                return False
+            self._driver = me
+            return True
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            self._driver = None
+            self._changed.notify_all()
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be carried out."""
+        context, sampling = self.engine.cache.context, request.sampling
+        if not request.prompt:
+            raise InputError("the prompt is empty: there is nothing to continue.")
+        vocab = self.engine.model.config.vocab
+        wrong = next((token for token in (*request.prompt, *sampling.logit_bias) if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise InputError(f"token {wrong} is not in the model's vocabulary of {vocab}.")
+        if len(request.prompt) > context:
+            raise ContextError(
+                f"the prompt has {len(request.prompt)} tokens, and the context is limited to {context}. "
+                f"Load the model with context={len(request.prompt) + 1} or more (--context), or shorten the prompt."
+            )
+        if sampling.grammar is not None and self._grammars is None:
+            raise InputError("a model without a tokenizer cannot follow a grammar.")
+
+    def _job(self, request: Request, tell: Callable[[Event], None]) -> Job:
+        self.check(request)
+        sampling, prompt = request.sampling, list(request.prompt)
+        matcher = self._grammars(sampling.grammar) if self._grammars and sampling.grammar is not None else None
+        room = self.engine.cache.context - len(prompt) + 1
+        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        ends = self.ends if request.ends is None else request.ends
+        stream = Stream(prompt, sampling, limit, ends, self.tokenizer, request.show, matcher)
+        return Job(request, stream, tell, self._marks(prompt))
+
+    def _marks(self, prompt: list[int]) -> list[int]:
+        """Where a conversation is likely to be gone on with: before its last token, and where its last turn begins."""
+        ends = {len(prompt) - 1}
+        if self.tokenizer is not None and self.engine.cache.forgets:
+            special = self.tokenizer.special_ids
+            ends |= set(islice((at for at in range(len(prompt) - 1, 0, -1) if prompt[at] in special), 1))
+        return sorted(ends - {0})
+
+    def turn(self, write: bool = True) -> bool:
+        """Admit, read and, if wanted, write; False if there is nothing left to do."""
+        try:
+            self._dismiss()
+            self._admit()
+            self._read()
+            if write:
+                self._write()
+        except BaseException:
+            self._rewind()
+            raise
+        return bool(self._running)
+
+    def _dismiss(self) -> None:
+        """Let go of what was cancelled."""
+        with self._changed:
+            gone = [job for job in self._queue.in_turn() if job.cancelled]
+            for job in gone:
+                self._queue.take(job)
+        for job in [*gone, *(job for job in self._running if job.cancelled)]:
+            job.end("cancelled")
+            self._leave(job)
+
+    def _admit(self) -> None:
+        with self._changed:
+            waiting = list(islice(self._queue.in_turn(), LOOKED_AT)) if len(self._running) < self.parallel else []
+        for job in waiting:
+            if len(self._running) == self.parallel:
+                return
+            kept, saved, _ = self.prefixes.look(job.ids)
+            if self._comes(job, saved):
+                continue
+            if self._running and not self._fits(job, saved if kept is not None and kept.live else 0):
+                return
+            with self._changed:
+                self._queue.take(job)
+            self._begin(job)
+
+    def _comes(self, job: Job, saved: int) -> bool:
+        """Whether more of a prompt than is kept is being read for another job: then it is worth waiting for."""
+        page = self.engine.cache.page
+        return any(
+            other.unread > 0 and min(common_length(other.ids, job.ids), len(job.ids) - 1) >= saved + page
+            for other in self._running
+        )
+
+    def _fits(self, job: Job, saved: int) -> bool:
+        """Whether there are pages for a job that others running do not hold, and one more for each of those."""
+        for group in self.engine.cache.page_groups:
+            if group.span is not None:
+                continue
+            needed = len(job.ids) // group.size + 1 - saved // group.size + len(self._running)
+            if needed > group.pool.count - len(self._held(group)):
+                return False
+        return True
+
+    def _held(self, group: LayerGroup) -> set[int]:
+        rows: list[Any] = [job.held.rows[group] for job in self._running]
+        return {page for row in rows for page in row.pages}
+
+    def _begin(self, job: Job) -> None:
+        start = self.prefixes.open(job.ids)
+        job.sequence = start.sequence
+        if job.cached is None:
+            job.cached = start.held
+            self.counts.looked_up += len(job.ids) - 1
+            self.counts.found += start.held
+        if start.held < start.shared < len(job.ids) - 1 and self.engine.cache.forgets:
+            # two texts part here, so more may
+            job.marks = sorted({*job.marks, start.shared})
+        job.begun_at = job.begun_at or time.perf_counter()
+        self._running.append(job)
+        if job.unread == 0:
+            job.kept = self.prefixes.note(job.ids[:-1], job.held)
+
+    def _read(self) -> None:
+        reading = [job for job in self._running if job.unread > 0]
+        if not reading:
+            return
+        budget = self.pace.budget(sum(job.unread for job in reading), len(self._running) - len(reading))
+        shares = share_out([job.piece for job in reading], budget)
+        chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
+        pieces = [job.ids[job.held.length : job.held.length + share] for job, share in chosen]
+        try:
+            with self.pace.measured(sum(shares), self.engine.device):
+                self.engine.read([job.held for job, _ in chosen], pieces)
+        except CacheFull as err:
+            self._make_room(err)
+            return
+        except Exception as err:
+            self._fail([job for job, _ in chosen], err)
+            return
+        for job, _ in chosen:
+            if job.held.length in job.marks:
+                job.held.checkpoint()
+            if job.unread == 0 and job.kept is None:
+                job.kept = self.prefixes.note(job.ids[:-1], job.held)
+
+    def _write(self) -> None:
+        """Choose the next token of every text whose prompt is read."""
+        try:
+            if self._scores is None:
+                self._step([job for job in self._running if job.unread == 0])
+            if self._scores is None:
+                return
+            assert self._batch is not None
+            live, sampler = self._live, self._batch[2]
+            chosen = sampler(self._scores)
+            arriving, likelihoods = Arriving(chosen), sampler.likelihoods
+            self._go_on(chosen)
+            tokens = arriving.wait()
+            scored = {} if likelihoods is None else likelihoods.read(tokens)
+        except CacheFull as err:
+            self._make_room(err)
+            return
+        except Exception as err:
+            self._fail([job for job in self._running if job.unread <= 0], err)
+            return
+        for number, (job, token) in enumerate(zip(live, tokens, strict=True)):
+            if job.finish is None:
+                self._take(job, token, scored.get(number))
+
+    def _take(self, job: Job, token: int, scored: Any) -> None:
+        try:
+            job.take(token, scored)
+        except AurafluxError as err:
+            self._fail([job], err)
+            return
+        if job.finish is not None:
+            self._leave(job)
+
+    def _step(self, jobs: list[Job]) -> None:
+        """Give jobs whose last token is known here that token."""
+        if jobs:
+            self._live = self._in_places(jobs)
+            self._scores = self.engine.decode(self._batch_of(self._live), [job.ids[-1] for job in self._live])
+
+    def _go_on(self, chosen: Tensor) -> None:
+        """Let a GPU begin the next step before the tokens of this one are known here, where they are not the last.
+
+        A text that then ends has given its sequence one token more than it need have: the one it ended with.
+        """
+        live, self._scores = self._live, None
+        if not self.engine.decoder.ahead:
+            return
+        joining = [job for job in self._running if job.unread == 0 and job not in live]
+        jobs = self._in_places([*(job for job in live if job.finish is None and not job.stream.last), *joining])
+        if not jobs:
+            return
+        tokens = chosen
+        if joining:
+            tokens = torch.cat([chosen, torch.tensor([job.ids[-1] for job in joining], device=chosen.device)])
+        numbers = {job: number for number, job in enumerate([*live, *joining])}
+        if (lines := [numbers[job] for job in jobs]) != list(range(len(tokens))):
+            tokens = tokens[torch.tensor(lines, device=chosen.device)]
+        try:
+            scores = self.engine.decode(self._batch_of(jobs), tokens)
+        except CacheFull:
+            # the tokens are given out first; then it is met again, unless some text ended and made room
+            return
+        self._live, self._scores = jobs, scores
+
+    def _in_places(self, jobs: list[Job]) -> list[Job]:
+        """The same jobs, each where it was in the last batch if it can be: states are then not moved about."""
+        if self._batch is None or not self.engine.cache.moves:
+            return jobs
+        wanted, places = set(jobs), self._batch[0]
+        staying = [job if job in wanted else None for job in places[: len(jobs)]]
+        others = iter([job for job in jobs if job not in staying])
+        return [job if job is not None else next(others) for job in staying] + list(others)
+
+    def _batch_of(self, jobs: list[Job]) -> Batch:
+        if self._batch is None or self._batch[0] != jobs:
+            batch = self.engine.writing([job.held for job in jobs])
+            self._batch = list(jobs), batch, Sampler([job.stream.row for job in jobs])
+        return self._batch[1]
+
+    def _leave(self, job: Job) -> None:
+        """Take a job that has ended off; what it wrote is kept for texts that begin like it."""
+        if job.kept is not None:
+            self.prefixes.forget(job.kept)
+            job.kept = None
+        if job in self._running:
+            self._running.remove(job)
+        if job.sequence is not None:
+            sequence, job.sequence = job.sequence, None
+            if job.failure is None:
+                self.prefixes.keep(job.ids[: sequence.length], sequence)
+            else:
+                sequence.close()
+
+    def _fail(self, jobs: list[Job], err: Exception) -> None:
+        if not isinstance(err, AurafluxError):
+            log.exception("a step of %d texts failed", len(jobs))
+        for job in jobs:
+            job.failure = err
+            job.end("error")
+            self._leave(job)
+        self._rewind()
+
+    def _make_room(self, err: CacheFull) -> None:
+        """Take the job that came last off and let it wait until there are pages for it."""
+        if len(self._running) == 1:
+            self._fail(list(self._running), err)
+            return
+        job = self._running[-1]
+        if job in self._live:
+            self._rewind()
+        self.counts.preemptions += 1
+        self._leave(job)
+        with self._changed:
+            self._queue.put_back(job)
+
+    def _rewind(self) -> None:
+        """Forget steps whose tokens are not known."""
+        self._scores, self._live, self._batch = None, [], None
+        for job in self._running:
+            job.stream.row.renew()
+            if job.unread < 0:
+                job.held.truncate(len(job.ids) - 1)

@@ -1,0 +1,50 @@
+"""What a generation took."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from auraflux.run.request import Figures
+from auraflux.weights.traffic import ExpertTraffic
+
+
+@dataclass
+class Stats:
+    """What a generation took.
+
+    prompt_tokens   that went through the model
+    reused_tokens   of the prompt that the cache still had
+    tokens          chosen, over all texts
+    cache_nbytes    that the texts take in the cache
+    plain_nbytes    that the same positions would take uncompressed, in bf16
+    experts         what was read of a packed model's experts; None where all are in memory
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    prefill_s: float = 0.0
+    tokens: int = 0
+    decode_s: float = 0.0
+    cache_nbytes: int = 0
+    plain_nbytes: int = 0
+    experts: ExpertTraffic | None = None
+
+    def set(self, figures: Iterable[Figures]) -> None:
+        """Take over what is known of texts that were written together."""
+        all_ = list(figures)
+        self.reused_tokens = sum(one.cached_tokens for one in all_)
+        self.prompt_tokens = sum(one.prompt_tokens for one in all_) - self.reused_tokens
+        self.tokens = sum(one.tokens for one in all_)
+        self.prefill_s = max(one.first_s for one in all_)
+        self.decode_s = max(one.total_s for one in all_) - min(one.first_s for one in all_)
+        self.cache_nbytes = sum(one.cache_nbytes for one in all_)
+        self.plain_nbytes = sum(one.plain_nbytes for one in all_)
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second."""
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first, which is the prompt's work."""
+        return max(self.tokens - 1, 0) / self.decode_s if self.decode_s else 0.0

@@ -1,0 +1,215 @@
+"""Texts that are written together: each is what it would be alone, whatever comes, goes, is kept, or runs out beside it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+from auraflux.cache import Cache, CacheSettings
+from auraflux.errors import BusyError, CacheFull
+from auraflux.models import family
+from auraflux.run.engine import Engine
+from auraflux.run.graph import Decoder
+from auraflux.run.job import Job
+from auraflux.run.request import Request
+from auraflux.run.sampling import Sampling
+from auraflux.run.scheduler import Scheduler
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.loader import Weights
+from tests.models.oracles import save, tokens
+from tests.models.test_replay import MODELS
+
+KV = ["k8v4", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("none", "k4v4", "k3v3"))]
+SETTINGS = Sampling(max_tokens=12)
+CONTEXT = 512
+
+
+@cache
+def model_of(name: str):
+    """A tiny model of a family, the shapes of its layers, and a text for it."""
+    torch.manual_seed(0)
+    source = MODELS[name]()
+    checkpoint = open_checkpoint(save(source, Path(mkdtemp(prefix="auraflux-tiny-"))))
+    module = family(checkpoint.config)
+    config = module.Config.from_hf(checkpoint.config)
+    weights = Weights(checkpoint, module.rename)
+    model = module.Model(config, weights)
+    weights.done()
+    return model, module.make_caches(config), tokens(source, 400)
+
+
+def scheduler_for(name: str, kv: str = "k8v4", parallel: int = 4, waiting: int | None = None, **options) -> Scheduler:
+    model, shapes, _ = model_of(name)
+    sizes = {"context": CONTEXT, "sequences": parallel, "kept": 4, "chunk": 64, "exact": True, **options}
+    return Scheduler(Engine(model, shapes, CacheSettings(kv), **sizes), None, frozenset(), parallel=parallel, waiting=waiting)
+
+
+def prompts_of(name: str) -> list[list[int]]:
+    """Of several lengths: a page, less, more than two; the first and the third begin alike."""
+    text = model_of(name)[2]
+    return [text[:150], text[200:230], text[:100] + text[300:320], text[250:315]]
+
+
+@cache
+def alone(name: str, kv: str, prompt: tuple[int, ...], count: int = 12) -> list[int]:
+    made = scheduler_for(name, kv, parallel=1)
+    return finish(made, [made.submit(Request(prompt, Sampling(max_tokens=count)))])[0]
+
+
+def finish(scheduler: Scheduler, jobs: list[Job]) -> list[list[int]]:
+    scheduler.wait(lambda: all(job.finish for job in jobs))
+    for job in jobs:
+        if job.failure is not None:
+            raise job.failure
+    return [job.stream.tokens for job in jobs]
+
+
+def submit(scheduler: Scheduler, prompts: list[list[int]], settings: Sampling = SETTINGS) -> list[Job]:
+    return [scheduler.submit(Request(tuple(prompt), settings)) for prompt in prompts]
+
+
+def wanted(name: str, kv: str, prompts: list[list[int]]) -> list[list[int]]:
+    return [alone(name, kv, tuple(prompt)) for prompt in prompts]
+
+
+def nothing_leaks(scheduler: Scheduler) -> bool:
+    """Whether all pages and states are free again once nothing is kept."""
+    scheduler.prefixes.clear()
+    cache: Cache = scheduler.engine.cache
+    return scheduler.idle and cache.nbytes == 0 and all(part.free == _all(part) for part in cache.parts)
+
+
+def _all(part) -> int:
+    return part.pool.count if hasattr(part, "pool") else part.slots
+
+
+@pytest.fixture(params=["by turns", "ahead"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps that follow their tokens, and such that begin before, as on a GPU."""
+    monkeypatch.setattr(Decoder, "ahead", request.param == "ahead")
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_is_what_it_is_alone(name: str, kv: str):
+    made, prompts = scheduler_for(name, kv), prompts_of(name)
+    assert finish(made, submit(made, prompts)) == wanted(name, kv, prompts)
+    # again: all but the last token of each prompt is found
+    before = made.counts.found
+    assert finish(made, submit(made, prompts)) == wanted(name, kv, prompts)
+    assert made.counts.found - before == sum(len(prompt) - 1 for prompt in prompts)
+    assert nothing_leaks(made)
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("kv", ["k8v4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_neighbours_come_and_go(name: str, kv: str):
+    made, prompts = scheduler_for(name, kv), prompts_of(name)
+    first, gone = submit(made, [prompts[0], prompts[3]], replace(SETTINGS, max_tokens=12))
+    made.wait(lambda: len(first.stream.tokens) > 2 and len(gone.stream.tokens) > 2)
+    made.cancel(gone)
+    later = submit(made, prompts[1:3])
+    assert finish(made, [first, *later]) == wanted(name, kv, prompts[:3])
+    assert gone.finish == "cancelled"
+    assert nothing_leaks(made)
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("name", MODELS)
+def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
+    # each text begins in one page and ends in another, and there are as many as texts
+    made, prompts = scheduler_for(name, kv, tokens=256, context=192), [prompt[:40] for prompt in prompts_of(name)]
+    found = finish(made, submit(made, prompts, replace(SETTINGS, max_tokens=32)))
+    assert made.counts.preemptions > 0
+    assert found == [alone(name, kv, tuple(prompt), 32) for prompt in prompts]
+    assert nothing_leaks(made)
+
+
+@pytest.mark.usefixtures("order")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "gpt_oss", "gemma3", "deepseek_v3"])
+def test_the_second_turn_of_a_chat_computes_only_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch):
+    made, text = scheduler_for(name), model_of(name)[2]
+    computed: list[int] = []
+    forward = made.engine.forward
+    monkeypatch.setattr(made.engine, "forward", lambda flat, batch: [computed.append(len(flat)), forward(flat, batch)][1])
+    monkeypatch.setattr(made.engine.decoder, "refused", "counted")
+    question = text[:140]
+    (answer,) = finish(made, submit(made, [question]))
+    again = [*question, *answer, *text[350:370]]
+    computed.clear()
+    (job,) = submit(made, [again])
+    finish(made, [job])
+    # the last token of the answer was chosen but never read; the new ones were neither; then each token but the last chosen
+    assert job.cached == len(question) + len(answer) - 1
+    assert sum(computed) == 1 + 20 + 12 - 1
+    assert job.stream.tokens == alone(name, "k8v4", tuple(again))
+
+
+def test_a_prefix_that_is_being_read_is_waited_for():
+    made, text = scheduler_for("llama"), model_of("llama")[2]
+    prompts = [[*text[:200], number] for number in range(4)]
+    jobs = submit(made, prompts)
+    assert finish(made, jobs) == wanted("llama", "k8v4", prompts)
+    assert [job.cached for job in jobs] == [0, 200, 200, 200]
+
+
+def test_a_long_prompt_does_not_stall_others(monkeypatch: pytest.MonkeyPatch):
+    made, text = scheduler_for("llama"), model_of("llama")[2]
+    (short,) = submit(made, [text[:10]], replace(SETTINGS, max_tokens=40))
+    made.wait(lambda: len(short.stream.tokens) > 2)
+    (long,) = submit(made, [text[20:380]])
+    seen = [(len(short.stream.tokens), 0)]
+    while long.finish is None:
+        made.turn()
+        seen.append((len(short.stream.tokens), long.held.length if long.sequence is not None else 0))
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(seen) if b[1]]
+    # every turn writes a token, and none reads more than its share
+    assert all(written == 1 for written, _ in steps if short.finish is None)
+    assert max(read for _, read in steps) <= 64
+
+
+def test_users_take_turns():
+    made, text = scheduler_for("llama", parallel=1), model_of("llama")[2]
+    busy = [made.submit(Request(tuple(text[:5]), SETTINGS, user="busy")) for _ in range(3)]
+    (other,) = [made.submit(Request(tuple(text[9:14]), SETTINGS, user="other"))]
+    order: list[Job] = []
+    for job in (*busy, other):
+        job.tell = lambda event, job=job: order.append(job) if event.finish else None
+    finish(made, [*busy, other])
+    assert order.index(other) == 1
+
+
+def test_a_full_queue_refuses():
+    made, text = scheduler_for("llama", parallel=1, waiting=2), model_of("llama")[2]
+    jobs = submit(made, [text[:5], text[5:10]])
+    with pytest.raises(BusyError, match="2 requests are waiting already"):
+        made.submit(Request(tuple(text[:5]), SETTINGS))
+    finish(made, jobs)
+
+
+def test_a_failed_step_ends_its_texts_and_no_others(monkeypatch: pytest.MonkeyPatch):
+    made, prompts = scheduler_for("llama"), prompts_of("llama")
+    jobs = submit(made, prompts[:2])
+    made.wait(lambda: all(len(job.stream.tokens) > 2 for job in jobs))
+    with monkeypatch.context() as patch:
+        patch.setattr(made.engine, "decode", lambda batch, ids: 1 / 0)
+        made.turn()
+    assert [job.finish for job in jobs] == ["error", "error"]
+    assert finish(made, submit(made, prompts[2:])) == wanted("llama", "k8v4", prompts[2:])
+    assert nothing_leaks(made)
+
+
+def test_a_text_that_can_never_fit_is_told(monkeypatch: pytest.MonkeyPatch):
+    made, text = scheduler_for("llama", tokens=64, context=CONTEXT), model_of("llama")[2]
+    (job,) = submit(made, [text[:100]])
+    with pytest.raises(CacheFull, match="35 new tokens need 1 pages"):
+        finish(made, [job])
+    assert nothing_leaks(made)
