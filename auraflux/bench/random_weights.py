@@ -87,7 +87,7 @@ def random_language(
         engine = Engine(
             model, shapes, settings, context=context, sequences=sequences + 1, dtype=dtype, device=device, **options
         )
-    return LanguageModel(engine, None, Path("random weights"), frozenset(), [])
+    return LanguageModel(engine, None, Path("random weights"), frozenset(), [], model_type=config["model_type"])
 
 
 def random_model(

@@ -18,6 +18,7 @@ from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
 from auraflux.cli.pack import pack
 from auraflux.cli.pull import pull
+from auraflux.cli.serve import serve
 from auraflux.errors import AurafluxError
 
 INTERRUPTED = 130
@@ -41,5 +42,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, pull, inspect, convert, pack, ops, doctor, bench):
+for command in (generate, chat, serve, pull, inspect, convert, pack, ops, doctor, bench):
     main.add_command(command)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench_model import bench_model
+from auraflux.cli.bench_serve import bench_serve
 from auraflux.cli.bench_stream import bench_stream
 from auraflux.cli.failure import Failure
 
@@ -25,6 +26,7 @@ def bench() -> None:
 
 
 bench.add_command(bench_model)
+bench.add_command(bench_serve)
 bench.add_command(bench_stream)
 
 

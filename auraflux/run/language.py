@@ -25,12 +25,13 @@ Message = dict[str, Any]
 class LanguageModel:
     """A loaded model with its tokenizer and cache. Threads may share it: each gets its own text, all are written together.
 
-    path       where it came from
-    tokenizer  None for a folder without one: such a model reads and writes tokens as numbers
-    scheduler  of everything that is written
-    stats      of the last generation
-    notes      what a user should know about how the weights were taken
-    experts    of a packed model; its `traffic()` says what was read so far
+    path        where it came from
+    model_type  the name of its family
+    tokenizer   None for a folder without one: such a model reads and writes tokens as numbers
+    scheduler   of everything that is written
+    stats       of the last generation
+    notes       what a user should know about how the weights were taken
+    experts     of a packed model; its `traffic()` says what was read so far
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class LanguageModel:
         notes: list[str],
         experts: ExpertStore | None = None,
         *,
+        model_type: str = "",
         waiting: int | None = None,
     ):
-        self.engine, self.tokenizer, self.path, self.notes = engine, tokenizer, path, notes
+        self.engine, self.tokenizer, self.path, self.notes, self.model_type = engine, tokenizer, path, notes, model_type
         self.experts = experts
         self.stats = Stats()
         # one place is for `logits`
@@ -60,7 +62,7 @@ class LanguageModel:
         """Score the token after each token of a text, reading the text through the cache: [T, V] float32."""
         tokens = self._ids(ids)
         self.scheduler.check(Request(tuple(tokens)))
-        with self.scheduler.paused():
+        with self.scheduler.claimed():
             sequence = self.engine.cache.open()
             try:
                 return self.engine.all_scores(sequence, tokens)
@@ -108,7 +110,7 @@ class LanguageModel:
 
     def reset(self) -> None:
         """Forget what earlier calls left in the cache."""
-        with self.scheduler.paused():
+        with self.scheduler.claimed():
             self.scheduler.prefixes.clear()
 
     def _write(self, prompt: list[int], sampling: dict[str, Any]) -> Iterator[tuple[Job, Event]]:

@@ -51,7 +51,8 @@ def load(
     expert_memory  "4GB": that the experts of a packed model may take, or settings in full; others are read as they are chosen
     chunk     tokens of prompts that go through the model together; by default 512, on a GPU 2048
     sequences     texts that are written at once; more wait
-    cache_memory  "8GB": for keys and values of all texts and of those kept; by default that of two texts of full context
+    cache_memory  "8GB", or "half" of what is free: for keys and values of all texts and of those kept; by default what two
+                  texts of full context need
     waiting       most texts that wait; None for any number
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
@@ -80,12 +81,19 @@ def load(
     options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
     # one place more is for scores of whole texts
     options |= {"sequences": sequences + 1, "kept": sequences}
-    tokens = pool_tokens(shapes, settings, None if cache_memory is None else parse_nbytes(cache_memory), **options)
+    tokens = pool_tokens(shapes, settings, _cache_nbytes(cache_memory, free), **options)
     with device_memory():
         engine = Engine(model, shapes, settings, **options, tokens=tokens, exact=exact, graphs=graphs, device=target)
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
     ends = _ends(checkpoint, tokenizer)
-    return LanguageModel(engine, tokenizer, checkpoint.path, ends, notes, experts, waiting=waiting)
+    kind = str(checkpoint.config.get("model_type", ""))
+    return LanguageModel(engine, tokenizer, checkpoint.path, ends, notes, experts, model_type=kind, waiting=waiting)
+
+
+def _cache_nbytes(wanted: str | int | None, free: int) -> int | None:
+    if wanted is None:
+        return None
+    return free // 2 if wanted == "half" else parse_nbytes(wanted)
 
 
 def pool_tokens(shapes: list[Any], settings: CacheSettings, nbytes: int | None, *, context: int, **options: Any) -> int:

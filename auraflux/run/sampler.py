@@ -6,34 +6,33 @@ what one sequence takes with it from batch to batch, a `Sampler` the batch of th
 
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops import penalize, sample
+from auraflux.run.grammar import Matcher
 from auraflux.run.request import Scored
 from auraflux.run.sampling import Sampling
 
-
-class Matcher(Protocol):
-    """What is needed of a grammar, see `run/grammar.py`."""
-
-    def mask(self) -> Tensor: ...
-    def take(self, token: int) -> None: ...
+MASKS = ThreadPoolExecutor(2, "auraflux-masks")  # that work out which tokens grammars allow
 
 
 class Row:
     """One sequence's part of sampling: its settings, its random numbers and, with penalties, which tokens it has seen.
 
-    text     tokens chosen so far; whoever takes them adds to it
-    matcher  of a grammar that says which tokens may come next; None where all may
+    text      tokens chosen so far
+    complete  the grammar allows nothing to follow
+    matcher   of a grammar that says which tokens may come next; None where all may
     """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int] = (), matcher: Matcher | None = None):
         self.sampling, self.matcher = sampling, matcher
         self.text: list[int] = []
+        self.complete = False
+        self._mask: Future[Tensor] | None = None
         self._random = random.Random(sampling.seed)
         self._drawn: list[float] = []
         self._prompt = list(prompt) if sampling.penalized else []
@@ -48,6 +47,23 @@ class Row:
         while len(self._drawn) <= len(self.text):
             self._drawn.append(self._random.random())
         return self._drawn[len(self.text)]
+
+    def take(self, token: int) -> None:
+        """Add a token to the text."""
+        self.text.append(token)
+        if self.matcher is not None:
+            self.matcher.take(token)
+            self.complete = self.matcher.done
+            # made while the next scores are
+            self._mask = MASKS.submit(self.matcher.mask)
+
+    def allowed(self) -> Tensor | None:
+        """The tokens that may come next, as bits; None for any. The grammar's error where it cannot be followed."""
+        if self.matcher is None:
+            return None
+        if self._mask is None:
+            self._mask = MASKS.submit(self.matcher.mask)
+        return self._mask.result()
 
     def renew(self) -> None:
         """Forget tokens that were chosen but are not in the text."""
@@ -122,9 +138,8 @@ class Sampler:
         return logits.index_add(0, torch.tensor(self._biased, device=logits.device), self._biases)
 
     def _allowed(self, logits: Tensor) -> Tensor:
-        matchers = [self.rows[number].matcher for number in self._ruled]
-        masks = torch.stack([matcher.mask() for matcher in matchers if matcher is not None])
-        return forbid(logits, self._ruled, masks)
+        masks = [mask for number in self._ruled if (mask := self.rows[number].allowed()) is not None]
+        return forbid(logits, self._ruled, torch.stack(masks))
 
 
 def forbid(logits: Tensor, numbers: Sequence[int], masks: Tensor) -> Tensor:

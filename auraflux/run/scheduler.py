@@ -27,10 +27,11 @@ from auraflux.errors import AurafluxError, CacheFull, ContextError, InputError
 from auraflux.run.device import Arriving
 from auraflux.run.engine import Engine
 from auraflux.run.fair_queue import FairQueue
+from auraflux.run.grammar import Grammars, Matcher
 from auraflux.run.job import Job
 from auraflux.run.pace import Pace, share_out
 from auraflux.run.request import Event, Request
-from auraflux.run.sampler import Matcher, Sampler
+from auraflux.run.sampler import Sampler
 from auraflux.run.stream import Stream
 
 log = logging.getLogger("auraflux")
@@ -59,7 +60,6 @@ class Scheduler:
     ends       tokens that end a text
     parallel   most texts at once
     waiting    most that wait; None for any number
-    grammars   makes matchers of grammars
     """
 
     def __init__(
@@ -70,13 +70,12 @@ class Scheduler:
         *,
         parallel: int,
         waiting: int | None = None,
-        grammars: Callable[[str], Matcher] | None = None,
     ):
         self.engine, self.tokenizer, self.ends, self.parallel = engine, tokenizer, ends, parallel
         self.prefixes = PrefixStore(engine.cache)
         self.counts = Counts()
         self.pace = Pace(engine.chunk)
-        self._grammars = grammars
+        self._grammars: Grammars | None = None
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
         # whose next scores are known, or on their way; in the order of the batch
@@ -127,8 +126,8 @@ class Scheduler:
                     self._hand_over()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take no turns inside the block: the engine is the caller's."""
+    def claimed(self) -> Iterator[None]:
+        """Be the only thread that uses the engine, inside the block."""
         self._take_over(lambda: False)
         try:
             yield
@@ -171,18 +170,24 @@ class Scheduler:
                 f"the prompt has {len(request.prompt)} tokens, and the context is limited to {context}. "
                 f"Load the model with context={len(request.prompt) + 1} or more (--context), or shorten the prompt."
             )
-        if sampling.grammar is not None and self._grammars is None:
+        if sampling.grammar is not None and self.tokenizer is None:
             raise InputError("a model without a tokenizer cannot follow a grammar.")
 
     def _job(self, request: Request, tell: Callable[[Event], None]) -> Job:
         self.check(request)
         sampling, prompt = request.sampling, list(request.prompt)
-        matcher = self._grammars(sampling.grammar) if self._grammars and sampling.grammar is not None else None
+        ends = self.ends if request.ends is None else request.ends
+        matcher = None if sampling.grammar is None else self._matcher(sampling.grammar, ends)
         room = self.engine.cache.context - len(prompt) + 1
         limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        ends = self.ends if request.ends is None else request.ends
         stream = Stream(prompt, sampling, limit, ends, self.tokenizer, request.show, matcher)
         return Job(request, stream, tell, self._marks(prompt))
+
+    def _matcher(self, grammar: str, ends: frozenset[int]) -> Matcher:
+        if self._grammars is None:
+            assert self.tokenizer is not None
+            self._grammars = Grammars(self.tokenizer, self.engine.model.config.vocab, self.ends)
+        return self._grammars.matcher(grammar, ends)
 
     def _marks(self, prompt: list[int]) -> list[int]:
         """Where a conversation is likely to be gone on with: before its last token, and where its last turn begins."""
@@ -297,6 +302,8 @@ class Scheduler:
                 self._step([job for job in self._running if job.unread == 0])
             if self._scores is None:
                 return
+            if self._misled():
+                return
             assert self._batch is not None
             live, sampler = self._live, self._batch[2]
             chosen = sampler(self._scores)
@@ -313,6 +320,16 @@ class Scheduler:
         for number, (job, token) in enumerate(zip(live, tokens, strict=True)):
             if job.finish is None:
                 self._take(job, token, scored.get(number))
+
+    def _misled(self) -> bool:
+        """End texts whose grammar cannot be followed further; tell whether there were any."""
+        for job in self._live:
+            try:
+                job.stream.row.allowed()
+            except AurafluxError as err:
+                self._fail([job], err)
+                return True
+        return False
 
     def _take(self, job: Job, token: int, scored: Any) -> None:
         try:

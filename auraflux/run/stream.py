@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from auraflux.run.detokenize import Detokenizer
-from auraflux.run.sampler import Matcher, Row
+from auraflux.run.grammar import Matcher
+from auraflux.run.sampler import Row
 from auraflux.run.sampling import Sampling
 from auraflux.run.stops import StopStrings
 
@@ -55,12 +56,13 @@ class Stream:
         if token in self.ends:
             self.finish = "stop"
             return self._rest()
-        if self.row.matcher is not None:
-            self.row.matcher.take(token)
-        self.tokens.append(token)
+        self.row.take(token)
         piece = self._stops.add(f"{token} " if self._text is None else self._text.add(token))
         if self._stops.stopped is not None:
             self.finish = "stop"
+        elif self.row.complete:
+            self.finish = "stop"
+            piece += self._rest()
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
             piece += self._rest()

@@ -54,6 +54,10 @@ class Tokenizer:
         self._pieces = Pieces(inner)
         self._compiled: dict[str, Template] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # compiled templates stay in their process
+        return {**vars(self), "_compiled": {}}
+
     @classmethod
     def from_folder(cls, path: Path | str) -> "Tokenizer | None":
         """Read the tokenizer of a model folder; None if it has none."""
@@ -101,6 +105,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the highest token."""
         return 1 + max(self._inner.get_vocab().values(), default=-1)
+
+    @property
+    def json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._inner.to_str()
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

@@ -1,0 +1,174 @@
+"""`auraflux serve`: a model for OpenAI's and Anthropic's clients, LangChain, a browser."""
+
+import os
+import secrets
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from auraflux.cli.options import LOADING, load_model, model_argument, options
+from auraflux.errors import BackendError, InputError, SettingsError
+
+if TYPE_CHECKING:
+    from auraflux.run.language import LanguageModel
+    from auraflux.serve.front import FrontSettings
+
+KEY_VARIABLE = "AURAFLUX_API_KEY"
+WARM_UP = 64  # tokens
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+RANDOM = [
+    click.option("--random", "invented", is_flag=True, hidden=True, help="Serve random weights of --shape."),
+    click.option("--shape", hidden=True, help="Of random weights: llama-8b, qwen3-30b-a3b, ..."),
+    click.option("--layers", type=int, hidden=True, help="Of random weights."),
+]
+
+
+@click.command()
+@model_argument
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. Another than loopback needs a key.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any that is free.")
+@click.option("--name", metavar="TEXT", help="What clients call the model; by default its folder's or file's name.")
+@click.option("--api-key", metavar="KEY", envvar=KEY_VARIABLE, help=f"That clients must show; also from ${KEY_VARIABLE}.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="A file with keys, one a line.")
+@click.option("--no-auth", is_flag=True, help="Let everybody in, also from other machines.")
+@click.option("--cors", "origins", multiple=True, metavar="ORIGIN", help="A web page's origin that may use the server, or *.")
+@click.option(
+    "--allow-host", "hosts", multiple=True, metavar="NAME", help="Another name the server is called by, behind a proxy."
+)
+@click.option("--parallel", type=click.IntRange(1, 1024), metavar="N", help="Texts written at once; by default 8, on a GPU 64.")
+@click.option("--queue", type=click.IntRange(0), default=256, show_default=True, metavar="N", help="Requests that may wait.")
+@click.option("--cache-memory", metavar="SIZE", help="For keys and values, kept prefixes too; by default half of what is free.")
+@click.option("--prefix-disk", metavar="SIZE", help="Disk space for prefixes that memory has no room for, such as 20GB.")
+@click.option("--grace", "grace_s", type=float, default=30.0, show_default=True, help="Seconds to finish in when stopped.")
+@click.option("--deadline", "deadline_s", type=float, metavar="S", help="Most seconds that an answer may take.")
+@click.option("--log-json", is_flag=True, help="Write the log as JSON, one object a line.")
+@options(LOADING)
+@options(RANDOM)
+def serve(model: str | None, host: str, port: int, log_json: bool, **chosen: Any) -> None:
+    """Serve MODEL over HTTP: a folder, a GGUF file or a name; without one, the built-in default.
+
+    OpenAI's chat completions, completions and responses, Anthropic's messages, a chat page at /, metrics at /metrics.
+    """
+    settings = _front(host, log_json, chosen)
+    listening = _listen(host, port)
+    try:
+        _run(model, listening, settings, chosen)
+    finally:
+        listening.close()
+
+
+def _front(host: str, log_json: bool, chosen: dict[str, Any]) -> "FrontSettings":
+    """How the HTTP process shall behave; what is not safe is refused before anything is loaded."""
+    try:
+        from auraflux.serve.front import FrontSettings, set_up_log
+    except ImportError as err:
+        raise BackendError(f"{err.name} is not installed. The server needs: pip install 'auraflux[serve]'.") from err
+    from auraflux.serve.guard import LOOPBACK as LOCAL
+    from auraflux.serve.guard import Access
+    from auraflux.serve.limits import Limits
+
+    keys, local = _keys(chosen), host in LOOPBACK
+    if not local and not keys and not chosen["no_auth"]:
+        raise SettingsError(
+            f"--host {host} lets other machines in. Give --api-key, for example {secrets.token_urlsafe(16)}, or --no-auth."
+        )
+    set_up_log(log_json)
+    access = Access(keys, (*LOCAL, *chosen["hosts"]) if local else chosen["hosts"], chosen["origins"])
+    return FrontSettings(access, Limits(deadline_s=chosen["deadline_s"]), chosen["queue"], chosen["grace_s"], log_json)
+
+
+def _keys(chosen: dict[str, Any]) -> tuple[str, ...]:
+    keys = [chosen["api_key"]] if chosen["api_key"] else []
+    path = chosen["api_key_file"]
+    if path is not None:
+        try:
+            keys += [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as err:
+            raise InputError(f"the keys in {path} cannot be read: {err}.") from err
+        if not keys:
+            raise InputError(f"{path} holds no key.")
+    return tuple(keys)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(2048)
+    except OSError as err:
+        listening.close()
+        raise InputError(f"cannot listen on {host}:{port}: {err.strerror or err}. Another --port may be free.") from err
+    return listening
+
+
+def _run(model: str | None, listening: socket.socket, settings: "FrontSettings", chosen: dict[str, Any]) -> None:
+    """Start the HTTP process, load the model beside it, and run that until the other ends."""
+    import multiprocessing
+
+    from auraflux.serve import front
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=front.main, args=(theirs, listening, settings), name="auraflux-http", daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        _answer(model, ours, listening, chosen)
+        process.join(settings.grace_s + 10)
+        if process.exitcode:
+            raise BackendError(f"the HTTP process ended with code {process.exitcode}; the log above says why.")
+    finally:
+        ours.close()
+        process.terminate()
+        process.join(5)
+
+
+def _answer(model: str | None, connection: Any, listening: socket.socket, chosen: dict[str, Any]) -> None:
+    from auraflux.serve.desk import Desk, facts_of
+
+    address, port = listening.getsockname()[:2]
+    where = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+    click.echo(f"listening on {where} (process {os.getpid()}); the model is being loaded", err=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    loaded = _load(model, chosen)
+    facts = facts_of(loaded, chosen["name"])
+    _warm_up(loaded)
+    desk = Desk(loaded, connection, facts)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: desk.stop())
+    click.echo(
+        f"ready: {facts.name} on {facts.device}, {facts.parallel} texts at once of up to {facts.context} tokens, cache "
+        f"{facts.kv}. Chat page: {where}/   OpenAI: {where}/v1   Anthropic: {where}",
+        err=True,
+    )
+    desk.run()
+
+
+def _warm_up(loaded: "LanguageModel") -> None:
+    """Let kernels be compiled before the first client waits for it."""
+    prompts = [[1] * WARM_UP, [2] * (WARM_UP // 2)]
+    for texts in (prompts[:1], prompts):
+        loaded.generate_batch([prompt[: loaded.context - WARM_UP] for prompt in texts], max_tokens=3, endless=True)
+    loaded.reset()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _load(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
+    from auraflux.run.device import find_device
+
+    parallel = chosen["parallel"] or (64 if find_device(chosen["device"]).type == "cuda" else 8)
+    if chosen["invented"] or chosen["shape"]:
+        from auraflux.cli.bench_model import random_loaded
+
+        context = chosen["context"] or 4096
+        return random_loaded(model, chosen["shape"], chosen["invented"], chosen["layers"], parallel, context, chosen)
+    return load_model(model, chosen, sequences=parallel, cache_memory=chosen["cache_memory"] or "half")

@@ -1,0 +1,125 @@
+"""Figures for Prometheus, under the names that dashboards made for vLLM look for.
+
+What happens per token is only counted into plain lists and integers; the families are made when somebody asks.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from auraflux.run.request import Figures
+from auraflux.serve.link import Gauges
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+
+class Histogram:
+    """Counts of values up to each bound."""
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Give how many values are at most each bound, and the sum of all."""
+        found, total = [], 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found, self._sum
+
+
+class Tally:
+    """What answers took so far. Written from one thread, that of the event loop."""
+
+    def __init__(self) -> None:
+        self.first, self.between = Histogram(FIRST_S), Histogram(BETWEEN_S)
+        self.whole, self.queue = Histogram(WHOLE_S), Histogram(WHOLE_S)
+        self.prompt_tokens = self.generation_tokens = 0
+        # vLLM's reasons are there from the beginning, so that rates of them can be drawn
+        self.reasons = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+    def ended(self, reason: str, total_s: float, figures: Figures | None) -> None:
+        """Count an answer that is over; one that was cancelled has no figures."""
+        known = {"cancelled": "abort", "tool_calls": "stop"}.get(reason, reason)
+        self.reasons[known] = self.reasons.get(known, 0) + 1
+        self.whole.observe(total_s)
+        if figures is not None:
+            self.queue.observe(figures.queue_s)
+
+
+class Metrics(Collector):
+    """Makes the text that Prometheus reads.
+
+    model   the label of every figure
+    gauges  what the scheduler is at
+    """
+
+    def __init__(self, tally: Tally, model: Callable[[], str], gauges: Callable[[], Gauges]):
+        self._tally, self._model, self._gauges = tally, model, gauges
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        label, tally, now = [self._model()], self._tally, self._gauges()
+        usage = now.pages_used / now.pages if now.pages else 0.0
+        yield _gauge("num_requests_running", "Requests that are being answered.", now.running, label)
+        yield _gauge("num_requests_waiting", "Requests in the queue.", now.waiting, label)
+        yield _gauge("kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all.", usage, label)
+        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_queries, label)
+        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_hits, label)
+        yield _counter("num_preemptions", "Requests that lost their pages and are computed again.", now.preemptions, label)
+        yield _counter("prompt_tokens", "Tokens of prompts.", tally.prompt_tokens, label)
+        yield _counter("generation_tokens", "Tokens written.", tally.generation_tokens, label)
+        yield self._reasons(label)
+        yield _histogram("time_to_first_token_seconds", "From a request to its first token.", tally.first, label)
+        yield _histogram("inter_token_latency_seconds", "From one token of an answer to the next.", tally.between, label)
+        yield _histogram("e2e_request_latency_seconds", "From a request to the end of its answer.", tally.whole, label)
+        yield _histogram("request_queue_time_seconds", "From a request to its beginning.", tally.queue, label)
+        for name, about, value in (
+            ("expert_hits", "Experts that were in memory when needed.", now.expert_hits),
+            ("expert_reads", "Experts read from disk.", now.expert_reads),
+            ("expert_read_bytes", "Bytes of experts read from disk.", now.expert_nbytes),
+        ):
+            if value is not None:
+                yield _counter(name, about, value, label)
+
+    def _reasons(self, label: list[str]) -> Metric:
+        made = CounterMetricFamily("auraflux:request_success", "Answers that ended.", labels=["model_name", "finished_reason"])
+        for reason, count in self._tally.reasons.items():
+            made.add_metric([*label, reason], count)
+        return made
+
+
+def _gauge(name: str, about: str, value: float, label: list[str]) -> Metric:
+    made = GaugeMetricFamily(f"auraflux:{name}", about, labels=["model_name"])
+    made.add_metric(label, value)
+    return made
+
+
+def _counter(name: str, about: str, value: float, label: list[str]) -> Metric:
+    made = CounterMetricFamily(f"auraflux:{name}", about, labels=["model_name"])
+    made.add_metric(label, value)
+    return made
+
+
+def _histogram(name: str, about: str, values: Histogram, label: list[str]) -> Metric:
+    made = HistogramMetricFamily(f"auraflux:{name}", about, labels=["model_name"])
+    buckets, total = values.buckets()
+    made.add_metric(label, buckets, total)
+    return made

@@ -1,0 +1,80 @@
+"""A browser, and a server whose page it opens."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+
+from tests.serve.page_stub import stub
+
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
+    "--disable-sync"
+)
+
+
+@pytest.fixture(scope="package")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"{CHROMIUM} is not there; the variable CHROMIUM names a browser")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+class Site:
+    """A stub server on a port of its own."""
+
+    def __init__(self) -> None:
+        self.app: Starlette = stub()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
+        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+
+    @property
+    def asked(self) -> list[dict]:
+        return self.app.state.asked
+
+
+@pytest.fixture(scope="package")
+def shared_site() -> Iterator[Site]:
+    site = Site()
+    site.thread.start()
+    while not site.server.started:
+        time.sleep(0.01)
+    yield site
+    site.server.should_exit = True
+    site.thread.join()
+    site.socket.close()
+
+
+@pytest.fixture
+def site(shared_site):
+    shared_site.app.state.key, shared_site.app.state.loading = "", 0
+    shared_site.asked.clear()
+    return shared_site
+
+
+@pytest.fixture
+def page(browser, site):
+    """A page in a browser that knows nothing yet; it must ask nobody else for anything and break no rule of its policy."""
+    context = browser.new_context(viewport={"width": 1280, "height": 860})
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("request", lambda request: None if request.url.startswith((site.url, "blob:")) else wrong.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    page.goto(site.url)
+    yield page
+    context.close()
+    assert wrong == []

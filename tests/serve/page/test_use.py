@@ -1,0 +1,249 @@
+"""The chat page in a real browser, against a server that answers from a script."""
+
+import json
+import re
+
+import pytest
+
+from auraflux.serve.app import make_app
+from auraflux.serve.guard import Access
+from auraflux.serve.service import Service
+from tests.serve.fake_link import FakeLink, serving
+from tests.serve.page_stub import ANSWER, THOUGHT
+
+expect = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed").expect
+pytestmark = pytest.mark.slow
+
+
+def ask(page, text: str, finished: bool = True) -> None:
+    page.fill("#question", text)
+    page.keyboard.press("Enter")
+    if finished:
+        expect(page.locator("#send")).to_have_attribute("aria-label", re.compile("Send"))
+        expect(page.locator(".message.writing")).to_have_count(0)
+
+
+def act(page, which, label: str) -> None:
+    which.hover()
+    which.get_by_label(label).click()
+
+
+def test_an_answer_is_written_with_its_thoughts_and_figures(page, site):
+    expect(page.locator("#server-text")).to_have_text("example-model")
+    ask(page, "a thought about caches")
+    reply = page.locator(".reply")
+    expect(reply.locator(".level-2").first).to_have_text("What is kept")
+    expect(reply.locator("td").first).to_have_text("bf16")
+    expect(reply.locator("figcaption span")).to_have_text("python")
+    expect(reply.locator(".tint-keyword").first).to_have_text("def")
+    assert reply.locator("summary").inner_text().startswith("Thought for ")
+    assert reply.locator(".thought-text").text_content() == THOUGHT
+    assert reply.locator(".thought-text").is_hidden()
+    figures = reply.locator("dd").all_inner_texts()
+    assert figures == [
+        "41.9 tokens/s",
+        "first token 0.31 s",
+        "318 tokens",
+        "0 of 1,024 prompt tokens cached",
+        "cache 70.5 MB (188 MB uncompressed)",
+    ]
+    asked = site.asked[0]
+    assert asked["stream"] is True
+    assert asked["stream_options"] == {"include_usage": True}
+    assert asked["model"] == "example-model"
+    assert "temperature" not in asked
+    ask(page, "and then?")
+    first, second, third = site.asked[1]["messages"]
+    assert first == {"role": "user", "content": "a thought about caches"}
+    assert second == {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
+    assert third == {"role": "user", "content": "and then?"}
+
+
+def test_what_a_model_writes_is_never_markup(page):
+    ask(page, "hostile")
+    reply = page.locator(".reply .prose")
+    assert page.evaluate("window.hurt") is None
+    assert reply.locator("img, script, b, :not(.icon) > svg:not(.icon)").count() == 0
+    assert '<img src=x onerror="window.hurt=1"><script>' in reply.inner_text()
+    links = reply.locator("a")
+    assert links.evaluate_all("all => all.map(a => [a.protocol, a.rel, a.target])") == [
+        ["https:", "noopener noreferrer", "_blank"],
+        ["https:", "noopener noreferrer", "_blank"],
+    ]
+
+
+def test_the_policy_itself_refuses_markup(page):
+    refused = "(() => { try { document.body.innerHTML = 'x'; return false } catch (error) { return error.name } })()"
+    assert page.evaluate(refused) == "TypeError"
+
+
+def test_stopping_keeps_what_came(page):
+    ask(page, "slow please", finished=False)
+    expect(page.locator(".reply .prose")).to_contain_text("A cache")
+    page.keyboard.press("Escape")
+    expect(page.locator(".reply .problem")).to_have_text("Stopped.")
+    kept = page.locator(".reply .prose").inner_text()
+    assert kept.startswith("A cache")
+    page.reload()
+    page.locator("#conversations .open").click()
+    expect(page.locator(".reply .prose")).to_have_text(kept)
+
+
+def test_edits_and_retries_branch_off(page, site):
+    ask(page, "first")
+    act(page, page.locator(".reply"), "Answer again")
+    expect(page.locator(".reply .turns")).to_have_text("2/2")
+    act(page, page.locator(".question"), "Edit and send again")
+    page.get_by_label("Edit your message").fill("second")
+    page.keyboard.press("Enter")
+    expect(page.locator(".question .bubble")).to_have_text("second")
+    expect(page.locator(".question .turns")).to_have_text("2/2")
+    assert [body["messages"][-1]["content"] for body in site.asked] == ["first", "first", "second"]
+    act(page, page.locator(".question"), "Earlier version")
+    expect(page.locator(".question .bubble")).to_have_text("first")
+    expect(page.locator(".reply .turns")).to_have_text("2/2")
+    act(page, page.locator(".question"), "Delete from here on")
+    expect(page.locator(".question .bubble")).to_have_text("second")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator(".question .bubble")).to_have_text("first")
+
+
+def test_conversations_are_kept_found_exported_and_imported(page, tmp_path):
+    ask(page, "about apples")
+    page.click("#new")
+    ask(page, "about pears")
+    page.reload()
+    titles = page.locator("#conversations .open")
+    expect(titles).to_have_text(["about pears", "about apples"])
+    page.fill("#search", "apples")
+    expect(titles).to_have_text(["about apples"])
+    page.fill("#search", "")
+    page.click("#open-settings")
+    with page.expect_download() as download:
+        page.click("#export")
+    file = tmp_path / "out.json"
+    download.value.save_as(file)
+    page.set_input_files("#import-file", file)
+    page.click("#close-settings")
+    expect(titles).to_have_count(4)
+    act(page, page.locator("#conversations li").first, "Delete conversation")
+    expect(titles).to_have_count(3)
+    exported = json.loads(file.read_text())["conversations"]
+    assert sorted(one["title"] for one in exported) == ["about apples", "about pears"]
+    assert exported[0]["messages"][1]["content"] == ANSWER
+
+
+def test_a_file_that_is_not_an_export_is_refused(page, tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text('{"conversations": 3}')
+    page.set_input_files("#import-file", file)
+    expect(page.locator("#note")).to_have_text("The file holds no conversations exported from this page.")
+
+
+def test_settings_are_sent_and_kept(page, site):
+    page.click("#open-settings")
+    expect(page.locator("#model-kv")).to_have_text("k8v4")
+    page.fill("#set-system", "Be brief.")
+    page.fill("#set-temperature", "0.3")
+    page.fill("#set-max_tokens", "77")
+    page.get_by_label("Dark").check()
+    page.keyboard.press("Escape")
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark"
+    ask(page, "hello")
+    asked = site.asked[0]
+    assert (asked["temperature"], asked["max_tokens"], "top_p" in asked) == (0.3, 77, False)
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_the_key_is_asked_for_and_kept(page, site):
+    site.app.state.key = "right"
+    page.reload()
+    expect(page.get_by_text("This server asks for an API key")).to_be_visible()
+    page.fill("#key-field", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-message")).to_have_text("The API key is not the right one.")
+    page.fill("#key-field", "right")
+    page.click("#key-accept")
+    expect(page.locator("#server")).to_have_attribute("data-state", "ready")
+    page.reload()
+    expect(page.locator("#server")).to_have_attribute("data-state", "ready")
+    assert page.locator("#key-dialog").is_hidden()
+
+
+def test_a_model_that_loads_is_waited_for(page, site):
+    site.app.state.loading = 2
+    ask(page, "wait for it")
+    assert len(site.asked) == 3
+    expect(page.locator(".reply .level-2").first).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("question", "problem"),
+    [
+        ("broken", "The engine stopped."),
+        ("cut", "The connection was lost before the answer was complete."),
+        ("refuse", "The prompt has 200,000 tokens and the context holds 131,072."),
+    ],
+)
+def test_failures_are_said_and_can_be_tried_again(page, site, question, problem):
+    ask(page, question)
+    expect(page.locator(".problem.failed")).to_contain_text(problem)
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".reply .turns")).to_have_text("2/2")
+    assert len(site.asked) == 2
+
+
+def test_scrolling_up_is_not_undone_while_an_answer_grows(page):
+    ask(page, "long")
+    ask(page, "slow long", finished=False)
+    expect(page.locator(".reply").nth(1).locator(".level-2").first).to_be_visible()
+    box = page.locator("#scroll")
+    at_end = "box => box.scrollHeight - box.scrollTop - box.clientHeight < 40"
+    assert box.evaluate(at_end)
+    box.hover()
+    page.mouse.wheel(0, -1500)
+    expect(page.locator("#jump")).to_be_visible()
+    top = box.evaluate("box => box.scrollTop")
+    height = box.evaluate("box => box.scrollHeight")
+    page.wait_for_function("height => document.getElementById('scroll').scrollHeight > height + 60", arg=height)
+    assert box.evaluate("box => box.scrollTop") == top
+    page.click("#jump")
+    assert box.evaluate(at_end)
+
+
+def test_a_phone_shows_everything_within_its_width(browser, site):
+    context = browser.new_context(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(site.url)
+    ask(page, "thought")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.locator("#scroll").evaluate("box => box.scrollWidth") == 360
+    assert page.locator("#sidebar").is_hidden()
+    page.click("#menu")
+    expect(page.locator("#conversations .open")).to_be_in_viewport()
+    page.keyboard.press("Escape")
+    expect(page.locator("#sidebar")).to_be_hidden()
+    context.close()
+
+
+def test_everything_that_can_be_used_has_a_name(page):
+    ask(page, "thought")
+    nameless = "all => all.filter(one => !(one.ariaLabel || one.labels?.length || one.textContent.trim())).map(one => one.id)"
+    assert page.locator("button, input, textarea").evaluate_all(nameless) == []
+    assert page.locator("#status").get_attribute("aria-live") == "polite"
+
+
+def test_the_real_server_answers_the_page(browser):
+    link = FakeLink("<think>hm</think>**Hi** there")
+    with serving(make_app(Service(link), Access(keys=("right",)))) as url:
+        page = browser.new_page()
+        page.goto(url)
+        page.fill("#key-field", "right")
+        page.click("#key-accept")
+        expect(page.locator("#server-text")).to_have_text("toy/model")
+        ask(page, "hello")
+        expect(page.locator(".reply strong")).to_have_text("Hi")
+        assert "prompt tokens cached" in page.locator(".reply dl").inner_text()
+        page.close()
+    assert "hello" in link.prompt

@@ -1,0 +1,128 @@
+"""A server for the chat page alone: it answers each question from a script, in the shape of the real one.
+
+Run `uvicorn tests.serve.page_stub:app` to see the page without a model. What a question holds decides what comes:
+"thought", "hostile", "broken", "slow", "wait", "cut", or the text of `ANSWER`.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from auraflux.serve.page import routes
+
+HOSTILE = (
+    '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script> [a](javascript:window.hurt=1) '
+    "[b](https://example.com/?q=<script>) ![c](https://example.com/x.png)\n\n```html\n<script>window.hurt=1</script>\n```\n\n"
+    "| <b>head</b> | x |\n|---|---|\n| <svg onload=window.hurt=1> | y |\n"
+)
+
+ANSWER = '''A cache keeps what attention needs of every token that was read, so that each new token costs **one step** instead \
+of a pass over the whole text.
+
+## What is kept
+
+1. For every layer, the *keys* and *values* of all tokens so far.
+2. Nothing else: queries are used once and dropped.
+   - Windowed layers keep only the last `window` tokens.
+   - Recurrent layers keep one state of fixed size.
+
+| Setting | Bits per value | Cache for 32,768 tokens |
+|:--------|---------------:|------------------------:|
+| `bf16`  |             16 |                  4.3 GB |
+| `k8v4`  |      6 on average |                  1.7 GB |
+
+## In code
+
+```python
+def attend(query: Tensor, cache: Cache) -> Tensor:
+    """Read the cache with one query."""
+    scores = query @ cache.keys.T / sqrt(query.shape[-1])  # [heads, tokens]
+    return softmax(scores, dim=-1) @ cache.values
+```
+
+> Memory grows with every token, which is why a compressed cache holds longer conversations.
+
+See [the paper](https://arxiv.org/abs/1706.03762) for where it began.
+'''
+
+THOUGHT = "The reader asks about caches. Start from what attention needs, then say what is kept and what it costs.\n"
+
+
+def chunk(**fields: Any) -> str:
+    return f"data: {json.dumps({'id': 'chatcmpl-1', 'object': 'chat.completion.chunk', 'usage': None, **fields})}\n\n"
+
+
+def delta(**fields: Any) -> str:
+    return chunk(choices=[{"index": 0, "delta": fields, "finish_reason": None}])
+
+
+def pieces(text: str) -> list[str]:
+    """Cut a text as a tokenizer might, so that marks arrive in halves."""
+    return [text[at : at + 3] for at in range(0, len(text), 3)]
+
+
+async def written(question: str, messages: list[dict[str, Any]]) -> AsyncIterator[str]:
+    pace_s = 0.01 if "slow" in question else float(os.environ.get("PACE_S", 0))
+    yield delta(role="assistant", content="")
+    if "thought" in question:
+        for piece in pieces(THOUGHT):
+            yield delta(reasoning=piece, reasoning_content=piece)
+            await asyncio.sleep(pace_s)
+    text = HOSTILE if "hostile" in question else ANSWER * (12 if "long" in question else 1)
+    for at, piece in enumerate(pieces(text)):
+        yield delta(content=piece)
+        await asyncio.sleep(pace_s)
+        if at == 20 and "broken" in question:
+            yield chunk(error={"message": "The engine stopped.", "type": "server_error"})
+            return
+        if at == 20 and "cut" in question:
+            return
+    yield chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
+    cached = 812 if len(messages) > 1 else 0
+    usage = {"prompt_tokens": 1024, "completion_tokens": 318, "prompt_tokens_details": {"cached_tokens": cached}}
+    timings = {"queue_s": 0.0, "first_s": 0.312, "total_s": 7.9, "tokens_per_s": 41.9, "cached_tokens": cached}
+    yield chunk(choices=[], usage=usage, timings={**timings, "cache_nbytes": 70_500_000, "plain_nbytes": 188_000_000})
+    yield "data: [DONE]\n\n"
+
+
+def refused(status: int, message: str, **headers: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=status, headers=headers)
+
+
+async def models(request: Request) -> Response:
+    if (key := request.app.state.key) and request.headers.get("authorization") != f"Bearer {key}":
+        return refused(401, "The API key is not the right one.")
+    if request.app.state.loading > 0:
+        request.app.state.loading -= 1
+        return refused(503, "The model is loading.", **{"retry-after": "0.1"})
+    model = {"id": "example-model", "object": "model", "owned_by": "auraflux", "max_model_len": 131_072, "kv": "k8v4"}
+    return JSONResponse({"object": "list", "data": [model]})
+
+
+async def chat(request: Request) -> Response:
+    body = await request.json()
+    request.app.state.asked.append(body)
+    question = body["messages"][-1]["content"]
+    if "wait" in question and request.app.state.loading > 0:
+        request.app.state.loading -= 1
+        return refused(503, "The model is loading.", **{"retry-after": "0.1"})
+    if "refuse" in question:
+        return refused(400, "The prompt has 200,000 tokens and the context holds 131,072.")
+    return StreamingResponse(written(question, body["messages"]), media_type="text/event-stream")
+
+
+def stub(key: str = "", loading: int = 0) -> Starlette:
+    """Make a server that wants `key` and says `loading` times that its model is not there yet."""
+    made = Starlette(routes=[*routes(), Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
+    made.state.key, made.state.loading, made.state.asked = key, loading, []
+    return made
+
+
+app = stub()

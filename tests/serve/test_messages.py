@@ -1,0 +1,477 @@
+"""/v1/messages: conversations in, events and messages out, through Anthropic's own client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic import Anthropic, AsyncAnthropic
+from starlette.testclient import TestClient
+
+from auraflux.errors import BusyError, ContextError, InputError
+from auraflux.run.sampling import Sampling
+from auraflux.serve.app import make_app
+from auraflux.serve.ask import Format, Named
+from auraflux.serve.deltas import CallArguments, CallBegin, Content, Delta
+from auraflux.serve.failures import not_ready
+from auraflux.serve.messages_ask import to_ask
+from auraflux.serve.messages_events import stream
+from auraflux.serve.messages_schema import MessagesRequest
+from auraflux.serve.service import Service
+from tests.serve.fake_link import NAME, FakeLink
+from tests.serve.fake_service import CALLS, HELLO, THOUGHT, FakeService, end, served
+
+WEATHER = {
+    "name": "weather",
+    "description": "Tell the weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+KEY = {"x-api-key": "k"}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def request(**fields: Any) -> MessagesRequest:
+    return MessagesRequest.model_validate({"model": "tiny", "max_tokens": 50, "messages": HI, **fields})
+
+
+def said(*turns: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    return to_ask(request(messages=list(turns), **fields), "me").messages
+
+
+def test_a_turn_of_tools_becomes_messages_that_templates_read() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
+    other = {"type": "tool_use", "id": "t2", "name": "clock", "input": {}}
+    turns = said(
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Look.", "signature": ""},
+                {"type": "redacted_thinking", "data": "xx"},
+                {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}},
+                call,
+                other,
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Here:"},
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "stopped", "is_error": True},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+    )
+    assert turns == [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Look.",
+            "tool_calls": [
+                {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}},
+                {"id": "t2", "type": "function", "function": {"name": "clock", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "name": "weather", "content": "rain"},
+        {"role": "tool", "tool_call_id": "t2", "name": "clock", "content": "Error: stopped"},
+        {"role": "user", "content": "Here:\nSo?"},
+    ]
+
+
+def test_the_billing_line_of_the_system_prompt_is_dropped() -> None:
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1a2b3;"}
+    blocks = [billing, {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    assert said(*HI, system=blocks)[0] == {"role": "system", "content": "Be brief."}
+    assert said(*HI, system=f"{billing['text']}\nBe brief.")[0] == {"role": "system", "content": "Be brief."}
+    assert said(*HI, system=[billing]) == HI
+
+
+def test_neighbours_of_one_role_become_one_message() -> None:
+    turns = said(
+        *HI,
+        {"role": "user", "content": [{"type": "text", "text": "there"}]},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+        {"role": "system", "content": "Now in French."},
+        {"role": "user", "content": "go"},
+    )
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "hi\nthere"),
+        ("assistant", "a"),
+        ("system", "Now in French."),
+        ("user", "go"),
+    ]
+    assert [call["id"] for call in turns[1]["tool_calls"]] == ["t"]
+
+
+def test_settings_are_what_the_model_is_asked_with() -> None:
+    plain = to_ask(request(), "me")
+    assert plain.sampling == Sampling(temperature=1.0, max_tokens=50)
+    assert (plain.tools, plain.tool_choice, plain.parallel, plain.format, plain.values, plain.user) == (
+        [],
+        "auto",
+        True,
+        None,
+        {},
+        "me",
+    )
+    full = to_ask(
+        request(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=40,
+            stop_sequences=["END"],
+            metadata={"user_id": "u1"},
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "max"},
+            tools=[{**WEATHER, "cache_control": {"type": "ephemeral"}}],
+            tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+            service_tier="auto",
+            context_management={"edits": []},
+        ),
+        "me",
+    )
+    assert full.sampling == Sampling(temperature=0.5, top_p=0.9, top_k=40, max_tokens=50, stop=("END",))
+    assert (full.tool_choice, full.parallel) == (Named("weather"), False)
+    assert full.format == Format("schema", {"type": "object"})
+    assert full.values == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert full.tools[0]["function"]["parameters"] == WEATHER["input_schema"]
+    for choice, wanted in (("any", "required"), ("none", "none"), ("auto", "auto")):
+        assert to_ask(request(tools=[WEATHER], tool_choice={"type": choice}), "me").tool_choice == wanted
+    assert to_ask(request(thinking={"type": "disabled"}), "me").values == {"enable_thinking": False}
+
+
+async def _batches(script: Sequence[Sequence[Delta]]) -> AsyncIterator[Sequence[Delta]]:
+    for deltas in script:
+        yield deltas
+
+
+def events_of(script: Sequence[Sequence[Delta]]) -> list[dict[str, Any]]:
+    async def collect() -> bytes:
+        return b"".join([part async for part in stream(_batches(script), "tiny", 20)])
+
+    events = []
+    for frame in asyncio.run(collect()).decode().split("\n\n")[:-1]:
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+def test_events_come_in_anthropics_order() -> None:
+    events = events_of(CALLS)
+    told = [(event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events]
+    assert told == [
+        ("message_start", None, None),
+        ("content_block_start", 0, None),
+        ("ping", None, None),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "signature_delta"),
+        ("content_block_stop", 0, None),
+        ("content_block_start", 1, None),
+        ("content_block_delta", 1, "text_delta"),
+        ("content_block_stop", 1, None),
+        ("content_block_start", 2, None),
+        ("content_block_delta", 2, "input_json_delta"),
+        ("content_block_delta", 2, "input_json_delta"),
+        ("content_block_stop", 2, None),
+        ("content_block_start", 3, None),
+        ("content_block_delta", 3, "input_json_delta"),
+        ("content_block_stop", 3, None),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
+    assert events[9]["content_block"] == {"type": "tool_use", "id": "call_a", "name": "weather", "input": {}}
+    assert events[0]["message"]["usage"]["input_tokens"] == 20
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"] == {
+        "input_tokens": 4,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 16,
+        "output_tokens": 7,
+    }
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[FakeService, str]]:
+    service = FakeService()
+    with served(service, keys=("k",)) as url:
+        yield service, url
+
+
+@pytest.fixture
+def service(running: tuple[FakeService, str]) -> FakeService:
+    service, _ = running
+    service.script, service.refusal = HELLO, None
+    service.asked.clear()
+    return service
+
+
+@pytest.fixture
+def client(service: FakeService, running: tuple[FakeService, str]) -> Iterator[Anthropic]:
+    with Anthropic(base_url=running[1], api_key="k", max_retries=0) as client:
+        yield client
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    return client.messages.create(**{"model": "tiny", "max_tokens": 50, "messages": HI, **fields})
+
+
+def test_create_gives_a_message(client: Anthropic, service: FakeService) -> None:
+    message = ask(client, system="Be brief.", metadata={"user_id": "u1"})
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello, 世界\u2028\n"}]
+    assert (message.role, message.model, message.stop_reason, message.stop_sequence) == ("assistant", "tiny", "end_turn", None)
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens, message.usage.output_tokens) == (4, 16, 7)
+    assert service.asked[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert service.asked[0].user.endswith("/u1")
+
+
+@pytest.mark.parametrize(
+    ("last", "reason", "stop"),
+    [
+        (end("length"), "max_tokens", None),
+        (end("stop", stop="END"), "stop_sequence", "END"),
+        (end("stop"), "end_turn", None),
+    ],
+)
+def test_reasons_to_stop(client: Anthropic, service: FakeService, last: list[Delta], reason: str, stop: str | None) -> None:
+    service.script = [[Content("x")], last]
+    whole = ask(client)
+    with client.messages.stream(model="tiny", max_tokens=5, messages=HI) as streamed:  # type: ignore[arg-type]
+        final = streamed.get_final_message()
+    assert (whole.stop_reason, whole.stop_sequence) == (final.stop_reason, final.stop_sequence) == (reason, stop)
+
+
+@pytest.mark.parametrize("script", [HELLO, THOUGHT, CALLS, [end()]])
+def test_a_stream_adds_up_to_the_message(client: Anthropic, service: FakeService, script: list[list[Delta]]) -> None:
+    service.script = script
+    whole = ask(client, tools=[WEATHER])
+    with client.messages.stream(model="tiny", max_tokens=5, messages=HI, tools=[WEATHER]) as streamed:  # type: ignore[arg-type, list-item]
+        text = "".join(streamed.text_stream)
+        final = streamed.get_final_message()
+    assert [block.to_dict() for block in final.content] == [block.to_dict() for block in whole.content]
+    assert (final.stop_reason, final.usage.to_dict()) == (whole.stop_reason, whole.usage.to_dict())
+    assert text == "".join(block.text for block in whole.content if block.type == "text")
+
+
+def test_tools_go_round(client: Anthropic, service: FakeService) -> None:
+    service.script = CALLS
+    first = ask(client, tools=[WEATHER], tool_choice={"type": "any"})
+    thought, text, *uses = first.content
+    assert (thought.thinking, thought.signature, text.text, first.stop_reason) == ("I look.", "", "Looking.", "tool_use")
+    assert [(use.id, use.name, use.input) for use in uses] == [
+        ("call_a", "weather", {"city": "Oslo"}),
+        ("call_b", "weather", {"city": "Rome"}),
+    ]
+    results = [{"type": "tool_result", "tool_use_id": use.id, "content": "rain"} for use in uses]
+    service.script = HELLO
+    ask(client, tools=[WEATHER], messages=[*HI, first.to_param(), {"role": "user", "content": results}])
+    turns = service.asked[1].messages
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "tool"]
+    assert turns[1]["reasoning_content"] == "I look."
+    assert turns[1]["tool_calls"][1]["function"] == {"name": "weather", "arguments": {"city": "Rome"}}
+
+
+def test_a_call_that_was_cut_off_has_what_was_written(client: Anthropic, service: FakeService) -> None:
+    service.script = [[CallBegin(0, "c", "weather"), CallArguments(0, '{"city": "Oslo", "days')], end("length")]
+    message = ask(client, tools=[WEATHER])
+    assert (message.content[0].input, message.stop_reason) == ({"city": "Oslo"}, "max_tokens")
+
+
+def test_structured_output(client: Anthropic, service: FakeService) -> None:
+    service.script = [[Content('{"city": "Oslo"}')], end()]
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert service.asked[0].format == Format("schema", schema)
+
+
+def test_count_tokens(client: Anthropic, service: FakeService) -> None:
+    counted = client.messages.count_tokens(model="tiny", messages=HI, system="Be brief.", tools=[WEATHER])  # type: ignore[arg-type, list-item]
+    assert counted.input_tokens == 20
+    assert service.asked[0].tools[0]["function"]["name"] == "weather"
+
+
+def test_the_async_client(service: FakeService, running: tuple[FakeService, str]) -> None:
+    service.script = CALLS
+
+    async def talk() -> tuple[Any, Any]:
+        async with AsyncAnthropic(base_url=running[1], api_key="k", max_retries=0) as client:
+            whole = await ask(client, tools=[WEATHER])
+            async with client.messages.stream(model="tiny", max_tokens=5, messages=HI) as streamed:  # type: ignore[arg-type]
+                return whole, await streamed.get_final_message()
+
+    whole, final = asyncio.run(talk())
+    assert [block.to_dict() for block in final.content] == [block.to_dict() for block in whole.content]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind", "header"),
+    [
+        (BusyError("256 requests wait already."), 429, "rate_limit_error", ("retry-after", "1")),
+        (ContextError("The prompt has 9 tokens; with its answer it must fit into 8."), 400, "invalid_request_error", None),
+        (InputError("No."), 400, "invalid_request_error", ("x-should-retry", "false")),
+        (not_ready("The model is being loaded; try again soon."), 529, "overloaded_error", ("retry-after", "1")),
+        (RuntimeError("/secret/path"), 500, "api_error", None),
+    ],
+)
+def test_refusals_have_anthropics_shape(
+    client: Anthropic, service: FakeService, refusal: Exception, status: int, kind: str, header: tuple[str, str] | None
+) -> None:
+    service.refusal = refusal
+    with pytest.raises(anthropic.APIStatusError) as told:
+        ask(client, stream=True)
+    assert told.value.status_code == status
+    assert isinstance(told.value.body, dict)
+    assert told.value.body["error"]["type"] == kind
+    assert "secret" not in told.value.body["error"]["message"]
+    assert "request_id" in told.value.body
+    if header is not None:
+        assert told.value.response.headers[header[0]] == header[1]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_clients_look_for(client: Anthropic, service: FakeService) -> None:
+    service.refusal = ContextError("The prompt has 9 tokens; with its answer it must fit into 8.")
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: The prompt has 9 tokens"):
+        ask(client)
+
+
+def test_an_unknown_model_is_not_found(client: Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="The one that is: tiny"):
+        ask(client, model="claude-9")
+
+
+def test_a_wrong_key_is_refused(running: tuple[FakeService, str]) -> None:
+    with (
+        Anthropic(base_url=running[1], api_key="wrong", max_retries=0) as client,
+        pytest.raises(anthropic.AuthenticationError) as told,
+    ):
+        ask(client)
+    assert isinstance(told.value.body, dict)
+    assert (told.value.body["type"], told.value.body["error"]["type"]) == ("error", "authentication_error")
+
+
+def test_an_answer_that_breaks_off_is_told(client: Anthropic, service: FakeService) -> None:
+    service.script = [[Content("x")], end("error", error="The model is no longer there.")]
+    with pytest.raises(anthropic.InternalServerError, match="no longer there"):
+        ask(client)
+    with (
+        pytest.raises(anthropic.APIStatusError, match="no longer there"),
+        client.messages.stream(model="tiny", max_tokens=5, messages=HI) as streamed,  # type: ignore[arg-type]
+    ):
+        streamed.until_done()
+
+
+def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [*HI, {"role": role, "content": list(blocks)}]}
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1 << 40}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [3]}, "messages.0"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": {"type": "text"}}]}, "a string or a list of blocks"),
+    ({"messages": [{"role": "assistant", "content": "The answer is ("}]}, "not continued"),
+    ({"system": 3}, "system"),
+    ({"system": [{"type": "image", "source": {}}]}, "system.0 is of type 'image'"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"stop_sequences": "END"}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "this server runs no tools"),
+    ({"tools": [{"name": "f"}]}, "no input_schema"),
+    ({"tools": [{"name": "f", "input_schema": "x"}]}, "tools.0.input_schema"),
+    ({"tool_choice": {"type": "any"}}, "there are no tools"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "The tools: weather"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice names"),
+    ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "schema"),
+    ({"metadata": {"user_id": 3}}, "user_id"),
+    (turn(3), "messages.1.content.0"),
+    (turn({"text": "x"}), "an object with a type"),
+    (turn({"type": ["text"]}), "an object with a type"),
+    (turn({"type": "text"}), "messages.1.content.0.text"),
+    (turn({"type": "image", "source": {}}), "this model reads text only"),
+    (turn({"type": "document", "source": {}}), "this model reads text only"),
+    (turn({"type": "tool_result"}), "tool_use_id"),
+    (turn({"type": "tool_result", "tool_use_id": "t", "content": 3}), "messages.1.content.0.content"),
+    (
+        turn({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),
+        "content.0.content.0 is of type 'image'",
+    ),
+    (turn({"type": "tool_use", "id": "t", "name": "f", "input": "x"}, role="assistant"), "input"),
+    (turn({"type": "tool_use", "name": "f", "input": {}}, role="assistant"), ".id"),
+    (turn({"type": "server_tool_use", "id": "t"}, role="assistant"), "server_tool_use"),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), BAD)
+def test_bad_fields_are_refused_with_a_sentence(
+    running: tuple[FakeService, str], service: FakeService, fields: dict[str, Any], sentence: str
+) -> None:
+    body = {"model": "tiny", "max_tokens": 50, "messages": HI, **fields}
+    told = httpx.post(f"{running[1]}/v1/messages", json=body, headers=KEY)
+    error = told.json()["error"]
+    assert (told.status_code, error["type"]) == (400, "invalid_request_error")
+    assert sentence in error["message"]
+    assert error["message"].endswith(".")
+    assert "\n" not in error["message"]
+    assert service.asked == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b"{",
+        b"\xff\xfe",
+        b'{"model": "tiny", "max_tokens": NaN, "messages": []}',
+        b'{"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"max_tokens": ' + b"9" * 10_000 + b"}",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_bodies_that_are_no_request_are_refused(running: tuple[FakeService, str], path: str, raw: bytes) -> None:
+    told = httpx.post(f"{running[1]}{path}", content=raw, headers=KEY)
+    assert (told.status_code, told.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_that_is_too_large(running: tuple[FakeService, str], service: FakeService) -> None:
+    told = httpx.post(f"{running[1]}/v1/messages", content=b" " * (service.limits.body_nbytes + 1), headers=KEY)
+    assert (told.status_code, told.json()["error"]["type"]) == (413, "request_too_large")
+
+
+def test_from_the_request_to_the_models_text_and_back() -> None:
+    text = '<think>I look.</think>Looking.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    link = FakeLink(text, ready=False)
+    client = TestClient(make_app(Service(link)))
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 50, "messages": HI, "tools": [WEATHER], "system": "Be brief."}
+    loading = client.post("/v1/messages", json=asked)
+    assert (loading.status_code, loading.json()["error"]["type"]) == (529, "overloaded_error")
+    link.load()
+    first = client.post("/v1/messages", json=asked).json()
+    thought, said, use = first["content"]
+    assert (thought["thinking"], said["text"], use["input"]) == ("I look.", "Looking.", {"city": "Oslo"})
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}]}
+    later = {**asked, "messages": [*HI, {"role": "assistant", "content": first["content"]}, result]}
+    counted = client.post("/v1/messages/count_tokens", json=later).json()["input_tokens"]
+    usage = client.post("/v1/messages", json=later).json()["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"] == len(link.requests[-1].prompt)
+    assert "Looking.<tool_call>" in link.prompt
+    assert link.prompt.endswith("<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n")

@@ -1,0 +1,28 @@
+"""The OpenAPI document, and requests made from it at random: none may make the server fail."""
+
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+from auraflux.serve.app import make_app
+from auraflux.serve.limits import Limits
+from auraflux.serve.service import Service
+from tests.serve.fake_link import FakeLink
+
+APP = make_app(Service(FakeLink("Hello there!"), Limits(body_nbytes=1 << 16)))
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+
+
+def test_every_route_is_described():
+    paths = set(schema.raw_schema["paths"])
+    described = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/v1/responses", "/v1/messages"}
+    described |= {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/health", "/ready", "/metrics"}
+    assert paths == described
+
+
+@schema.parametrize()
+@settings(max_examples=20, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+def test_no_request_makes_the_server_fail(case: schemathesis.Case):
+    checks = [not_a_server_error, content_type_conformance, status_code_conformance, response_schema_conformance]
+    case.call_and_validate(checks=checks)
