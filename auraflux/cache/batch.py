@@ -70,6 +70,7 @@ class Batch:
     positions  [T]  int32, of each new token in its sequence
     counts     of new tokens of each sequence
     single     each sequence has one new token
+    silent     nobody asks what follows the new tokens: all that is wanted is that they are remembered
     fillers    tokens of no sequence after those of a single step, so that batches of few sizes recur
     extra      tokens at the end of a single sequence's step that fill it up to a size that recurs, None for other steps; none
                before them sees them, and `drop_extra` forgets them
@@ -85,10 +86,11 @@ class Batch:
         make_room: Callable[[Part], bool],
         expected: int = 0,
         fillers: int = 0,
+        silent: bool = False,
     ):
         if not sequences or len(set(sequences)) < len(sequences):
             raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
-        self.sequences, self.context, self.fillers = sequences, context, fillers
+        self.sequences, self.context, self.fillers, self.silent = sequences, context, fillers, silent
         self.single = False
         self.extra: int | None = None
         self.counts: list[int] = []

@@ -27,7 +27,7 @@ class Cache:
     sequences  for which there is room
     tokens     of all sequences together, in layers that see everything; unless given, as many as `sequences` of `context` fill
     page       tokens in a page
-    chunk      most tokens a sequence is given at once, for which windows have room
+    chunk      most tokens of a step, over all sequences, for which windows have room
     spare      tokens by which a sequence with windows can be truncated at once
     kept       sequences more for which windows have room: those that are parked
     dtype      of what is not compressed
@@ -96,10 +96,11 @@ class Cache:
         everything = -(-self.tokens // self.page)
         if span is None:
             return everything
-        # a step's tokens and all they see, and as much again as a checkpoint holds
-        seen = -(-(span - 1) // self.page) + 1
-        each = -(-(span - 1 + self.spare + self.chunk) // self.page) + 1 + seen
-        return (self.sequences + self.kept) * min(each, -(-self.context // self.page) + seen)
+        # what a token sees, and as much again as a checkpoint holds; a step's tokens are shared by the sequences
+        seen, step = -(-(span - 1) // self.page) + 1, -(-self.chunk // self.page)
+        each = -(-(span - 1 + self.spare) // self.page) + 2 + seen
+        whole = -(-self.context // self.page) + seen
+        return min((self.sequences + self.kept) * each + step, (self.sequences + self.kept) * whole)
 
     @property
     def parts(self) -> list[Part]:
@@ -156,9 +157,9 @@ class Cache:
         """Whether steps can be filled up with tokens that belong to no sequence."""
         return not self.moves and self.settings.newest == 0
 
-    def batch(self, sequences: list[Sequence], expected: int = 0, fillers: int = 0) -> Batch:
+    def batch(self, sequences: list[Sequence], expected: int = 0, fillers: int = 0, silent: bool = False) -> Batch:
         """Make a batch; `expected` is a length that one of its sequences will reach, if it is known."""
-        return Batch(sequences, self.context, self._index, self.make_room, min(expected, self.context), fillers)
+        return Batch(sequences, self.context, self._index, self.make_room, min(expected, self.context), fillers, silent)
 
     def make_room(self, part: Part) -> bool:
         """Free a page of a part that nothing running needs; tell whether there was one."""

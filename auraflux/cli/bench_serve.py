@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 GPU_CLIENTS, CPU_CLIENTS = [1, 8, 32, 128], [1, 8]
 GPU_FILE = Path("/dev/nvidiactl")  # there where an NVIDIA driver is
 MOST_CLIENTS = 4096
-RANDOM = ("invented", "shape", "layers", "bits", "group")
+RANDOM = ("invented", "shape", "layers")
 SERVER = [
     click.option("--url", metavar="URL", help="Measure the server at this address instead of starting one."),
     click.option("--random", "invented", is_flag=True, help="Serve --shape with random weights; no checkpoint is needed."),
     click.option("--shape", metavar="NAME", help="With --random: the shape of a known model, such as llama-8b."),
     click.option("--layers", type=click.IntRange(min=1), metavar="N", help="With --random: so many layers instead of all."),
-    click.option("--bits", type=int, metavar="N", help="With --random: bits of the weights; by default 4."),
-    click.option("--group", type=int, metavar="N", help="With --random: weights that share a scale; by default 64."),
     click.option("--parallel", type=click.IntRange(min=1), metavar="N", help="Texts the server writes at once."),
     click.option("--server-options", metavar="TEXT", default="", help="More options for the server that is started."),
     click.option("--api-key", envvar="AURAFLUX_API_KEY", metavar="KEY", help="The server's key; also AURAFLUX_API_KEY."),

@@ -4,6 +4,8 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,26 +118,46 @@ def _run(model: str | None, listening: socket.socket, settings: "FrontSettings",
     process = multiprocessing.get_context("spawn").Process(
         target=front.main, args=(theirs, listening, settings), name="auraflux-http", daemon=True
     )
-    process.start()
+    where = _where(listening)
+    with _unsignalled():
+        process.start()
     theirs.close()
+    # only the other process accepts; when it stops to, clients shall be refused and not wait
+    listening.close()
     try:
-        _answer(model, ours, listening, chosen)
+        _answer(model, ours, where, chosen)
         process.join(settings.grace_s + 10)
         if process.exitcode:
             raise BackendError(f"the HTTP process ended with code {process.exitcode}; the log above says why.")
     finally:
+        # it ends by itself when nobody is at the other end
         ours.close()
-        process.terminate()
         process.join(5)
+        process.kill()
+        process.join()
 
 
-def _answer(model: str | None, connection: Any, listening: socket.socket, chosen: dict[str, Any]) -> None:
+@contextmanager
+def _unsignalled() -> Iterator[None]:
+    """Let processes that are started here ignore what stops this one: terminals and systemd signal all, this one tells them."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _where(listening: socket.socket) -> str:
+    address, port = listening.getsockname()[:2]
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
+
+def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, Any]) -> None:
     from auraflux.serve.desk import Desk, facts_of
 
-    address, port = listening.getsockname()[:2]
-    where = f"http://{f'[{address}]' if ':' in address else address}:{port}"
     click.echo(f"listening on {where} (process {os.getpid()}); the model is being loaded", err=True)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _stop_loading)
     loaded = _load(model, chosen)
     facts = facts_of(loaded, chosen["name"])
     _warm_up(loaded)
@@ -158,8 +180,8 @@ def _warm_up(loaded: "LanguageModel") -> None:
     loaded.reset()
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+def _stop_loading(*_: Any) -> None:
+    raise SystemExit(0)
 
 
 def _load(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":

@@ -190,12 +190,17 @@ class Attention:
 
     def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, q_nope, q_rope = self.remember(stream, batch, store)
+        mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale)
+        return total, self.out(self.kv_b.output(mixed).flatten(1))
+
+    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Store latents: gives the stream with all that was to be added to it, and both parts of the queries."""
         both = self.query.first, self.kv_a
         total, (q, kv) = add_norm_linears(*stream, [each.weight for each in both], [each.bias for each in both])
         sizes = self.heads, self.nope
-        q_nope, q_rope = store.append_turned(batch, self.query.rest(q), kv, *sizes, self.turn, self.latent_norm, LATENT_EPS)
-        mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale)
-        return total, self.out(self.kv_b.output(mixed).flatten(1))
+        turned = store.append_turned(batch, self.query.rest(q), kv, *sizes, self.turn, self.latent_norm, LATENT_EPS)
+        return total, *turned
 
 
 class Projection:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import AttentionShape, Batch, Cache
+from auraflux.cache import AttentionShape, Batch
 from auraflux.models import llama
 from auraflux.models.config import Keys
 from auraflux.models.llama import Stream
 from auraflux.models.rotation import Rotation, rope_settings, rotation
-from auraflux.ops import add_norm_linears, embed, geglu, linear, rms_norm
+from auraflux.ops import add_norm_linears, geglu, linear, rms_norm
 from auraflux.weights.loader import Weights
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -101,13 +101,8 @@ class Model(llama.Model):
     def make_layer(self, weights: Weights, index: int) -> "Layer":
         return Layer(self.config, weights, index)
 
-    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
-        x = embed(ids, self.table).to(self.dtype) * self.scale
-        delta = None
-        for layer, store in zip(self.layers, cache.layers, strict=True):
-            x, delta = layer(x, delta, batch, store)
-        return Stream(x, delta, self.norm, self.config.eps).normed()[1]
+    def embedded(self, ids: Tensor) -> Tensor:
+        return super().embedded(ids) * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the next token: [N, H] -> [N, V] float32."""
@@ -142,6 +137,9 @@ class Layer:
         attended = rms_norm(attended, self.attended_norm, self.eps)
         x, mixed = self.mlp.of_stream(Stream(x, attended, self.mlp_norm, self.eps))
         return x, rms_norm(mixed, self.mixed_norm, self.eps)
+
+    def remember(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
+        self.attention.remember(Stream(x, delta, self.attention_norm, self.eps), batch, store)
 
 
 class MLP(llama.MLP):

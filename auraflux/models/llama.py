@@ -88,10 +88,23 @@ class Model:
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
-        x, delta = embed(ids, self.table).to(self.dtype), None
-        for layer, store in zip(self.layers, cache.layers, strict=True):
-            x, delta = layer(x, delta, batch, store)
+        x, delta = self.through(ids, batch, cache, len(self.layers))
         return Stream(x, delta, self.norm, self.config.eps).normed()[1]
+
+    def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None:
+        """Run tokens after which nobody asks what follows: of the last layer only what it keeps is wanted."""
+        carried = self.through(ids, batch, cache, len(self.layers) - 1)
+        self.layers[-1].remember(*carried, batch, cache.layers[-1])
+
+    def through(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> tuple[Tensor, Tensor | None]:
+        """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""
+        x, delta = self.embedded(ids), None
+        for layer, store in zip(self.layers[:count], cache.layers, strict=False):
+            x, delta = layer(x, delta, batch, store)
+        return x, delta
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return embed(ids, self.table).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the next token: [N, H] -> [N, V] float32."""
@@ -135,6 +148,9 @@ class Layer:
     def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         x, delta = self.attention(Stream(x, delta, self.attention_norm, self.eps), batch, store)
         return self.mlp.of_stream(Stream(x, delta, self.mlp_norm, self.eps))
+
+    def remember(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
+        self.attention.remember(Stream(x, delta, self.attention_norm, self.eps), batch, store)
 
 
 @dataclass(frozen=True)
@@ -186,6 +202,14 @@ class Attention:
 
     def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, q, gate = self.remember(stream, batch, store)
+        out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
+        if gate is not None:
+            out = sigmoid_gate(out, gate)
+        return total, linear(out.view(len(q), -1), self.out, self.out_bias)
+
+    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store keys and values: gives the stream with all that was to be added to it, queries, and gates if there are any."""
         heads, tokens = self.heads, len(stream.x)
         total, (q, k, v) = add_norm_linears(*stream, self.qkv, self.qkv_bias)
         gate = None
@@ -194,11 +218,7 @@ class Attention:
         else:
             q = q.view(tokens, -1, heads.width)
         k, v = (t.view(tokens, -1, heads.width) for t in (k, v))
-        q = store.append_turned(batch, q, k, v, self.turn, self.norms, self.eps)
-        out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
-        if gate is not None:
-            out = sigmoid_gate(out, gate)
-        return total, linear(out.view(tokens, -1), self.out, self.out_bias)
+        return total, store.append_turned(batch, q, k, v, self.turn, self.norms, self.eps), gate
 
 
 class MLP:

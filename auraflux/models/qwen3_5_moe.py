@@ -162,6 +162,8 @@ class Delta:
         out = gated_rms_norm(store.update(batch, q, k, v, decay, beta), z, self.norm, self.eps)
         return total, linear(out.view(tokens, -1), self.out)
 
+    remember = __call__  # a memory is what its result is made of
+
 
 def _pair(part: str) -> str:
     """Where qwen3_next has a projection."""

@@ -3,9 +3,9 @@
 `Model`, `Layer` and `Mixture` also serve other families of mixtures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from auraflux.cache import AttentionShape, Batch, Cache
 from auraflux.models import llama
 from auraflux.models.config import Keys
 from auraflux.models.llama import MLP, Attention, Heads, Stream, rename
-from auraflux.ops import Routing, SharedExpert, add_norm_scores, combine, embed, linear, rms_norm, route
+from auraflux.ops import Routing, SharedExpert, add_norm_scores, combine, linear, rms_norm, route
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
@@ -22,7 +22,12 @@ from auraflux.weights.streamed import Guess, LayerExperts, Mix
 
 __all__ = ["Config", "Model", "make_caches", "rename"]
 
-Mixer = Callable[[Stream, Batch, Any], tuple[Tensor, Tensor]]
+
+class Mixer(Protocol):
+    """Attention, or what takes its place."""
+
+    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]: ...
+    def remember(self, stream: Stream, batch: Batch, store: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,15 @@ class Model(llama.Model):
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
-        x = embed(ids, self.table).to(self.dtype)
-        for layer, store in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, batch, store)
+        x, _ = self.through(ids, batch, cache, len(self.layers))
         return rms_norm(x, self.norm, self.config.eps)
+
+    def through(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> tuple[Tensor, None]:
+        """Run tokens through the first layers: the stream [T, H], to which nothing is still to be added."""
+        x = self.embedded(ids)
+        for layer, store in zip(self.layers[:count], cache.layers, strict=False):
+            x = layer(x, batch, store)
+        return x, None
 
 
 class Layer:
@@ -97,6 +107,10 @@ class Layer:
     def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
         x, delta = self.mixer(Stream(x, None, self.mixer_norm, self.eps), batch, store)
         return self.mlp(Stream(x, delta, self.mlp_norm, self.eps))
+
+    def remember(self, x: Tensor, delta: None, batch: Batch, store: Any) -> None:
+        """Run the part that keeps something."""
+        self.mixer.remember(Stream(x, delta, self.mixer_norm, self.eps), batch, store)
 
     def guess(self, residual: Tensor) -> Tensor:
         """The experts that would be chosen if the stream came here as it is: [T, H] -> [T, k]."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from auraflux.errors import BackendError, DeviceMemoryError, InputError
 from auraflux.ops._dispatch import all_ops
 
-CHUNK = {"cpu": 512, "cuda": 2048}  # tokens of a prompt that go through a model together
+CHUNK = {"cpu": 512, "cuda": 8192}  # tokens of a prompt that go through a model together
 
 
 def find_device(name: str) -> torch.device:

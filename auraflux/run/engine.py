@@ -13,7 +13,7 @@ from auraflux.run.device import device_memory
 from auraflux.run.graph import Decoder
 
 # tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
-SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792)
+SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 # sequences of steps of writing there; weights are read once whatever the number
 COUNTS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 REACHES = (1024, 4096, 16384)  # of their indexes, as few for the same reason; then every power of two
@@ -25,6 +25,7 @@ class Model(Protocol):
     config: Any
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
+    def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -97,13 +98,14 @@ class Engine:
 
     def _size_of(self, batch: Batch, counts: list[int]) -> int | None:
         """Of what size a prompt's step is that can be replayed, its tokens or more; None for other steps."""
-        if len(counts) > 1 or not 1 < counts[0] <= self.chunk or not self.decoder.reads:
+        # more than the largest size takes a GPU longer than its Python
+        if len(counts) > 1 or not 1 < counts[0] <= min(self.chunk, SIZES[-1]) or not self.decoder.reads:
             return None
         size = self._size(counts[0])
         return size if batch.sequences[0].length + size <= batch.context else None
 
     def _size(self, tokens: int) -> int:
-        return next((size for size in SIZES if tokens <= size < self.chunk), self.chunk)
+        return next((size for size in SIZES if tokens <= size < self.chunk), min(self.chunk, SIZES[-1]))
 
     @staticmethod
     def undo(batch: Batch, lengths: list[int]) -> None:
@@ -122,13 +124,17 @@ class Engine:
         return self.decoder(batch, ids)
 
     def forward(self, flat: Tensor, batch: Batch) -> Tensor:
-        """Run tokens for which there is room: the final hidden states [T, H]."""
+        """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
         with exact(self.exact):
-            return self.model(flat, batch, self.cache)
+            if not batch.silent:
+                return self.model(flat, batch, self.cache)
+            self.model.remember(flat, batch, self.cache)
+            return torch.empty(0, device=self.device)
 
     def read(self, sequences: list[Sequence], pieces: list[list[int]]) -> None:
         """Take in the next tokens of prompts, no more than `chunk` together."""
-        batch = self._batch_for(sequences[0], pieces[0]) if len(sequences) == 1 else self.cache.batch(sequences)
+        one = len(sequences) == 1
+        batch = self._batch_for(sequences[0], pieces[0], True) if one else self.cache.batch(sequences, silent=True)
         self.step(batch, pieces)
 
     def writing(self, sequences: list[Sequence]) -> Batch:
@@ -141,13 +147,14 @@ class Engine:
             fillers = next((size for size in COUNTS if size >= len(sequences)), len(sequences)) - len(sequences)
         return self.cache.batch(sequences, fillers=fillers)
 
-    def _batch_for(self, sequence: Sequence, ids: list[int]) -> Batch:
+    def _batch_for(self, sequence: Sequence, ids: list[int], silent: bool = False) -> Batch:
         """Make a batch for a prompt. Where its pieces are replayed, they and those of others of its kind read one index."""
         if not self.decoder.reads:
-            return self.cache.batch([sequence])
+            return self.cache.batch([sequence], silent=silent)
         rest = len(ids) % self.chunk
         longest = sequence.length + len(ids) - rest + (self._size(rest) if rest else 0)
-        return self.cache.batch([sequence], next((reach - 1 for reach in REACHES if longest < reach), longest))
+        expected = next((reach - 1 for reach in REACHES if longest < reach), longest)
+        return self.cache.batch([sequence], expected, silent=silent)
 
     def all_scores(self, sequence: Sequence, ids: list[int]) -> Tensor:
         """The scores after every token of a text, [T, V], read through the cache as generation reads it."""

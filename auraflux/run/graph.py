@@ -111,7 +111,7 @@ class Decoder:
     def _step(self, batch: Batch, tokens: int) -> Step:
         # steps of prompts find states through the index too
         places = batch.places if batch.extra is None else ()
-        key = batch.index, places, () if batch.single else tuple(batch.counts)
+        key = batch.index, places, batch.silent, () if batch.single else tuple(batch.counts)
         step = self._steps.pop(key, None)
         if step is None:
             ids, positions = (torch.zeros(tokens, dtype=kind, device=self.engine.device) for kind in (torch.int64, torch.int32))

@@ -49,7 +49,7 @@ def load(
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds
     graphs    replay steps of decoding: on a GPU as CUDA graphs, and pieces of long prompts too
     expert_memory  "4GB": that the experts of a packed model may take, or settings in full; others are read as they are chosen
-    chunk     tokens of prompts that go through the model together; by default 512, on a GPU 2048
+    chunk     tokens of prompts that go through the model together; by default 512, on a GPU 8192
     sequences     texts that are written at once; more wait
     cache_memory  "8GB", or "half" of what is free: for keys and values of all texts and of those kept; by default what two
                   texts of full context need

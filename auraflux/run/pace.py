@@ -8,6 +8,7 @@ import torch
 
 PAUSE_S = 0.5  # by which others' prompts may delay a text on a CPU, as far as LEAST tokens allow
 LEAST = {"cpu": 16, "cuda": 64}
+MOST = {"cpu": 128, "cuda": 2048}
 SPREAD = 16  # turns over which waiting prompts are spread while texts are written
 
 
@@ -39,10 +40,12 @@ class Pace:
         """Tokens to read in this turn, of so many that wait, while so many texts are written."""
         if writing == 0:
             return self.chunk
-        wanted = max(LEAST[self._device], -(-unread // SPREAD))
+        least, most = LEAST[self._device], MOST[self._device]
         if self._rate is not None:
-            wanted = min(wanted, max(LEAST[self._device], int(self._rate * PAUSE_S)))
-        return min(wanted, self.chunk)
+            most = min(most, int(self._rate * PAUSE_S))
+        # few sizes, so that steps recur
+        share = unread // SPREAD // least * least
+        return min(max(least, min(share, most)), self.chunk)
 
     @contextmanager
     def measured(self, tokens: int, device: torch.device) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """The model's end of the link: requests come in through a pipe, and after each step the news of all texts goes out."""
 
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -7,12 +8,14 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from auraflux.errors import AurafluxError
+from auraflux.errors import AurafluxError, BackendError
 from auraflux.run.job import Job
 from auraflux.run.language import LanguageModel
 from auraflux.run.request import Event, Request
 from auraflux.serve.link import Gauges, ModelFacts
 from auraflux.serve.pipe import CANCEL, NEWS, READY, STOP, SUBMIT, News
+
+log = logging.getLogger("auraflux.serve")
 
 IDLE_S = 1.0  # after which gauges are told although nothing happens
 GAUGES_S = 0.2  # between two of them while texts are written
@@ -49,7 +52,12 @@ class Desk:
         self._jobs: dict[int, Job] = {}
         self._news: News = []
         self._gone, self._told_at = threading.Event(), 0.0
-        connection.send((READY, facts, model.tokenizer))
+        # a message must be whole before the next begins
+        self._speaking = threading.Lock()
+        try:
+            connection.send((READY, facts, model.tokenizer))
+        except OSError as err:
+            raise BackendError("the HTTP process ended while the model was loaded; the log above says why.") from err
 
     def run(self) -> None:
         """Take turns until the other end is gone."""
@@ -62,31 +70,43 @@ class Desk:
             self._send()
 
     def stop(self) -> None:
-        """Tell the other end to finish what was begun; `run` returns when it has."""
-        self._connection.send((STOP,))
+        """Tell the other end to finish what was begun; `run` returns when it has. A signal's handler may call it."""
+        # a handler runs in the middle of whatever its thread does, which may be sending
+        threading.Thread(target=self._say, args=((STOP,),), name="auraflux-stop", daemon=True).start()
 
     def _listen(self) -> None:
         try:
             while True:
                 self._take(self._connection.recv())
         except (EOFError, OSError):
+            pass
+        finally:
             self._gone.set()
 
     def _take(self, message: tuple) -> None:
         match message:
             case (str(word), int(number), Request() as request) if word == SUBMIT:
-                try:
-                    self._jobs[number] = self.scheduler.submit(request, partial(self._note, number))
-                except AurafluxError as err:
-                    self._note(number, Event(finish="error", error=str(err)))
+                self._submit(number, request)
             case (str(word), int(number)) if word == CANCEL:
                 job = self._jobs.get(number)
                 if job is not None:
                     self.scheduler.cancel(job)
 
+    def _submit(self, number: int, request: Request) -> None:
+        try:
+            job = self._jobs[number] = self.scheduler.submit(request, partial(self._note, number))
+        except Exception as err:
+            known = isinstance(err, AurafluxError)
+            if not known:
+                log.exception("a request could not be taken on")
+            self._say((NEWS, [(number, _values(Event(finish="error", error=str(err) if known else None)))], None))
+            return
+        # it may have ended before it was noted here
+        if job.finish is not None:
+            self._jobs.pop(number, None)
+
     def _note(self, number: int, event: Event) -> None:
-        values = (event.text, event.tokens, event.scored, event.finish, event.stop, event.error, event.figures)
-        self._news.append((number, values if event.finish is not None or event.scored else values[:2]))
+        self._news.append((number, _values(event)))
         if event.finish is not None:
             self._jobs.pop(number, None)
 
@@ -96,8 +116,12 @@ class Desk:
         gauges = self._gauges() if now - self._told_at > GAUGES_S or self.scheduler.idle else None
         if gauges is not None:
             self._told_at = now
+        self._say((NEWS, news, gauges))
+
+    def _say(self, message: tuple) -> None:
         try:
-            self._connection.send((NEWS, news, gauges))
+            with self._speaking:
+                self._connection.send(message)
         except OSError:
             self._gone.set()
 
@@ -117,3 +141,9 @@ class Desk:
             return gauges
         reads = traffic.ahead + traffic.misses
         return replace(gauges, expert_hits=traffic.hits, expert_reads=reads, expert_nbytes=traffic.nbytes)
+
+
+def _values(event: Event) -> tuple:
+    """The fields of an event; what most have none of is left out."""
+    values = (event.text, event.tokens, event.scored, event.finish, event.stop, event.error, event.figures)
+    return values if event.finish is not None or event.scored else values[:2]

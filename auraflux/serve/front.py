@@ -6,6 +6,8 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -17,6 +19,8 @@ from auraflux.serve.limits import Limits
 from auraflux.serve.pipe import PipeLink
 from auraflux.serve.service import Service
 
+# what is stopped at the end of the grace is told so, which takes a moment
+MOMENT_S = 5
 FIELDS = ("request_id", "method", "path", "status", "seconds")
 
 
@@ -62,8 +66,6 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, settings: FrontSettings):
         app = make_app(service, settings.access)
-        # what is stopped at the end of the grace is told so, which takes a moment
-        patience = int(settings.grace_s) + 5
         super().__init__(
             uvicorn.Config(
                 app,
@@ -73,7 +75,6 @@ class Server(uvicorn.Server):
                 log_config=None,
                 log_level="error",
                 server_header=False,
-                timeout_graceful_shutdown=patience,
             )
         )
         self.service, self.settings = service, settings
@@ -82,8 +83,17 @@ class Server(uvicorn.Server):
         """Take nothing new on, finish or end what was begun, then close."""
         for server in self.servers:
             server.close()
+        begun = time.monotonic()
         await self.service.drain(self.settings.grace_s)
+        # for clients that are slow to read
+        left = max(0.0, self.settings.grace_s - (time.monotonic() - begun))
+        self.config.timeout_graceful_shutdown = int(left) + MOMENT_S
         await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: the model's process has them, and says when to stop."""
+        yield
 
 
 async def serve(connection: Connection, listening: socket.socket, settings: FrontSettings) -> None:

@@ -104,7 +104,7 @@ class Keys:
     def _refusal(self, scope: Scope) -> Failure | None:
         headers = Headers(scope=scope)
         if self._access.hosts and _host(headers.get("host", "")) not in self._access.hosts:
-            return Failure(403, "The server is not called by this host name.", code="wrong_host")
+            return Failure(403, "The server is not called by this host name; --allow-host NAME lets it be.", code="wrong_host")
         if not self._digests or self._free(scope["path"]):
             return None
         shown = _digest(_key(headers))

@@ -4,6 +4,7 @@ One message comes back for each step, with the news of all texts, so that many s
 """
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
@@ -80,7 +81,10 @@ class PipeLink:
 
     def listen(self) -> None:
         """Take messages in from now on, on the running loop."""
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._arrived)
+        number = self._connection.fileno()
+        asyncio.get_running_loop().add_reader(number, self._arrived)
+        # uvloop makes it one that does not block, and then a message that comes in pieces could not be read
+        os.set_blocking(number, True)
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._connection.fileno())

@@ -135,11 +135,11 @@ def test_options_are_handed_on_to_the_server(monkeypatch):
         "--server-options",
         "--x 'a b'",
     )
-    call("--random", "--shape", "llama-8b", "--bits", 8, "--group", 32, "--device", "cpu", "--parallel", 3)
+    call("--random", "--shape", "llama-8b", "--layers", 2, "--device", "cpu", "--parallel", 3)
     call("--device", "cuda")
     assert seen == [
         ["a/model", "--kv", "k8v8", "--context", "4096", "--no-graph", "--exact", "--parallel", "64", "--x", "a b"],
-        ["--random", "--shape", "llama-8b", "--bits", "8", "--group", "32", "--device", "cpu", "--parallel", "3"],
+        ["--random", "--shape", "llama-8b", "--layers", "2", "--device", "cpu", "--parallel", "3"],
         ["--device", "cuda", "--parallel", "128"],
     ]
 

@@ -101,6 +101,16 @@ def every_plan() -> list[tuple[_by_tiles.Plan, int]]:
     return [(plan, bits) for plan, bits in found if plan.stages >= 3]
 
 
+@pytest.mark.parametrize(("rows", "tiles"), [(5, 1), (3, 8), (7, 19)])
+def test_programs_in_a_row_share_rows_and_leave_no_tile_out(rows: int, tiles: int):
+    language = types.SimpleNamespace(num_programs=lambda axis: (rows, 1, tiles)[axis], minimum=min)
+    neighbours = types.FunctionType(_hopper_tiles._neighbours.fn.__code__, {"gl": language})
+    found = [neighbours(at, tile, 8) for tile in range(tiles) for at in range(rows)]
+    assert sorted(found) == sorted(product(range(rows), range(tiles)))
+    together = min(8, tiles)
+    assert found[:together] == [(0, tile) for tile in range(together)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize(("plan", "bits"), every_plan())

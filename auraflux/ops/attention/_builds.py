@@ -65,9 +65,10 @@ def _decode_build(width: int, whole: bool) -> Build:
     return Build(decode_columns, types, constants, hot=True, options={"maxnreg": SHAPES[width][3]})
 
 
-def _prefill_build(width: int) -> Build:
+def _prefill_build(width: int, sequences: int = 1) -> Build:
     tiles = f"{_tiles(64, width)} {_tiles(64, width)}"
-    constants = {"sinks": None, "G": 4, "HEADS": 8, "D": width, "PAGE": 64, "S": 1, "ST": STAGES[width], "SOFTCAP": False}
+    constants = {"sinks": None, "G": 4, "HEADS": 8, "D": width, "PAGE": 64, "S": sequences, "ST": STAGES[width]}
+    constants["SOFTCAP"] = False
     types = f"*bf16 {tiles} *bf16 *i32 *i32 *i32 *bf16 fp32 fp32 i32 i32 i32:16 i32 i32"
     # heads of 256 keep places of rows in memory while they attend
     return Build(prefill_tiles, types, constants, hot=width < 256)
@@ -87,6 +88,7 @@ KERNELS = [
     _attend_build("bf16", 16, 32, whole=False, latent=True, num_warps=8, num_stages=2),
     *(_decode_build(width, whole) for width in (64, 128, 256) for whole in (False, True)),
     *(_prefill_build(width) for width in (64, 128, 256)),
+    _prefill_build(128, sequences=8),
     *(_latent_build(heads, whole) for heads in (16, 32, 64) for whole in (False, True)),
     Build(
         merge_shares,

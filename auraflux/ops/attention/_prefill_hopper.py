@@ -1,9 +1,9 @@
 """Attention of many new tokens on Hopper, in Gluon: 128 rows a program, heads of 64, 128 or 256 channels in 16 bits.
 
 Rows are as in `_flash`: the query heads of some tokens that share a key head. One warp asks for keys and values, 64 positions
-at a time, by the copy engine. Two groups of four warps have 64 rows each and take turns at the matrix units without being told
-to: while one is at its softmax, the other multiplies. Tiles that some row sees only in part come first and are masked; for the
-others the next scores are begun together with the products of the weights before, and softened while those are made.
+at a time, by the copy engine. Two groups of four warps have 64 rows each and take turns at the matrix units: while one is at
+its softmax, the other multiplies. Tiles that some row sees only in part come first and are masked; for the others the next
+scores are begun together with the products of the weights before, and softened while those are made.
 """
 
 import torch
@@ -129,7 +129,7 @@ def _attend(
             stage, phase = advance(stage, phase, ST)
         if whole > 1:
             acc, m, l = attend_pairs(  # noqa: E741
-                x, K, V, bars, acc, m, l, stage, phase, whole, scale, softcap, factor, D, ST, SOFTCAP
+                x, K, V, bars, acc, m, l, stage, phase, whole, scale, softcap, factor, D, ST, SOFTCAP, PART
             )
     else:
         acc, m, l = attend_whole(  # noqa: E741
@@ -160,9 +160,10 @@ def prefill_tiles(
     table += sequence.to(gl.int64) * table_width
     K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
     V = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], values.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [4 * ST, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4 * ST):
-        mbarrier.init(bars.index(i), count=1 if i < 2 * ST else 2)
+    # keys there, values there; keys read, values read, by both groups; the groups' turns
+    bars = gl.allocate_shared_memory(gl.int64, [4 * ST + 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4 * ST + 2):
+        mbarrier.init(bars.index(i), count=2 if i // (2 * ST) == 1 else 1)
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(

@@ -91,9 +91,12 @@ def _soften_pair(s, t, m, l, scale, softcap, factor, DTYPE: gl.constexpr, D: gl.
 @gluon.jit
 def attend_pairs(
     x, K, V, bars, acc, m, l, stage, phase, count, scale, softcap, factor,  # noqa: E741
-    D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
+    D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles two by two: the scores of two are begun before the weights of two are used."""
+    """Attend to tiles two by two: the scores of two are begun before the weights of two are used.
+
+    The two groups of warps take turns: one begins its products when the other has its scores, and is at its softmax.
+    """
     after, after_phase = advance(stage, phase, ST)
     s, t = scores_of(x, K, bars, stage, phase), scores_of(x, K, bars, after, after_phase)
     s, t = warpgroup_mma_wait(0, deps=[s, t])
@@ -101,16 +104,19 @@ def attend_pairs(
     mbarrier.arrive(bars.index(2 * ST + after))
     p, r, fade, m, l = _soften_pair(s, t, m, l, scale, softcap, factor, V.dtype, D, SOFTCAP)  # noqa: E741
     acc = acc * fade[:, None]
-    for _ in range(count // 2 - 1):
+    for i in range(count // 2 - 1):
         a, a_phase, b, b_phase = stage, phase, after, after_phase
         stage, phase = advance(after, after_phase, ST)
         after, after_phase = advance(stage, phase, ST)
+        # the first group's first turn is over before it has begun
+        mbarrier.wait(bars.index(4 * ST + PART), (i + 1 + PART) % 2)
         s, t = scores_of(x, K, bars, stage, phase), scores_of(x, K, bars, after, after_phase)
         mbarrier.wait(bars.index(ST + a), a_phase)
         acc = warpgroup_mma(p, V.index(a), acc, is_async=True)
         mbarrier.wait(bars.index(ST + b), b_phase)
         acc = warpgroup_mma(r, V.index(b), acc, is_async=True)
         s, t = warpgroup_mma_wait(2, deps=[s, t])
+        mbarrier.arrive(bars.index(4 * ST + 1 - PART))
         mbarrier.arrive(bars.index(2 * ST + stage))
         mbarrier.arrive(bars.index(2 * ST + after))
         p, r, fade, m, l = _soften_pair(s, t, m, l, scale, softcap, factor, V.dtype, D, SOFTCAP)  # noqa: E741

@@ -159,6 +159,13 @@ CASES = [
     Case(attention, "bf16-decode-not-finite", lambda: beyond_the_end([300, 130], [1, 2], window=100), tol=4e-3),
     Case(attention, "bf16-prefill", lambda: queries([333, 100, 7], [300, 100, 0], (8, 2), 128, page=64, dtype=BF16), tol=4e-3),
     Case(
+        attention,
+        "bf16-prefill-long",
+        lambda: queries([900, 3, 520], [300, 1, 260], (8, 2), 128, page=64, dtype=BF16),
+        tol=4e-3,
+        slow=True,
+    ),
+    Case(
         attention, "bf16-prefill-window", lambda: queries([400], [300], (6, 2), 64, None, 128, BF16, None, 70, True), tol=4e-3
     ),
     Case(

@@ -228,10 +228,24 @@ def _multiply(
 
 
 @gluon.jit
+def _neighbours(at, tile, NEAR: gl.constexpr):
+    """Have programs that follow each other multiply the same rows by up to NEAR tiles of tokens.
+
+    They run at the same time, so that codes come from memory once for all of these.
+    """
+    rows = gl.num_programs(0)
+    number = tile * rows + at
+    first = number // (NEAR * rows) * NEAR
+    number -= first * rows
+    together = gl.minimum(NEAR, gl.num_programs(2) - first)
+    return number // together, first + number % together
+
+
+@gluon.jit
 def multiply_tiles(
     xs, w0, w1, w2, s0, b0, y0, s1, b1, y1, s2, b2, y2, part, end0, end1, rows0, rows1, rows2, width, tokens, blocks, share,
     COUNT: gl.constexpr, GATED: gl.constexpr, R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr,
-    ST: gl.constexpr,
+    ST: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """R rows times a tile of tokens over a share of K's blocks; grid (tiles of rows, shares, tiles of tokens).
 
@@ -239,6 +253,8 @@ def multiply_tiles(
     sums go there, float32 [shares, tiles of tokens, tiles of rows, R, T], and not to y.
     """
     at, split, tile = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if part is None:
+        at, tile = _neighbours(at, tile, NEAR)
     # numbers, also where they are known when the kernel is compiled
     which, before, rows0 = 0 * at, 0 * at, 0 * at + rows0
     if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled

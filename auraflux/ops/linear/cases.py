@@ -225,6 +225,9 @@ CASES = [
         Case(add_norm_gate_up, f"bf16-{t}x{width}", partial(gated_stream, t, rows, width, BF16), tol=8e-3, slow=width > 1024)
         for t, rows, width in ((5, 72, 512), (33, 130, 1024), (20, 100, 4096), (20, 100, 704), (70, 130, 512))
     ),
+    # more tokens than other products have by tiles: nine of these, one more than follow each other
+    Case(add_norm_gate_up, "bf16-2200x320", lambda: gated_stream(2200, 200, 320, BF16), tol=8e-3, slow=True),
+    Case(gate_up_swiglu, "bf16-1300x130x320", partial(pair_in_bf16, 1300, 130, 320), tol=1e-2, flops=flops, slow=True),
     Case(add_norm_linears, "many-tokens", lambda: {**from_stream(2, 128, [9]), "weights": [weight(63, 128, 4)]}),
     Case(add_norm_linears, "dense", lambda: from_stream(1, 128, [9, 5])),
     Case(add_norm_linears, "biases", lambda: {**from_stream(1, 128, [9]), "biases": [torch.randn(9)], "delta": None}),

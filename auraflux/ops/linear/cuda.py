@@ -1,10 +1,11 @@
 """Products with weights on CUDA, by the number of tokens.
 
 One is bound by reading codes (`_one.py`). For several, the weight is written out in the activations' dtype, and cuBLAS does the
-rest. The commonest format has kernels of its own on Hopper (`_hopper.py`), which read codes also for several tokens; up to a
-thousand, codes of 4 and 8 bits become operands of the matrix units there (`_by_tiles.py`). Other formats and widths have
-kernels for one token (`_hopper_one.py`, `_hopper_bytes.py`) and up to 16 (`_hopper_some.py`). Small weights have one launch for
-tens of tokens, norm and all (`_hopper_batch.py`, `_hopper_scores.py`). Dense weights go to cuBLAS.
+rest. The commonest format has kernels of its own on Hopper (`_hopper.py`), which read codes also for several tokens. Up to a
+thousand, and for gate and up of 4 bits any number, codes of 4 and 8 bits become operands of the matrix units there
+(`_by_tiles.py`). Other formats and widths have kernels for one token (`_hopper_one.py`, `_hopper_bytes.py`) and up to 16
+(`_hopper_some.py`). Small weights have one launch for tens of tokens, norm and all (`_hopper_batch.py`, `_hopper_scores.py`).
+Dense weights go to cuBLAS.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,7 +135,12 @@ def add_norm_gate_up(
         total = x if delta is None else torch.empty_like(x)
         multiply_stream(flat, alike, [out], gated=True, normed=(delta, norm, total, eps))
         return total, out
-    if delta is not None and norm.dtype is torch.float32 and x.shape[-1] <= WIDEST_NORMED and _by_tiles(flat, alike):
+    if (
+        delta is not None
+        and norm.dtype is torch.float32
+        and x.shape[-1] <= WIDEST_NORMED
+        and _by_tiles(flat, alike, gated=True)
+    ):
         out = x.new_empty(*x.shape[:-1], gate.shape[0])
         total = torch.empty_like(x)
         multiply_hopper_tiles(flat, alike, [out], gated=True, normed=(delta, norm, total, eps))
@@ -161,7 +167,7 @@ def gate_up_swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
             multiply_codes_one(flat, alike, [out], gated=True)
         else:
             multiply_one_gated(flat, alike[0], alike[1], out)
-    elif _by_tiles(flat, alike):
+    elif _by_tiles(flat, alike, gated=True):
         out = x.new_empty(tokens, gate.shape[0])
         multiply_hopper_tiles(flat, alike, [out], gated=True)
     else:
@@ -206,9 +212,9 @@ def _by_codes(x: Tensor, weights: Sequence[QTensor], added: Sequence[Tensor | No
     return fits_codes_one(x, weights, added) and not (bare and _fit(x, weights))
 
 
-def _by_tiles(x: Tensor, weights: Sequence[QTensor]) -> bool:
+def _by_tiles(x: Tensor, weights: Sequence[QTensor], gated: bool = False) -> bool:
     """Whether weights of one format are multiplied by tiles of tokens: not where the kernel for few tokens serves."""
-    return bool(weights) and fits_tiles(x, weights) and not (len(x) <= FEW and _fit(x, weights))
+    return bool(weights) and fits_tiles(x, weights, gated) and not (len(x) <= FEW and _fit(x, weights))
 
 
 def _for_streams(x: Tensor, weights: Sequence[QTensor]) -> Callable[..., None] | None:
