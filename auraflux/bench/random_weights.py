@@ -15,6 +15,7 @@ from auraflux.quant.qtensor import check_format
 from auraflux.run.device import CHUNK, activation_dtype, device_memory
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
+from auraflux.run.load import pool_tokens
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.loader import ROUTERS, Weights
 
@@ -76,17 +77,22 @@ def random_language(
     group: int = 64,
     context: int,
     sequences: int = 1,
+    cache_nbytes: int | None = None,
     exact: bool = False,
     graphs: bool = True,
 ) -> LanguageModel:
-    """A model of a shape (`bench/shapes.py`) that reads and writes tokens as numbers, so many texts of a length at once."""
+    """A model of a shape (`bench/shapes.py`) that reads and writes tokens as numbers, so many texts at once.
+
+    context       most tokens of a text
+    cache_nbytes  for all of them; by default as much as they take when all are so long
+    """
     dtype = activation_dtype(device)
     with device_memory():
         model, shapes = random_model(config, bits, group, dtype, device)
-        options: dict[str, Any] = {"chunk": CHUNK[device.type], "exact": exact, "graphs": graphs}
-        engine = Engine(
-            model, shapes, settings, context=context, sequences=sequences + 1, dtype=dtype, device=device, **options
-        )
+        sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "chunk": CHUNK[device.type], "dtype": dtype}
+        if cache_nbytes is not None:
+            sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, **sizes)
+        engine = Engine(model, shapes, settings, **sizes, exact=exact, graphs=graphs, device=device)
     return LanguageModel(engine, None, Path("random weights"), frozenset(), [], model_type=config["model_type"])
 
 

@@ -84,9 +84,11 @@ def random_loaded(
     from auraflux.cli.options import cache_settings
     from auraflux.errors import SettingsError
     from auraflux.run.device import find_device
+    from auraflux.weights.expert_settings import parse_nbytes
 
     if shape is None or not invented or model is not None:
         raise SettingsError("random weights need --random and --shape NAME, and no MODEL.")
+    memory = chosen.get("cache_memory")
     return random_language(
         shape_of(shape, layers),
         cache_settings(chosen),
@@ -94,6 +96,7 @@ def random_loaded(
         bits=chosen["quantize"] or BITS,
         context=max(context, chosen["context"] or 0),
         sequences=batch,
+        cache_nbytes=None if memory is None else parse_nbytes(memory),
         exact=chosen["exact"],
         graphs=chosen["graphs"],
     )

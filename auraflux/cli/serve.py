@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from auraflux.serve.front import FrontSettings
 
 KEY_VARIABLE = "AURAFLUX_API_KEY"
-WARM_UP = 64  # tokens
+WARM_UP, WARM_UP_COUNTS = 256, (1, 2, 4, 8)  # tokens of prompts, and how many at once
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RANDOM = [
     click.option("--random", "invented", is_flag=True, hidden=True, help="Serve random weights of --shape."),
@@ -173,10 +173,11 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
 
 
 def _warm_up(loaded: "LanguageModel") -> None:
-    """Let kernels be compiled before the first client waits for it."""
-    prompts = [[1] * WARM_UP, [2] * (WARM_UP // 2)]
-    for texts in (prompts[:1], prompts):
-        loaded.generate_batch([prompt[: loaded.context - WARM_UP] for prompt in texts], max_tokens=3, endless=True)
+    """Let kernels be compiled before the first client waits for it: a prompt alone, and several at once."""
+    length = max(1, min(WARM_UP, loaded.context - 4))
+    for count in WARM_UP_COUNTS:
+        if count <= loaded.scheduler.parallel:
+            loaded.generate_batch([[number] * length for number in range(count)], max_tokens=4, endless=True)
     loaded.reset()
 
 

@@ -1,8 +1,9 @@
 """The device a model runs on: which one, in what dtype, and what a user is told when a GPU's memory ends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ def _import_kernels() -> None:
 
         # builds are found by the contents of all of Triton's files
         triton_key()
+
+
+def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers as a tensor on a device; what it is at is not waited for."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 class Arriving:

@@ -108,7 +108,7 @@ def pool_tokens(shapes: list[Any], settings: CacheSettings, nbytes: int | None, 
             f"cache_memory={nbytes} has room for {most} tokens beside the windows and states of {options['sequences']} texts, "
             f"and the context is {context}. Give more, fewer texts at once, or a shorter context."
         )
-    return min(most, context * (options["sequences"] + options["kept"]))
+    return min(most, context * (options["sequences"] + options.get("kept", 0)))
 
 
 def _experts(checkpoint: Checkpoint, settings: ExpertSettings, device: torch.device, free: int) -> ExpertStore | None:

@@ -1,58 +1,65 @@
-"""How many tokens of prompts are read between two steps of writing."""
+"""How many tokens of prompts are read between two steps of writing, and of which prompts."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 PAUSE_S = 0.5  # by which others' prompts may delay a text on a CPU, as far as LEAST tokens allow
-LEAST = {"cpu": 16, "cuda": 64}
+# tokens read at a time while texts are written; on a GPU attention has a faster way from 128 of a prompt on
+LEAST = {"cpu": 16, "cuda": 128}
 MOST = {"cpu": 128, "cuda": 2048}
-SPREAD = 16  # turns over which waiting prompts are spread while texts are written
-
-
-def share_out(wanted: list[int], budget: int) -> list[int]:
-    """Share a budget out evenly; what one does not want goes to the others."""
-    shares, open_, left = [0] * len(wanted), sorted(range(len(wanted)), key=lambda i: wanted[i]), budget
-    for done, i in enumerate(open_):
-        shares[i] = min(wanted[i], left // (len(wanted) - done))
-        left -= shares[i]
-    # what did not divide
-    for i in open_:
-        more = min(wanted[i] - shares[i], left)
-        shares[i], left = shares[i] + more, left - more
-    return shares
+SPREAD = 16  # turns over which waiting prompts are spread then
+TOGETHER = 8  # prompts whose pieces go through the model as one
 
 
 class Pace:
     """Reads much at once while nobody writes; else a sixteenth of what waits, so that steps follow each other evenly.
 
-    chunk  most tokens that are read at once
+    chunk   most tokens that are read at once
+    device  "cpu" or "cuda"
     """
 
-    def __init__(self, chunk: int):
-        self.chunk = chunk
+    def __init__(self, chunk: int, device: str = "cpu"):
+        self.chunk, self.device = chunk, device
         self._rate: float | None = None
-        self._device = "cpu"
+        self._turns = 0
 
     def budget(self, unread: int, writing: int) -> int:
         """Tokens to read in this turn, of so many that wait, while so many texts are written."""
         if writing == 0:
             return self.chunk
-        least, most = LEAST[self._device], MOST[self._device]
+        least, most = LEAST[self.device], MOST[self.device]
         if self._rate is not None:
             most = min(most, int(self._rate * PAUSE_S))
         # few sizes, so that steps recur
         share = unread // SPREAD // least * least
         return min(max(least, min(share, most)), self.chunk)
 
+    def shares(self, wanted: list[int], budget: int) -> list[int]:
+        """Share a budget out among prompts that want so many tokens, the one that waited longest first.
+
+        That one gets half, and the shortest get the rest, so that neither short ones wait for a long one nor a long one for
+        ever. What is too little to be halved goes to one and the other by turns.
+        """
+        self._turns += 1
+        small = budget < 2 * LEAST[self.device]
+        others = sorted(range(1, len(wanted)), key=lambda i: wanted[i])
+        order = [*others, 0] if small and self._turns % 2 else [0, *others]
+        shares, left = [0] * len(wanted), budget
+        for i in order[:TOGETHER]:
+            most = left if small or i or not others else max(budget // 2, budget - sum(wanted[j] for j in others))
+            shares[i] = min(wanted[i], most, left)
+            left -= shares[i]
+        # what the shortest left over
+        if left and shares[0]:
+            shares[0] += min(wanted[0] - shares[0], left)
+        return shares
+
     @contextmanager
-    def measured(self, tokens: int, device: torch.device) -> Iterator[None]:
+    def measured(self, tokens: int) -> Iterator[None]:
         """Learn how fast tokens are read; a GPU does not say."""
-        self._device = device.type
         began = time.perf_counter()
         yield
-        if device.type == "cpu" and tokens >= LEAST["cpu"]:
+        if self.device == "cpu" and tokens >= LEAST["cpu"]:
             rate = tokens / (time.perf_counter() - began)
             self._rate = rate if self._rate is None else 0.7 * self._rate + 0.3 * rate

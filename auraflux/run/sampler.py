@@ -13,6 +13,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops import penalize, sample
+from auraflux.run.device import sent
 from auraflux.run.grammar import Matcher
 from auraflux.run.request import Scored
 from auraflux.run.sampling import Sampling
@@ -75,7 +76,7 @@ class Row:
             if wrong:
                 raise InputError(f"The prompt has token {wrong[0]}, but there are scores for {vocabulary} tokens.")
             self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
-            self._seen[torch.tensor(self._prompt, dtype=torch.int64, device=device)] = True
+            self._seen[sent(self._prompt, device, torch.int64)] = True
             text = torch.tensor(self.text, dtype=torch.int64)
             self._counts = torch.bincount(text, minlength=vocabulary).to(device, torch.int32)
         return self._seen, self._counts
@@ -135,7 +136,7 @@ class Sampler:
                 for token, bias in self.rows[number].sampling.logit_bias.items():
                     line[token] = bias
             self._biases = biases.to(logits.device)
-        return logits.index_add(0, torch.tensor(self._biased, device=logits.device), self._biases)
+        return logits.index_add(0, sent(self._biased, logits.device), self._biases)
 
     def _allowed(self, logits: Tensor) -> Tensor:
         masks = [mask for number in self._ruled if (mask := self.rows[number].allowed()) is not None]
@@ -148,7 +149,7 @@ def forbid(logits: Tensor, numbers: Sequence[int], masks: Tensor) -> Tensor:
     logits  [B, V]
     masks   [len(numbers), ceil(V / 32)]  int32: bit t % 32 of word t // 32 is set where token t may come
     """
-    lines = torch.tensor(numbers, device=logits.device)
+    lines = sent(numbers, logits.device)
     words = masks.to(logits.device, non_blocking=True)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     may = (words.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
@@ -163,7 +164,7 @@ class Likelihoods:
 
     def __init__(self, logits: Tensor, tokens: Tensor, told: dict[int, int]):
         self._told = told
-        lines = torch.tensor(list(told), device=logits.device)
+        lines = sent(list(told), logits.device)
         logprobs = logits[lines].float().log_softmax(-1)
         self._chosen = logprobs.gather(1, tokens[lines].unsqueeze(1)).squeeze(1)
         self._top = logprobs.topk(min(max(told.values()), logits.shape[1]), -1)
@@ -182,16 +183,14 @@ class _Settings:
 
     def __init__(self, rows: list[Row], device: torch.device):
         each = [row.sampling for row in rows]
-        self.temperature = torch.tensor([one.temperature for one in each], dtype=torch.float32, device=device)
+        self.temperature = sent([one.temperature for one in each], device, torch.float32)
         # more than there are tokens is the same as all of them
-        self.top_k = torch.tensor([min(one.top_k, 1 << 30) for one in each], dtype=torch.int32, device=device)
-        self.top_p = torch.tensor([one.top_p for one in each], dtype=torch.float32, device=device)
-        self.min_p = torch.tensor([one.min_p for one in each], dtype=torch.float32, device=device)
+        self.top_k = sent([min(one.top_k, 1 << 30) for one in each], device, torch.int32)
+        self.top_p = sent([one.top_p for one in each], device, torch.float32)
+        self.min_p = sent([one.min_p for one in each], device, torch.float32)
 
     def draw(self, rows: list[Row], logits: Tensor) -> Tensor:
-        uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float32)
-        # not waited for: the device may still be at work on the scores
-        uniform = uniform.to(logits.device, non_blocking=True)
+        uniform = sent([row.uniform() for row in rows], logits.device, torch.float32)
         return sample(logits.contiguous(), uniform, self.temperature, self.top_k, self.top_p, self.min_p)
 
 
@@ -207,11 +206,11 @@ class _Penalties:
         for row, seen, counts in zip(chosen, self.seen, self.counts, strict=True):
             row._seen, row._counts = seen, counts
         each = [row.sampling for row in chosen]
-        self.repetition = torch.tensor([one.repetition_penalty for one in each], dtype=torch.float32, device=device)
-        self.presence = torch.tensor([one.presence_penalty for one in each], dtype=torch.float32, device=device)
-        self.frequency = torch.tensor([one.frequency_penalty for one in each], dtype=torch.float32, device=device)
+        self.repetition = sent([one.repetition_penalty for one in each], device, torch.float32)
+        self.presence = sent([one.presence_penalty for one in each], device, torch.float32)
+        self.frequency = sent([one.frequency_penalty for one in each], device, torch.float32)
         # None: all rows, so that nothing need be picked out
-        self.numbers = torch.tensor(numbers, device=device) if len(numbers) < len(rows) else None
+        self.numbers = sent(numbers, device) if len(numbers) < len(rows) else None
         self.lines = torch.arange(len(numbers), device=device)
 
     def lower(self, logits: Tensor) -> Tensor:

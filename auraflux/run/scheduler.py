@@ -24,12 +24,12 @@ from auraflux.cache.pages import LayerGroup
 from auraflux.cache.prefix import PrefixStore
 from auraflux.cache.radix import common_length
 from auraflux.errors import AurafluxError, CacheFull, ContextError, InputError
-from auraflux.run.device import Arriving
+from auraflux.run.device import Arriving, sent
 from auraflux.run.engine import Engine
 from auraflux.run.fair_queue import FairQueue
 from auraflux.run.grammar import Grammars, Matcher
 from auraflux.run.job import Job
-from auraflux.run.pace import Pace, share_out
+from auraflux.run.pace import Pace
 from auraflux.run.request import Event, Request
 from auraflux.run.sampler import Sampler
 from auraflux.run.stream import Stream
@@ -74,7 +74,7 @@ class Scheduler:
         self.engine, self.tokenizer, self.ends, self.parallel = engine, tokenizer, ends, parallel
         self.prefixes = PrefixStore(engine.cache)
         self.counts = Counts()
-        self.pace = Pace(engine.chunk)
+        self.pace = Pace(engine.chunk, engine.device.type)
         self._grammars: Grammars | None = None
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
@@ -277,11 +277,11 @@ class Scheduler:
         if not reading:
             return
         budget = self.pace.budget(sum(job.unread for job in reading), len(self._running) - len(reading))
-        shares = share_out([job.piece for job in reading], budget)
+        shares = self.pace.shares([job.piece for job in reading], budget)
         chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
         pieces = [job.ids[job.held.length : job.held.length + share] for job, share in chosen]
         try:
-            with self.pace.measured(sum(shares), self.engine.device):
+            with self.pace.measured(sum(shares)):
                 self.engine.read([job.held for job, _ in chosen], pieces)
         except CacheFull as err:
             self._make_room(err)
@@ -360,10 +360,10 @@ class Scheduler:
             return
         tokens = chosen
         if joining:
-            tokens = torch.cat([chosen, torch.tensor([job.ids[-1] for job in joining], device=chosen.device)])
+            tokens = torch.cat([chosen, sent([job.ids[-1] for job in joining], chosen.device)])
         numbers = {job: number for number, job in enumerate([*live, *joining])}
         if (lines := [numbers[job] for job in jobs]) != list(range(len(tokens))):
-            tokens = tokens[torch.tensor(lines, device=chosen.device)]
+            tokens = tokens[sent(lines, chosen.device)]
         try:
             scores = self.engine.decode(self._batch_of(jobs), tokens)
         except CacheFull:

@@ -39,7 +39,7 @@ class Failure(AurafluxError):
     ):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = dict(FINAL if status in (400, 404, 405, 413) else {}) | dict(headers or {})
+        self.headers = dict(FINAL if status in (400, 401, 403, 404, 405, 413) else {}) | dict(headers or {})
 
     @property
     def kind(self) -> str:
