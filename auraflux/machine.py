@@ -52,6 +52,12 @@ def free_nbytes() -> int:
     return this_machine().memory_nbytes // 2
 
 
+def cache_folder() -> Path:
+    """Where this package keeps what it can make again."""
+    named = os.environ.get("AURAFLUX_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "auraflux"
+
+
 def load() -> float:
     """How many processes wanted a core, on the average of the last minute."""
     return os.getloadavg()[0]

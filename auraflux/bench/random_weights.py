@@ -16,6 +16,7 @@ from auraflux.run.device import CHUNK, activation_dtype, device_memory
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import pool_tokens
+from auraflux.run.scheduler import Scheduler
 from auraflux.weights.checkpoint import Stored
 from auraflux.weights.loader import ROUTERS, Weights
 
@@ -93,7 +94,8 @@ def random_language(
         if cache_nbytes is not None:
             sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, **sizes)
         engine = Engine(model, shapes, settings, **sizes, exact=exact, graphs=graphs, device=device)
-    return LanguageModel(engine, None, Path("random weights"), frozenset(), [], model_type=config["model_type"])
+    scheduler = Scheduler(engine, None, frozenset(), parallel=sequences)
+    return LanguageModel(scheduler, Path("random weights"), [], model_type=config["model_type"])
 
 
 def random_model(

@@ -71,7 +71,7 @@ class Cache:
                 self.group(shape.span).plain_nbytes += shape.plain_nbytes
         # codes lie in another order on a GPU than on a CPU
         kind = self.device.type if any(plan) else None
-        self._format = repr((shapes, plan, settings.newest, settings.seed, page, dtype, kind))
+        self.format = repr((shapes, plan, settings.newest, settings.seed, page, dtype, kind))
         self._check_budget()
 
     def _check_budget(self) -> None:
@@ -136,7 +136,7 @@ class Cache:
 
     def open(self) -> Sequence:
         """Begin an empty sequence."""
-        return Sequence({part: part.open() for part in self.parts}, self.checkpoints, self._format)
+        return Sequence({part: part.open() for part in self.parts}, self.checkpoints, self.format)
 
     @property
     def page_groups(self) -> list[LayerGroup]:
@@ -175,8 +175,8 @@ class Cache:
 
     def restore(self, snapshot: Snapshot) -> Sequence:
         """Make a sequence of a snapshot, with pages of its own."""
-        if snapshot.format != self._format:
-            raise InputError(f"a snapshot of {snapshot.format} does not fit a cache of {self._format}.")
+        if snapshot.format != self.format:
+            raise InputError(f"a snapshot of {snapshot.format} does not fit a cache of {self.format}.")
         if snapshot.length > self.context:
             raise ContextError(
                 f"a snapshot of {snapshot.length} tokens does not fit: the context is limited to {self.context}. "
@@ -192,4 +192,4 @@ class Cache:
         rows = {part: part.open() for part in self.parts}
         for row, image in zip(rows.values(), snapshot.images, strict=True):
             row.restore(image)
-        return Sequence(rows, self.checkpoints, self._format, snapshot.length)
+        return Sequence(rows, self.checkpoints, self.format, snapshot.length)

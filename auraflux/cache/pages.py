@@ -247,6 +247,11 @@ class PageRow:
     def snapshot(self) -> PageImage:
         return PageImage(self.first, [store[self.pages].cpu() for store in self.group.stores])
 
+    def image_of(self, length: int, mark: PageMark | None) -> PageImage:
+        """Copy what the row held at a checkpoint."""
+        first, pages = (self.first, self.pages[: self._end(length)]) if mark is None else (mark.first, mark.pages)
+        return PageImage(first, [store[pages].cpu() for store in self.group.stores])
+
     def restore(self, image: PageImage) -> None:
         """Take pages with what an image holds; the row must be empty."""
         self.first, self.pages = image.first, [self.group.pool.take() for _ in range(image.pages)]

@@ -4,13 +4,15 @@ A kept text is a parked `Sequence`: it owns its pages, and its checkpoints, unti
 branches from it and shares its pages, copying those it writes to. Texts that are still being written can be branched from, too.
 """
 
-from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 
 from auraflux.cache.cache import Cache
+from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.cache.radix import Node, RadixTree
-from auraflux.cache.sequence import Part, Sequence
+from auraflux.cache.sequence import Part, Sequence, Snapshot
+from auraflux.errors import CacheError
 
 LOOKED_AT = 64  # texts that begin equally well, of which the one that needs the least computing again is taken
 TRIMMED = 4  # a kept text loses this part of its length at a time
@@ -46,11 +48,11 @@ class Start:
 class PrefixStore:
     """Finds and keeps texts of one cache.
 
-    on_loss  told of a kept text before its pages are taken, to save it elsewhere
+    disk  where texts go when their pages are wanted; None for nowhere
     """
 
-    def __init__(self, cache: Cache, on_loss: Callable[[Kept], None] = lambda kept: None):
-        self.cache, self.on_loss = cache, on_loss
+    def __init__(self, cache: Cache, disk: PrefixDisk | None = None):
+        self.cache, self.disk = cache, disk
         self._tree: RadixTree[Kept] = RadixTree()
         # parked texts, the one used longest ago first
         self._parked: dict[Kept, None] = {}
@@ -114,6 +116,38 @@ class PrefixStore:
         self._parked[kept] = None
         return kept
 
+    def _save(self, kept: Kept) -> None:
+        if self.disk is not None and kept.sequence.reach(kept.sequence.length) > 0:
+            self.disk.save(kept.ids, kept.sequence.snapshot())
+
+    def save_all(self) -> None:
+        """Write all kept texts to disk, those used last at the end, and wait until they are there."""
+        for kept in list(self._parked):
+            self._save(kept)
+            if self.disk is not None:
+                self.disk.wait()
+
+    def fetch(self, prompt: list[int]) -> "Future[Snapshot | None] | None":
+        """Begin to read what the disk has of a prompt, where that is more than is kept here."""
+        if self.disk is None:
+            return None
+        saved, common = self.disk.find(prompt, not self.cache.forgets)
+        if saved is None or common < self.look(prompt)[1] + self.cache.page:
+            return None
+        return self.disk.load(saved)
+
+    def take_in(self, prompt: list[int], snapshot: Snapshot | None) -> None:
+        """Keep what was read from disk for a prompt, if there is room for it."""
+        if snapshot is None:
+            return
+        try:
+            sequence = self.cache.restore(snapshot)
+        except CacheError:
+            return
+        # what it has beyond the prompt is of no use for it
+        sequence.truncate(min(sequence.length, len(prompt) - 1))
+        self.keep(prompt, sequence)
+
     def clear(self) -> None:
         """Forget all kept texts."""
         for kept in list(self._parked):
@@ -131,7 +165,7 @@ class PrefixStore:
         before = part.free
         while self._parked and part.free == before:
             kept = next(iter(self._parked))
-            self.on_loss(kept)
+            self._save(kept)
             self._trim(kept)
         return part.free > before
 

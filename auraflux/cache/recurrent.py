@@ -174,6 +174,10 @@ class StateRow:
     def snapshot(self) -> StateImage:
         return StateImage([store[self.slot].cpu().clone() for store in self.group.stores])
 
+    def image_of(self, length: int, mark: StateImage) -> StateImage:
+        """Copy what the row held at a checkpoint."""
+        return StateImage([tensor.cpu() for tensor in mark.tensors])
+
     def restore(self, image: StateImage) -> None:
         for store, tensor in zip(self.group.stores, image.tensors, strict=True):
             store[self.slot] = tensor.to(store.device)

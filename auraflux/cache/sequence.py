@@ -33,6 +33,7 @@ class Row(Protocol):
     def fork(self) -> "Row": ...
     def park(self) -> None: ...
     def snapshot(self) -> Any: ...
+    def image_of(self, length: int, mark: Any) -> Any: ...
     def restore(self, image: Any) -> None: ...
     def close(self) -> None: ...
 
@@ -256,9 +257,15 @@ class Sequence:
         return other
 
     def snapshot(self) -> Snapshot:
-        """Copy everything it holds; `Cache.restore` makes a sequence of it."""
+        """Copy everything it holds; `Cache.restore` makes a sequence of it. Of a parked one, as far as checkpoints reach."""
         self.check_open()
-        return Snapshot(self.format, self.length, tuple(row.snapshot() for row in self.rows.values()))
+        if not self._lost:
+            return Snapshot(self.format, self.length, tuple(row.snapshot() for row in self.rows.values()))
+        found = max((c for c in self._mine if self._store.has(c)), key=lambda c: c.position, default=None)
+        if found is None:
+            raise InputError("a parked sequence whose checkpoints are gone cannot be copied.")
+        images = tuple(row.image_of(found.position, found.marks[part]) for part, row in self.rows.items())
+        return Snapshot(self.format, found.position, images)
 
     def close(self) -> None:
         """Give back all it holds. Closing twice does nothing."""

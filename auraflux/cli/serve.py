@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from auraflux.serve.front import FrontSettings
 
 KEY_VARIABLE = "AURAFLUX_API_KEY"
-WARM_UP, WARM_UP_COUNTS = 256, (1, 2, 4, 8)  # tokens of prompts, and how many at once
+WARM_UP = {1: 256, 2: 256, 4: 256, 8: 256, 16: 16, 32: 16, 64: 16, 128: 16, 256: 16}  # prompts at once, and their tokens
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RANDOM = [
     click.option("--random", "invented", is_flag=True, hidden=True, help="Serve random weights of --shape."),
@@ -44,6 +44,7 @@ RANDOM = [
 @click.option("--queue", type=click.IntRange(0), default=256, show_default=True, metavar="N", help="Requests that may wait.")
 @click.option("--cache-memory", metavar="SIZE", help="For keys and values, kept prefixes too; by default half of what is free.")
 @click.option("--prefix-disk", metavar="SIZE", help="Disk space for prefixes that memory has no room for, such as 20GB.")
+@click.option("--prefix-folder", type=click.Path(path_type=Path), help="Where they are; by default in the user's cache.")
 @click.option("--grace", "grace_s", type=float, default=30.0, show_default=True, help="Seconds to finish in when stopped.")
 @click.option("--deadline", "deadline_s", type=float, metavar="S", help="Most seconds that an answer may take.")
 @click.option("--log-json", is_flag=True, help="Write the log as JSON, one object a line.")
@@ -170,15 +171,17 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
         err=True,
     )
     desk.run()
+    loaded.scheduler.prefixes.save_all()
 
 
 def _warm_up(loaded: "LanguageModel") -> None:
-    """Let kernels be compiled before the first client waits for it: a prompt alone, and several at once."""
-    length = max(1, min(WARM_UP, loaded.context - 4))
-    for count in WARM_UP_COUNTS:
-        if count <= loaded.scheduler.parallel:
-            loaded.generate_batch([[number] * length for number in range(count)], max_tokens=4, endless=True)
+    """Let kernels be compiled and steps recorded before the first client waits for it."""
+    scheduler, most = loaded.scheduler, loaded.context - 4
+    for count, length in WARM_UP.items():
+        if count <= scheduler.parallel and most > 0:
+            loaded.generate_batch([[number] * min(length, most) for number in range(count)], max_tokens=4, endless=True)
     loaded.reset()
+    scheduler.counts = type(scheduler.counts)()
 
 
 def _stop_loading(*_: Any) -> None:
@@ -194,4 +197,5 @@ def _load(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
 
         context = chosen["context"] or 4096
         return random_loaded(model, chosen["shape"], chosen["invented"], chosen["layers"], parallel, context, chosen)
-    return load_model(model, chosen, sequences=parallel, cache_memory=chosen["cache_memory"] or "half")
+    memory = {"cache_memory": chosen["cache_memory"] or "half", "prefix_disk": chosen["prefix_disk"]}
+    return load_model(model, chosen, sequences=parallel, **memory, prefix_folder=chosen["prefix_folder"])

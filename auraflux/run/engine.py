@@ -15,7 +15,7 @@ from auraflux.run.graph import Decoder
 # tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
 SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 # sequences of steps of writing there; weights are read once whatever the number
-COUNTS = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 REACHES = (1024, 4096, 16384)  # of their indexes, as few for the same reason; then every power of two
 
 

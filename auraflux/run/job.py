@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
-from auraflux.cache import Sequence
+from auraflux.cache import Sequence, Snapshot
 from auraflux.cache.prefix import Kept
 from auraflux.run.request import Event, Figures, Request, Scored
 from auraflux.run.stream import Stream
@@ -17,6 +18,8 @@ class Job:
     kept       lets others branch from it
     marks      lengths at which a checkpoint is wanted, ascending
     cached     tokens of the prompt that the cache had when it was begun first
+    looked     whether the disk was asked for more of them
+    fetching   what is being read from there
     cancelled  nobody wants it any more
     failure    what ended it
     """
@@ -27,6 +30,8 @@ class Job:
         self.sequence: Sequence | None = None
         self.kept: Kept | None = None
         self.cached: int | None = None
+        self.looked = False
+        self.fetching: Future[Snapshot | None] | None = None
         self.cancelled = False
         self.failure: BaseException | None = None
         self.asked_at = time.perf_counter()

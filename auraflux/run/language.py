@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.run.engine import Engine
 from auraflux.run.job import Job
 from auraflux.run.request import Event, Figures, Request
 from auraflux.run.sampling import Sampling
@@ -35,23 +34,11 @@ class LanguageModel:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any | None,
-        path: Path,
-        ends: frozenset[int],
-        notes: list[str],
-        experts: ExpertStore | None = None,
-        *,
-        model_type: str = "",
-        waiting: int | None = None,
+        self, scheduler: Scheduler, path: Path, notes: list[str], experts: ExpertStore | None = None, *, model_type: str = ""
     ):
-        self.engine, self.tokenizer, self.path, self.notes, self.model_type = engine, tokenizer, path, notes, model_type
-        self.experts = experts
+        self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.tokenizer
+        self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
         self.stats = Stats()
-        # one place is for `logits`
-        parallel = max(1, engine.cache.sequences - 1)
-        self.scheduler = Scheduler(engine, tokenizer, ends, parallel=parallel, waiting=waiting)
 
     @property
     def context(self) -> int:

@@ -6,18 +6,21 @@ from typing import Any
 import torch
 
 from auraflux.cache import Cache, CacheSettings
+from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.errors import SettingsError
-from auraflux.machine import free_nbytes
+from auraflux.machine import cache_folder, free_nbytes
 from auraflux.models import family
 from auraflux.models.config import experts_per_token
 from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.progress import Report, on_terminal
+from auraflux.run.scheduler import Scheduler
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import Checkpoint, open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
 from auraflux.weights.expert_store import ExpertStore
+from auraflux.weights.fingerprint import fingerprint
 from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
 
@@ -38,6 +41,8 @@ def load(
     sequences: int = 8,
     cache_memory: str | int | None = None,
     waiting: int | None = None,
+    prefix_disk: str | int | None = None,
+    prefix_folder: str | Path | None = None,
     report: Report | None = None,
 ) -> LanguageModel:
     """Load a model: a folder, a GGUF file, or a name that is fetched on first use; None for the built-in default.
@@ -54,6 +59,7 @@ def load(
     cache_memory  "8GB", or "half" of what is free: for keys and values of all texts and of those kept; by default what two
                   texts of full context need
     waiting       most texts that wait; None for any number
+    prefix_disk   "20GB": for texts on disk that memory has no room for, below `prefix_folder`; by default none
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
@@ -87,7 +93,13 @@ def load(
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
     ends = _ends(checkpoint, tokenizer)
     kind = str(checkpoint.config.get("model_type", ""))
-    return LanguageModel(engine, tokenizer, checkpoint.path, ends, notes, experts, model_type=kind, waiting=waiting)
+    disk = None
+    if prefix_disk is not None:
+        name = fingerprint(checkpoint.path, quantize, exact, engine.cache.format)
+        folder = Path(prefix_folder) if prefix_folder is not None else cache_folder() / "prefixes"
+        disk = PrefixDisk(folder / name, parse_nbytes(prefix_disk), name)
+    scheduler = Scheduler(engine, tokenizer, ends, parallel=sequences, waiting=waiting, disk=disk)
+    return LanguageModel(scheduler, checkpoint.path, notes, experts, model_type=kind)
 
 
 def _cache_nbytes(wanted: str | int | None, free: int) -> int | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from auraflux.cache import Batch
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.prefix import PrefixStore
+from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.cache.radix import common_length
 from auraflux.errors import AurafluxError, CacheFull, ContextError, InputError
 from auraflux.run.device import Arriving, sent
@@ -60,6 +61,7 @@ class Scheduler:
     ends       tokens that end a text
     parallel   most texts at once
     waiting    most that wait; None for any number
+    disk       for prefixes that memory has no room for
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class Scheduler:
         *,
         parallel: int,
         waiting: int | None = None,
+        disk: PrefixDisk | None = None,
     ):
         self.engine, self.tokenizer, self.ends, self.parallel = engine, tokenizer, ends, parallel
-        self.prefixes = PrefixStore(engine.cache)
+        self.prefixes = PrefixStore(engine.cache, disk)
         self.counts = Counts()
         self.pace = Pace(engine.chunk, engine.device.type)
         self._grammars: Grammars | None = None
@@ -227,7 +230,7 @@ class Scheduler:
             if len(self._running) == self.parallel:
                 return
             kept, saved, _ = self.prefixes.look(job.ids)
-            if self._comes(job, saved):
+            if self._comes(job, saved) or self._fetches(job):
                 continue
             if self._running and not self._fits(job, saved if kept is not None and kept.live else 0):
                 return
@@ -242,6 +245,18 @@ class Scheduler:
             other.unread > 0 and min(common_length(other.ids, job.ids), len(job.ids) - 1) >= saved + page
             for other in self._running
         )
+
+    def _fetches(self, job: Job) -> bool:
+        """Whether what the disk has of a prompt is still being read; what has been read is kept."""
+        if not job.looked:
+            job.looked, job.fetching = True, self.prefixes.fetch(job.ids)
+        if job.fetching is None:
+            return False
+        if not job.fetching.done():
+            return True
+        fetched, job.fetching = job.fetching, None
+        self.prefixes.take_in(job.ids, fetched.result())
+        return False
 
     def _fits(self, job: Job, saved: int) -> bool:
         """Whether there are pages for a job that others running do not hold, and one more for each of those."""

@@ -38,6 +38,7 @@ class Served:
 
     url: str
     model: LanguageModel
+    desk: Desk
 
     @property
     def scheduler(self) -> Scheduler:
@@ -45,9 +46,14 @@ class Served:
 
 
 @contextmanager
-def fronted(connection: Connection, settings: FrontSettings) -> Iterator[str]:
-    """Answer HTTP in a thread, for the model at the other end of a pipe; whoever has that end must tell it to stop."""
+def fronted(connection: Connection, settings: FrontSettings, buffer_nbytes: int | None = None) -> Iterator[str]:
+    """Answer HTTP in a thread, for the model at the other end of a pipe; whoever has that end must tell it to stop.
+
+    buffer_nbytes  that the system takes of what a client has not read yet
+    """
     listening = socket.create_server(("127.0.0.1", 0))
+    if buffer_nbytes is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
     answering = threading.Thread(target=lambda: asyncio.run(front.serve(connection, listening, settings)))
     answering.start()
     try:
@@ -59,7 +65,9 @@ def fronted(connection: Connection, settings: FrontSettings) -> Iterator[str]:
 
 
 @contextmanager
-def running(path: Path | None = None, *, settings: FrontSettings | None = None, **options: Any) -> Iterator[Served]:
+def running(
+    path: Path | None = None, *, settings: FrontSettings | None = None, buffer_nbytes: int | None = None, **options: Any
+) -> Iterator[Served]:
     """Serve a model; `options` are those of `load`. All is closed at the end, texts that are not finished too."""
     model = auraflux.load(path or tiny(), "cpu", **{"context": 512, "sequences": 4, **options})
     ours, theirs = multiprocessing.Pipe()
@@ -70,10 +78,10 @@ def running(path: Path | None = None, *, settings: FrontSettings | None = None, 
         turns = threading.Thread(target=counter.run)
         turns.start()
         stack.callback(turns.join)
-        url = stack.enter_context(fronted(theirs, settings or FrontSettings(grace_s=0.5)))
+        url = stack.enter_context(fronted(theirs, settings or FrontSettings(grace_s=0.5), buffer_nbytes))
         stack.callback(counter.stop)
         wait_until(lambda: is_ready(url))
-        yield Served(url, model)
+        yield Served(url, model, counter)
 
 
 @contextmanager

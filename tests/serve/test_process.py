@@ -1,0 +1,150 @@
+"""The command `auraflux serve`: how it is stopped, what it refuses, and what becomes of it when one of its processes dies."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.server import Process, process, wait_until
+
+ENDLESS = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+
+async def read_stream(client: httpx.AsyncClient, url: str, seed: int, begun: list[int]) -> list[Any]:
+    """Ask for a long text and give all that came."""
+    found: list[Any] = []
+    async with client.stream("POST", f"{url}/v1/completions", json={**ENDLESS, "seed": seed}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                begun.append(seed)
+                found.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
+    return found
+
+
+async def stop_under_load(served: Process, number: int, everywhere: bool, clients: int = 6) -> list[list[Any]]:
+    """Signal a server while texts are written, and give what their readers got."""
+    begun: list[int] = []
+    async with httpx.AsyncClient(timeout=60) as client:
+        reading = [asyncio.ensure_future(read_stream(client, served.url, seed, begun)) for seed in range(clients)]
+        while len(set(begun)) < clients:
+            await asyncio.sleep(0.01)
+        (served.tell_all if everywhere else served.tell)(number)
+        return await asyncio.gather(*reading)
+
+
+def finished(parts: list[Any]) -> bool:
+    return parts[-1] == "[DONE]" and parts[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def refused(parts: list[Any]) -> bool:
+    return parts[-1]["error"]["code"] == "stopped"
+
+
+def test_stopped_under_load_it_finishes_what_was_begun():
+    with process("--grace", "60") as served:
+        streams = asyncio.run(stop_under_load(served.ready(), signal.SIGTERM, everywhere=False))
+        assert all(map(finished, streams))
+        assert served.end() == 0, served.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one process", "all processes"])
+def test_what_cannot_be_finished_is_told_so(number: int, everywhere: bool):
+    with process("--grace", "0") as served:
+        port = served.ready().url.rpartition(":")[2]
+        streams = asyncio.run(stop_under_load(served, number, everywhere))
+        assert all(finished(parts) or refused(parts) for parts in streams)
+        assert any(map(refused, streams))
+        assert served.end() == 0, served.log
+        assert "Traceback" not in served.log
+    # the port is free at once
+    with process("--port", port) as again:
+        again.ready()
+
+
+@pytest.mark.slow
+def test_one_that_stops_takes_nothing_new():
+    with process("--grace", "60") as served:
+        url = served.ready().url
+
+        async def ask() -> list[list[Any]]:
+            stopping = asyncio.ensure_future(stop_under_load(served, signal.SIGTERM, everywhere=False))
+            while _connects(url):
+                await asyncio.sleep(0.05)
+            assert not stopping.done()
+            return await stopping
+
+        assert all(map(finished, asyncio.run(ask())))
+        assert served.end() == 0
+
+
+def _connects(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_stopped_while_it_loads(number: int, code: int):
+    with process() as served:
+        assert served.url
+        served.tell_all(number)
+        assert served.end() == code, served.log
+        assert len(served.lines) == 1, served.log
+
+
+def test_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with process("--port", port) as served:
+            assert served.end() == 1
+            assert served.log == (
+                f"error: cannot listen on 127.0.0.1:{port}: Address already in use. Another --port may be free.\n"
+            )
+
+
+def test_other_machines_need_a_key():
+    with process("--host", "0.0.0.0") as served:
+        assert served.end() == 1
+        assert served.log.startswith("error: --host 0.0.0.0 lets other machines in. Give --api-key, for example ")
+        assert served.log.endswith(", or --no-auth.\n")
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_there(tmp_path: Path):
+    with process(model=str(tmp_path)) as served:
+        assert served.end() == 1
+        (listening, sentence) = served.lines
+        assert listening.startswith("listening on ")
+        assert sentence.startswith("error: ")
+        assert str(tmp_path) in sentence
+
+
+@pytest.mark.slow
+def test_the_model_dies():
+    with process() as served:
+        served.ready()
+        wait_until(lambda: served.children)
+        served.tell(signal.SIGKILL)
+        # what answers HTTP ends by itself
+        assert served.end() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loaded", [True, False])
+def test_what_answers_dies(loaded: bool):
+    with process() as served:
+        assert served.ready() if loaded else served.url
+        os.kill(served.http, signal.SIGKILL)
+        assert served.end() == 1
+        when = "with code -9" if loaded else "while the model was loaded"
+        assert served.lines[-1] == f"error: the HTTP process ended {when}; the log above says why.\n"
