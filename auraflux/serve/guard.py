@@ -19,6 +19,7 @@ from auraflux.serve.failures import Failure, failure_of
 
 log = logging.getLogger("auraflux.serve")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by what watches the server
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Answering = Callable[[Failure, Scope], Response]
 
@@ -80,7 +81,8 @@ def _log(scope: MutableMapping[str, Any], request_id: str, status: int, seconds:
     """Tell of a request what is no secret: neither query nor body."""
     path = scope.get("raw_path", b"").decode("ascii", "replace").partition("?")[0] or scope["path"]
     about = {"request_id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 4)}
-    log.info("%s %s %r %d %.3f s", request_id, scope["method"], path, status, seconds, extra=about)
+    level = logging.DEBUG if path in PROBES else logging.INFO
+    log.log(level, "%s %s %r %d %.3f s", request_id, scope["method"], path, status, seconds, extra=about)
 
 
 class Keys:
