@@ -161,13 +161,16 @@ class PrefixStore:
         kept.sequence.close()
 
     def _reclaim(self, part: Part) -> bool:
-        """Give up the end of the text used longest ago, until that frees something; tell whether it did."""
-        before = part.free
-        while self._parked and part.free == before:
-            kept = next(iter(self._parked))
-            self._save(kept)
-            self._trim(kept)
-        return part.free > before
+        """Give up the end of the text used longest ago; tell whether there was one.
+
+        That frees a page, or lets whoever else has it write to it without a copy, or neither: then it must be asked again.
+        """
+        if not self._parked:
+            return False
+        kept = next(iter(self._parked))
+        self._save(kept)
+        self._trim(kept)
+        return True
 
     def _trim(self, kept: Kept) -> None:
         """Cut a text short by part of its length, or give it up."""

@@ -205,9 +205,11 @@ class Scheduler:
         try:
             self._dismiss()
             self._admit()
-            self._read()
-            if write:
-                self._write()
+            # whoever is taken off must not come back before the others went on, or none ever would
+            while not self._read():
+                pass
+            while write and not self._write():
+                pass
         except BaseException:
             self._rewind()
             raise
@@ -287,10 +289,11 @@ class Scheduler:
         if job.unread == 0:
             job.kept = self.prefixes.note(job.ids[:-1], job.held)
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Read the next pieces of prompts; False where a job was taken off first."""
         reading = [job for job in self._running if job.unread > 0]
         if not reading:
-            return
+            return True
         budget = self.pace.budget(sum(job.unread for job in reading), len(self._running) - len(reading))
         shares = self.pace.shares([job.piece for job in reading], budget)
         chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
@@ -300,25 +303,24 @@ class Scheduler:
                 self.engine.read([job.held for job, _ in chosen], pieces)
         except CacheFull as err:
             self._make_room(err)
-            return
+            return False
         except Exception as err:
             self._fail([job for job, _ in chosen], err)
-            return
+            return True
         for job, _ in chosen:
             if job.held.length in job.marks:
                 job.held.checkpoint()
             if job.unread == 0 and job.kept is None:
                 job.kept = self.prefixes.note(job.ids[:-1], job.held)
+        return True
 
-    def _write(self) -> None:
-        """Choose the next token of every text whose prompt is read."""
+    def _write(self) -> bool:
+        """Choose the next token of every text whose prompt is read; False where a job was taken off first."""
         try:
             if self._scores is None:
                 self._step([job for job in self._running if job.unread == 0])
-            if self._scores is None:
-                return
-            if self._misled():
-                return
+            if self._scores is None or self._misled():
+                return True
             assert self._batch is not None
             live, sampler = self._live, self._batch[2]
             chosen = sampler(self._scores)
@@ -328,13 +330,14 @@ class Scheduler:
             scored = {} if likelihoods is None else likelihoods.read(tokens)
         except CacheFull as err:
             self._make_room(err)
-            return
+            return False
         except Exception as err:
             self._fail([job for job in self._running if job.unread <= 0], err)
-            return
+            return True
         for number, (job, token) in enumerate(zip(live, tokens, strict=True)):
             if job.finish is None:
                 self._take(job, token, scored.get(number))
+        return True
 
     def _misled(self) -> bool:
         """End texts whose grammar cannot be followed further; tell whether there were any."""

@@ -150,6 +150,20 @@ def test_the_text_used_longest_ago_is_given_up_first():
     assert cache.nbytes == 0
 
 
+def test_a_page_that_only_a_kept_text_shares_is_written_to():
+    toy = TOYS["dense"]
+    cache = toy.cache(tokens=8, context=8)
+    store = PrefixStore(cache)
+    start = store.open([1, 2, 3])
+    toy.add(cache, start.sequence, [1, 2, 3])
+    store.keep([1, 2, 3], start.sequence)
+    other, again = store.open([9]).sequence, store.open([1, 2, 3, 4]).sequence
+    toy.add(cache, other, [9, 9, 9, 9])
+    # no page is free for a copy, but none is needed once nobody else has this one
+    same(toy.add(cache, again, [4]), toy.fresh([1, 2, 3, 4])[-1:])
+    assert len(store) == 0
+
+
 def test_the_last_token_of_a_prompt_is_never_found():
     toy = TOYS["dense"]
     cache = toy.cache()

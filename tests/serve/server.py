@@ -69,7 +69,7 @@ def running(
     path: Path | None = None, *, settings: FrontSettings | None = None, buffer_nbytes: int | None = None, **options: Any
 ) -> Iterator[Served]:
     """Serve a model; `options` are those of `load`. All is closed at the end, texts that are not finished too."""
-    model = auraflux.load(path or tiny(), "cpu", **{"context": 512, "sequences": 4, **options})
+    model = auraflux.load(path or tiny(), "cpu", exact=True, **{"context": 512, "sequences": 4, **options})
     ours, theirs = multiprocessing.Pipe()
     with ExitStack() as stack:
         stack.callback(ours.close)

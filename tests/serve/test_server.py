@@ -36,7 +36,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def alone() -> LanguageModel:
-    return auraflux.load(tiny(), "cpu", context=512, sequences=1)
+    return auraflux.load(tiny(), "cpu", exact=True, context=512, sequences=1)
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +302,7 @@ def test_langchain_gets_what_it_asks_for(langchain: Callable[..., ChatOpenAI], m
 
 
 def test_langchain_tools(langchain: Callable[..., ChatOpenAI]):
-    bound = langchain(temperature=2, seed=1).bind_tools([plan], tool_choice="any", parallel_tool_calls=False)
+    bound = langchain(temperature=2, seed=1).bind_tools([plan], tool_choice="any", strict=True, parallel_tool_calls=False)
     calls = bound.invoke("Plan a journey.").tool_calls
     assert calls
     assert all(f"by {call['args']['by']}" in plan.invoke(call["args"]) for call in calls)

@@ -56,7 +56,7 @@ class Alone:
     """A model that has nothing else to do."""
 
     def __init__(self, path: Path):
-        self._model = auraflux.load(path, "cpu", context=CONTEXT, sequences=1)
+        self._model = auraflux.load(path, "cpu", exact=True, context=CONTEXT, sequences=1)
         self._texts: dict[Question, str] = {}
 
     def __call__(self, question: Question) -> str:
@@ -203,7 +203,7 @@ def test_clients_that_leave_and_one_that_hardly_reads(name: str, monkeypatch: py
 @pytest.mark.slow
 def test_memory_is_flat():
     # bytes of as many pages and what is beside them
-    options = ("--context", str(CONTEXT), "--parallel", str(PARALLEL), "--cache-memory", str(64 << 10))
+    options = ("--exact", "--context", str(CONTEXT), "--parallel", str(PARALLEL), "--cache-memory", str(64 << 10))
     asked, alone = questions(2000, longest=40), Alone(tiny())
     with process(*options) as served:
         served.ready()
