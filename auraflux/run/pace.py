@@ -4,7 +4,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PAUSE_S = 0.5  # by which others' prompts may delay a text on a CPU, as far as LEAST tokens allow
+# by which others' prompts may delay a text on a CPU, as far as LEAST tokens allow, and what is read at a time in any case:
+# every step of reading costs its Python, 18 ms for 30 layers
+PAUSE_S, WORTH_S = 0.5, 0.1
 # tokens read at a time while texts are written; on a GPU attention has a faster way from 128 of a prompt on
 LEAST = {"cpu": 16, "cuda": 128}
 MOST = {"cpu": 128, "cuda": 2048}
@@ -28,11 +30,13 @@ class Pace:
         """Tokens to read in this turn, of so many that wait, while so many texts are written."""
         if writing == 0:
             return self.chunk
-        least, most = LEAST[self.device], MOST[self.device]
+        unit, most = LEAST[self.device], MOST[self.device]
+        least = unit
         if self._rate is not None:
-            most = min(most, int(self._rate * PAUSE_S))
+            least = min(max(unit, int(self._rate * WORTH_S)), most)
+            most = max(least, min(most, int(self._rate * PAUSE_S)))
         # few sizes, so that steps recur
-        share = unread // SPREAD // least * least
+        share = unread // SPREAD // unit * unit
         return min(max(least, min(share, most)), self.chunk)
 
     def shares(self, wanted: list[int], budget: int) -> list[int]:

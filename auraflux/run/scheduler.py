@@ -8,32 +8,27 @@ step is given. So a job whose pages were taken away, or whose step was interrupt
 """
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from auraflux.cache import Batch
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.prefix import PrefixStore
 from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.cache.radix import common_length
 from auraflux.errors import AurafluxError, CacheFull, ContextError, InputError
-from auraflux.run.device import Arriving, sent
 from auraflux.run.engine import Engine
 from auraflux.run.fair_queue import FairQueue
 from auraflux.run.grammar import Grammars, Matcher
 from auraflux.run.job import Job
 from auraflux.run.pace import Pace
-from auraflux.run.request import Event, Request
-from auraflux.run.sampler import Sampler
+from auraflux.run.request import Event, Request, Scored
 from auraflux.run.stream import Stream
+from auraflux.run.turns import Turns
+from auraflux.run.writer import Writer
 
 log = logging.getLogger("auraflux")
 
@@ -81,13 +76,8 @@ class Scheduler:
         self._grammars: Grammars | None = None
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
-        # whose next scores are known, or on their way; in the order of the batch
-        self._live: list[Job] = []
-        self._scores: Tensor | None = None
-        self._batch: tuple[list[Job], Batch, Sampler] | None = None
-        # guards the queue; notified when jobs come and turns end
-        self._changed = threading.Condition()
-        self._driver: int | None = None
+        self._writer = Writer(engine)
+        self._turns = Turns()
 
     @property
     def running(self) -> int:
@@ -110,9 +100,9 @@ class Scheduler:
     def submit(self, request: Request, tell: Callable[[Event], None] = lambda event: None) -> Job:
         """Take a request on. `tell` is called with its events by whichever thread takes turns, and must be quick."""
         job = self._job(request, tell)
-        with self._changed:
+        with self._turns.changed:
             self._queue.add(job)
-            self._changed.notify_all()
+            self._turns.changed.notify_all()
         return job
 
     def cancel(self, job: Job) -> None:
@@ -121,43 +111,16 @@ class Scheduler:
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Take turns, or wait while another thread takes them, until something is so."""
-        while not until():
-            if self._take_over(until):
-                try:
-                    self.turn()
-                finally:
-                    self._hand_over()
+        self._turns.wait(until, self.turn)
 
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def claimed(self) -> AbstractContextManager[None]:
         """Be the only thread that uses the engine, inside the block."""
-        self._take_over(lambda: False)
-        try:
-            yield
-        finally:
-            self._hand_over()
+        return self._turns.claimed()
 
     def wait_for_jobs(self, timeout_s: float) -> None:
         """Wait until there is something to do, or for so long."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.idle, timeout_s)
-
-    def _take_over(self, until: Callable[[], bool]) -> bool:
-        """Become the thread that takes turns; False if that is no longer of use."""
-        me = threading.get_ident()
-        if self._driver == me:
-            raise InputError("the model is at work on this thread already: a step cannot be taken within another.")
-        with self._changed:
-            self._changed.wait_for(lambda: self._driver is None or until())
-            if until():
-                return False
-            self._driver = me
-            return True
-
-    def _hand_over(self) -> None:
-        with self._changed:
-            self._driver = None
-            self._changed.notify_all()
+        with self._turns.changed:
+            self._turns.changed.wait_for(lambda: not self.idle, timeout_s)
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be carried out."""
@@ -217,7 +180,7 @@ class Scheduler:
 
     def _dismiss(self) -> None:
         """Let go of what was cancelled."""
-        with self._changed:
+        with self._turns.changed:
             gone = [job for job in self._queue.in_turn() if job.cancelled]
             for job in gone:
                 self._queue.take(job)
@@ -226,7 +189,7 @@ class Scheduler:
             self._leave(job)
 
     def _admit(self) -> None:
-        with self._changed:
+        with self._turns.changed:
             waiting = list(islice(self._queue.in_turn(), LOOKED_AT)) if len(self._running) < self.parallel else []
         for job in waiting:
             if len(self._running) == self.parallel:
@@ -236,7 +199,7 @@ class Scheduler:
                 continue
             if self._running and not self._fits(job, saved if kept is not None and kept.live else 0):
                 return
-            with self._changed:
+            with self._turns.changed:
                 self._queue.take(job)
             self._begin(job)
 
@@ -317,31 +280,25 @@ class Scheduler:
     def _write(self) -> bool:
         """Choose the next token of every text whose prompt is read; False where a job was taken off first."""
         try:
-            if self._scores is None:
-                self._step([job for job in self._running if job.unread == 0])
-            if self._scores is None or self._misled():
+            if not self._writer.ready:
+                self._writer.step([job for job in self._running if job.unread == 0])
+            if not self._writer.ready or self._misled():
                 return True
-            assert self._batch is not None
-            live, sampler = self._live, self._batch[2]
-            chosen = sampler(self._scores)
-            arriving, likelihoods = Arriving(chosen), sampler.likelihoods
-            self._go_on(chosen)
-            tokens = arriving.wait()
-            scored = {} if likelihoods is None else likelihoods.read(tokens)
+            chosen = self._writer.choose(self._running)
         except CacheFull as err:
             self._make_room(err)
             return False
         except Exception as err:
             self._fail([job for job in self._running if job.unread <= 0], err)
             return True
-        for number, (job, token) in enumerate(zip(live, tokens, strict=True)):
+        for job, token, scored in chosen:
             if job.finish is None:
-                self._take(job, token, scored.get(number))
+                self._take(job, token, scored)
         return True
 
     def _misled(self) -> bool:
         """End texts whose grammar cannot be followed further; tell whether there were any."""
-        for job in self._live:
+        for job in self._writer.live:
             try:
                 job.stream.row.allowed()
             except AurafluxError as err:
@@ -349,7 +306,7 @@ class Scheduler:
                 return True
         return False
 
-    def _take(self, job: Job, token: int, scored: Any) -> None:
+    def _take(self, job: Job, token: int, scored: Scored | None) -> None:
         try:
             job.take(token, scored)
         except AurafluxError as err:
@@ -357,52 +314,6 @@ class Scheduler:
             return
         if job.finish is not None:
             self._leave(job)
-
-    def _step(self, jobs: list[Job]) -> None:
-        """Give jobs whose last token is known here that token."""
-        if jobs:
-            self._live = self._in_places(jobs)
-            self._scores = self.engine.decode(self._batch_of(self._live), [job.ids[-1] for job in self._live])
-
-    def _go_on(self, chosen: Tensor) -> None:
-        """Let a GPU begin the next step before the tokens of this one are known here, where they are not the last.
-
-        A text that then ends has given its sequence one token more than it need have: the one it ended with.
-        """
-        live, self._scores = self._live, None
-        if not self.engine.decoder.ahead:
-            return
-        joining = [job for job in self._running if job.unread == 0 and job not in live]
-        jobs = self._in_places([*(job for job in live if job.finish is None and not job.stream.last), *joining])
-        if not jobs:
-            return
-        tokens = chosen
-        if joining:
-            tokens = torch.cat([chosen, sent([job.ids[-1] for job in joining], chosen.device)])
-        numbers = {job: number for number, job in enumerate([*live, *joining])}
-        if (lines := [numbers[job] for job in jobs]) != list(range(len(tokens))):
-            tokens = tokens[sent(lines, chosen.device)]
-        try:
-            scores = self.engine.decode(self._batch_of(jobs), tokens)
-        except CacheFull:
-            # the tokens are given out first; then it is met again, unless some text ended and made room
-            return
-        self._live, self._scores = jobs, scores
-
-    def _in_places(self, jobs: list[Job]) -> list[Job]:
-        """The same jobs, each where it was in the last batch if it can be: states are then not moved about."""
-        if self._batch is None or not self.engine.cache.moves:
-            return jobs
-        wanted, places = set(jobs), self._batch[0]
-        staying = [job if job in wanted else None for job in places[: len(jobs)]]
-        others = iter([job for job in jobs if job not in staying])
-        return [job if job is not None else next(others) for job in staying] + list(others)
-
-    def _batch_of(self, jobs: list[Job]) -> Batch:
-        if self._batch is None or self._batch[0] != jobs:
-            batch = self.engine.writing([job.held for job in jobs])
-            self._batch = list(jobs), batch, Sampler([job.stream.row for job in jobs])
-        return self._batch[1]
 
     def _leave(self, job: Job) -> None:
         """Take a job that has ended off; what it wrote is kept for texts that begin like it."""
@@ -433,16 +344,16 @@ class Scheduler:
             self._fail(list(self._running), err)
             return
         job = self._running[-1]
-        if job in self._live:
+        if job in self._writer.live:
             self._rewind()
         self.counts.preemptions += 1
         self._leave(job)
-        with self._changed:
+        with self._turns.changed:
             self._queue.put_back(job)
 
     def _rewind(self) -> None:
         """Forget steps whose tokens are not known."""
-        self._scores, self._live, self._batch = None, [], None
+        self._writer.forget()
         for job in self._running:
             job.stream.row.renew()
             if job.unread < 0:

@@ -158,7 +158,10 @@ def _call(call: Call) -> dict[str, Any]:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     function = tool.function
-    about = {"name": function.name, "description": function.description or "", "parameters": function.parameters or {}}
+    about: dict[str, Any] = {"name": function.name, "description": function.description or ""}
+    about["parameters"] = function.parameters or {}
+    if function.strict:
+        about["strict"] = True
     return {"type": "function", "function": about}
 
 
