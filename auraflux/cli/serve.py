@@ -1,5 +1,6 @@
 """`auraflux serve`: a model for OpenAI's and Anthropic's clients, LangChain, a browser."""
 
+import logging
 import os
 import secrets
 import signal
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
     from auraflux.serve.front import FrontSettings
 
 KEY_VARIABLE = "AURAFLUX_API_KEY"
-WARM_UP = {1: 256, 2: 256, 4: 256, 8: 256, 16: 16, 32: 16, 64: 16, 128: 16, 256: 16}  # prompts at once, and their tokens
+# prompts at once and their tokens, for which kernels are compiled and steps recorded before clients come
+WARM_UP = {
+    "cpu": {1: 32, 8: 32},
+    "cuda": {1: 256, 2: 256, 4: 256, 8: 256, 16: 16, 32: 16, 64: 16, 128: 16, 256: 16},
+}
+log = logging.getLogger("auraflux")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RANDOM = [
     click.option("--random", "invented", is_flag=True, hidden=True, help="Serve random weights of --shape."),
@@ -157,7 +163,7 @@ def _where(listening: socket.socket) -> str:
 def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, Any]) -> None:
     from auraflux.serve.desk import Desk, facts_of
 
-    click.echo(f"listening on {where} (process {os.getpid()}); the model is being loaded", err=True)
+    log.info("listening on %s (process %d); the model is being loaded", where, os.getpid())
     signal.signal(signal.SIGTERM, _stop_loading)
     loaded = _load(model, chosen)
     facts = facts_of(loaded, chosen["name"])
@@ -165,11 +171,9 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
     desk = Desk(loaded, connection, facts)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: desk.stop())
-    click.echo(
-        f"ready: {facts.name} on {facts.device}, {facts.parallel} texts at once of up to {facts.context} tokens, cache "
-        f"{facts.kv}. Chat page: {where}/   OpenAI: {where}/v1   Anthropic: {where}",
-        err=True,
-    )
+    size = f"{facts.parallel} at once of up to {facts.context} tokens, cache {facts.kv}"
+    log.info("ready: %s on %s, texts: %s", facts.name, facts.device, size)
+    log.info("chat page %s/, OpenAI's clients %s/v1, Anthropic's %s", where, where, where)
     desk.run()
     loaded.scheduler.prefixes.save_all()
 
@@ -177,7 +181,9 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
 def _warm_up(loaded: "LanguageModel") -> None:
     """Let kernels be compiled and steps recorded before the first client waits for it."""
     scheduler, most = loaded.scheduler, loaded.context - 4
-    for count, length in WARM_UP.items():
+    # tokens of experts that are read from disk cost more than compiling
+    steps = WARM_UP[loaded.engine.device.type] if loaded.experts is None else {1: 8}
+    for count, length in steps.items():
         if count <= scheduler.parallel and most > 0:
             loaded.generate_batch([[number] * min(length, most) for number in range(count)], max_tokens=4, endless=True)
     loaded.reset()
