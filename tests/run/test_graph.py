@@ -130,3 +130,30 @@ def test_pieces_of_a_prompt_are_replayed_with_their_own_positions(monkeypatch: p
     # the first two run their Python, then one is replayed after the other
     assert [positions[0] for positions in asked] == [40, 60, 80]
     assert recordings(made) == 1
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_that_fill_a_step_up_belong_to_nobody(graphs: bool):
+    """As on a GPU, where batches come in few sizes: what is written is the same, and no page is taken."""
+    filled, plain = engine(graphs=graphs), engine(graphs=graphs)
+    texts = {}
+    for made, fillers in ((filled, 5), (plain, 0)):
+        pair = [made.cache.open(), made.cache.open()]
+        for i, sequence in enumerate(pair):
+            prefill(made, sequence, IDS[i:])
+        batch = made.cache.batch(pair, fillers=fillers)
+        texts[fillers] = [made.decode(batch, [token, token + 1]).argmax(-1).tolist() for token in range(80)]
+        assert made.cache.nbytes == sum(sequence.nbytes for sequence in pair)
+    assert texts[5] == texts[0]
+    assert filled.cache.fills
+
+
+def test_a_batch_of_one_size_is_one_recording_whoever_is_in_it():
+    made = engine()
+    pair = [made.cache.open(), made.cache.open()]
+    for sequence in pair:
+        prefill(made, sequence, IDS)
+    for _ in range(3):
+        for some, fillers in (([pair[0]], 3), (pair, 2)):
+            made.decode(made.cache.batch(some, fillers=fillers), [3] * len(some))
+    assert recordings(made) == 1
