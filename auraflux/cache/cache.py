@@ -121,7 +121,7 @@ class Cache:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of all pages and states, in use or not."""
-        return sum(store.nbytes for part in self.parts for store in part.stores)
+        return sum(part.reserved_nbytes for part in self.parts)
 
     @property
     def page_nbytes(self) -> int:

@@ -94,6 +94,11 @@ class LayerGroup:
         return self.pool.used * self.page_nbytes
 
     @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.pool.count * self.page_nbytes
+
+    @property
     def free(self) -> int:
         return self.pool.free
 

@@ -40,6 +40,11 @@ class StateGroup:
         return (self.slots - len(self._free)) * self.slot_nbytes
 
     @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot_nbytes
+
+    @property
     def free(self) -> int:
         return len(self._free)
 

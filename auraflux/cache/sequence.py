@@ -4,8 +4,6 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from auraflux.cache.index import StepIndex
 from auraflux.errors import InputError
 
@@ -39,13 +37,10 @@ class Row(Protocol):
 
 
 class Part(Hashable, Protocol):
-    """A part of the cache, where each sequence has a row.
+    """A part of the cache, where each sequence has a row."""
 
-    stores  tensors with a place for each page or state
-    """
-
-    stores: list[Tensor]
-
+    @property
+    def reserved_nbytes(self) -> int: ...
     @property
     def free(self) -> int: ...
     @property

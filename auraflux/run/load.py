@@ -112,8 +112,8 @@ def pool_tokens(shapes: list[Any], settings: CacheSettings, nbytes: int | None, 
     """Tokens of all texts together for which a cache has room; without a limit as many as two of full context have."""
     if nbytes is None:
         return 2 * context
-    # memory is taken as it is written to, so this takes none
-    least = Cache(shapes, settings, context=context, tokens=1, **options)
+    # the meta device makes stores without their memory
+    least = Cache(shapes, settings, context=context, tokens=1, **options, device="meta")
     most = max(1, (nbytes - least.reserved_nbytes) // max(least.page_nbytes, 1)) * least.page
     if most < context:
         raise SettingsError(

@@ -5,7 +5,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -127,8 +126,7 @@ def cache_nbytes(
     """Most bytes that the cache takes for sequences of `context` tokens: all of its pages and states."""
     # the meta device makes the cache's own stores without their memory
     cache = Cache(list(shapes), CacheSettings(kv=kv), context=context, sequences=sequences, dtype=dtype, device="meta")
-    parts: list[Any] = list(cache.parts)
-    return sum(store.nbytes for part in parts for store in part.stores)
+    return cache.reserved_nbytes
 
 
 def contexts(limit: int) -> list[int]:
