@@ -18,8 +18,19 @@ def scores(rows: int, seed: int = 0) -> torch.Tensor:
 
 def text_of(sampling: Sampling, steps: int = 12, prompt=()) -> list[int]:
     """The tokens a sequence gets when it is alone; step i has the scores of seed i."""
-    sampler = Sampler([Row(sampling, prompt)])
-    return [int(sampler(scores(1, step))) for step in range(steps)]
+    row = Row(sampling, prompt)
+    sampler = Sampler([row])
+    for step in range(steps):
+        row.take(int(sampler(scores(1, step))))
+    return row.text
+
+
+def test_a_token_that_was_not_taken_is_chosen_again():
+    row = Row(Sampling(temperature=1.5, frequency_penalty=0.5, seed=7))
+    chosen = [int(Sampler([row])(scores(1))), (row.renew(), int(Sampler([row])(scores(1))))[1]]
+    assert chosen[0] == chosen[1]
+    row.take(chosen[0])
+    assert row.uniform() != row._drawn[0]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +110,7 @@ def test_neighbours_do_not_matter():
             logits = torch.cat([scores(1, len(texts[member])) for member in members])
             for member, token in zip(members, sampler(logits).tolist(), strict=True):
                 texts[member].append(token)
+                rows[member].take(token)
     assert [text == whole[: len(text)] for text, whole in zip(texts, alone, strict=True)] == [True] * 4
     assert min(map(len, texts)) >= 6
 
