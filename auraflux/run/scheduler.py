@@ -298,7 +298,7 @@ class Scheduler:
 
     def _misled(self) -> bool:
         """End texts whose grammar cannot be followed further; tell whether there were any."""
-        for job in self._writer.live:
+        for job in (job for job in self._writer.live if job.finish is None):
             try:
                 job.stream.row.allowed()
             except AurafluxError as err:
