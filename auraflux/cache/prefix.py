@@ -4,6 +4,7 @@ A kept text is a parked `Sequence`: it owns its pages, and its checkpoints, unti
 branches from it and shares its pages, copying those it writes to. Texts that are still being written can be branched from, too.
 """
 
+from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -55,7 +56,7 @@ class PrefixStore:
         self.cache, self.disk = cache, disk
         self._tree: RadixTree[Kept] = RadixTree()
         # parked texts, the one used longest ago first
-        self._parked: dict[Kept, None] = {}
+        self._parked: OrderedDict[Kept, None] = OrderedDict()
         cache.reclaim = self._reclaim
 
     def __len__(self) -> int:
@@ -154,7 +155,7 @@ class PrefixStore:
             self._drop(kept)
 
     def _use(self, kept: Kept) -> None:
-        self._parked[kept] = self._parked.pop(kept)
+        self._parked.move_to_end(kept)
 
     def _drop(self, kept: Kept) -> None:
         self.forget(kept)
@@ -185,4 +186,5 @@ class PrefixStore:
         shorter = Kept(kept.ids[:rest], kept.sequence, live=False)
         shorter.node = self._tree.insert(shorter.ids, shorter)
         # it stays the one used longest ago
-        self._parked = {shorter: None, **self._parked}
+        self._parked[shorter] = None
+        self._parked.move_to_end(shorter, last=False)

@@ -9,6 +9,8 @@ Value = TypeVar("Value")
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two texts begin with in common."""
     low, high = 0, min(len(a), len(b))
+    if a[:1] != b[:1]:
+        return 0
     if a[:high] == b[:high]:
         return high
     # slices are compared much faster than tokens are one by one

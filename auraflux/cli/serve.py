@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from auraflux.serve.front import FrontSettings
 
 KEY_VARIABLE = "AURAFLUX_API_KEY"
-# prompts at once and their tokens, for which kernels are compiled and steps recorded before clients come
-WARM_UP = {
-    "cpu": {1: 32, 8: 32},
-    "cuda": {1: 256, 2: 256, 4: 256, 8: 256, 16: 16, 32: 16, 64: 16, 128: 16, 256: 16},
-}
 log = logging.getLogger("auraflux")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RANDOM = [
@@ -180,14 +175,27 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
 
 def _warm_up(loaded: "LanguageModel") -> None:
     """Let kernels be compiled and steps recorded before the first client waits for it."""
-    scheduler, most = loaded.scheduler, loaded.context - 4
-    # tokens of experts that are read from disk cost more than compiling
-    steps = WARM_UP[loaded.engine.device.type] if loaded.experts is None else {1: 8}
-    for count, length in steps.items():
-        if count <= scheduler.parallel and most > 0:
-            loaded.generate_batch([[number] * min(length, most) for number in range(count)], max_tokens=4, endless=True)
-    loaded.reset()
+    scheduler, most = loaded.scheduler, loaded.context - 8
+    for texts, tokens in _usual_loads(loaded):
+        if texts <= scheduler.parallel and most > 0:
+            prompts = [[number] * min(tokens, most) for number in range(texts)]
+            loaded.generate_batch(prompts, max_tokens=8, endless=True)
+            loaded.reset()
     scheduler.counts = type(scheduler.counts)()
+
+
+def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int]]:
+    """How many texts are written at once, and how many tokens their prompts have."""
+    from auraflux.run.engine import COUNTS, SIZES
+
+    if loaded.experts is not None:
+        # tokens of experts that are read from disk cost more than compiling
+        return [(1, 8)]
+    if loaded.engine.device.type == "cpu":
+        return [(1, 32), (8, 32)]
+    # a step is recorded the second time
+    alone = [(1, size) for size in SIZES for _ in range(2)]
+    return [*alone, *((count, 16) for count in COUNTS), (16, 1024), (16, 1024)]
 
 
 def _stop_loading(*_: Any) -> None:

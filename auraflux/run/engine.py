@@ -9,7 +9,7 @@ from auraflux.cache import Batch, Cache, CacheSettings, Sequence
 from auraflux.errors import CacheFull
 from auraflux.ops import exact
 from auraflux.quant import QTensor
-from auraflux.run.device import device_memory
+from auraflux.run.device import device_memory, sent
 from auraflux.run.graph import Decoder
 
 # tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
@@ -74,7 +74,7 @@ class Engine:
             with device_memory():
                 replays = self._make_room(batch, [len(each) for each in ids])
                 tokens = [token for each in ids for token in each]
-                flat = torch.tensor(tokens + tokens[-1:] * (batch.extra or 0)).to(self.device, non_blocking=True)
+                flat = sent(tokens + tokens[-1:] * (batch.extra or 0), self.device)
                 hidden = self.decoder.read(batch, flat) if replays else self.forward(flat, batch)
                 batch.drop_extra()
                 return hidden[: len(tokens)]
@@ -136,6 +136,10 @@ class Engine:
         one = len(sequences) == 1
         batch = self._batch_for(sequences[0], pieces[0], True) if one else self.cache.batch(sequences, silent=True)
         self.step(batch, pieces)
+
+    def sooner_apart(self, tokens: int) -> bool:
+        """Whether prompts with so many tokens are read sooner one by one: steps of one are replayed, those of several not."""
+        return self.decoder.reads and tokens <= SIZES[-1]
 
     def writing(self, sequences: list[Sequence]) -> Batch:
         """Make a batch for steps of one token each. On a GPU it is filled up to one of few sizes, so that steps recur."""

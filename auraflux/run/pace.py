@@ -7,15 +7,15 @@ from contextlib import contextmanager
 # by which others' prompts may delay a text on a CPU, as far as LEAST tokens allow, and what is read at a time in any case:
 # every step of reading costs its Python, 18 ms for 30 layers
 PAUSE_S, WORTH_S = 0.5, 0.1
-# tokens read at a time while texts are written; on a GPU attention has a faster way from 128 of a prompt on
-LEAST = {"cpu": 16, "cuda": 128}
+# tokens read at a time while texts are written; up to 256 a GPU's weights take longer than tokens
+LEAST = {"cpu": 16, "cuda": 256}
 MOST = {"cpu": 128, "cuda": 2048}
-SPREAD = 16  # turns over which waiting prompts are spread then
+SPREAD = {"cpu": 16, "cuda": 8}  # turns over which waiting prompts are spread then
 TOGETHER = 8  # prompts whose pieces go through the model as one
 
 
 class Pace:
-    """Reads much at once while nobody writes; else a sixteenth of what waits, so that steps follow each other evenly.
+    """Reads much at once while nobody writes; else a part of what waits, so that steps follow each other evenly.
 
     chunk   most tokens that are read at once
     device  "cpu" or "cuda"
@@ -36,7 +36,7 @@ class Pace:
             least = min(max(unit, int(self._rate * WORTH_S)), most)
             most = max(least, min(most, int(self._rate * PAUSE_S)))
         # few sizes, so that steps recur
-        share = unread // SPREAD // unit * unit
+        share = unread // SPREAD[self.device] // unit * unit
         return min(max(least, min(share, most)), self.chunk)
 
     def shares(self, wanted: list[int], budget: int) -> list[int]:

@@ -169,7 +169,7 @@ class Scheduler:
             self._dismiss()
             self._admit()
             # whoever is taken off must not come back before the others went on, or none ever would
-            while not self._read():
+            while not self._read(beside_writing=write):
                 pass
             while write and not self._write():
                 pass
@@ -252,17 +252,23 @@ class Scheduler:
         if job.unread == 0:
             job.kept = self.prefixes.note(job.ids[:-1], job.held)
 
-    def _read(self) -> bool:
-        """Read the next pieces of prompts; False where a job was taken off first."""
+    def _read(self, beside_writing: bool) -> bool:
+        """Read the next pieces of prompts; False where a job was taken off meanwhile."""
         reading = [job for job in self._running if job.unread > 0]
         if not reading:
             return True
-        budget = self.pace.budget(sum(job.unread for job in reading), len(self._running) - len(reading))
+        writing = len(self._running) - len(reading) if beside_writing else 0
+        budget = self.pace.budget(sum(job.unread for job in reading), writing)
         shares = self.pace.shares([job.piece for job in reading], budget)
         chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
+        if self.engine.sooner_apart(sum(shares)):
+            return all(self._read_pieces([each]) for each in chosen)
+        return self._read_pieces(chosen)
+
+    def _read_pieces(self, chosen: list[tuple[Job, int]]) -> bool:
         pieces = [job.ids[job.held.length : job.held.length + share] for job, share in chosen]
         try:
-            with self.pace.measured(sum(shares)):
+            with self.pace.measured(sum(share for _, share in chosen)):
                 self.engine.read([job.held for job, _ in chosen], pieces)
         except CacheFull as err:
             self._make_room(err)
