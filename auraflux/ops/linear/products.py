@@ -20,6 +20,7 @@ from auraflux.quant import QTensor
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
+UNPACK_FROM = 16  # tokens that repay unpacking a block first
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
 PREPARE_PARALLEL_FROM = 1 << 16  # activations
@@ -114,11 +115,11 @@ def _turn_scales(source, target, first, rows, count, nbytes):
 
 @numba.njit(inline="always")
 def _block(form, weight, ready, acts, index, left, groups, out, out_stride):
-    """One block of rows against all its tokens: the widest tiles first, over unpacked rows.
+    """One block of rows against all its tokens: many in the widest tiles, over unpacked rows.
 
     weight  addresses of codes, scales and biases; acts  addresses and stride of the prepared activations
     """
-    if left >= WIDEST:
+    if left >= UNPACK_FROM:
         unpack_rows((form, weight, groups, ready))
         unpacked = (ready, weight[1], weight[2])
         while left >= WIDEST:
