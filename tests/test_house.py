@@ -15,6 +15,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 LEVELS = {"ops": 0, "quant": 0, "cache": 1, "weights": 1, "models": 2, "run": 3, "serve": 4, "bench": 4, "cli": 5}
 # `ops` may use the weight formats; the formats know nothing of ops
 SAME_LEVEL = {("ops", "quant"), ("cache", "weights"), ("weights", "cache")}
+BACKENDS = {"cpu": {"cpu", "simd"}, "cuda": {"cuda", "hopper"}}
 DRAWERS = {"utils", "util", "common", "helpers", "misc"}
 
 
@@ -74,6 +75,48 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, auraflux; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def backend_of(path: Path) -> str | None:
+    """The backend that a module of the ops belongs to: the folder it lies in, or its own name."""
+    parts = {*path.relative_to(ROOT / "ops").parts[:-1], path.stem}
+    return next((backend for backend, names in BACKENDS.items() if parts & names), None)
+
+
+def op_modules(path: Path) -> set[str]:
+    """The modules of the ops that one imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("auraflux.ops"):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_cpu_and_cuda_kernels_do_not_know_each_other():
+    wrong = []
+    for path in [path for path in MODULES if path.is_relative_to(ROOT / "ops")]:
+        mine = backend_of(path)
+        for module in op_modules(path) if mine else ():
+            named = set(module.split(".")[2:])
+            wrong += [f"{name_of(path)} imports {module}" for other in BACKENDS if other != mine and named & BACKENDS[other]]
+    assert wrong == []
+
+
+def test_no_kernel_module_has_the_name_of_an_op():
+    from auraflux.ops import all_ops
+
+    # importing it would put the module in the op's place
+    taken = {ROOT / "ops" / op.family / backend / f"{op.name}.py" for op in all_ops() for backend in BACKENDS}
+    assert sorted(name_of(path) for path in taken & set(MODULES)) == []
+
+
+def test_compiled_cpu_code_does_not_depend_on_cuda_sources():
+    from auraflux.ops.simd.jit import cpu_sources
+
+    sources = cpu_sources()
+    assert [name_of(path) for path in sources if backend_of(path) == "cuda"] == []
+    used = {path for path in MODULES if path.is_relative_to(ROOT / "ops") and backend_of(path) == "cpu"}
+    assert used <= set(sources)
 
 
 def test_readme_lists_every_op():

@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from auraflux.machine import free_nbytes, last_cache_nbytes
-from auraflux.ops._jit import Kernel, arguments, int64s, threads
+from auraflux.ops.simd.jit import Kernel, arguments, int64s, threads
 
 ACCUMULATORS = 16
 VECTOR_NBYTES = 64

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from auraflux.errors import InputError
-from auraflux.ops._simd import ISA
 from auraflux.ops.moe.experts import blob_of
+from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, quantize
 from auraflux.weights import expert_files
 from auraflux.weights.disk import forget

@@ -105,8 +105,8 @@ def _kernels() -> Iterator[Finding]:
     try:
         import numba
 
-        from auraflux.ops._jit import CACHE_FOLDER
-        from auraflux.ops._simd import ISA, cpu_features
+        from auraflux.ops.simd.jit import CACHE_FOLDER
+        from auraflux.ops.simd.vectors import ISA, cpu_features
     except ModuleNotFoundError as err:
         yield Finding("numba kernels", "missing", f"{err.name} is not installed; the torch reference runs instead")
         return

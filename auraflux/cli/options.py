@@ -93,7 +93,7 @@ def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
 
 def load_model(model: str | None, chosen: dict[str, Any], **more: Any) -> "LanguageModel":
     """Load what the options ask for, with progress, and say what should be known about it."""
-    from auraflux.ops._jit import nothing_compiled
+    from auraflux.ops.simd.jit import nothing_compiled
     from auraflux.run.load import load
 
     given = {name: chosen[name] for name in LOADING_NAMES}

@@ -1,8 +1,8 @@
 """How a call to an op finds its kernel.
 
 `@op` turns a torch function into an `Op`: the function is the op's meaning, and a function of the same name in the sibling
-module `cpu.py` or `cuda.py` is its kernel for that device. Kernels are looked up on first use. One that cannot serve a call
-raises `Declined` before it writes anything; the reference then runs and the reason is kept, logged once and shown by
+`cpu` or `cuda`, a module or a package, is its kernel for that device. Kernels are looked up on first use. One that cannot serve
+a call raises `Declined` before it writes anything; the reference then runs and the reason is kept, logged once and shown by
 `auraflux ops`.
 """
 
@@ -10,11 +10,11 @@ import importlib
 import inspect
 import logging
 import os
-import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def _settle_torch() -> None:
 _settle_torch()
 
 
-# what each thread records, see `_record.py`; checks read values that need not be read again
+# what each thread records, see `simd/record.py`; checks read values that need not be read again
 watched: dict[int, Any] = {}
 
 
@@ -160,8 +160,7 @@ def all_ops() -> list[Op]:
 
 
 def families() -> list[str]:
-    package = importlib.import_module("auraflux.ops")
-    return [found.name for found in pkgutil.iter_modules(package.__path__) if found.ispkg and not found.name.startswith("_")]
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/reference.py"))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Steps as replays: one is recorded and then repeated without its Python.
 
-On a GPU a recording is a CUDA graph, on a CPU a list of kernel launches (`ops/_record.py`). It reads all that changes from step
+On a GPU a recording is a CUDA graph, on a CPU a list of kernel launches (`simd/record.py`). It reads all that changes from step
 to step through a `StepIndex`, so one serves all batches of as many sequences until one outgrows the index. Steps of decoding
 are recorded, and on a GPU, which would wait for the Python of a mixture's many kernels, those of prompts too.
 """
@@ -152,7 +152,7 @@ class Decoder:
 
 def _record(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
     """Run a step on the CPU and record it."""
-    from auraflux.ops._record import record
+    from auraflux.ops.simd.record import record
 
     with record() as recording:
         scores = work()

@@ -150,7 +150,7 @@ class Weights:
         """A matrix or stack in the form the device's kernels like."""
         if isinstance(found, QTensor):
             if self.device.type == "cpu" and not in_order:
-                from auraflux.ops._simd import ISA
+                from auraflux.ops.simd.vectors import ISA
 
                 return found.interleave(ISA.lanes)
             return found.to(self.device)

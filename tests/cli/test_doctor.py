@@ -54,7 +54,7 @@ def test_slow_threads_come_with_advice(monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written_comes_with_advice(monkeypatch):
-    monkeypatch.setattr("auraflux.ops._jit.CACHE_FOLDER", "")
+    monkeypatch.setattr("auraflux.ops.simd.jit.CACHE_FOLDER", "")
     found = diagnose()["kernels"]["compiled kernels"]
     assert found["state"] == "missing"
     assert "AURAFLUX_CACHE" in found["advice"]

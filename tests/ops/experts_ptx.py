@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from auraflux.ops.moe._cuda_choose import CHOOSE
+from auraflux.ops.moe.cuda.topk import CHOOSE
 from tests.ops.ptx import Address, Device, Lanes, Machine, sources
 from tests.ops.threads import BF16, Narrow, narrow, run_source, widen
 
@@ -40,7 +40,7 @@ def pairs_fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 class SlotMachine(Machine):
-    """Adds typed memory, shuffles and votes, and the copy engine, whose copies are done when asked for."""
+    """Adds typed memory, shuffles and votes, and TMA, whose copies are done when asked for."""
 
     def __init__(self, device: Device, warps: int, programs: int, *ids: int):
         super().__init__(device, warps, *ids)
@@ -126,7 +126,7 @@ def over_warp(function: Any) -> Any:
 
 def _common(machine: SlotMachine) -> dict[str, Any]:
     """What the kernels share."""
-    made = sources(machine, "linear/_nibbles.py", "moe/_cuda_choose.py")
+    made = sources(machine, "linear/cuda/int4_mma.py", "moe/cuda/topk.py")
     choose, choosing = made["choose"], made["choose"].__globals__
     choosing |= {"_highest": over_warp(np.max), "_lowest": over_warp(np.min)}
     made["choose"] = lambda *args: choose(*args[:4], int(np.ravel(args[4])[0]), *args[5:])
@@ -134,10 +134,10 @@ def _common(machine: SlotMachine) -> dict[str, Any]:
 
 
 def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe._cuda_slots` for one program."""
+    """The kernels of `moe.cuda.slots` for one program."""
     machine = SlotMachine(device, warps, programs, *ids)
     made = _common(machine)
-    for name in ("linear/_fetch.py", "linear/_groups.py", "moe/_cuda_slots.py"):
+    for name in ("hopper/copy.py", "linear/cuda/int4_groups.py", "moe/cuda/slots.py"):
         made |= run_source(name, made)
         made["shared"] = machine.shared
     return made
@@ -183,19 +183,19 @@ class BlockMachine(SlotMachine):
 
 
 def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe._cuda_assign` and `moe._cuda_stream` for one program."""
+    """The kernels of `moe.cuda.assign` and `moe.cuda.persistent` for one program."""
     machine = BlockMachine(device, warps, programs, *ids)
     made = _common(machine)
     codes_at, kernels = made["codes_at"], {}
     made |= {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
     made |= dict.fromkeys(("Build", "passed", "assign_given", "Experts", "Routing", "Tensor", "torch", "multiprocessors"), list)
     made |= {"Build": lambda *args, **options: None, "cdiv": lambda a, b: -(-a // b)}
-    for name in ("linear/_fetch", "linear/_groups", "moe/_cuda_quads", "moe/_cuda_assign", "moe/_cuda_stream"):
+    for name in ("hopper/copy", "linear/cuda/int4_groups", "moe/cuda/int4_quads", "moe/cuda/assign", "moe/cuda/persistent"):
         # both have warps of their own, and codes of their own
-        names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "moe/_cuda_stream"}
+        names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "moe/cuda/persistent"}
         found = run_source(f"{name}.py", names)
         found["shared"] = machine.shared
-        if name == "moe/_cuda_quads":
+        if name == "moe/cuda/int4_quads":
             kernels |= {key: found[key] for key in ("W", "TILE")}
         made |= found
         kernels |= {key: found[key] for key in ("assign_pairs", "up_stream", "down_stream", "_sizes") if key in found}
@@ -244,10 +244,11 @@ class RingMachine(SlotMachine):
 
 
 def ring_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
-    """The kernels of `moe._cuda_ring` for one program."""
+    """The kernels of `moe.cuda.matvec_tma` for one program."""
     machine = RingMachine(device, warps, programs, *ids)
     made = _common(machine)
-    for name in ("linear/_fetch", "linear/_groups", "linear/_stages", "moe/_cuda_stages", "moe/_cuda_pick", "moe/_cuda_ring"):
+    shared = ("hopper/copy", "linear/cuda/int4_groups", "linear/cuda/tma_stages")
+    for name in (*shared, "moe/cuda/tma_stages", "moe/cuda/topk_warps", "moe/cuda/matvec_tma"):
         made |= run_source(f"{name}.py", made)
         made["shared"] = machine.shared
     made["pick"].__globals__.update({"_best": machine.best, "_kept": machine.kept, "_merged": machine.merged})

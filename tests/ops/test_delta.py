@@ -14,9 +14,9 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._cases import Args, relative_rms
-from auraflux.ops._simd import ISA, ISAS, cpu_features
 from auraflux.ops.delta.cases import closing, conv, gates, prefill, starts, step, whole
 from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.simd.vectors import ISA, ISAS, cpu_features
 
 LENGTHS = [1, 6, 7, 16, 33, 100]
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.ops.ptx import MASK, Device, Machine, bits_of, floats
 
-inverse = pytest.importorskip("auraflux.ops.delta._cuda_inverse")
+inverse = pytest.importorskip("auraflux.ops.delta.cuda.inverse")
 LANES = np.arange(128)
 
 

@@ -105,7 +105,7 @@ def test_stages_go_through_rings(experts: int, hidden: int, inner: int, routing:
     ],
 )
 def test_large_experts_on_the_gpu(experts: int, hidden: int, inner: int, routing: Routing, own: bool, tokens: int):
-    from auraflux.ops.moe._cuda_by_ring import LEAST_WEIGHTS, fits_ring, ring_hopper
+    from auraflux.ops.moe.cuda.matvec_tma_launch import LEAST_WEIGHTS, fits_ring, ring_hopper
 
     torch.manual_seed(tokens)
     with torch.device("cuda"):

@@ -1,11 +1,11 @@
-"""Levels of coded latents lie where the matrix units read them: the PTX of the decoding warps, on numpy."""
+"""Levels of coded latents lie where the tensor cores read them: the PTX of the decoding warps, on numpy."""
 
 import numpy as np
 import pytest
 import torch
 
-from auraflux.ops.turboquant import _latent_codes_parts as parts
 from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.cuda import mla_lookup as parts
 from tests.ops import ptx
 
 BASE, TABLE_NBYTES = 1024, 32768

@@ -9,8 +9,8 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from auraflux.ops import _launch  # noqa: E402
-from auraflux.ops._launch import Launcher, quicken  # noqa: E402
+from auraflux.ops.hopper import launch  # noqa: E402
+from auraflux.ops.hopper.launch import Launcher, quicken  # noqa: E402
 
 
 class Driver:
@@ -55,7 +55,7 @@ def add(x, y, n, factor, BLOCK: tl.constexpr, WIDE: tl.constexpr = False):
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    monkeypatch.setattr(_launch, "driver", SimpleNamespace(active=Driver()))
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=Driver()))
     return Recorded(triton.runtime.jit.JITFunction(add))
 
 
@@ -87,7 +87,7 @@ def test_a_launcher_of_triton_is_called_without_what_surrounds_it(kernel: Record
         def launch(self, *given):
             seen.append(("straight", *given))
 
-    monkeypatch.setattr(_launch, "CudaLauncher", Own)
+    monkeypatch.setattr(launch, "CudaLauncher", Own)
     monkeypatch.setattr(
         kernel.launch, "_run", lambda *args, **named: SimpleNamespace(run=Own(), function="f", packed_metadata="m")
     )
@@ -104,7 +104,7 @@ def test_a_launcher_of_triton_is_called_without_what_surrounds_it(kernel: Record
 
 
 def test_no_more_calls_are_remembered_than_that(kernel: Recorded, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_launch, "MOST", 2)
+    monkeypatch.setattr(launch, "MOST", 2)
     for n in (48, 64, 80, 48, 80):
         kernel(X, Y, n, 0.5, BLOCK=16)
     assert kernel.counts == (4, 1)
@@ -161,7 +161,7 @@ def test_what_is_not_understood_is_left_to_triton(kernel: Recorded, args: tuple[
 
 
 def test_a_profiler_sees_every_launch(kernel: Recorded, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_launch.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    monkeypatch.setattr(launch.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
     for _ in range(2):
         kernel(X, Y, 48, 0.5, BLOCK=16)
     assert kernel.counts == (2, 0)
@@ -184,7 +184,7 @@ def test_a_description_is_the_one_that_triton_makes():
     layout = gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)
     for rows in (64, 64, 128):
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)
-        wanted, found = TensorDescriptor.from_tensor(x, [16, 64], layout), _launch.described(x, [16, 64], layout)
+        wanted, found = TensorDescriptor.from_tensor(x, [16, 64], layout), launch.described(x, [16, 64], layout)
         assert type(found) is TensorDescriptor
         assert found.base is x
         assert {name: list(value) for name, value in vars(found).items() if name in ("shape", "strides", "block_shape")} == {
@@ -193,4 +193,4 @@ def test_a_description_is_the_one_that_triton_makes():
         assert (found.layout, found.padding) == (wanted.layout, wanted.padding)
         assert vars(found).keys() == vars(wanted).keys()
     with pytest.raises(AssertionError, match="aligned"):
-        _launch.described(torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64), [16, 64], layout)
+        launch.described(torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64), [16, 64], layout)

@@ -10,7 +10,8 @@ from tests.ops.cluster import run_cluster
 from tests.ops.ptx import Device
 from tests.ops.test_linear_hopper import nothing, put, weight_of
 
-PARTS = (*(f"linear/_{name}.py" for name in ("nibbles", "planes", "hopper_rows", "batch_ptx", "batch_parts")),)
+SHARED = "int4_mma", "bit_planes", "row_copies", "gemm_cluster_ptx", "gemm_cluster_parts"
+PARTS = (*(f"linear/cuda/{name}.py" for name in SHARED),)
 EPS, TOL, WARPS = 1e-6, 4e-3, 4
 
 
@@ -44,7 +45,7 @@ def multiply(stream: tuple, weights: list, programs: int, late: bool = False) ->
     tiles = 1 << (-(-tokens // 8) - 1).bit_length()
     args += [ends[-1], tokens, len(rows), width, tiles, WARPS, programs, late]
     for number in range(ends[-1]):
-        run_cluster(device, WARPS, programs, number, "matmul_batch", (*PARTS, "linear/_hopper_batch.py"), args)
+        run_cluster(device, WARPS, programs, number, "matmul_batch", (*PARTS, "linear/cuda/gemm_cluster.py"), args)
     found = [device.get(out, nothing(tokens, count)).float() for out, count in zip(outs, rows, strict=True)]
     return found, device.get(total, nothing(tokens, width))
 
@@ -90,7 +91,7 @@ def test_scores(tokens: int, rows: list[int], blocks: int):
     tiles = 1 << (-(-tokens // 8) - 1).bit_length()
     args += [len(rows), width, blocks, tiles, WARPS, programs]
     for number in range(ends[-1]):
-        run_cluster(device, WARPS, programs, number, "scores_batch", (*PARTS, "linear/_hopper_scores.py"), args)
+        run_cluster(device, WARPS, programs, number, "scores_batch", (*PARTS, "linear/cuda/gemm_cluster_dense.py"), args)
     wanted_h, wanted_total = add_rms_norm(delta, x, norm, EPS)
     assert torch.equal(device.get(total, wanted_total), wanted_total)
     assert relative_rms(device.get(h, wanted_h), wanted_h) < 1e-3

@@ -7,9 +7,9 @@ from auraflux.ops._cases import relative_rms
 from auraflux.quant import quantize
 from tests.ops.ptx import Device, Machine, sources
 
-PARTS = "linear/_nibbles.py", "linear/_planes.py", "linear/_hopper_rows.py"
-PAIRS = *PARTS, "linear/_hopper_columns.py", "linear/_hopper_one.py"
-BYTES = *PARTS, "linear/_bytes.py", "linear/_hopper_run.py", "linear/_hopper_bytes.py"
+PARTS = "linear/cuda/int4_mma.py", "linear/cuda/bit_planes.py", "linear/cuda/row_copies.py"
+PAIRS = *PARTS, "linear/cuda/matvec_bits_warp.py", "linear/cuda/matvec_bits.py"
+BYTES = *PARTS, "linear/cuda/int8_mma.py", "linear/cuda/matvec_int8_warp.py", "linear/cuda/matvec_int8.py"
 TOL = 4e-3
 # bits, group (0: MXFP4), width, parts of a run: whole runs and not, scales in whole words and not
 FORMATS = [
@@ -131,5 +131,5 @@ def test_some_tokens(bits: int, group: int, width: int, parts: int, blocks: int,
         1 if tokens <= 8 else 2,
     )
     for program in range(2):
-        sources(Machine(device, 2, program), *PARTS, "linear/_hopper_some.py")["matmul_codes"](*args, 2, 1)
+        sources(Machine(device, 2, program), *PARTS, "linear/cuda/gemm_bits_skinny.py")["matmul_codes"](*args, 2, 1)
     assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight)) < TOL

@@ -12,6 +12,15 @@ from tests.ops.ptx import Device, sources
 TOL = 4e-3
 
 
+RING = (
+    "linear/cuda/int4_mma",
+    "hopper/copy",
+    "linear/cuda/int4_groups",
+    "linear/cuda/tma_stages",
+    "linear/cuda/matvec_int4_tma",
+)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("width", "rows", "programs", "warps", "deep"),
@@ -25,7 +34,7 @@ def test_stages_of_rows_are_multiplied(width: int, rows: int, programs: int, war
     arrays = [placed(device, one) for one in (x, weight.packed, weight.scales, weight.biases, out)]
     for program in range(programs):
         machine = RingMachine(device, warps, programs, program)
-        names = (f"linear/{name}.py" for name in ("_nibbles", "_fetch", "_groups", "_stages", "_hopper_ring"))
+        names = (f"{name}.py" for name in RING)
         kernel = sources(machine, *names)["matvec_ring"]
         kernel.__globals__.update({"count_read": machine.count_read, "await_stage": lambda *args: None})
         kernel(*arrays, rows, width, -(-rows // 8 // programs), deep, warps)
@@ -35,8 +44,8 @@ def test_stages_of_rows_are_multiplied(width: int, rows: int, programs: int, war
 
 @pytest.mark.gpu
 def test_wide_weights_on_the_gpu():
-    from auraflux.ops._triton import multiprocessors
-    from auraflux.ops.linear._hopper_ring import suits_ring
+    from auraflux.ops.hopper.device import multiprocessors
+    from auraflux.ops.linear.cuda.matvec_int4_tma import suits_ring
 
     torch.manual_seed(7)
     with torch.device("cuda"):

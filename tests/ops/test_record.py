@@ -9,10 +9,10 @@ import torch
 
 from auraflux.errors import BackendError, InputError
 from auraflux.ops import append_kv, attention, encode, linear, rms_norm, rotate, swiglu
-from auraflux.ops._jit import workspace
-from auraflux.ops._record import SCRATCH_NBYTES, record
 from auraflux.ops.attention._inputs import starts_of
 from auraflux.ops.attention.cases import kv_pages
+from auraflux.ops.simd.jit import workspace
+from auraflux.ops.simd.record import SCRATCH_NBYTES, record
 from auraflux.quant import quantize
 
 WIDTH = 96
@@ -49,7 +49,7 @@ def test_a_run_under_record_is_the_run_without(x, weight):
 
 
 def test_a_replay_outlives_calls_with_more_tokens(monkeypatch: pytest.MonkeyPatch):
-    products = importlib.import_module("auraflux.ops.linear.products")
+    products = importlib.import_module("auraflux.ops.linear.cpu.products")
     monkeypatch.setattr(products, "_counting", [array("q", range(64))])
     weight, x = quantize(torch.randn(64, 128), 4, 64), torch.randn(9, 128)
     with record() as made:

@@ -8,8 +8,8 @@ import torch
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
-from auraflux.ops.turboquant._quantize import CHUNK, quantize_chunks, search_table
 from auraflux.ops.turboquant.codebook import boundaries, codebook
+from auraflux.ops.turboquant.cpu.quantize import CHUNK, quantize_chunks, search_table
 from auraflux.ops.turboquant.pages import CodePages, unpack
 from auraflux.ops.turboquant.reference import append_codes, encode, turboquant_attention
 

@@ -14,14 +14,14 @@ pytest.importorskip("triton")
 
 from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, relative_rms
-from auraflux.ops.turboquant import _few
-from auraflux.ops.turboquant._append_many import appends
-from auraflux.ops.turboquant._few import ALONE, CUTS, Cut, depth, level_words, plan_for, splits_for
 from auraflux.ops.turboquant._inputs import append, attend
-from auraflux.ops.turboquant._turn import levels_for
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cases import CASES
 from auraflux.ops.turboquant.codebook import BITS, boundaries, codebook, nearest
+from auraflux.ops.turboquant.cuda import attend_launch
+from auraflux.ops.turboquant.cuda.attend_launch import ALONE, CUTS, Cut, depth, level_words, plan_for, splits_for
+from auraflux.ops.turboquant.cuda.encode_prefill import appends
+from auraflux.ops.turboquant.cuda.hadamard import levels_for
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference import append_codes, rotate, turboquant_attention
 from auraflux.ops.turboquant.rotation import rotation
@@ -76,8 +76,8 @@ def test_rings_fit_shared_memory(width: int, cut: Cut):
     for key_bits, value_bits, blocks in product(BITS, BITS, (1, 2)):
         deep = depth(key_bits, value_bits, width, blocks, cut)
         ring = cut.warps * deep * blocks * 16 * (width * (key_bits + value_bits) // 8 + 8)
-        rounded = _few.RING.value + -(-ring // 4096) * 4096
-        assert cut.resident * (rounded + _few.RESERVED_NBYTES) <= _few.SHARED_NBYTES
+        rounded = attend_launch.RING.value + -(-ring // 4096) * 4096
+        assert cut.resident * (rounded + attend_launch.RESERVED_NBYTES) <= attend_launch.MULTIPROCESSOR_NBYTES
         assert deep or blocks == 2
 
 
@@ -110,7 +110,7 @@ def test_wide_heads_have_few_steps_under_way():
 
 def test_texts_are_shared_out_where_one_may_be_long():
     def shared(texts: int, keys: int) -> bool:
-        return _few.shares_out(plan_for(8 * texts, 132, keys, 64, 8, 4, 128), texts, keys)
+        return attend_launch.shares_out(plan_for(8 * texts, 132, keys, 64, 8, 4, 128), texts, keys)
 
     assert shared(8, 32768)
     assert shared(100, 32768)
@@ -132,7 +132,7 @@ def test_parts_with_some_keys_have_a_multiprocessor_each():
     assert plan_for(8, 132, 131072, 64, 4, 4, 128).cut is CUTS[128]
 
 
-PARTS = "_parts", "_ring", "_units", "_share", "_merge", "_step", ""
+PARTS = "_parts", "_ring", "_3_6_bits", "_split", "_merge", "_step", ""
 
 
 class Emulated:
@@ -145,20 +145,20 @@ class Emulated:
         return partial(self.run, (*grid, 1, 1)[:3])
 
     def run(self, grid: tuple[int, int, int], *args, num_warps=0, maxnreg=0, launch_pdl=False, **constants) -> None:
-        root = Path(_few.__file__).parent
+        root = Path(attend_launch.__file__).parent
         with np.errstate(all="ignore"):
-            launch([root / f"_hopper{part}.py" for part in PARTS], self.name, grid, *args, **constants)
+            launch([root / f"attend{part}.py" for part in PARTS], self.name, grid, *args, **constants)
 
 
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch):
     for name in ("attend_pairs", "finish_pairs", "finish_turned"):
-        monkeypatch.setattr(_few, name, Emulated(name))
-    monkeypatch.setattr(_few, "multiprocessors", lambda device: 3)
+        monkeypatch.setattr(attend_launch, name, Emulated(name))
+    monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: 3)
 
 
 def attended(q, pages, starts, scale, window=None, sinks=None, softcap=None):
-    return _few.attend_few(q, pages, starts, scale, window, sinks, softcap)
+    return attend_launch.attend_few(q, pages, starts, scale, window, sinks, softcap)
 
 
 QUICK = (
@@ -189,7 +189,7 @@ def test_emulated_kernel_matches_reference(case: Case):
 def test_emulated_kernel_takes_two_blocks_at_a_time(
     bits: tuple[int, int], width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_few, "plan_for", partial(blocks_of, 2, _few.plan_for))
+    monkeypatch.setattr(attend_launch, "plan_for", partial(blocks_of, 2, attend_launch.plan_for))
     make = partial(attend, [700, 7], [1, 2], (6, 2), width, bits, page=64, arrangement=Arrangement.PAIRS)
     args = make(window=window, sinks=True)
     assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
@@ -197,7 +197,7 @@ def test_emulated_kernel_takes_two_blocks_at_a_time(
 
 @pytest.mark.usefixtures("_emulated")
 def test_emulated_kernel_takes_four_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_few, "plan_for", partial(blocks_of, 4, _few.plan_for))
+    monkeypatch.setattr(attend_launch, "plan_for", partial(blocks_of, 4, attend_launch.plan_for))
     args = attend([700, 7], [1, 2], (6, 2), 64, (4, 4), page=64, sinks=True, arrangement=Arrangement.PAIRS)
     assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
 
@@ -209,8 +209,8 @@ def test_emulated_kernel_takes_four_blocks_at_a_time(monkeypatch: pytest.MonkeyP
 def test_emulated_programs_share_out_texts_of_any_lengths(
     lengths: list[int], new: list[int], many: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_few, "multiprocessors", lambda device: many)
-    monkeypatch.setattr(_few, "shares_out", lambda *args: True)
+    monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: many)
+    monkeypatch.setattr(attend_launch, "shares_out", lambda *args: True)
     args = attend(lengths, new, (6, 2), 64, (4, 4), page=64, sinks=True, window=window, arrangement=Arrangement.PAIRS)
     assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
 
@@ -219,7 +219,7 @@ def test_emulated_programs_share_out_texts_of_any_lengths(
 @pytest.mark.parametrize("many", [4, 1])
 def test_emulated_rows_of_a_batch_have_one_part(many: int, monkeypatch: pytest.MonkeyPatch):
     """With a multiprocessor for each program, and with one for all; sequences with none, one and several new tokens."""
-    monkeypatch.setattr(_few, "multiprocessors", lambda device: many)
+    monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: many)
     for new in ([1, 1], [0, 2]):
         args = attend([300, 77], new, (6, 2), 128, (8, 4), sinks=True, arrangement=Arrangement.PAIRS)
         assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
@@ -255,13 +255,14 @@ def test_results_on_the_gpu_do_not_depend_on_pages_splits_or_batch(reach: int, m
     assert torch.equal(attended(**{**args, "q": args["q"][turn], "pages": moved_on}), found[turn])
     others = replace(pages, lengths=pages.lengths // torch.tensor([1, 3, 2], device="cuda", dtype=torch.int32))
     among_others = attended(**{**args, "pages": others})[0]
-    assert torch.equal(among_others, found[0]) if reach <= _few.MOST_KEYS else relative_rms(among_others, found[0]) < 1e-3
+    exactly = reach <= attend_launch.MOST_KEYS
+    assert torch.equal(among_others, found[0]) if exactly else relative_rms(among_others, found[0]) < 1e-3
     for b in range(3):
         alone = replace(pages, table=pages.table[b : b + 1].contiguous(), lengths=pages.lengths[b : b + 1].contiguous())
         starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
         one = attended(**{**args, "q": args["q"][b : b + 1], "pages": alone, "starts": starts})
         assert relative_rms(one, found[b : b + 1]) < 1e-3
-    monkeypatch.setattr(_few, "multiprocessors", lambda device: 17)
+    monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: 17)
     assert relative_rms(attended(**args), found) < 1e-3
 
 
@@ -275,7 +276,7 @@ def test_results_do_not_depend_on_pages_splits_or_batch(monkeypatch: pytest.Monk
         alone = replace(pages, table=pages.table[b : b + 1].contiguous(), lengths=pages.lengths[b : b + 1].contiguous())
         one = {**args, "q": args["q"][b : b + 1], "pages": alone, "starts": torch.tensor([0, 1], dtype=torch.int32)}
         assert relative_rms(attended(**one), found[b : b + 1]) < 5e-4
-    monkeypatch.setattr(_few, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: 1)
     assert relative_rms(attended(**args), found) < 5e-4
 
 
@@ -354,6 +355,6 @@ def test_turned_parts_are_merged(splits: int, sinks: bool):
     weight = torch.exp2(m)
     want = (weight[..., None] * y.nan_to_num()).sum(1) / ((weight * l).sum(1, keepdim=True) + torch.exp2(logits))
     out, padded = torch.empty(tokens, heads, width), 1 << (splits - 1).bit_length()
-    sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": _few.TURNED}
-    Emulated("finish_turned")[(rows, width // _few.TURNED)](y, m, l, sink, out, heads, splits, **sizes)
+    sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": attend_launch.TURNED}
+    Emulated("finish_turned")[(rows, width // attend_launch.TURNED)](y, m, l, sink, out, heads, splits, **sizes)
     assert relative_rms(out.view(rows, width), want) < 1e-5

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from auraflux.ops import Experts
-from auraflux.ops._simd import ISA
 from auraflux.ops.moe.experts import blob_of
+from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, quantize
 from auraflux.weights.expert_files import FOLDER, MANIFEST, NAME, VERSION, ExpertFiles, open_experts, write_format, write_layer
 

@@ -1,4 +1,4 @@
-"""What this GPU can do at most: bytes read per second, and operations per second of its matrix units in bfloat16."""
+"""What this GPU can do at most: bytes read per second, and operations per second of its tensor cores in bfloat16."""
 
 from dataclasses import dataclass
 from functools import partial

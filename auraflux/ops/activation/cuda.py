@@ -5,7 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops._triton import Build, cdiv, ready, sigmoid, silu
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.elementwise import sigmoid, silu
+from auraflux.ops.hopper.sizes import cdiv
 
 BLOCK = 1024
 GELU_SLOPE = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)

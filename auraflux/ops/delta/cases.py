@@ -118,7 +118,7 @@ CASES = [
     Case(gated_delta_prefill, "narrow", lambda: prefill(2, 19, heads=3, key_heads=1, key_width=5, value_width=3)),
     Case(gated_delta_prefill, "closed-gates", lambda: closing(prefill(100, 3, key_width=64, value_width=64))),
     Case(gated_delta_prefill, "bf16", lambda: prefill(33, 4, dtype=BF16), tol=4e-3),
-    # whole chunks go through the matrix units in bf16 and float16
+    # whole chunks go through the tensor cores in bf16 and float16
     Case(gated_delta_prefill, "bf16-chunks", lambda: prefill(150, 0, 64, 3, dtype=BF16), tol=6e-3),
     Case(gated_delta_prefill, "bf16-one-sequence", lambda: prefill(330, heads=8, dtype=BF16), tol=6e-3),
     Case(gated_delta_prefill, "bf16-many-heads", lambda: prefill(140, heads=64, key_heads=16, dtype=BF16), tol=6e-3),

@@ -3,7 +3,7 @@
 import torch
 
 from auraflux.ops._cases import Args
-from auraflux.ops._simd import ISA
+from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, quantize
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops._simd import ISA
 from auraflux.ops.moe.experts import Clamp, Experts, SharedExpert, blob_of
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
 from auraflux.ops.moe.routing import Routing
+from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, quantize
 
 BF16 = torch.bfloat16
@@ -154,7 +154,7 @@ EXPERT_CASES = [
     case("many-blobs", lambda: routed(40, 3, from_blobs(6, 64, 128))),
     case("many-2-and-5-bits", lambda: routed(40, 2, layer(4, 64, 128, bits=2, down_bits=5))),
     case("many-3-and-8-bits", lambda: routed(40, 2, layer(4, 64, 128, bits=3, down_bits=8))),
-    # for matrix units weights and what lies between are rounded too
+    # for tensor cores weights and what lies between are rounded too
     case("many-bf16", lambda: routed(40, 2, layer(4, 64, 128), BF16), tol=6e-3),
     case("quads-bf16", lambda: routed(2, 3, layer(8, 512, 256), BF16), tol=6e-3),
     # more inputs than the warps of a program have at a time

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import Kernel, arguments, as_float, floats, jit, like, real, share, threads
-from auraflux.ops._math import silu
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, real, share, threads
+from auraflux.ops.simd.math import silu
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 

@@ -6,7 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops._triton import Build, cdiv, power_of_two, ready, silu
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.elementwise import silu
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 WIDEST = 1 << 15  # elements of a row that a program holds
 SMALL = 256  # rows up to this width go several to a program

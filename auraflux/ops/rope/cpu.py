@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, threads
 from auraflux.ops.norm.cpu import rms_norm
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, threads
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 

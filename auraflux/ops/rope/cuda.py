@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops._triton import Build, cdiv, power_of_two, ready
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 HEADS = 4  # of a program
 QUARTER_HIGH = tl.constexpr(1.570796326734125614166)

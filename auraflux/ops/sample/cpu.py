@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops._jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, octets, share, threads
-from auraflux.ops._math import bits_of_float, float_of_bits
 from auraflux.ops.sample.reference import BELOW_ONE
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, octets, share, threads
+from auraflux.ops.simd.math import bits_of_float, float_of_bits
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops._triton import Build, cdiv, power_of_two, ready
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.sample.reference import BELOW_ONE
 
 PIECE = 4096  # tokens of a program

@@ -1,6 +1,6 @@
 """Where the codes of values lie within a page. Keys always lie in rows: a token's codes one after the other.
 
-`PAIRS` is made for matrix units that read values [D, tokens] and take two neighbouring tokens from one register. Each group of
+`PAIRS` is made for tensor cores that read values [D, tokens] and take two neighbouring tokens from one register. Each group of
 eight tokens is turned on its side: stored row g holds coordinates g D/8 to (g + 1) D/8 of all eight, for tokens 0 and 1 first,
 then for 2 and 3 and so on, and of such a pair coordinate by coordinate the two codes side by side. In other words
 

@@ -1,0 +1,198 @@
+"""Attention on CPU: torch outside, addresses inside. How it computes is in `decode`, `prefill` and `jobs`.
+
+The cache is read in its own dtype; queries and results are float32 within.
+"""
+
+import torch
+from torch import Tensor
+
+from auraflux.ops.attention import reference
+from auraflux.ops.attention.cpu.decode import decode_kernel, decode_scratch
+from auraflux.ops.attention.cpu.decode_tiles import LANES, number_of
+from auraflux.ops.attention.cpu.jobs import Batch, run
+from auraflux.ops.attention.cpu.mla_products import latent_output, latent_query
+from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of, page_row
+from auraflux.ops.attention.cpu.prefill import ROWS, attend_panels, panel_scratch
+from auraflux.ops.attention.cpu.prefill_tiles import PANEL
+from auraflux.ops.attention.cpu.softmax import NOTHING, merge_row
+from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
+from auraflux.ops.norm.cpu import rms_norm
+from auraflux.ops.rope.cpu import rope
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, jit, like, octets, share, threads
+
+__all__ = [
+    "append_kv",
+    "append_latent",
+    "attention",
+    "attention_partials",
+    "latent_attention",
+    "latent_output",
+    "latent_query",
+    "merge_partials",
+    "rope_append_latent",
+]
+
+# below these, waking the threads costs more than the work
+PRODUCTS_PARALLEL = 1 << 18
+BYTES_PARALLEL = 1 << 18
+SUMS_PARALLEL = 1 << 16
+
+
+def _attend(
+    q: Tensor,
+    q2: Tensor | None,
+    pools: tuple[Tensor, Tensor],
+    pages: Pages,
+    starts: Tensor,
+    scale: float,
+    reach: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    ends: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attend with float32 queries; with q2 the two pools together are the key, and the first the value.
+
+    With `ends` the largest scores and the sums of weights go there, and what is returned is not divided by the latter.
+    """
+    (tokens, heads, width), (a, b) = q.shape, pools
+    width2 = 0 if q2 is None else q2.shape[2]
+    value_width, key_heads = (b.shape[-1], a.shape[1]) if q2 is None else (width, 1)
+    pairs = count_pairs(pages, starts, tokens, reach)
+    out = torch.empty(tokens, heads, value_width)
+    peaks, totals = (0, 0) if ends is None else (ends[0].data_ptr(), ends[1].data_ptr())
+    batch = Batch(
+        *(q.data_ptr(), 0 if q2 is None else q2.data_ptr(), width, width2, heads),
+        *(a.data_ptr(), b.data_ptr(), width, b.shape[-1], key_heads, number_of(a.dtype)),
+        *index_of(pages, starts),
+        reach=EVERYTHING if reach is None else reach,
+        sinks=0 if sinks is None else sinks.data_ptr(),
+        out=out.data_ptr(),
+        peaks=peaks,
+        totals=totals,
+        value_width=value_width,
+        scale=float(scale),
+        softcap=float(softcap or 0),
+    )
+    jobs = threads() if pairs * heads * (width + width2 + value_width) >= PRODUCTS_PARALLEL else 1
+    group = heads // key_heads
+    one_by_one = q2 is None and min(width, value_width) >= LANES and group < PANEL
+    if one_by_one:
+        run(decode_kernel(a.dtype), jobs, batch, group, 1, 1, decode_scratch(group, width, value_width))
+    if tokens > 1 or not one_by_one:
+        scratch = panel_scratch(batch.width_a, batch.width_b, int(width2 > 0))
+        run(attend_panels, jobs, batch, ROWS, 2 if one_by_one else 1, tokens, scratch)
+    return out
+
+
+def attention(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    if window == 0:
+        count_pairs(pages, starts, q.shape[0], 0)
+        return q.new_zeros(*q.shape[:2], pages.v.shape[3])
+    reach = None if window is None else window - 1
+    return like(_attend(as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap), q)
+
+
+def attention_partials(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = q.shape[0] * q.shape[1], pages.v.shape[3]
+    if window == 0:
+        count_pairs(pages, starts, q.shape[0], 0)
+        o, l = torch.zeros(rows, 1, width), torch.zeros(rows, 1)  # noqa: E741
+        if sinks is None:
+            return o, torch.full((rows, 1), -torch.inf), l
+        return o, sinks.repeat(q.shape[0]).unsqueeze(1), l + 1
+    m, l = torch.empty(rows, 1), torch.empty(rows, 1)  # noqa: E741
+    reach = None if window is None else window - 1
+    o = _attend(as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap, (m, l))
+    return o.view(rows, 1, width), m, l
+
+
+def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
+    pools = pages.latent, pages.rope
+    return like(_attend(as_float(q_latent), as_float(q_rope), pools, pages, starts, scale), q_latent)
+
+
+@jit
+def _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
+    """Copy one token's rows, one for each head, to its place in the pages."""
+    number, slot = page_row(token, page, table, table_width, lengths, starts, sequences)
+    for head in range(heads):
+        row = (number * heads + head) * page + slot
+        old, new = octets(target + row * nbytes, nbytes), octets(source + (token * heads + head) * nbytes, nbytes)
+        for i in range(nbytes):
+            old[i] = new[i]
+
+
+@Kernel
+def _append_all(args, job, jobs):
+    tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences = arguments(args, 11)
+    for token in share(tokens, job, jobs):
+        _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
+
+
+def append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy new rows to the pools they belong to, in the pools' dtype."""
+    tokens, index = pairs[0][0].shape[0], index_of(pages, starts)
+    count_pairs(pages, starts, tokens, 0)
+    for new, pool in pairs:
+        rows = new if new.dtype is pool.dtype else new.to(pool.dtype)
+        nbytes = pool.shape[-1] * pool.element_size()
+        jobs = threads() if tokens * heads * nbytes >= BYTES_PARALLEL else 1
+        _append_all(jobs, tokens, rows.data_ptr(), pool.data_ptr(), nbytes, heads, *index)
+
+
+def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
+    append_rows(pages, starts, k.shape[1], [(k, pages.k), (v, pages.v)])
+
+
+def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Tensor) -> None:
+    append_rows(pages, starts, 1, [(latent, pages.latent), (k_rope, pages.rope)])
+
+
+@Kernel
+def _merge(args, job, jobs):
+    o, m, l, rows, blocks, width, out = arguments(args, 7)  # noqa: E741
+    for row in share(rows, job, jobs):
+        ends = 4 * row * blocks
+        merge_row(o + ends * width, 4 * width, m + ends, l + ends, 4, blocks, width, NOTHING, out + 4 * row * width)
+
+
+def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
+    rows, blocks, width = o.shape
+    out = o.new_empty(rows, width)
+    _merge(
+        threads() if o.numel() >= SUMS_PARALLEL else 1,
+        o.data_ptr(),
+        m.data_ptr(),
+        l.data_ptr(),
+        rows,
+        blocks,
+        width,
+        out.data_ptr(),
+    )
+    return out
+
+
+def rope_append_latent(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope, q_rope, latent, k_rope = reference.split_latent.reference(q, kv, heads, nope)
+    turning = inv_freq, positions, mscale, interleaved
+    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *turning)

@@ -1,0 +1,211 @@
+"""The inner loops of attention with one query per sequence, as LLVM IR: a vector holds neighbouring coordinates of one key.
+
+A few query heads share each load of the cache. Rows are covered by whole vectors: the last one ends with the row, and overlaps
+its neighbour where the width is not a multiple of LANES.
+
+What memory holds is named by `like`: np.float32, np.float16, or np.uint16 for the bits of a bfloat16.
+"""
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from auraflux.ops._dispatch import Declined
+from auraflux.ops.simd.vectors import (
+    F32,
+    I16,
+    I32,
+    I64,
+    ISA,
+    at,
+    call,
+    cpu_features,
+    fma,
+    kernel,
+    load,
+    machine,
+    prefetch,
+    splat,
+    spread,
+    store,
+    sum_four,
+    variable,
+    vector,
+)
+
+LANES = ISA.lanes
+BYTES = 4 * LANES
+TOKENS = 4  # keys scored together, so that their sums across lanes share the work
+
+ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
+SIZES = {types.float32: 4, types.float16: 2, types.uint16: 2}
+WIDENS_HALVES = machine() != "x86_64" or "f16c" in cpu_features()
+# where the dtype is known only when the kernel runs, a number stands for it
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT = 0
+
+
+def element_of(dtype: torch.dtype) -> Any:
+    """What names elements of this dtype in jitted code."""
+    if dtype is torch.float16 and not WIDENS_HALVES:
+        raise Declined("this processor has no instruction to widen float16")
+    return ELEMENTS[dtype]
+
+
+@cache
+def number_of(dtype: torch.dtype) -> int:
+    element_of(dtype)
+    return NUMBERS[dtype]
+
+
+def typed(constants):
+    """Make `build(b, element type, *constants, *values)` callable from jitted code as f(like, (*constants, *values))."""
+
+    def wrap(build):
+        @intrinsic(prefer_literal=True)
+        def emit(typingctx, like, args):
+            fixed = [t.literal_value for t in args.types[:constants]]
+
+            def codegen(context, b, signature, values):
+                build(b, like.dtype, *fixed, *cgutils.unpack_tuple(b, values[1])[constants:])
+                return context.get_dummy_value()
+
+            return types.void(like, args), codegen
+
+        return emit
+
+    return wrap
+
+
+def widen(b, element, raw, kind):
+    """Bits of an element, or a vector of them, as float32."""
+    if element is types.float32:
+        return b.bitcast(raw, kind)
+    if element is types.float16:
+        half = ir.HalfType() if kind == F32 else vector(ir.HalfType(), kind.count)
+        return b.fpext(b.bitcast(raw, half), kind)
+    wide = I32 if kind == F32 else vector(I32, kind.count)
+    shift = ir.Constant(I32, 16) if kind == F32 else splat(wide, 16)
+    return b.bitcast(b.shl(b.zext(raw, wide), shift), kind)
+
+
+def raw_bits(element):
+    return I32 if element is types.float32 else I16
+
+
+def _load_floats(b, element, address, offset):
+    raw = load(b, address, offset, vector(raw_bits(element), LANES))
+    return widen(b, element, raw, ISA.floats)
+
+
+@kernel(0)
+def widen_row(b, number, source, width, target):
+    """Copy `width` elements to float32; `number` is that of their dtype."""
+    for dtype, mine in NUMBERS.items():
+        if dtype is torch.float16 and not WIDENS_HALVES:
+            continue
+        with b.if_then(b.icmp_signed("==", number, at(mine))):
+            _widen_row(b, numba.from_dtype(np.dtype(ELEMENTS[dtype])), source, width, target)
+
+
+def _widen_row(b, element, source, width, target):
+    size = SIZES[element]
+    whole = b.sdiv(width, at(LANES))
+    with cgutils.for_range(b, whole) as loop:
+        raw = _load_floats(b, element, source, b.mul(loop.index, at(LANES * size)))
+        store(b, raw, target, b.mul(loop.index, at(BYTES)))
+    with cgutils.for_range_slice(b, b.mul(whole, at(LANES)), width, at(1)) as (index, _):
+        raw = load(b, source, b.mul(index, at(size)), raw_bits(element))
+        store(b, widen(b, element, raw, F32), target, b.mul(index, at(4)))
+
+
+@intrinsic
+def size_of(typingctx, like):
+    size = SIZES[like.dtype]
+    return types.int64(like), lambda context, b, signature, args: at(size)
+
+
+@intrinsic
+def fetch_add(typingctx, address, amount):
+    """Add to an integer that other threads change too; give what it was."""
+
+    def codegen(context, b, signature, args):
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+def _place(b, number, last):
+    """Where a vector lies in a row, in elements: the last one ends with the row, and overlaps its neighbour if it must."""
+    here = b.mul(number, at(LANES))
+    return b.select(b.icmp_signed("<", here, last), here, last)
+
+
+@typed(1)
+def score_block(b, element, heads, q, q_step, rows, count, vectors, last, out, out_step, best, ahead, ahead_nbytes):
+    """Score `heads` queries against `count` keys (a multiple of TOKENS), and keep the largest score of each in four parts.
+
+    q      [heads][vectors * LANES]  zero where the last vector overlaps its neighbour
+    rows   [count]                   addresses of the keys
+    out    [heads][.]                rows `out_step` bytes apart
+    best   [heads][4]
+    ahead  [count]                   addresses of `ahead_nbytes` each that will be needed next
+    """
+    four = vector(F32, 4)
+    tops = [variable(b, splat(four, -float("inf"))) for _ in range(heads)]
+    with cgutils.for_range(b, b.sdiv(count, at(TOKENS))) as outer:
+        first = b.mul(outer.index, at(TOKENS))
+        where = [load(b, rows, b.mul(b.add(first, at(i)), at(8)), I64) for i in range(TOKENS)]
+        prefetch(b, [load(b, ahead, b.mul(b.add(first, at(i)), at(8)), I64) for i in range(TOKENS)], ahead_nbytes)
+        sums = [[variable(b, splat(ISA.floats, 0.0)) for _ in range(TOKENS)] for _ in range(heads)]
+        with cgutils.for_range(b, vectors) as loop:
+            offset = b.mul(_place(b, loop.index, last), at(SIZES[element]))
+            key = [_load_floats(b, element, address, offset) for address in where]
+            for h in range(heads):
+                query = load(b, q, b.add(b.mul(q_step, at(h)), b.mul(loop.index, at(BYTES))), ISA.floats)
+                for i in range(TOKENS):
+                    b.store(fma(b, query, key[i], b.load(sums[h][i])), sums[h][i])
+        for h in range(heads):
+            scores = sum_four(b, [b.load(s) for s in sums[h]])
+            store(b, scores, out, b.add(b.mul(out_step, at(h)), b.mul(first, at(4))))
+            b.store(call(b, "llvm.maxnum.v4f32", four, scores, b.load(tops[h])), tops[h])
+    for h in range(heads):
+        store(b, b.load(tops[h]), best, 16 * h)
+
+
+@typed(2)
+def value_block(
+    b, element, heads, wide, weights, weight_step, rows, count, first, last, out, out_step, keep, ahead, ahead_nbytes
+):
+    """Scale `wide` vectors of each head's sum by its `keep`, and add `count` weighted values.
+
+    weights  [heads][count], out [heads][vectors * LANES]: rows `weight_step` and `out_step` bytes apart
+    rows     [count]  addresses of the values
+    first    number of the first of those vectors
+    ahead    [count]  addresses of `ahead_nbytes` each that will be needed next
+    """
+    numbers = [b.add(first, at(v)) for v in range(wide)]
+    places = [b.mul(_place(b, n, last), at(SIZES[element])) for n in numbers]
+    slots = {(h, v): b.add(b.mul(out_step, at(h)), b.mul(numbers[v], at(BYTES))) for h in range(heads) for v in range(wide)}
+    sums = {}
+    for (h, v), slot in slots.items():
+        factor = spread(b, load(b, keep, 4 * h, F32), LANES)
+        sums[h, v] = variable(b, b.fmul(load(b, out, slot, ISA.floats), factor))
+    with cgutils.for_range(b, count) as loop:
+        row = load(b, rows, b.mul(loop.index, at(8)), I64)
+        prefetch(b, [load(b, ahead, b.mul(loop.index, at(8)), I64)], ahead_nbytes)
+        value = [_load_floats(b, element, row, place) for place in places]
+        for h in range(heads):
+            offset = b.add(b.mul(weight_step, at(h)), b.mul(loop.index, at(4)))
+            weight = spread(b, load(b, weights, offset, F32), LANES)
+            for v in range(wide):
+                b.store(fma(b, weight, value[v], b.load(sums[h, v])), sums[h, v])
+    for key, slot in slots.items():
+        store(b, b.load(sums[key]), out, slot)

@@ -1,0 +1,253 @@
+"""Which thread does what: attention over a batch as items of work that threads take one after the other.
+
+An item is one key head of one sequence, a block of its queries, and a part of its keys. Keys are split only where there would
+be fewer items than threads can use; the thread that ends the last part of a block joins them. All blocks of a key head come
+one after the other, while its keys are near; the late queries first, since they see the most keys. Items are taken from a
+counter: queries see more or fewer keys, so equal shares would not end together.
+"""
+
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+
+from auraflux.ops.attention.cpu.decode_tiles import fetch_add
+from auraflux.ops.attention.cpu.softmax import NOTHING, divide, join_row
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, held, int32s, int64s, jit, recorder, workspace
+
+ITEMS_PER_THREAD = 4
+KEYS_PER_ITEM = 256  # at least, where keys are split
+
+
+class Batch(NamedTuple):
+    """A call: addresses, and sizes.
+
+    q, q2                 queries and, for latent attention, their rotated parts; width2 is 0 otherwise
+    a, b                  keys and values, or latents and rotated keys; `element` names their dtype
+    page                  tokens in a page
+    reach                 how many positions before its own a query sees
+    sinks                 0 for none
+    peaks, totals         0, or where the largest scores and the sums of weights go; `out` is then not divided by the latter
+    scale, softcap        floats, which arrive as bits; softcap 0 for none
+    """
+
+    q: int
+    q2: int
+    width: int
+    width2: int
+    heads: int
+    a: int
+    b: int
+    width_a: int
+    width_b: int
+    key_heads: int
+    element: int
+    page: int
+    table: int
+    table_width: int
+    lengths: int
+    starts: int
+    sequences: int
+    reach: int
+    sinks: int
+    out: int
+    peaks: int
+    totals: int
+    value_width: int
+    scale: float
+    softcap: float
+
+
+class Plan(NamedTuple):
+    """How a batch is divided.
+
+    rows      in a block of queries
+    lines     [sequences + 1]  `Line`, the last one with the totals
+    counters  items taken; then for each block of queries its parts that are done
+    space     a job's scratch memory, `nbytes` of it
+    partials  sums of blocks whose keys are split
+    """
+
+    rows: int
+    lines: int
+    counters: int
+    space: int
+    nbytes: int
+    partials: int
+
+
+class Line(NamedTuple):
+    """The plan of a sequence: its first item, blocks of queries per head, parts of the keys, floats of partial sums before."""
+
+    item: int
+    blocks: int
+    parts: int
+    partial: int
+
+
+class Item(NamedTuple):
+    """A piece of work.
+
+    sequence  -1 if there is none
+    slots     partial sums of its block of queries, `part` of `parts`
+    done      address of the count of parts that are done
+    """
+
+    sequence: int
+    head: int
+    block: int
+    part: int
+    parts: int
+    slots: int
+    done: int
+
+
+class Span(NamedTuple):
+    """What an item covers.
+
+    start, position  the sequence's first new token: its row in the stack of all tokens, and where in the sequence it is
+    row, end         rows of queries, the last one excluded: row r is token r // group, head r % group
+    first, last      positions of keys, the last one excluded
+    """
+
+    start: int
+    position: int
+    row: int
+    end: int
+    first: int
+    last: int
+
+
+BATCH, FIELDS, LINE_FIELDS = len(Batch._fields), len(Batch._fields) + len(Plan._fields), len(Line._fields)
+
+
+@Kernel
+def _clear(args, job, jobs):
+    address, count = arguments(args, 2)
+    numbers = int64s(address, count)
+    for i in range(count):
+        numbers[i] = 0
+
+
+@Kernel
+def _divide(args, job, jobs_here):
+    """Plan the sequences with `fewest` to `most` new tokens; `slot` floats hold the sums of a block of queries."""
+    lines_at, starts_at, lengths_at, sequences, reach, group, key_heads, rows, fewest, most, slot, jobs = arguments(args, 12)
+    lines = int64s(lines_at, (sequences + 1) * LINE_FIELDS)
+    starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
+    work = items = partial = 0
+    for b in range(sequences):
+        new, length = np.int64(starts[b + 1]) - starts[b], np.int64(lengths[b])
+        if fewest <= new <= most:
+            work += min(length, new + reach) * new * group * key_heads
+    share = work // (ITEMS_PER_THREAD * jobs) + 1
+    for b in range(sequences):
+        new, length = np.int64(starts[b + 1]) - starts[b], np.int64(lengths[b])
+        blocks, parts = 0, 1
+        if fewest <= new <= most:
+            blocks, keys = (new * group + rows - 1) // rows, min(length, new + reach)
+            if jobs > 1:
+                parts = max(1, min(min(rows, new * group) * keys // share + 1, keys // KEYS_PER_ITEM))
+        here = LINE_FIELDS * b
+        lines[here], lines[here + 1], lines[here + 2], lines[here + 3] = items, blocks, parts, partial
+        items += blocks * key_heads * parts
+        if parts > 1:
+            partial += blocks * key_heads * parts * slot
+    here = LINE_FIELDS * sequences
+    lines[here], lines[here + 3] = items, partial
+
+
+def run(kernel: Kernel, jobs: int, batch: Batch, rows: int, fewest: int, most: int, scratch: int, *more: int) -> None:
+    """Attend for those sequences that have `fewest` to `most` new tokens.
+
+    rows     in a block of queries
+    scratch  floats that the kernel works in
+    more     arguments of this kernel, after those of all
+    """
+    slot = rows * (batch.value_width + 2)
+    lines = array("q", bytes(8 * LINE_FIELDS * (batch.sequences + 1)))
+    lines_at, group = held(lines), batch.heads // batch.key_heads
+    index = batch.starts, batch.lengths, batch.sequences, batch.reach
+    _divide(1, lines_at, *index, group, batch.key_heads, rows, fewest, most, slot, jobs)
+    items, partial = lines[-4], lines[-1]
+    if recorder.recording is not None:
+        # later lengths give other plans; twice the parts that are aimed at, and two for each block, is more than any has
+        items = 2 * ITEMS_PER_THREAD * jobs + 2 * batch.key_heads * batch.sequences * (group // rows + 1)
+        partial = items * slot
+    if items:
+        counters = array("q", bytes(8 * (items + 1)))
+        _clear(1, held(counters), items + 1)
+        nbytes = -(-4 * (scratch + slot) // LINE) * LINE
+        space = workspace(jobs * nbytes + 4 * partial)
+        kernel(jobs, *batch, rows, lines_at, held(counters), space, nbytes, space + jobs * nbytes, *more)
+
+
+@jit
+def opened(args):
+    """A kernel's arguments."""
+    found = arguments(args, FIELDS)
+    return Batch(*found[:BATCH]), Plan(*found[BATCH:])
+
+
+@jit
+def _line(plan, b):
+    p = int64s(plan.lines + 8 * LINE_FIELDS * b, LINE_FIELDS)
+    return Line(p[0], p[1], p[2], p[3])
+
+
+@jit
+def take(batch, plan, job, b):
+    """Take the next item, which is of sequence b or a later one."""
+    item = fetch_add(plan.counters, 1)
+    if item >= _line(plan, batch.sequences).item:
+        return Item(-1, 0, 0, 0, 0, 0, 0)
+    while _line(plan, b + 1).item <= item:
+        b += 1
+    line = _line(plan, b)
+    part, number = (item - line.item) % line.parts, (item - line.item) // line.parts
+    head, block = number // line.blocks, line.blocks - 1 - number % line.blocks
+    step = 4 * plan.rows * (batch.value_width + 2)
+    slots = plan.partials + 4 * line.partial + number * line.parts * step
+    if line.parts == 1:
+        slots = plan.space + (job + 1) * plan.nbytes - step
+    return Item(b, head, block, part, line.parts, slots, plan.counters + 8 * (1 + line.item + number))
+
+
+@jit
+def span(batch, plan, item):
+    starts, lengths = int32s(batch.starts, batch.sequences + 1), int32s(batch.lengths, batch.sequences)
+    start, length, group = np.int64(starts[item.sequence]), np.int64(lengths[item.sequence]), batch.heads // batch.key_heads
+    new = starts[item.sequence + 1] - start
+    position, row = length - new, item.block * plan.rows
+    end = min(new * group, row + plan.rows)
+    # from the first position that the block's first row sees to the last row's own
+    first, last = max(0, position + row // group - batch.reach), position + (end - 1) // group + 1
+    step = (last - first + item.parts - 1) // item.parts
+    return Span(start, position, row, end, first + item.part * step, min(last, first + (item.part + 1) * step))
+
+
+@jit
+def slot_of(batch, plan, item):
+    """Where an item's sums go: [rows, value_width] sums, then the maxima, then the sums of weights."""
+    return item.slots + 4 * item.part * plan.rows * (batch.value_width + 2)
+
+
+@jit
+def finish(batch, plan, item, where):
+    """Join the parts of a block of queries and write its results, if this was the last of them."""
+    if item.parts > 1 and fetch_add(item.done, 1) < item.parts - 1:
+        return
+    group, width, rows = batch.heads // batch.key_heads, batch.value_width, plan.rows
+    step = 4 * rows * (width + 2)
+    for r in range(where.end - where.row):
+        row = where.row + r
+        query_head = item.head * group + row % group
+        sink = floats(batch.sinks, batch.heads)[query_head] if batch.sinks else NOTHING
+        place = (where.start + row // group) * batch.heads + query_head
+        out, peaks = batch.out + 4 * place * width, item.slots + 4 * (rows * width + r)
+        parts = item.slots + 4 * r * width, step, peaks, peaks + 4 * rows, step, item.parts
+        peak, total, live = join_row(*parts, width, sink, out)
+        if batch.peaks:
+            floats(batch.peaks + 4 * place, 1)[0], floats(batch.totals + 4 * place, 1)[0] = peak, total
+        elif live:
+            divide(out, width, total)

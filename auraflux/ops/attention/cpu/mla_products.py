@@ -1,0 +1,193 @@
+"""The two halves of `kv_b_proj` on CPU, straight from its codes.
+
+For a few tokens each row of the weight is unpacked into a few kilobytes and used at once, heads in parallel. For many the rows
+of some heads are unpacked together and multiplied as matrices; the whole weight never is.
+"""
+
+from functools import cache
+
+import numba
+import torch
+from numba.core import cgutils
+from torch import Tensor
+
+from auraflux.ops._dispatch import Declined
+from auraflux.ops.attention.cpu.decode_tiles import LANES, SIZES, element_of, raw_bits, size_of, typed, widen
+from auraflux.ops.attention.cpu.softmax import ZERO, fill
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, jit, like, share, threads, workspace
+from auraflux.ops.simd.vectors import F32, I32, ISA, at, call, fma, load, pick, splat, spread, store, vector
+from auraflux.quant import QTensor
+
+CHUNK = 32  # codes; they fill exactly `bits` words
+FEW = 8  # tokens up to which rows are used one by one
+HEADS = 8  # whose rows are unpacked together for more tokens
+WEIGHTS_PARALLEL = 1 << 16  # below this, waking the threads costs more than the work
+
+
+@typed(1)
+def _unpack_chunks(b, element, bits, codes, scales, biases, chunks, per_group, target):
+    """Write the numbers of `chunks` chunks of codes; `per_group` chunks share a scale and a bias."""
+    with cgutils.for_range(b, chunks) as loop:
+        group = b.mul(b.sdiv(loop.index, per_group), at(SIZES[element]))
+        pair = [load(b, base, group, raw_bits(element)) for base in (scales, biases)]
+        scale, bias = (spread(b, widen(b, element, raw, F32), LANES) for raw in pair)
+        words = load(b, codes, b.mul(loop.index, at(4 * bits)), vector(I32, bits))
+        for first in range(0, CHUNK, LANES):
+            found = b.sitofp(_codes(b, bits, words, first), ISA.floats)
+            store(b, fma(b, found, scale, bias), target, b.add(b.mul(loop.index, at(4 * CHUNK)), at(4 * first)))
+
+
+def _codes(b, bits, words, first):
+    """LANES codes of a chunk, from `first` on."""
+    bit = [bits * (first + lane) for lane in range(LANES)]
+    shift = ISA.ints([n % 32 for n in bit])
+    found = pick(b, words, words, [n // 32 for n in bit])
+    if 32 % bits == 0:
+        found = b.lshr(found, shift)
+    else:
+        after = pick(b, words, words, [min(n // 32 + 1, bits - 1) for n in bit])
+        found = call(b, f"llvm.fshr.v{LANES}i32", ISA.ints, after, found, shift)
+    return b.and_(found, splat(ISA.ints, 2**bits - 1))
+
+
+@numba.njit(inline="always")
+def _unpack_row(bits, group, like, weight, row, width, target):
+    codes, scales, biases = weight
+    first, groups = codes + row * width // CHUNK * 4 * bits, row * (width // group) * size_of(like)
+    _unpack_chunks(like, (bits, first, scales + groups, biases + groups, width // CHUNK, group // CHUNK, target))
+
+
+@jit
+def _add_row(row_at, width, factor, target_at):
+    row, target = floats(row_at, width), floats(target_at, width)
+    for c in range(width):
+        target[c] += factor * row[c]
+
+
+@jit
+def _dot(x_at, y_at, width):
+    x, y, total = floats(x_at, width), floats(y_at, width), ZERO
+    for c in range(width):
+        total += x[c] * y[c]
+    return total
+
+
+@cache
+def _query_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
+    """Build `latent_query` for few tokens and one weight format."""
+    like = element_of(dtype)
+
+    @Kernel
+    def query(args, job, jobs):
+        codes, scales, biases, q, out, tokens, heads, nope, rows, width, space, nbytes = arguments(args, 12)
+        row_at = space + job * nbytes
+        for head in share(heads, job, jobs):
+            for t in range(tokens):
+                fill(out + 4 * (t * heads + head) * width, width, ZERO)
+            for i in range(nope):
+                _unpack_row(bits, group, like, (codes, scales, biases), head * rows + i, width, row_at)
+                for t in range(tokens):
+                    factor = floats(q + 4 * ((t * heads + head) * nope + i), 1)[0]
+                    _add_row(row_at, width, factor, out + 4 * (t * heads + head) * width)
+
+    return query
+
+
+@cache
+def _output_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
+    """Build `latent_output` for few tokens and one weight format."""
+    like = element_of(dtype)
+
+    @Kernel
+    def output(args, job, jobs):
+        codes, scales, biases, v, out, tokens, heads, nope, rows, width, space, nbytes = arguments(args, 12)
+        row_at, values = space + job * nbytes, rows - nope
+        for head in share(heads, job, jobs):
+            for f in range(values):
+                _unpack_row(bits, group, like, (codes, scales, biases), head * rows + nope + f, width, row_at)
+                for t in range(tokens):
+                    total = _dot(v + 4 * (t * heads + head) * width, row_at, width)
+                    floats(out + 4 * ((t * heads + head) * values + f), 1)[0] = total
+
+    return output
+
+
+@cache
+def _unpack_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
+    """Build the unpacking of rows [offset, offset + count) of each of some heads, to [heads, count, width]."""
+    like = element_of(dtype)
+
+    @Kernel
+    def unpack(args, job, jobs):
+        codes, scales, biases, first, heads, rows, offset, count, width, target = arguments(args, 10)
+        for i in share(heads * count, job, jobs):
+            row = (first + i // count) * rows + offset + i % count
+            _unpack_row(bits, group, like, (codes, scales, biases), row, width, target + 4 * i * width)
+
+    return unpack
+
+
+def _form(weight: QTensor) -> tuple[int, int, torch.dtype]:
+    """What the kernels for a weight are built from."""
+    if weight.lanes != 1 or weight.biases is None:
+        order = f"{weight.lanes} rows side by side" if weight.lanes > 1 else "rows one by one"
+        raise Declined(f"{weight.kind} weight with {order}; affine codes with rows one by one are needed")
+    return weight.bits, weight.group, weight.scales.dtype
+
+
+def _arrays(weight: QTensor) -> tuple[int, int, int]:
+    assert weight.biases is not None
+    return weight.packed.data_ptr(), weight.scales.data_ptr(), weight.biases.data_ptr()
+
+
+def _few(kernel: Kernel, weight: QTensor, x: Tensor, out: Tensor, nope: int, rows: int, parts: int) -> None:
+    """Multiply a few tokens with `parts` rows of each head."""
+    (tokens, heads, _), width = x.shape, weight.shape[1]
+    jobs = threads() if heads * parts * width >= WEIGHTS_PARALLEL else 1
+    nbytes = -(-4 * width // LINE) * LINE
+    sizes = tokens, heads, nope, rows, width, workspace(jobs * nbytes), nbytes
+    kernel(jobs, *_arrays(weight), x.data_ptr(), out.data_ptr(), *sizes)
+
+
+def _head_rows(weight: Tensor | QTensor, heads: slice, rows: int, offset: int, count: int) -> Tensor:
+    """Rows [offset, offset + count) of some heads, in float32: [heads, count, C]."""
+    if isinstance(weight, Tensor):
+        return as_float(weight.unflatten(0, (-1, rows))[heads, offset : offset + count])
+    width, some = weight.shape[1], heads.stop - heads.start
+    out = torch.empty(some, count, width)
+    kernel = _unpack_kernel(*_form(weight))
+    kernel(threads(), *_arrays(weight), heads.start, some, rows, offset, count, width, out.data_ptr())
+    return out
+
+
+def _some_heads(weight: Tensor | QTensor, heads: int) -> list[slice]:
+    step = heads if isinstance(weight, Tensor) and weight.dtype is torch.float32 else HEADS
+    return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
+
+
+def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
+    tokens, heads, nope = q_nope.shape
+    width = weight.shape[1]
+    queries = as_float(q_nope).contiguous()
+    out = queries.new_empty(tokens, heads, width)
+    if isinstance(weight, QTensor) and tokens <= FEW:
+        _few(_query_kernel(*_form(weight)), weight, queries, out, nope, rows, nope)
+        return like(out, q_nope)
+    for some in _some_heads(weight, heads):
+        keys = _head_rows(weight, some, rows, 0, nope)
+        out[:, some] = torch.bmm(queries[:, some].transpose(0, 1), keys).transpose(0, 1)
+    return like(out, q_nope)
+
+
+def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
+    tokens, heads, _ = v.shape
+    rows = weight.shape[0] // heads
+    latents = as_float(v).contiguous()
+    out = latents.new_empty(tokens, heads, rows - nope)
+    if isinstance(weight, QTensor) and tokens <= FEW:
+        _few(_output_kernel(*_form(weight)), weight, latents, out, nope, rows, rows - nope)
+        return like(out, v)
+    for some in _some_heads(weight, heads):
+        values = _head_rows(weight, some, rows, nope, rows - nope)
+        out[:, some] = torch.bmm(latents[:, some].transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+    return like(out, v)

@@ -1,0 +1,68 @@
+"""Page tables, lengths and starts as kernels take them, of whatever kind the pages are: addresses, once they are safe."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops.attention.pages import spans
+from auraflux.ops.simd.jit import int32s, jit
+
+EVERYTHING = 1 << 40  # positions; further back than any sequence is long
+
+
+@jit
+def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, count, reach):
+    """Give how many pairs of a query and a key there may be, or -1 if any of this leads outside the pages."""
+    lengths, starts = int32s(lengths_at, sequences), int32s(starts_at, sequences + 1)
+    if starts[0] != 0 or starts[sequences] != tokens:
+        return -1
+    pairs = 0
+    for b in range(sequences):
+        new, length = np.int64(starts[b + 1]) - starts[b], np.int64(lengths[b])
+        if new < 0 or (new > 0 and length < new):
+            return -1
+        if new == 0:
+            continue
+        first, needed = max(0, length - new - reach), (length + page - 1) // page
+        if needed > width:
+            return -1
+        table = int32s(table_at + 4 * b * width, width)
+        for i in range(first // page, needed):
+            if table[i] < 0 or table[i] >= count:
+                return -1
+        pairs += new * (length - first)
+    return pairs
+
+
+def count_pairs(pages: Any, starts: Tensor, tokens: int, reach: int | None) -> int:
+    """Count the pairs of a query and a key, once it is sure that no kernel will leave the pages, of whatever kind."""
+    (count, size), (sequences, width) = pages.pool, pages.table.shape
+    index = pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr()
+    found = survey(*index, sequences, tokens, size, count, EVERYTHING if reach is None else reach)
+    if found < 0:
+        spans(pages, starts, tokens, reach)
+        raise InputError("the page table, lengths and starts do not fit each other.")
+    return found
+
+
+def index_of(pages: Any, starts: Tensor) -> tuple[int, int, int, int, int, int]:
+    """Rows in a page, addresses of the table, its width, addresses of lengths and starts, how many sequences."""
+    sequences, width = pages.table.shape
+    return pages.pool[1], pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr(), sequences
+
+
+@jit
+def page_row(token, page, table, table_width, lengths_at, starts_at, sequences):
+    """Page and slot of a new token."""
+    starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
+    low, high = 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] <= token:
+            low = middle
+        else:
+            high = middle
+    position = np.int64(lengths[low]) - starts[low + 1] + token
+    return np.int64(int32s(table + 4 * low * table_width, table_width)[position // page]), position % page

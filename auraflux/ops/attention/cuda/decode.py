@@ -1,0 +1,221 @@
+"""Attention of few new tokens on Hopper, in Gluon: the query heads of one token that share a key head are columns, in 16 bits.
+
+Everything is computed transposed. 64 positions are rows of the scores' product, and the channels of their values those of the
+results', so that no row of the tensor core is empty however few the heads are, and the work takes less time than reading. One
+warp asks for keys and values by TMA, several tiles ahead; those of earlier steps before the kernel launched before
+this one has ended.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops.attention.cuda.flash import EVERYTHING
+from auraflux.ops.attention.cuda.split_kv import (
+    ACROSS,
+    LOG2E,
+    MOST_SPLITS,
+    TILE,
+    columns,
+    merge,
+    room_for,
+    share_of,
+    sum_of_columns,
+    tiles_of,
+    top_of_columns,
+)
+from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+
+MOST_COLUMNS = 32
+MERGED = 64  # channels of a program that merges
+# by width: programs of a multiprocessor, tiles in flight, how many of them are asked for before the wait, and registers, so
+# few that merging programs find room beside these
+SHAPES = {64: (2, 6, 6, 96), 128: (2, 3, 2, 96), 256: (1, 3, 3, 168)}
+F32 = gl.float32
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _feed(
+    queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    waited = False
+    following = gl.load(table + begin // PAGE)
+    for i in range(count):
+        first, page = begin + i * 64, following
+        following = gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
+        row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
+        if (not waited) & ((first + 64 > old) | (i == BEFORE)):
+            # queries and the newest keys may come from the kernel before; its end is seen when what was asked for has come
+            gdc_wait()
+            gdc_launch_dependents()
+            waited = True
+            mbarrier.expect(bars.index(3 * ST), N * D * 2)
+            tma.async_copy_global_to_shared(queries, [line, 0], bars.index(3 * ST), Q)
+        mbarrier.wait(bars.index(2 * ST + i % ST), (i // ST % 2) ^ 1)
+        mbarrier.expect(bars.index(i % ST), 64 * D * 2)
+        tma.async_copy_global_to_shared(keys, [row, 0], bars.index(i % ST), K.index(i % ST))
+        mbarrier.expect(bars.index(ST + i % ST), 64 * D * 2)
+        tma.async_copy_global_to_shared(values, [row, 0], bars.index(ST + i % ST), V.index(i % ST))
+    if not waited:
+        gdc_wait()
+        gdc_launch_dependents()
+        mbarrier.expect(bars.index(3 * ST), N * D * 2)
+        tma.async_copy_global_to_shared(queries, [line, 0], bars.index(3 * ST), Q)
+
+
+@gluon.jit
+def _clear(V, low, high, D: gl.constexpr):
+    """Make zeros of positions that are not seen: 0 times what lies there must be 0."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    seen = (row >= low) & (row < high)
+    for part in gl.static_range(D // 64):
+        some = V.slice(part * 64, 64, dim=1)
+        some.store(gl.where(seen[:, None], some.load(ROWS), 0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _attend(
+    Q, K, V, P, X, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line, head, split, splits,
+    pool, G: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    T: gl.constexpr = columns(N)
+    DTYPE: gl.constexpr = K.dtype
+    position, query = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
+    m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
+    l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
+    acc = gl.full([D, N], 0.0, F32, T)
+    zero = gl.full([64, N], 0.0, F32, T)
+    following = gl.load(table + begin // PAGE)
+    gdc_wait()
+    mbarrier.wait(bars.index(3 * ST), 0)
+    for i in range(count):
+        first, stage, phase = begin + i * 64, i % ST, i // ST % 2
+        page, following = following, gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
+        till = gl.where((page >= 0) & (page < pool), end - first, 0)
+        mbarrier.wait(bars.index(stage), phase)
+        s = warpgroup_mma(K.index(stage), Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s]) * scale
+        if SOFTCAP:
+            # tanh by one exponential; its absolute error is what counts here
+            s = softcap * (1.0 - 2.0 / (gl.exp(2.0 * (s / softcap)) + 1.0))
+        s = gl.where(((position < till) & (first + position >= low))[:, None], s * LOG2E, float("-inf"))
+        top = gl.maximum(m, top_of_columns(s, X, N))
+        safe = gl.where(top == float("-inf"), 0.0, top)
+        p = gl.exp2(s - safe[None, :])
+        fade = gl.exp2(m - safe)
+        m, l = top, l * fade[None, :] + p  # noqa: E741
+        P.permute((1, 0)).store(p.to(DTYPE))
+        mbarrier.wait(bars.index(ST + stage), phase)
+        if (till < 64) | (first < low):
+            _clear(V.index(stage), low - first, till, D)
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(V.index(stage).permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(bars.index(2 * ST + stage))
+    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, D, gl.SliceLayout(1, T)), query < G
+    at = line.to(gl.int64) * splits + split
+    if part_m is not None:
+        gl.store(part_m + at + query * splits, m, mask=inside)
+        gl.store(part_l + at + query * splits, total, mask=inside)
+    if sinks is not None:
+        sink = gl.load(sinks + head * G + query, mask=inside, other=0.0) * LOG2E
+        total += gl.exp2(sink - gl.where(m == float("-inf"), sink, m))
+    part = gl.where(total == 0.0, 0.0, 1.0 / total)
+    where = at * D + (query[None, :] * (splits * D) + channel[:, None])
+    gl.store(out + where, (acc * part[None, :]).to(out.dtype.element_ty), mask=inside[None, :] & (channel >= 0)[:, None])
+
+
+@gluon.jit
+def decode_columns(
+    queries, keys, values, table, lengths, starts, sinks, out, part_m, part_l, scale, softcap, window, sequences, heads,
+    table_width, pool, splits, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr,
+    N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """G heads of one token, N columns, with one share of the positions they see; grid (tokens * HEADS, splits)."""
+    token, head, split = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1)
+    share = share_of(token, split, splits, window, lengths, starts, sequences, S, 64)
+    sequence, begin, low, end, count, old = share
+    table += sequence.to(gl.int64) * table_width
+    Q = gl.allocate_shared_memory(keys.dtype, [N, D], queries.layout)
+    K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
+    V = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], values.layout)
+    P = gl.allocate_shared_memory(keys.dtype, [N, 64], gl.NVMMASharedLayout.get_default_for([N, 64], keys.dtype))
+    X = gl.allocate_shared_memory(F32, [4, N], ACROSS)
+    bars = gl.allocate_shared_memory(gl.int64, [3 * ST + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3 * ST + 1):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    line = token * heads + head * G
+    gl.warp_specialize(
+        [
+            (_attend, (Q, K, V, P, X, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line,
+                       head, split, splits, pool, G, PAGE, D, N, ST, SOFTCAP)),
+            (_feed, (queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool, HEADS, PAGE, D, N, ST,
+                     BEFORE)),
+        ],
+        [1],
+        [56],
+    )  # fmt: skip
+
+
+def fits_decode(q: Tensor, pages: KVPages) -> bool:
+    """Whether the kernel serves a call: one 16-bit type, heads of 64, 128 or 256, pages of whole tiles, tokens that are few."""
+    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
+    return (
+        not INTERPRETED
+        and q.dtype is pages.k.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and width in (64, 128, 256)
+        and pages.v.shape[3] == width
+        and page % TILE == 0
+        and pool * key_heads * page < 1 << 31
+        and heads // key_heads <= MOST_COLUMNS
+        and not any(x.data_ptr() % 16 for x in (q, pages.k, pages.v))
+        # more tokens of a sequence share the reading of keys in the other kernels
+        and tokens <= 2 * pages.table.shape[0]
+        and capability(q.device) == HOPPER
+    )
+
+
+def attend_decode(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    """`attention` into `out`."""
+    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
+    (sequences, table_width), group = pages.table.shape, heads // key_heads
+    programs, (each, stages, before, registers) = tokens * key_heads, SHAPES[width]
+    splits = max(1, min(MOST_SPLITS, each * multiprocessors(q.device) // programs, cdiv(table_width * page, TILE)))
+    parts = None if splits == 1 else room_for(tokens * heads, splits, width, torch.float32, q.device)
+    n, seen = max(8, power_of_two(group)), EVERYTHING if window is None else window
+    decode_columns[programs, splits](
+        tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.table, pages.lengths, starts,
+        sinks if parts is None else None, *(parts or (out, None, None)), scale, softcap or 1.0, seen,
+        sequences, heads, table_width, pool, splits, group, key_heads, width, page, power_of_two(sequences), n,
+        stages, before, softcap is not None, num_warps=4, maxnreg=registers, launch_pdl=True,
+    )  # fmt: skip
+    if parts is not None:
+        merge(parts, sinks, out, MERGED, before < stages)

@@ -1,0 +1,160 @@
+"""Latent attention for few heads and few tokens on Hopper, in Gluon: the heads of one token are columns, in bf16.
+
+Everything is computed transposed. Latents of 64 positions are rows of the scores' product and, turned, of the results', so that
+no row of the tensor core is empty however few the heads are, and the work takes less time than reading. One warp asks for
+latents by TMA, those of earlier steps before the kernel launched before this one has ended.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from auraflux.ops.attention.cuda.mla_tma import clear, feed
+from auraflux.ops.attention.cuda.split_kv import (
+    ACROSS,
+    LOG2E,
+    MOST_SPLITS,
+    TILE,
+    columns,
+    merge,
+    room_for,
+    share_of,
+    sum_of_columns,
+    tiles_of,
+    top_of_columns,
+)
+from auraflux.ops.attention.pages import LatentPages
+from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+
+MOST_COLUMNS = 32
+LATENT = 512
+STAGES = 2
+MERGED = 64  # channels of a program that merges
+# by columns: registers, so few that programs that merge find room beside these, and tiles that are asked for before the wait
+SHAPES = {8: (128, 1), 16: (128, 1), 32: (216, 2)}
+BF, F32 = gl.bfloat16, gl.float32
+PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0,0;")
+
+
+@gluon.jit
+def _fetch(line):
+    """Have 128 bytes brought to the cache."""
+    gl.inline_asm_elementwise(PREFETCH, "=r,l,~{memory}", [line.to(gl.int64)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _attend(
+    Q, QR, K, R, P, X, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split, splits, pool,
+    PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    T: gl.constexpr = columns(N)
+    position, head = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
+    m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
+    l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
+    acc = gl.full([512, N], 0.0, F32, T)
+    zero = gl.full([64, N], 0.0, F32, T)
+    following = gl.load(table + begin // PAGE)
+    gdc_wait()
+    mbarrier.wait(bars.index(2 * ST), 0)
+    for i in range(count):
+        first, tile = begin + i * 64, K.index(i % ST)
+        page, following = following, gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
+        left = gl.where((page >= 0) & (page < pool), end - first, 0)
+        mbarrier.wait(bars.index(i % ST), i // ST % 2)
+        if left < 64:
+            clear(tile, left, 64)
+        s = warpgroup_mma(tile, Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(R.index(i % ST), QR.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s = gl.where((position < left)[:, None], s * scale, float("-inf"))
+        top = gl.maximum(m, top_of_columns(s, X, N))
+        safe = gl.where(top == float("-inf"), 0.0, top)
+        p = gl.exp2(s - safe[None, :])
+        fade = gl.exp2(m - safe)
+        m, l = top, l * fade[None, :] + p  # noqa: E741
+        P.permute((1, 0)).store(p.to(BF))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(tile.permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(bars.index(ST + i % ST))
+    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < heads
+    at = token.to(gl.int64) * heads * splits + split
+    if part_m is not None:
+        gl.store(part_m + at + head * splits, m, mask=inside)
+        gl.store(part_l + at + head * splits, total, mask=inside)
+    part = gl.where(total == 0.0, 0.0, 1.0 / total)
+    where = at * 512 + (head[None, :] * (splits * 512) + channel[:, None])
+    gl.store(out + where, (acc * part[None, :]).to(out.dtype.element_ty), mask=inside[None, :] & (channel >= 0)[:, None])
+
+
+@gluon.jit
+def latent_columns(
+    queries, rotated, latents, ropes, plain, turned, table, lengths, starts, out, part_m, part_l,
+    scale, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    BEFORE: gl.constexpr,
+):  # fmt: skip
+    """All heads of one token, N at most, with one share of its positions; grid (tokens, splits).
+
+    plain, turned  the queries again: all programs together bring them to the cache while they wait for the kernel before
+    """
+    token, split = gl.program_id(0), gl.program_id(1)
+    _fetch(plain + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
+    _fetch(turned + (token * heads + split % heads) * 64)
+    share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
+    sequence, begin, _, end, count, old = share
+    table += sequence.to(gl.int64) * table_width
+    Q = gl.allocate_shared_memory(BF, [N, 512], queries.layout)
+    QR = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
+    K = gl.allocate_shared_memory(BF, [ST, 64, 512], latents.layout)
+    R = gl.allocate_shared_memory(BF, [ST, 64, 64], ropes.layout)
+    P = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
+    X = gl.allocate_shared_memory(F32, [4, N], ACROSS)
+    bars = gl.allocate_shared_memory(gl.int64, [2 * ST + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * ST + 1):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_attend, (Q, QR, K, R, P, X, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads,
+                       split, splits, pool, PAGE, N, ST)),
+            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, token * heads, pool,
+                    PAGE, N, 64, ST, BEFORE)),
+        ],
+        [1],
+        [56],
+    )  # fmt: skip
+
+
+def attend_columns(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    pages: LatentPages,
+    starts: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """`latent_attention` of few heads into `out`."""
+    (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
+    splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tokens, cdiv(table_width * page, TILE)))
+    parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
+    n = max(8, power_of_two(heads))
+    registers, before = SHAPES[n]
+    latent_columns[tokens, splits](
+        tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
+        q_latent, q_rope, pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences,
+        heads, table_width, pool, splits, page, power_of_two(sequences), n, STAGES, before,
+        num_warps=4, maxnreg=registers, launch_pdl=True,
+    )  # fmt: skip
+    if parts is not None:
+        merge(parts, None, out, MERGED, before < STAGES)

@@ -1,0 +1,175 @@
+"""Products of latent attention with each head's part of `kv_b_proj`, dense or quantized, on CUDA.
+
+Codes of the commonest formats meet few tokens in `mla_products_codes`. In 16 bits all else is written out and goes to cuBLAS, a
+product for each head. What is left is plain Triton: a tile of the weight is brought to plain numbers and goes through the
+tensor core; its rows are summed over for queries, its columns for values.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops._dispatch import Declined
+from auraflux.ops.attention.cuda.flash import narrow
+from auraflux.ops.attention.cuda.mla_products_codes import bring_codes, carry_codes, fits_output, fits_query
+from auraflux.ops.hopper.device import INTERPRETED, ready
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.linear.cuda.codes import check_order
+from auraflux.ops.linear.cuda.dense import dequantized
+from auraflux.ops.linear.cuda.dequantize import fits_written, written
+from auraflux.quant import QTensor
+
+
+@triton.jit
+def weight_tile(packed, scales, biases, row, inside, c, C: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Give rows of the weight at columns `c`, a power of two of them, as float32; with 0 BITS it is dense."""
+    there = inside[:, None] & (c < C)[None, :]
+    if BITS == 0:
+        w = tl.load(packed + row[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
+    else:
+        WORDS: tl.constexpr = C * BITS // 32
+        bit = c * BITS
+        at = row[:, None] * WORDS + (bit // 32)[None, :]
+        word = tl.load(packed + at, mask=there, other=0).to(tl.uint32, bitcast=True)
+        code = word >> (bit % 32)[None, :].to(tl.uint32)
+        if 32 % BITS != 0:
+            # the code may end in the next word
+            over = (bit % 32 + BITS > 32)[None, :]
+            following = tl.load(packed + at + 1, mask=there & over, other=0).to(tl.uint32, bitcast=True)
+            code = code | tl.where(over, following << ((32 - bit % 32) % 32)[None, :].to(tl.uint32), 0)
+        at = row[:, None] * (C // GROUP) + (c // GROUP)[None, :]
+        scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+        bias = tl.load(biases + at, mask=there, other=0.0).to(tl.float32)
+        w = (code & ((1 << BITS) - 1)).to(tl.float32) * scale + bias
+    return w
+
+
+@triton.jit
+def latent_products(
+    x,
+    packed,
+    scales,
+    biases,
+    out,
+    tokens,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SKIP: tl.constexpr,
+    USED: tl.constexpr,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY: tl.constexpr,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Multiply T tokens' vectors of one head with rows [SKIP, SKIP + USED) of its ROWS in the weight.
+
+    QUERY   sum over the rows, B columns a program; otherwise over the columns, R rows a program
+    grid    (HEADS, parts of the result, tiles of tokens)
+    """
+    head = tl.program_id(0)
+    t = tl.program_id(2) * T + tl.arange(0, T)
+    at = (t.to(tl.int64) * HEADS + head)[:, None]
+    here = (t < tokens)[:, None]
+    PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
+    KIND: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
+    first = (head * ROWS + SKIP).to(tl.int64)
+    if QUERY:
+        c = tl.program_id(1) * B + tl.arange(0, B)
+        acc = tl.zeros([T, B], tl.float32)
+        for i in range(0, USED, R):
+            r = i + tl.arange(0, R)
+            a = tl.load(x + at * USED + r[None, :], mask=here & (r < USED)[None, :], other=0.0).to(KIND)
+            w = weight_tile(packed, scales, biases, first + r, r < USED, c, C, BITS, GROUP).to(KIND)
+            acc = tl.dot(a, w, acc, input_precision=PRECISION)
+        tl.store(out + at * C + c[None, :], acc.to(out.dtype.element_ty), mask=here & (c < C)[None, :])
+    else:
+        r = tl.program_id(1) * R + tl.arange(0, R)
+        acc = tl.zeros([T, R], tl.float32)
+        for i in range(0, C, B):
+            c = i + tl.arange(0, B)
+            a = tl.load(x + at * C + c[None, :], mask=here & (c < C)[None, :], other=0.0).to(KIND)
+            w = weight_tile(packed, scales, biases, first + r, r < USED, c, C, BITS, GROUP).to(KIND)
+            acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
+        tl.store(out + at * USED + r[None, :], acc.to(out.dtype.element_ty), mask=here & (r < USED)[None, :])
+
+
+def _launch(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: int, used: int, query: bool) -> None:
+    x = x.contiguous()
+    parts: tuple[Any, Any, Any] = (weight, None, None)
+    bits = group = 0
+    if isinstance(weight, QTensor):
+        if weight.biases is None:
+            raise Declined("an MXFP4 weight")
+        if weight.lanes != 1:
+            raise Declined("a weight whose rows are interleaved")
+        parts, bits, group = (weight.packed, weight.scales, weight.biases), weight.bits, weight.group
+    tokens, heads, width = x.shape[0], x.shape[1], weight.shape[1]
+    if not out.numel():
+        return
+    tile = min(64, max(16, power_of_two(tokens)))
+    # few tokens: small parts of the result, so that all of the GPU reads the weight
+    grid_rows, grid_columns = (32, 64) if query else (16 if tokens <= 16 else 64, 64)
+    pieces = cdiv(width, grid_columns) if query else cdiv(used, grid_rows)
+    latent_products[(heads, pieces, cdiv(tokens, tile))](
+        x,
+        *parts,
+        out,
+        tokens,
+        HEADS=heads,
+        ROWS=rows,
+        SKIP=skip,
+        USED=used,
+        C=width,
+        BITS=bits,
+        GROUP=group,
+        QUERY=query,
+        T=tile,
+        R=grid_rows,
+        B=grid_columns,
+        WIDE=not narrow(x),
+        num_warps=4,
+    )
+
+
+def _as_matrix(x: Tensor, weight: Tensor | QTensor) -> Tensor | None:
+    """The weight in the tokens' 16 bits, or None where they have more."""
+    if INTERPRETED or x.dtype is torch.float32:
+        return None
+    if isinstance(weight, Tensor):
+        return weight if weight.dtype is x.dtype else None
+    check_order(weight)
+    return written(weight) if fits_written(weight, x.dtype) else dequantized(weight, x.dtype)
+
+
+def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
+    ready(q_nope)
+    tokens, heads, nope = q_nope.shape
+    out = torch.empty(tokens, heads, weight.shape[1], dtype=q_nope.dtype, device=q_nope.device)
+    if isinstance(weight, QTensor) and fits_query(q_nope, weight):
+        carry_codes(q_nope, weight, rows, out)
+    elif out.numel() and (matrix := _as_matrix(q_nope, weight)) is not None:
+        torch.bmm(q_nope.transpose(0, 1), matrix.view(heads, rows, -1)[:, :nope], out=out.transpose(0, 1))
+    else:
+        _launch(q_nope, weight, out, rows, 0, nope, True)
+    return out
+
+
+def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
+    ready(v)
+    tokens, heads, _ = v.shape
+    rows = weight.shape[0] // heads
+    out = torch.empty(tokens, heads, rows - nope, dtype=v.dtype, device=v.device)
+    if isinstance(weight, QTensor) and fits_output(v, weight, rows - nope):
+        bring_codes(v, weight, nope, out)
+    elif out.numel() and (matrix := _as_matrix(v, weight)) is not None:
+        torch.bmm(v.transpose(0, 1), matrix.view(heads, rows, -1)[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
+    else:
+        _launch(v, weight, out, rows, nope, rows - nope, False)
+    return out

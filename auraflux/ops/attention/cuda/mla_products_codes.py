@@ -1,0 +1,261 @@
+"""Few tokens times each head's part of `kv_b_proj`, codes of 4 or 8 bits in groups of 64, on Hopper.
+
+A program brings the codes of a head to shared memory before the kernel before has ended, and every token uses them from there.
+What a thread does is in `mla_products_ptx`.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.attention.cuda.mla_products_ptx import (
+    DONE,
+    STEP_NBYTES,
+    channel_sums,
+    copy_rows,
+    four_halves,
+    group_products,
+    half_of,
+    pair_at,
+    pitch_of,
+    put_four,
+    put_totals,
+    sixteen_at,
+    store_eight,
+    wide,
+    words_at,
+)
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, sum_lanes
+from auraflux.quant import QTensor
+
+MOST_TOKENS = 64
+FEW_HEADS = 64  # up to which a head is shared by two programs
+REGISTERS = 128  # two programs of eight warps on each multiprocessor
+GROUP = gl.constexpr(64)
+LARGER, BACK = gl.constexpr(2.0**64), gl.constexpr(2.0**69)  # what factors are made larger by; back to codes as whole numbers
+STEP = gl.constexpr(STEP_NBYTES)
+
+
+@gluon.jit
+def _inputs(q, tile, tokens, head, g, t, q_pitch, HEADS: gl.constexpr, NOPE: gl.constexpr, T: gl.constexpr):
+    """A lane's coordinates of T tokens: 16g + 4e + t of every 128."""
+    xs = ()
+    for m in gl.static_range(T):
+        token = gl.minimum(tile * T + m + 0 * g, tokens - 1).to(gl.int64)
+        for n in gl.static_range((NOPE + 127) // 128):
+            row = gl.minimum(128 * n + 16 * g + t, NOPE - 13)
+            xs += four_halves(q + (token * HEADS + head) * q_pitch + row, 8, False)
+    return xs
+
+
+@gluon.jit
+def _factors(x, scales, biases, to, g, t, NOPE: gl.constexpr, M: gl.constexpr):
+    """Leave a token's coordinates times scales in shared memory, as two bf16 numbers each; gives their sum times biases."""
+    PARTS: gl.constexpr = (NOPE + 127) // 128
+    y = (g * 0).to(gl.float32)
+    for n in gl.static_range(PARTS):
+        there = 128 * n + 16 * g + t < NOPE
+        high = ()
+        low = ()
+        for e in gl.static_range(4):
+            value = wide(x[4 * (M * PARTS + n) + e])
+            product = value * (wide(scales[4 * n + e]) * LARGER)
+            first = product.to(gl.bfloat16).to(gl.float32)
+            high += (first,)  # type: ignore[assignment]
+            low += (product - first,)  # type: ignore[assignment]
+            y += gl.where(there, value * wide(biases[4 * n + e]), 0.0)
+        at = to + (8 * n + g) * STEP + M * 64 + t * 8
+        put_four(at, high, there)
+        put_four(at + 32, low, there)
+    return sum_lanes(y)
+
+
+@gluon.jit
+def query_codes(
+    q, w, s, b, out, tokens, q_pitch, HEADS: gl.constexpr, ROWS: gl.constexpr, NOPE: gl.constexpr, C: gl.constexpr,
+    BITS: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Sum the first NOPE rows of a head, each times its coordinate of T tokens at a time; grid (HEADS, C / 64W).
+
+    A warp has 64 channels, one group of every row; rows are what is summed over. Scales differ from row to row, so they go
+    onto the coordinates. A product of two bf16 numbers is two bf16 numbers: column 2m of the `mma` has the first of token m.
+    """
+    GROUPS: gl.constexpr = C // GROUP
+    STEPS: gl.constexpr = NOPE // 16
+    STRIDE: gl.constexpr = C * BITS // 8
+    SLICE: gl.constexpr = 8 * BITS * W
+    PITCH: gl.constexpr = pitch_of(SLICE, 32)
+    CHUNKS: gl.constexpr = SLICE // 16
+    TOGETHER: gl.constexpr = 32 * W // CHUNKS
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    g, t = lane // 4, lane % 4
+    head, part = gl.program_id(0), gl.program_id(1)
+    memory, codes = shared(NOPE * PITCH + W * STEPS * STEP, tid)
+    row0 = head.to(gl.int64) * ROWS
+    chunk = tid // CHUNKS
+    source = w + (row0 + chunk) * STRIDE + part * SLICE + tid % CHUNKS * 16
+    copy_rows(codes + chunk * PITCH + tid % CHUNKS * 16, source, NOPE // TOGETHER, TOGETHER * PITCH, TOGETHER * STRIDE)
+    scales = ()
+    biases = ()
+    for n in gl.static_range((NOPE + 127) // 128):
+        at = (row0 + gl.minimum(128 * n + 16 * g + t, NOPE - 13)) * GROUPS + part * W + warp
+        scales, biases = scales + four_halves(s + at, 8 * GROUPS, True), biases + four_halves(b + at, 8 * GROUPS, True)
+    run(AWAIT, lane)
+    factors = codes + NOPE * PITCH + warp * (STEPS * STEP)
+    mine = codes + t * PITCH + warp * (8 * BITS) + g * BITS
+    xs = _inputs(q, 0, tokens, head, g, t, q_pitch, HEADS, NOPE, T)
+    for tile in range((tokens + T - 1) // T):
+        y = _factors(xs, scales, biases, factors, g, t, NOPE, 0)
+        for m in gl.static_range(1, T):
+            y = gl.where(t == m, _factors(xs, scales, biases, factors, g, t, NOPE, m), y)
+        if T == 4:
+            # fewer tokens are one tile
+            xs = _inputs(q, tile + 1, tokens, head, g, t, q_pitch, HEADS, NOPE, T)
+        run(DONE, lane)
+        gl.thread_barrier()
+        c = channel_sums(mine, factors + g * 32 + t * 8, BITS, STEPS, PITCH)
+        found = ()
+        for j in gl.static_range(4):
+            even, odd = c[4 * j] + c[4 * j + 1], c[4 * j + 2] + c[4 * j + 3]
+            found += (even * BACK + y, odd * (BACK / 16.0 if BITS == 4 else BACK) + y)  # type: ignore[assignment]
+        token = tile * T + t
+        to = out + (token.to(gl.int64) * HEADS + head) * C + (part * W + warp) * GROUP + g * 8
+        store_eight(to, found, (t < T) & (token < tokens))
+        gl.thread_barrier()
+    memory._keep_alive()
+
+
+@gluon.jit
+def output_codes(
+    x, w, s, b, out, tokens, x_pitch, HEADS: gl.constexpr, ROWS: gl.constexpr, SKIP: gl.constexpr, C: gl.constexpr,
+    BITS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Multiply eight tokens at a time by 16W rows of a head, after its first SKIP; grid (HEADS, parts of them).
+
+    A warp has 16 rows, fills its own part of shared memory with them, and is the only one to read it. Sums over the tokens'
+    groups, which the biases need, are made once: each warp makes some of them.
+    """
+    GROUPS: gl.constexpr = C // GROUP
+    USED: gl.constexpr = ROWS - SKIP
+    STRIDE: gl.constexpr = C * BITS // 8
+    PITCH: gl.constexpr = pitch_of(STRIDE, 8 * BITS)
+    CHUNKS: gl.constexpr = STRIDE // 16
+    TOGETHER: gl.constexpr = 32 // CHUNKS
+    WORDS: gl.constexpr = GROUPS // 2
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    g, t = lane // 4, lane % 4
+    head, row0 = gl.program_id(0), gl.program_id(1) * (16 * W) + warp * 16
+    memory, base = shared(16 * W * PITCH + GROUPS * 32, tid)
+    totals, codes = base + 16 * W * PITCH, base + warp * (16 * PITCH)
+    first = head.to(gl.int64) * ROWS + SKIP + row0
+    chunk = lane // CHUNKS
+    source = w + (first + chunk) * STRIDE + lane % CHUNKS * 16
+    copy_rows(codes + chunk * PITCH + lane % CHUNKS * 16, source, 16 // TOGETHER, TOGETHER * PITCH, TOGETHER * STRIDE)
+    at = (first + g) * GROUPS
+    s0, s1 = words_at(s + at, WORDS), words_at(s + at + 8 * GROUPS, WORDS)
+    b0, b1 = words_at(b + at, WORDS), words_at(b + at + 8 * GROUPS, WORDS)
+    run(AWAIT, lane)
+    mine = codes + g * PITCH + t * (2 * BITS)
+    for tile in range((tokens + 7) // 8):
+        token = tile * 8 + g
+        there = token < tokens
+        x_at = x + (gl.minimum(token, tokens - 1).to(gl.int64) * HEADS + head) * x_pitch + t * 16
+        xs = ()
+        for k in gl.static_range(GROUPS):
+            xs += (sixteen_at(x_at + k * GROUP, there),)  # type: ignore[assignment]
+        for n in gl.static_range((GROUPS + W - 1) // W):
+            group = warp + n * W
+            some = sixteen_at(x_at + gl.minimum(group, GROUPS - 1) * GROUP, there)
+            put_totals(totals + group * 32 + t * 8, some, (g == 0) & (group < GROUPS))
+        run(DONE, lane)
+        gl.thread_barrier()
+        zero = (tid * 0).to(gl.float32)
+        by_code = (zero, zero, zero, zero)
+        by_bias = (zero, zero, zero, zero)
+        for k in gl.static_range(GROUPS):
+            c, X = group_products(mine + k * (8 * BITS), xs[k], BITS, PITCH), pair_at(totals + k * 32 + t * 8)
+            sa, sb = half_of(s0[k // 2], k % 2), half_of(s1[k // 2], k % 2)
+            ba, bb = half_of(b0[k // 2], k % 2), half_of(b1[k // 2], k % 2)
+            by_code = (by_code[0] + sa * c[0], by_code[1] + sa * c[1], by_code[2] + sb * c[2], by_code[3] + sb * c[3])
+            by_bias = (by_bias[0] + ba * X[0], by_bias[1] + ba * X[1], by_bias[2] + bb * X[0], by_bias[3] + bb * X[1])
+        for i in gl.static_range(4):
+            found = tile * 8 + 2 * t + i % 2
+            to = out + (found.to(gl.int64) * HEADS + head) * USED + row0 + g + i // 2 * 8
+            gl.store(to, (by_code[i] * BACK + by_bias[i]).to(gl.bfloat16), found < tokens)
+        gl.thread_barrier()
+    memory._keep_alive()
+
+
+def _fits(x: Tensor, weight: QTensor) -> bool:
+    """Whether the kernels here serve tokens and a format."""
+    return (
+        not INTERPRETED
+        and weight.biases is not None
+        and 0 < len(x) <= MOST_TOKENS
+        and x.dtype is torch.bfloat16
+        and weight.format in ((4, 64, 1, torch.bfloat16), (8, 64, 1, torch.bfloat16))
+        and capability(x.device) == HOPPER
+        and not (weight.packed.data_ptr() | weight.scales.data_ptr() | weight.biases.data_ptr()) % 16
+    )
+
+
+def fits_query(q: Tensor, weight: QTensor) -> bool:
+    """Whether `carry_codes` serves: whole steps of rows, and warps for all groups."""
+    nope, groups = q.shape[2], weight.shape[1] // 64
+    return _fits(q, weight) and nope % 16 == 0 and 16 <= nope <= 256 and groups in (2, 4, 8)
+
+
+def carry_codes(q: Tensor, weight: QTensor, rows: int, out: Tensor) -> None:
+    """`latent_query` of few tokens, into bf16 [T, H, C]."""
+    (tokens, heads, nope), width = q.shape, weight.shape[1]
+    warps, together = min(8 if heads > FEW_HEADS and tokens <= 4 else 4, width // 64), tokens if tokens < 3 else 4
+    sizes = {"HEADS": heads, "ROWS": rows, "NOPE": nope, "C": width, "BITS": weight.bits, "T": together}
+    passed = q, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, q.stride(1)
+    query_codes[heads, width // (64 * warps)](*passed, **sizes, W=warps, num_warps=warps, launch_pdl=True)
+
+
+def fits_output(v: Tensor, weight: QTensor, used: int) -> bool:
+    """Whether `bring_codes` serves: whole tiles of rows, and rows that a warp copies in whole turns."""
+    width = weight.shape[1]
+    aligned = not v.data_ptr() % 16 and v.stride(1) % 8 == 0
+    return _fits(v, weight) and aligned and used % 64 == 0 and width in (128, 256, 512)
+
+
+def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
+    """`latent_output` of few tokens, into bf16 [T, H, rows - nope]."""
+    (tokens, heads, width), used = v.shape, out.shape[2]
+    warps = 8 if heads > FEW_HEADS and used % 128 == 0 else 4
+    sizes = {"HEADS": heads, "ROWS": nope + used, "SKIP": nope, "C": width, "BITS": weight.bits}
+    passed = v, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, v.stride(1)
+    output_codes[heads, used // (16 * warps)](*passed, **sizes, W=warps, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True)
+
+
+_TYPES = "*bf16 *i8 *bf16 *bf16 *bf16"
+_SIZES = {"HEADS": 128, "ROWS": 256, "C": 512}
+HEAD_BUILDS = [
+    *(
+        Build(
+            query_codes,
+            f"{_TYPES}{' i32' if tokens == 4 else ''} i32:16",
+            {**_SIZES, **({} if tokens == 4 else {"tokens": 1}), "NOPE": 128, "BITS": bits, "T": tokens, "W": 8},
+            hot=True,
+            options={"num_warps": 8},
+        )
+        for bits, tokens in ((4, 1), (4, 4), (8, 4))
+    ),
+    *(
+        Build(
+            output_codes,
+            f"{_TYPES} i32 i32:16",
+            {**_SIZES, "SKIP": 128, "BITS": bits, "W": warps},
+            hot=True,
+            options={"num_warps": warps, "maxnreg": REGISTERS},
+        )
+        for bits, warps in ((4, 8), (4, 4), (8, 8))
+    ),
+]

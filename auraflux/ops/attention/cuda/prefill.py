@@ -1,0 +1,226 @@
+"""Attention of many new tokens on Hopper, in Gluon: 128 rows a program, heads of 64, 128 or 256 channels in 16 bits.
+
+Rows are as in `flash`: the query heads of some tokens that share a key head. One warp asks for keys and values, 64 positions
+at a time, by TMA. Two groups of four warps have 64 rows each and take turns at the tensor cores: while one is at
+its softmax, the other multiplies. Tiles that some row sees only in part come first and are masked; for the others the next
+scores are begun together with the products of the weights before, and softened while those are made.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from auraflux.ops.attention.cuda.flash import EVERYTHING
+from auraflux.ops.attention.cuda.prefill_tiles import (
+    F32,
+    KEY,
+    LINES,
+    ROW,
+    SCORES,
+    advance,
+    capped,
+    feed,
+    keys_of_rows,
+    lines_of,
+    mix_by_rows,
+    rows_of_tile,
+    soften,
+    tile_at,
+)
+from auraflux.ops.attention.cuda.prefill_unmasked import attend_one, attend_pairs, attend_whole, scores_of
+from auraflux.ops.attention.cuda.split_kv import LOG2E, TILE, columns, tiles_of
+from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.sizes import power_of_two
+
+ROWS = 128  # of a program
+STAGES = {64: 6, 128: 6, 256: 2}  # tiles of keys and of values in flight, by width
+SHORT = 1024  # positions, for which keys need no splitting
+
+
+@gluon.jit
+def _operand(x, D: gl.constexpr):
+    """Queries for the tensor core: from registers, or from shared memory where the sums need those."""
+    if D > 128:
+        X = gl.allocate_shared_memory(x.dtype, [64, D], gl.NVMMASharedLayout.get_default_for([64, D], x.dtype))
+        X.store(x)
+        fence_async_shared()
+        gl.thread_barrier()
+        x = X
+    else:
+        x = gl.convert_layout(x, gl.DotOperandLayout(0, SCORES, 2))
+    return x
+
+
+@gluon.jit
+def _mix(acc, p, V, values, head, first, end, position, window, page, pool, HEADS: gl.constexpr, PAGE: gl.constexpr,
+         D: gl.constexpr):  # fmt: skip
+    """Add a tile of values by their weights; what is not finite only to the rows that see it."""
+    # 0 where all are finite, otherwise NaN
+    bad = gl.full([64], 0.0, F32, gl.SliceLayout(1, LINES))
+    for c in gl.static_range(D // 64):
+        bad += gl.sum(V.slice(c * 64, 64, dim=1).load(LINES).to(F32) * 0.0, 1)
+    if gl.sum(bad, 0) != 0.0:
+        page = gl.where((page >= 0) & (page < pool), page, 0)
+        acc = mix_by_rows(acc, p, values, head, first, end, position, window, page, HEADS, PAGE, D)
+    else:
+        acc = warpgroup_mma(gl.convert_layout(p.to(V.dtype), gl.DotOperandLayout(0, columns(D), 2)), V, acc)
+    return acc
+
+
+@gluon.jit
+def _result(acc, m, l, sinks, head, row, G: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr):  # noqa: E741
+    """Divide sums by weights, those of the sinks included, and lay them out in lines."""
+    sink = gl.full([64], float("-inf"), F32, ROW)
+    if sinks is not None:
+        sink = gl.load(sinks + head * G + row % G) * LOG2E
+    top = gl.maximum(m, sink)
+    top = gl.where(top == float("-inf"), 0.0, top)
+    kept = gl.exp2(m - top)
+    total = l * kept + gl.exp2(sink - top)
+    part = gl.convert_layout(gl.where(total == 0.0, 0.0, kept / total), gl.SliceLayout(1, columns(D)))
+    return gl.convert_layout((acc * part[:, None]).to(DTYPE), LINES)
+
+
+@gluon.jit
+def _attend(
+    q, out, sinks, values, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row, begin, end,
+    full, edge, parted, count, pool,
+    G: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
+    PART: gl.constexpr,
+):  # fmt: skip
+    at, live = lines_of(first_row + PART * 64, start, new, heads, head, G, D)
+    x = _operand(gl.load(q + at, mask=live, other=0.0), D)
+    row = first_row + PART * 64 + gl.arange(0, 64, ROW)
+    position = length - new + gl.minimum(row // G, new - 1)
+    m = gl.full([64], float("-inf"), F32, ROW)
+    l = gl.full([64], 0.0, F32, ROW)  # noqa: E741
+    acc = gl.full([64, D], 0.0, F32, columns(D))
+    stage, phase = 0, 0
+    factor = LOG2E if SOFTCAP else scale * LOG2E
+    for i in range(parted):
+        first = tile_at(i, parted, begin, full, edge)
+        page = gl.load(table + first // PAGE)
+        s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
+        mbarrier.arrive(bars.index(2 * ST + stage))
+        key = first + gl.arange(0, 64, KEY)[None, :]
+        seen = (key <= position[:, None]) & (key > position[:, None] - window) & (page >= 0) & (page < pool)
+        # scores of keys beyond the end may be NaN
+        s = gl.where(seen, capped(s, scale, softcap, SOFTCAP), float("-inf"))
+        p, fade, m, l = soften(s, m, l, factor, D)  # noqa: E741
+        p = gl.where(seen, p, 0.0)
+        acc = acc * fade[:, None]
+        mbarrier.wait(bars.index(ST + stage), phase)
+        acc = _mix(acc, p, V.index(stage), values, head, first, end, position, window, page, pool, HEADS, PAGE, D)
+        mbarrier.arrive(bars.index(3 * ST + stage))
+        stage, phase = advance(stage, phase, ST)
+    whole = count - parted
+    if D == 128:
+        if whole % 2 == 1:
+            acc, m, l = attend_one(  # noqa: E741
+                x, K, V, bars, acc, m, l, stage, phase, scale, softcap, factor, D, ST, SOFTCAP
+            )
+            stage, phase = advance(stage, phase, ST)
+        if whole > 1:
+            acc, m, l = attend_pairs(  # noqa: E741
+                x, K, V, bars, acc, m, l, stage, phase, whole, scale, softcap, factor, D, ST, SOFTCAP, PART
+            )
+    else:
+        acc, m, l = attend_whole(  # noqa: E741
+            x, K, V, bars, acc, m, l, stage, phase, whole, scale, softcap, factor, D, ST, SOFTCAP
+        )
+    found = _result(acc, m, l, sinks, head, row, G, D, K.dtype)
+    # places found anew, as registers are short in between
+    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [first_row], gl.int32, is_pure=False, pack=1)
+    at, live = lines_of(same + PART * 64, start, new, heads, head, G, D)
+    gl.store(out + at, found, mask=live)
+
+
+@gluon.jit
+def prefill_tiles(
+    q, keys, values, lines, table, lengths, starts, sinks, out, scale, softcap, window, sequences, heads, table_width, pool,
+    G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, ST: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Attend from 128 rows to all keys they see; grid (HEADS, tiles)."""
+    # late tiles of a prompt see most keys: they come first
+    head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
+    sequence, start, new, length, first_row = rows_of_tile(tile, starts, lengths, sequences, G, S)
+    last = length - new + gl.minimum((first_row + 127) // G, new - 1)
+    begin, end, full, edge = keys_of_rows(length - new + first_row // G, last, window)
+    # a tile that got no row has nothing to do
+    count = gl.where(first_row < new * G, (end - begin + 63) // 64, 0)
+    parted = gl.where(first_row < new * G, count - (edge - full) // 64, 0)
+    table += sequence.to(gl.int64) * table_width
+    K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
+    V = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], values.layout)
+    # keys there, values there; keys read, values read, by both groups; the groups' turns
+    bars = gl.allocate_shared_memory(gl.int64, [4 * ST + 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4 * ST + 2):
+        mbarrier.init(bars.index(i), count=2 if i // (2 * ST) == 1 else 1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_attend, (
+                q, out, sinks, lines, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row,
+                begin, end, full, edge, parted, count, pool, G, HEADS, PAGE, D, ST, SOFTCAP, 0,
+            )),
+            (_attend, (
+                q, out, sinks, lines, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row,
+                begin, end, full, edge, parted, count, pool, G, HEADS, PAGE, D, ST, SOFTCAP, 1,
+            )),
+            (feed, (keys, values, K, V, bars, table, begin, full, edge, parted, count, head, pool, HEADS, PAGE, D, ST)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def fits_prefill(q: Tensor, pages: KVPages, scale: float) -> bool:
+    """Whether the kernel here serves a call: one 16-bit type, heads of 64, 128 or 256, pages of whole tiles, tokens enough."""
+    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
+    rows, sequences = tokens * (heads // key_heads), pages.table.shape[0]
+    return (
+        not INTERPRETED
+        and q.dtype is pages.k.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and width in (64, 128, 256)
+        and pages.v.shape[3] == width
+        and page % TILE == 0
+        and pool * key_heads * page < 1 << 31
+        and scale > 0
+        and not any(x.data_ptr() % 16 for x in (q, pages.k, pages.v))
+        and rows >= ROWS * sequences
+        # fewer programs would leave multiprocessors idle, where the other kernel splits the keys
+        and (2 * (rows // ROWS) * key_heads >= multiprocessors(q.device) or pages.table.shape[1] * page <= SHORT)
+        and capability(q.device) == HOPPER
+    )
+
+
+def attend_prefill(
+    q: Tensor,
+    pages: KVPages,
+    starts: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    """`attention` into `out`."""
+    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
+    (sequences, table_width), group = pages.table.shape, heads // key_heads
+    grid = key_heads, tokens * group // ROWS + sequences
+    prefill_tiles[grid](
+        q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, pages.table, pages.lengths, starts, sinks, out, scale,
+        softcap or 1.0, EVERYTHING if window is None else window, sequences, heads, table_width, pool, group, key_heads, width,
+        page, power_of_two(sequences), STAGES[width], softcap is not None, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""What a program of `prefill` is made of: its rows, the keys they see, how these reach it, and its softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from auraflux.ops.attention.cuda.split_kv import LIST, columns
+
+F32 = gl.float32
+SCORES = gl.constexpr(columns(64))
+ROW, KEY = gl.constexpr(gl.SliceLayout(1, SCORES.value)), gl.constexpr(gl.SliceLayout(0, SCORES.value))
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def advance(stage, phase, ST: gl.constexpr):
+    stage = stage + 1
+    phase = gl.where(stage == ST, phase ^ 1, phase)
+    return gl.where(stage == ST, 0, stage), phase
+
+
+@gluon.jit
+def rows_of_tile(tile, starts, lengths, sequences, G: gl.constexpr, S: gl.constexpr):
+    """Find a tile's sequence; give it, its first token, new tokens, length, and the first of its rows in the tile."""
+    b = gl.arange(0, S, LIST)
+    start = gl.load(starts + b, mask=b < sequences, other=0)
+    first = gl.where(b < sequences, start * G // 128 + b, 1 << 30)
+    sequence = gl.sum((first <= tile).to(gl.int32), 0) - 1
+    if S > 1:
+        # it is the same in all lanes; of this maximum of theirs the compiler knows that, so that no branch after it parts them
+        ptx: gl.constexpr = "redux.sync.max.s32 $0,$1,-1;"
+        sequence = gl.inline_asm_elementwise(ptx, "=r,r", [sequence], gl.int32, is_pure=False, pack=1)
+    start = gl.load(starts + sequence)
+    new = gl.load(starts + sequence + 1) - start
+    return sequence, start, new, gl.load(lengths + sequence), (tile - start * G // 128 - sequence) * 128
+
+
+@gluon.jit
+def keys_of_rows(first, last, window):
+    """Give the keys [begin, end) that rows at positions [first, last] see, and those [full, edge) that all of them see."""
+    begin = gl.maximum(0, first - window + 1) // 64 * 64
+    end = gl.maximum(last + 1, begin)
+    full = begin + (gl.maximum(last - window + 1 - begin, 0) + 63) // 64 * 64
+    edge = begin + gl.maximum(gl.minimum(first + 1, end) - begin, 0) // 64 * 64
+    return begin, end, full, gl.maximum(full, edge)
+
+
+@gluon.jit
+def tile_at(i, parted, begin, full, edge):
+    """First position of the i-th tile: those seen in part, `parted` of them, come before the others."""
+    first = begin + i * 64
+    first += gl.where(first >= full, edge - full, 0)
+    return gl.where(i < parted, first, full + (i - parted) * 64)
+
+
+@gluon.jit
+def feed(
+    keys, values, K, V, bars, table, begin, full, edge, parted, count, head, pool,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    stage, phase = 0, 1
+    NBYTES: gl.constexpr = 64 * D * 2
+    following = gl.load(table + gl.where(count > 0, tile_at(0, parted, begin, full, edge), 0) // PAGE)
+    for i in range(count):
+        first, page = tile_at(i, parted, begin, full, edge), following
+        following = gl.load(table + tile_at(gl.minimum(i + 1, count - 1), parted, begin, full, edge) // PAGE)
+        row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
+        mbarrier.wait(bars.index(2 * ST + stage), phase)
+        mbarrier.expect(bars.index(stage), NBYTES)
+        tma.async_copy_global_to_shared(keys, [row, 0], bars.index(stage), K.index(stage))
+        mbarrier.wait(bars.index(3 * ST + stage), phase)
+        mbarrier.expect(bars.index(ST + stage), NBYTES)
+        tma.async_copy_global_to_shared(values, [row, 0], bars.index(ST + stage), V.index(stage))
+        stage, phase = advance(stage, phase, ST)
+
+
+@gluon.jit
+def capped(s, scale, softcap, SOFTCAP: gl.constexpr):
+    """Squash scores, where they are; otherwise `soften` scales them."""
+    if SOFTCAP:
+        # tanh by one exponential; its absolute error is what counts here
+        s = softcap * (1.0 - 2.0 / (gl.exp(2.0 * (s * scale / softcap)) + 1.0))
+    return s
+
+
+@gluon.jit
+def soften(s, m, l, factor, D: gl.constexpr):  # noqa: E741
+    """Take a tile of scores into the running softmax: weights, what becomes of earlier sums, maximum and sum."""
+    top = gl.maximum(m, gl.max(s, 1) * factor)
+    safe = gl.where(top == float("-inf"), 0.0, top)
+    p = gl.exp2(s * factor - safe[:, None])
+    fade = gl.exp2(m - safe)
+    return p, gl.convert_layout(fade, gl.SliceLayout(1, columns(D))), top, l * fade + gl.sum(p, 1)
+
+
+@gluon.jit
+def mix_by_rows(acc, p, values, head, first, end, position, window, page, HEADS: gl.constexpr, PAGE: gl.constexpr,
+                 D: gl.constexpr):  # fmt: skip
+    """Add values by their weights key by key, for those rows that see it: 0 times NaN must not reach the others."""
+    d, key = gl.arange(0, D, gl.SliceLayout(0, columns(D))), gl.arange(0, 64, KEY)
+    lines = values + ((page.to(gl.int64) * HEADS + head) * PAGE + first % PAGE) * D
+    position = gl.convert_layout(position, gl.SliceLayout(1, columns(D)))
+    for i in range(gl.minimum(64, end - first)):
+        weight = gl.convert_layout(gl.sum(gl.where((key == i)[None, :], p, 0.0), 1), gl.SliceLayout(1, columns(D)))
+        sees = (first + i <= position) & (first + i > position - window)
+        line = gl.load(lines + i * D + d).to(F32)
+        acc += gl.where(sees[:, None], weight[:, None] * line[None, :], 0.0)
+    return acc
+
+
+@gluon.jit
+def lines_of(first, start, new, heads, head, G: gl.constexpr, D: gl.constexpr):
+    """Where 64 rows lie in the queries and in the results, and which of them there are."""
+    r = first + gl.arange(0, 64, gl.SliceLayout(1, LINES))
+    at = ((start + gl.minimum(r // G, new - 1)).to(gl.int64) * heads + head * G + r % G)[:, None] * D
+    at = at + gl.arange(0, D, gl.SliceLayout(0, LINES))[None, :]
+    return at, (r < new * G)[:, None] & (at >= 0)

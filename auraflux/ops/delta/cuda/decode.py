@@ -1,0 +1,210 @@
+"""One decode step of a whole delta layer on Hopper, in one Gluon kernel for heads of 128 channels in bf16.
+
+Both products are taken of the old memory, so one pass does everything: with S' = g S + k dᵀ, S'ᵀ q = g Sᵀ q + d (k . q). The
+norms of q and k are factors of the two results.
+
+A cluster of programs serves a key head and the value heads that share it. They all read the key head's last inputs, which are
+overwritten only when every program is known to have them. With few heads a value head's columns are split among several
+programs, and one number each goes around for the norm of the result: by stores that count themselves in, before the memory
+is written, as a barrier of the cluster would wait for that to be done.
+
+The memory is read before `gdc_wait`, while the kernel before still runs, which may not be one that writes it: a step right
+after another of the same sequences starts when that has ended.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
+
+WIDTH = 128  # channels of keys and values
+ARRIVE, WAIT = gl.constexpr("barrier.cluster.arrive.release.aligned;"), gl.constexpr("barrier.cluster.wait.acquire.aligned;")
+MOST_PROGRAMS = 8  # of a cluster
+SPLIT = 4  # programs of a value head, where a cluster has room for them
+SPLIT_HEADS = 128  # up to so many in all; with more, an H200 is full without
+WARPS = {1: 8, 2: 8, 4: 4}  # by programs of a head
+
+# by device, the memory that the last step changed
+_latest: dict[torch.device, int] = {}
+
+
+@gluon.constexpr_function
+def _tile(programs, warps, columns):
+    """Of [K, value heads * V]: 16 bytes a thread, columns split among programs and warps: sums over K stay in a warp."""
+    across = min(32, columns // warps // 4)
+    bases = [[0, 1 << i] for i in range(programs.bit_length() - 1)]
+    return gl.BlockedLayout([1, 4], [32 // across, across], [1, warps], [1, 0], bases)
+
+
+@gluon.constexpr_function
+def _channels(programs, warps, split):
+    """One channel a thread; every program has all of them, or they are split."""
+    return gl.BlockedLayout([1], [32], [warps], [0], [[split << i] for i in range(programs.bit_length() - 1)])
+
+
+@gluon.constexpr_function
+def _open_ptx(programs):
+    """A box for a number of each program, after a barrier that counts their bytes; others may write when all have this."""
+    return (
+        f"{{.shared .align 16 .b64 box[{programs // 2 + 1}]; .reg .b32 la,i; .reg .b64 s; .reg .pred z; mov.u32 la,box;"
+        "mov.u32 i,%tid.x; setp.eq.u32 z,i,0; @z mbarrier.init.shared::cta.b64 [la],1;"
+        f"@z mbarrier.arrive.expect_tx.shared::cta.b64 s,[la],{4 * programs}; fence.mbarrier_init.release.cluster;"
+        "barrier.cluster.arrive.release.aligned; add.u32 $0,la,8; // $1\n}"
+    )
+
+
+@gluon.constexpr_function
+def _send_ptx(programs):
+    """Thread i leaves this program's number $2 with program i."""
+    return (
+        "{.reg .b32 ra,rb,r,i; .reg .pred w; mov.u32 r,%cluster_ctarank; shl.b32 r,r,2; mov.u32 i,%tid.x;"
+        f"setp.lt.u32 w,i,{programs}; barrier.cluster.wait.acquire.aligned; @w mapa.shared::cluster.u32 ra,$1,i;"
+        "@w sub.u32 rb,ra,8; @w add.u32 ra,ra,r;"
+        "@w st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [ra],$2,[rb]; mov.b32 $0,$1;}"
+    )
+
+
+@gluon.constexpr_function
+def _take_ptx(split):
+    """The sum over the programs of a head, when all of the cluster have sent theirs."""
+    add = "".join(f"ld.shared.f32 t,[la+{4 * i}]; add.f32 $0,$0,t;" for i in range(1, split))
+    return (
+        "{.reg .b32 la,r; .reg .f32 t; .reg .pred p; sub.u32 la,$1,8;"
+        "MORE: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[la],0; @!p bra MORE; mov.u32 r,%cluster_ctarank;"
+        f"shl.b32 r,r,2; and.b32 r,r,{-4 * split}; add.u32 la,$1,r; ld.shared.f32 $0,[la]; {add}}}"
+    )
+
+
+@gluon.jit
+def _cluster(PTX: gl.constexpr, value):
+    """Arrive at the barrier of the cluster, or wait there."""
+    gl.inline_asm_elementwise(PTX + " mov.u32 $0,$1;", "=r,r,~{memory}", [value], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _inputs(conv, taps, channel, C: gl.constexpr):
+    """The last three inputs of channels, oldest first, and their taps."""
+    last = (gl.load(conv + channel), gl.load(conv + C + channel), gl.load(conv + 2 * C + channel))
+    ours = (
+        gl.load(taps + channel),
+        gl.load(taps + C + channel),
+        gl.load(taps + 2 * C + channel),
+        gl.load(taps + 3 * C + channel),
+    )
+    return last, ours
+
+
+@gluon.jit
+def _convolved(x, last, taps):
+    y = x.to(gl.float32) * taps[3].to(gl.float32)
+    for i in gl.static_range(3):
+        y += last[i].to(gl.float32) * taps[i].to(gl.float32)
+    return y / (1.0 + gl.exp(-y))
+
+
+@gluon.jit
+def _keep(conv, channel, x, last, C: gl.constexpr, mine):
+    """Move the inputs on by one token."""
+    gl.store(conv + channel, last[1], mask=mine)
+    gl.store(conv + C + channel, last[2], mask=mine)
+    gl.store(conv + 2 * C + channel, x, mask=mine)
+
+
+@gluon.jit
+def layer_step(
+    qkv, z, a, b, conv, state, taps, a_log, dt_bias, weight, out, unit_eps, eps, scale,
+    KEYS: gl.constexpr, G: gl.constexpr, NS: gl.constexpr,
+):  # fmt: skip
+    """A key head of a sequence and its G value heads, each split among NS programs."""
+    NW: gl.constexpr = gl.num_warps()
+    NC: gl.constexpr = G * NS
+    L: gl.constexpr = _tile(NC, NW, 128 // NS)
+    LK: gl.constexpr = gl.SliceLayout(1, L)
+    LV: gl.constexpr = gl.SliceLayout(0, L)
+    C: gl.constexpr = (2 + G) * KEYS * 128
+    n, key_head = gl.program_id(0) // KEYS, gl.program_id(0) % KEYS
+    rank = gl.inline_asm_elementwise("mov.u32 $0,%cluster_ctarank; // $1", "=r,r", [n], gl.int32, is_pure=True, pack=1)
+    if NS > 1:
+        box = gl.inline_asm_elementwise(_open_ptx(NC), "=r,r,~{memory}", [rank], gl.int32, is_pure=False, pack=1)
+    first, head = (n * KEYS + key_head) * G, (n * KEYS + key_head) * G + rank // NS
+    row, column = gl.arange(0, 128, LK), gl.arange(0, G * 128, LV)
+    memory = state + first.to(gl.int64) * 16384 + ((column // 128 * 16384 + column % 128)[None, :] + row[:, None] * 128)
+    cq = key_head * 128 + gl.arange(0, 128, _channels(NC, NW, 0))
+    ck, cv = cq + KEYS * 128, (2 * KEYS + key_head * G) * 128 + gl.arange(0, G * 128, _channels(NC, NW, 1))
+    conv += n.to(gl.int64) * 3 * C
+    at = head % (KEYS * G)
+    S = gl.load(memory, eviction_policy="evict_first")
+    rate, shift = gl.exp(gl.load(a_log + at).to(gl.float32)), gl.load(dt_bias + at).to(gl.float32)
+    w = gl.load(weight + column % 128).to(gl.float32)
+    last_q, taps_q = _inputs(conv, taps, cq, C)
+    last_k, taps_k = _inputs(conv, taps, ck, C)
+    last_v, taps_v = _inputs(conv, taps, cv, C)
+    gdc_launch_dependents()
+    gdc_wait()
+    xs = qkv + n.to(gl.int64) * C
+    xq, xk, xv = gl.load(xs + cq), gl.load(xs + ck), gl.load(xs + cv)
+    forget, strength = gl.load(a + head).to(gl.float32) + shift, gl.load(b + head).to(gl.float32)
+    gate = gl.load(z + first.to(gl.int64) * 128 + column).to(gl.float32)
+    q = gl.convert_layout(_convolved(xq, last_q, taps_q), LK)
+    k = gl.convert_layout(_convolved(xk, last_k, taps_k), LK)
+    v = gl.convert_layout(_convolved(xv, last_v, taps_v), LV)
+    if NC > 1 and NS == 1:
+        _cluster(ARRIVE, n)
+    kq, unit_k, unit_q = gl.sum(k * q, 0), gl.rsqrt(gl.sum(k * k, 0) + unit_eps), gl.rsqrt(gl.sum(q * q, 0) + unit_eps) * scale
+    g = gl.exp(-rate * gl.where(forget > 20.0, forget, gl.log(1.0 + gl.exp(forget))))
+    at_k, at_q = gl.sum(S * k[:, None], 0), gl.sum(S * q[:, None], 0)
+    d = (v - at_k * (g * unit_k)) / (1.0 + gl.exp(-strength))
+    o = at_q * (g * unit_q) + d * (kq * unit_k * unit_q)
+    if NS == 1:
+        gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
+    o2 = gl.reshape(o, [NC, 128 // NS])  # a row for each program
+    total = gl.sum(o2 * o2, 1)
+    if NS > 1:
+        args = [box + gl.zeros_like(total).to(gl.int32), total]
+        box = gl.inline_asm_elementwise(_send_ptx(NC), "=r,r,f,~{memory}", args, gl.int32, is_pure=False, pack=1)
+        gl.store(memory, S * g + (d * unit_k)[None, :] * k[:, None], eviction_policy="evict_first")
+        total = gl.inline_asm_elementwise(_take_ptx(NS), "=f,r,~{memory}", [box], gl.float32, is_pure=False, pack=1)
+    o2 = o2 * gl.rsqrt(total * (1.0 / 128) + eps)[:, None]
+    o = gl.convert_layout(gl.reshape(o2, [G * 128]), LV, assert_trivial=True) * w * (gate / (1.0 + gl.exp(-gate)))
+    gl.store(out + first.to(gl.int64) * 128 + column, o.to(out.dtype.element_ty))
+    if NC > 1 and NS == 1:
+        _cluster(WAIT, n)
+    _keep(conv, cq, xq, last_q, C, rank == 0)
+    _keep(conv, ck, xk, last_k, C, rank == 0)
+    _keep(conv, cv, xv, last_v, C, cv >= 0)
+
+
+def fits_step(qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor) -> bool:
+    """Whether the kernel here serves a step: bf16 heads of 128 channels, up to 8 value heads on a key head."""
+    return (
+        not INTERPRETED
+        and {qkv.dtype, z.dtype, a.dtype, b.dtype, conv.dtype} == {torch.bfloat16}
+        and state.shape[2:] == (WIDTH, WIDTH)
+        and state.shape[1] // _key_heads(qkv, state) in (1, 2, 4, 8)
+        and capability(qkv.device) == HOPPER
+        and not (z.data_ptr() | state.data_ptr()) % 16
+    )
+
+
+def _key_heads(qkv: Tensor, state: Tensor) -> int:
+    _, heads, key_width, value_width = state.shape
+    return (qkv.shape[1] - heads * value_width) // (2 * key_width)
+
+
+def step_hopper(
+    qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor, taps: Tensor, a_log: Tensor, dt_bias: Tensor,
+    norm: Tensor, unit_eps: float, eps: float, out: Tensor,
+) -> None:  # fmt: skip
+    """`delta_layer_step` into `out`."""
+    (batch, heads), key_heads = state.shape[:2], _key_heads(qkv, state)
+    shared = heads // key_heads
+    split = SPLIT if batch * heads <= SPLIT_HEADS and SPLIT * shared <= MOST_PROGRAMS else 1
+    early = _latest.get(state.device) != state.data_ptr()
+    _latest[state.device] = state.data_ptr()
+    layer_step[(batch * key_heads,)](
+        qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, out, unit_eps, eps, WIDTH**-0.5,
+        key_heads, shared, split, num_warps=WARPS[split], num_ctas=shared * split, launch_pdl=early,
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""The delta rule over a prompt on Hopper, in two Gluon kernels for heads of 128 channels in bf16. README.md has the algebra.
+
+`chunk_tiles`, all chunks of 64 tokens at once: X = (I + A)⁻¹ strength and P = (decay * q kᵀ) X, so that with what is missing at
+the keys, R = v - decay * k S, a chunk's new values are X R and its results decay * q S + P R. Nothing of v is touched here, and
+what is left behind is two tiles of 64 x 64.
+
+`scan_tiles`, one program for each value head and half of V, walks a sequence's chunks with the memory transposed, [V, K], in
+accumulators. An accumulator lies as a register operand does, so memory, R, X R and memory again never touch shared memory. One
+more warp feeds the tiles.
+
+A long sequence goes in parts. The walk of one, on a stream of its own, runs beside the chunks of the next: 32 value heads
+occupy 64 multiprocessors, and what it reads is still in the second cache.
+
+Slots of a ragged batch's chunks are those of `chunks`. A sequence's last chunk reads into the tokens of the next one;
+those count for nothing, as their strength is taken as 0, and are not written.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from auraflux.ops.delta.cuda.inverse import LINE, exp2, inverse, log2, running_sums
+from auraflux.ops.delta.cuda.layouts import BF, COL, F32, HALVES, HF, M64, ROW, C, publish
+from auraflux.ops.delta.cuda.scan import scan_tiles
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.sizes import cdiv
+
+WIDTH = 128  # channels of keys and values
+STAGES = 3
+# with these, a program that makes chunks fits a multiprocessor beside one that walks, and four do alone
+CHUNK_REGISTERS, SCAN_REGISTERS = 112, 144
+# chunks from which on a single sequence goes in so many parts, and what they were measured with: 32 value heads on an H200
+PARTS = ((512, 8), (32, 2), (0, 1))
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _parts(tokens: int, heads: int, device: torch.device) -> int:
+    """How many parts a sequence goes in: one is walked while the next one's chunks are made, on multiprocessors left over."""
+    if 2 * heads >= multiprocessors(device) * 3 // 4:
+        return 1
+    return next(parts for chunks, parts in PARTS if tokens >= chunks * C.value)
+
+
+@gluon.jit
+def _sequence_at(slot, starts, sequences):
+    """The sequence that a slot belongs to: the last whose first slot is not past it."""
+    low, high = slot * 0, slot * 0 + sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        before = gl.load(starts + middle) // C + middle <= slot
+        low = gl.where(before, middle, low)
+        high = gl.where(before, high, middle - 1)
+    return low
+
+
+@gluon.jit
+def _gates(decay, beta, gates, line, at, live, HEADS: gl.constexpr):
+    """Leave sums of log2 decays and strengths in `line`, decays to the chunk's end and from its start in `gates`."""
+    token = gl.arange(0, 64, LINE)
+    step = gl.load(decay + at + token * HEADS, mask=token < live, other=1.0)
+    strength = gl.load(beta + at + token * HEADS, mask=token < live, other=0.0)
+    # a closed gate counts as 1e-30
+    till, last = running_sums(log2(gl.maximum(step, 1e-30)))
+    line.index(0).store(till)
+    line.index(1).store(strength)
+    gl.store(gates + token, exp2(last - till))
+    gl.store(gates + 64 + token, exp2(till))
+
+
+@gluon.jit
+def chunk_tiles(
+    qs, ks, xs, ps, decay, beta, gates, starts, sequences, begin, tokens,
+    HEADS: gl.constexpr, SHARED: gl.constexpr, SINGLE: gl.constexpr,
+):  # fmt: skip
+    head, place = gl.program_id(0), gl.program_id(1)
+    if SINGLE:
+        place += begin // C
+        first, end = place * C, tokens
+    else:
+        b = _sequence_at(place, starts, sequences)
+        start, end = gl.load(starts + b), gl.minimum(gl.load(starts + b + 1), tokens)
+        first = start + (place - start // C - b) * C
+    if first >= end:
+        return
+    wide = gl.allocate_shared_memory(BF, [2, 64, 128], ks.layout)
+    line = gl.allocate_shared_memory(F32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # keys and queries are done with when these are written
+    halves = wide._reinterpret(HF, [4, 64, 64], HALVES)
+    tiles = wide._reinterpret(BF, [4, 64, 64], ps.layout)
+    K, Q, P, X = wide.index(0), wide.index(1), tiles.index(2), tiles.index(1)
+    mbarrier.init(bar, count=1)
+    publish()
+    mbarrier.expect(bar, 2 * 64 * 128 * 2)
+    tma.async_copy_global_to_shared(ks, [first, head // SHARED * 128], bar, K)
+    tma.async_copy_global_to_shared(qs, [first, head // SHARED * 128], bar, Q)
+    slot = place * HEADS + head
+    _gates(decay, beta, gates + slot * 128, line, first.to(gl.int64) * HEADS + head, end - first, HEADS)
+    i, j = gl.arange(0, 64, ROW), gl.arange(0, 64, COL)
+    between = line.index(0).load(ROW)[:, None] - line.index(0).load(COL)[None, :]
+    between = exp2(gl.where(i[:, None] >= j[None, :], between, -1e30))
+    zero = gl.full([64, 64], 0.0, F32, M64)
+    mbarrier.wait(bar, 0)
+    qk = warpgroup_mma(Q, K.permute((1, 0)), zero, use_acc=False)
+    kk = warpgroup_mma(K, K.permute((1, 0)), zero, use_acc=False, is_async=True)
+    gl.thread_barrier()
+    P.store((qk * between).to(BF))
+    strength = -line.index(1).load(ROW)
+    kk = warpgroup_mma_wait(0, deps=[kk])
+    x = inverse((kk * strength[:, None] * between).to(HF), halves.index(0), halves.index(1), halves.index(3))
+    X.store((x * line.index(1).load(COL)[None, :]).to(BF))
+    publish()
+    tma.async_copy_shared_to_global(xs, [slot * 64, 0], X)
+    px = warpgroup_mma(P, X, zero, use_acc=False)
+    tiles.index(0).store(px.to(BF))
+    publish()
+    tma.async_copy_shared_to_global(ps, [slot * 64, 0], tiles.index(0))
+    tma.store_wait(0)
+
+
+def fits_hopper(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> bool:
+    """Whether the kernels here serve a prompt: bf16 heads of 128 channels, gates in float32, at least one whole chunk."""
+    return (
+        not INTERPRETED
+        and state.shape[2:] == (WIDTH, WIDTH)
+        and v.shape[0] >= C.value
+        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and decay.dtype == beta.dtype == torch.float32
+        and capability(v.device) == HOPPER
+        and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
+    )
+
+
+@cache
+def tile_layout(columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([64, columns], BF)
+
+
+def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return described(x.view(rows, -1), [64, columns], tile_layout(columns))
+
+
+def prefill_hopper(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor, out: Tensor
+) -> None:
+    """`gated_delta_prefill` into `out`."""
+    (batch, heads), tokens, shared = state.shape[:2], v.shape[0], state.shape[1] // q.shape[1]
+    slots, single = tokens // C.value + batch, batch == 1
+    x, p = (v.new_empty(slots * heads * C.value, C.value) for _ in range(2))
+    gates = torch.empty(slots * heads * 128, dtype=torch.float32, device=v.device)
+    qs, ks, vs, os = _tiles(q, tokens, 128), _tiles(k, tokens, 128), _tiles(v, tokens, 64), _tiles(out, tokens, 64)
+    xs, ps = _tiles(x, len(x), 64), _tiles(p, len(p), 64)
+    parts = _parts(tokens, heads, v.device) if single else 1
+    size = cdiv(cdiv(tokens, C.value), parts) * C.value
+    main = torch.cuda.current_stream(v.device)
+    side = _side(v.device) if parts > 1 else main
+    for begin in range(0, tokens, size):
+        end = min(tokens, begin + size)
+        chunk_tiles[heads, cdiv(end - begin, C.value) if single else slots](
+            qs, ks, xs, ps, decay, beta, gates, starts, batch, begin, end, heads, shared, single,
+            num_warps=4, maxnreg=CHUNK_REGISTERS,
+        )  # fmt: skip
+        if parts > 1:
+            side.wait_stream(main)
+        with torch.cuda.stream(side):
+            scan_tiles[2, heads, batch](
+                qs, ks, vs, xs, ps, os, out, gates, state, starts, begin, end, heads, shared, single, STAGES,
+                num_warps=4, maxnreg=SCAN_REGISTERS,
+            )  # fmt: skip
+    if parts > 1:
+        main.wait_stream(side)

@@ -1,0 +1,49 @@
+"""The GPU that kernels run on: what it is, and its limits.
+
+A wrapper calls `ready` on its first tensor, allocates its results with torch and launches. With TRITON_INTERPRET=1 set before
+the first import, plain Triton kernels run on CPU tensors, one program after the other: slow, and as right as on a GPU.
+"""
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from auraflux.ops._dispatch import Declined
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+OLDEST = (8, 0)  # compute capability: the first whose tensor cores take bfloat16
+HOPPER = (9, 0)
+SHARED_NBYTES = 227 << 10  # shared memory that a program of Hopper can have
+MULTIPROCESSOR_NBYTES = 228 << 10  # and all programs of a multiprocessor, each with a kilobyte more than it asks for
+INTERPRETED_MULTIPROCESSORS = 4  # few, as wrappers then make few large programs
+
+
+def ready(x: Tensor) -> None:
+    """Decline what no kernel serves: a GPU that is too old, a tensor that is not on one."""
+    if INTERPRETED:
+        return
+    if not x.is_cuda:
+        raise Declined(f"the first argument is on {x.device}")
+    if capability(x.device) < OLDEST:
+        major, minor = capability(x.device)
+        raise Declined(f"compute capability {major}.{minor}; {OLDEST[0]}.{OLDEST[1]} or newer is needed")
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels written in Gluon run there: they are never interpreted."""
+    return not INTERPRETED and device.type == "cuda" and capability(device) == HOPPER
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

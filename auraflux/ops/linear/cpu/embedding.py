@@ -1,0 +1,78 @@
+"""Rows of an embedding table on CPU: codes are turned into numbers where they lie, whichever way its rows are ordered."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from auraflux.ops.linear.reference import Weight
+from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads
+from auraflux.ops.simd.math import float_of_bits
+from auraflux.quant import QTensor, mxfp4
+
+PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+
+BF16, F16, F32, E8M0 = range(4)
+SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32, torch.uint8: E8M0}
+# what a code stands for before its group's scale: itself, or MXFP4's levels
+CODES, LEVELS = torch.arange(256.0), mxfp4.levels()
+RAISED = np.float32(2.0**112)
+SMALLEST = np.uint32(1 << 22)
+
+
+@jit
+def _half(bits):
+    """Widen a float16: its exponent, 15 from the middle, is raised to float32's 127 by a product, which denormals survive."""
+    wide = np.uint32(bits)
+    size = float_of_bits((wide & np.uint32(0x7FFF)) << np.uint32(13)) * RAISED
+    if wide & np.uint32(0x7C00) == np.uint32(0x7C00):
+        size = float_of_bits(np.uint32(0x7F800000) | ((wide & np.uint32(0x3FF)) << np.uint32(13)))
+    return -size if wide & np.uint32(0x8000) else size
+
+
+@jit
+def _scale(address, kind, i):
+    if kind == BF16:
+        return float_of_bits(np.uint32(halves(address, i + 1)[i]) << np.uint32(16))
+    if kind == F16:
+        return _half(halves(address, i + 1)[i])
+    if kind == F32:
+        return floats(address, i + 1)[i]
+    exponent = np.uint32(octets(address, i + 1)[i])
+    if exponent == np.uint32(255):
+        return np.float32(np.nan)
+    return float_of_bits(exponent << np.uint32(23) if exponent else SMALLEST)
+
+
+@Kernel
+def _rows(args, job, jobs):
+    ids, long, packed, scales, biases, levels_at, kind, bits, group, lanes, width, count, target = arguments(args, 13)
+    words, groups, levels, mask = width * bits // 32, width // group, floats(levels_at, 1 << bits), np.uint32((1 << bits) - 1)
+    for place in share(count, job, jobs):
+        row = int64s(ids, place + 1)[place] if long else np.int64(int32s(ids, place + 1)[place])
+        # of `lanes` rows side by side, element i of each is next to the others'
+        block, lane = row // lanes, row % lanes
+        codes, out = (
+            int32s(packed + 4 * (block * words * lanes + lane), words * lanes),
+            floats(target + 4 * place * width, width),
+        )
+        for g in range(groups):
+            at = (block * groups + g) * lanes + lane
+            scale, bias = _scale(scales, kind, at), _scale(biases, kind, at) if biases else np.float32(0)
+            for i in range(g * group, g * group + group):
+                word, shift = (i * bits) >> 5, (i * bits) & 31
+                code = np.uint32(codes[word * lanes]) >> np.uint32(shift)
+                if shift + bits > 32:
+                    code |= np.uint32(codes[(word + 1) * lanes]) << np.uint32(32 - shift)
+                out[i] = levels[code & mask] * scale + bias
+
+
+def embed(ids: Tensor, table: Weight) -> Tensor:
+    if not isinstance(table, QTensor):
+        return table.index_select(0, ids.view(-1)).view(*ids.shape, -1)
+    count, width = ids.numel(), table.shape[1]
+    out = torch.empty(*ids.shape, width)
+    levels = LEVELS if table.biases is None else CODES
+    shape = SCALES[table.scales.dtype], table.bits, table.group, table.lanes, width
+    jobs = threads() if count * width >= PARALLEL_FROM else 1
+    _rows(jobs, ids.data_ptr(), ids.dtype is torch.int64, *table.addresses, levels.data_ptr(), *shape, count, out.data_ptr())
+    return out

@@ -1,0 +1,308 @@
+"""The inner loops of every quantized product on CPU: `ISA.lanes` rows of a weight against a few tokens.
+
+A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes and the scales of all rows are one vector. Two
+contracts share the interface: *fast* rounds activations to int8 per group and uses the byte dot product; *exact* multiplies
+float32. Either uses, per group, s * sum(code * x) + b * sum(x), the second sum made once per token.
+
+When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens.
+"""
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from auraflux.ops.simd.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    ISA,
+    MAGIC,
+    MAGIC_BITS,
+    at,
+    call,
+    fma,
+    kernel,
+    load,
+    pick,
+    prefetch,
+    splat,
+    spread,
+    store,
+    variable,
+    vector,
+)
+
+CHUNK = 32  # inputs; their codes are exactly `bits` words
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for; `text` is how it travels through Numba as one compile-time constant.
+
+    fast   int8 activations and the byte dot product, or float32
+    bits, group  of the codes
+    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases)
+    """
+
+    fast: bool
+    bits: int
+    group: int
+    kind: str
+
+    @property
+    def text(self) -> str:
+        return f"{int(self.fast)} {self.bits} {self.group} {self.kind}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Form":
+        fast, bits, group, kind = text.split()
+        return cls(fast == "1", int(bits), int(group), kind)
+
+    @property
+    def scale_nbytes(self) -> int:
+        return {"bf16": 2, "f16": 2, "f32": 4, "e8m0": 1}[self.kind]
+
+
+BLOCK = ISA.lanes
+# bytes; the processor's own prefetching stops at the end of a page. Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s
+# without, 20 at 1024, 21 at 2048, 23-24 from 4096 on, beside a read ceiling of 28-30
+AHEAD = 4096
+FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
+
+# twice the MXFP4 levels, plus 12: small unsigned numbers the dot product can take
+MXFP4_TABLE = [12 + sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12)]
+MXFP4_OFFSET = -12.0
+
+
+def activation_order(bits: int) -> list[int]:
+    """Which of 32 inputs the bytes of eight consecutive code vectors belong to: shifts take words apart, nothing sorts them."""
+    per_word = 32 // bits if 32 % bits == 0 else 4
+    step = per_word // 4
+    return [word + part + step * i for word in range(0, CHUNK, per_word) for part in range(step) for i in range(4)]
+
+
+def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
+    """Load the codes of one chunk: eight vectors of bytes, four inputs of each row, in `activation_order`."""
+    bits = form.bits
+    words = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(bits)]
+    if bits == 8:
+        return [b.bitcast(word, BYTES) for word in words]
+    if bits in (2, 4):
+        packed = [b.bitcast(word, BYTES) for word in words]
+        mask = splat(BYTES, 2**bits - 1)
+        found = [b.and_(b.lshr(v, splat(BYTES, shift)) if shift else v, mask) for v in packed for shift in range(0, 8, bits)]
+        return [ISA.look_up(b, MXFP4_TABLE, v) for v in found] if form.kind == "e8m0" else found
+    return [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
+
+
+def fetch_ahead(b: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
+    """Ask for the lines AHEAD of these bytes."""
+    prefetch(b, [b.add(address, at(AHEAD))], nbytes)
+
+
+def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
+    """Load the codes of one chunk: 32 vectors of floats, one input of each row, in natural order."""
+    words = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)]
+    found = [b.and_(_field(b, words, i * form.bits, form.bits), splat(INTS, 2**form.bits - 1)) for i in range(CHUNK)]
+    if form.kind == "e8m0":
+        levels = [b.bitcast(ISA.look_up(b, MXFP4_TABLE, b.bitcast(v, BYTES)), INTS) for v in found]
+        found = [b.and_(v, splat(INTS, 255)) for v in levels]
+    return [b.sitofp(v, FLOATS) for v in found]
+
+
+def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
+    """At least `width` bits from bit `start` of a stream of words."""
+    word, shift = divmod(start, 32)
+    if shift + width <= 32:
+        return b.lshr(words[word], splat(INTS, shift)) if shift else words[word]
+    return call(b, f"llvm.fshr.v{BLOCK}i32", INTS, words[word + 1], words[word], splat(INTS, shift))
+
+
+def _to_bytes(b: ir.IRBuilder, field: ir.Value, bits: int) -> ir.Value:
+    """Four adjacent codes at the bottom of each lane -> one in each byte, by moving halves, then quarters."""
+    pair, one = 2 ** (2 * bits) - 1, 2**bits - 1
+    low, high = b.and_(field, splat(INTS, pair)), b.shl(field, splat(INTS, 16 - 2 * bits))
+    field = b.or_(low, b.and_(high, splat(INTS, pair << 16)))
+    low, high = b.and_(field, splat(INTS, one * 0x10001)), b.shl(field, splat(INTS, 8 - bits))
+    return b.or_(low, b.and_(high, splat(INTS, (one << 8) * 0x10001)))
+
+
+def scale_and_bias(b: ir.IRBuilder, kind: str, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value]:
+    """Load one group's scales and biases for all rows, as float32."""
+    if kind == "e8m0":
+        exponents = b.zext(load(b, scales, b.mul(group, at(BLOCK)), vector(I8, BLOCK)), INTS)
+        # the table holds twice the levels, hence one less in the exponent; 255 stands for NaN
+        value = b.fmul(b.bitcast(b.shl(exponents, splat(INTS, 23)), FLOATS), splat(FLOATS, 0.5))
+        broken = b.icmp_signed("==", exponents, splat(INTS, 255))
+        value = b.select(broken, splat(FLOATS, float("nan")), value)
+        return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
+    size = {"bf16": 2, "f16": 2, "f32": 4}[kind]
+    offset = b.mul(group, at(BLOCK * size))
+    return [_widen(b, kind, address, offset) for address in (scales, biases)]
+
+
+def _widen(b: ir.IRBuilder, kind: str, address: ir.Value, offset: ir.Value) -> ir.Value:
+    if kind == "f32":
+        return load(b, address, offset, FLOATS)
+    bits = b.zext(load(b, address, offset, vector(I16, BLOCK)), INTS)
+    if kind == "bf16":
+        return b.bitcast(b.shl(bits, splat(INTS, 16)), FLOATS)
+    # f16 by integer steps: processors without a conversion instruction would need a library call
+    size = b.shl(b.and_(bits, splat(INTS, 0x7FFF)), splat(INTS, 13))
+    value = b.bitcast(b.fmul(b.bitcast(size, FLOATS), splat(FLOATS, 2.0**112)), INTS)
+    special = b.icmp_unsigned(">=", size, splat(INTS, 0x7C00 << 13))
+    value = b.select(special, b.or_(size, splat(INTS, 0x7F800000)), value)
+    return b.bitcast(b.or_(value, b.shl(b.and_(bits, splat(INTS, 0x8000)), splat(INTS, 16))), FLOATS)
+
+
+def _float(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
+    return spread(b, load(b, address, b.mul(index, at(4)), F32), BLOCK)
+
+
+@kernel(constants=3)
+def rows_times_tokens(
+    b, form, tokens, ready, codes, scales, biases, acts, stride, act_scales, act_sums, index, groups, out, out_stride
+):
+    """Multiply one block of rows with `tokens` tokens.
+
+    codes    [K*bits/32, BLOCK] words; ready: [K, BLOCK] bytes (four inputs of a row together) or floats (exact)
+    scales, biases  [groups, BLOCK]
+    acts     int8 or float32, a token every `stride` bytes; act_scales, act_sums float32, a token every `groups`
+    index    int64 [tokens], which tokens of acts
+    out      float32, a token every `out_stride` bytes, BLOCK rows written
+    """
+    form = Form.parse(form)
+    totals = [variable(b, splat(FLOATS, 0.0)) for _ in range(tokens)]
+    chosen = [load(b, index, 8 * t, I64) for t in range(tokens)]
+    mine = [b.add(acts, b.mul(stride, token)) for token in chosen]
+    meta_at = [b.mul(b.mul(groups, at(4)), token) for token in chosen]
+    sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
+    code_bits = (8 if form.fast else 32) if ready else form.bits
+    inner = _fast_group if form.fast else _ready_group if ready else _exact_group
+    with cgutils.for_range(b, groups) as loop:
+        code_at = b.add(codes, b.mul(loop.index, at(form.group * BLOCK * code_bits // 8)))
+        acts_at = [b.add(address, b.mul(loop.index, at(form.group * (1 if form.fast else 4)))) for address in mine]
+        meta = None if ready and not form.fast else scale_and_bias(b, form.kind, scales, biases, loop.index)
+        inner(b, form, ready, code_at, meta, acts_at, *sums, loop.index, totals)
+    for t, total in enumerate(totals):
+        store(b, b.load(total), out, b.mul(out_stride, at(t)))
+
+
+def _fast_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, totals):
+    dots = [variable(b, splat(INTS, MAGIC_BITS)) for _ in acts]
+    with _chunks(b, form) as chunk:
+        if len(acts) == 1:
+            # one token waits for memory
+            fetch_ahead(b, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))), 4 * BLOCK * form.bits)
+        if ready:
+            code_at = b.add(codes, b.mul(chunk, at(CHUNK * BLOCK)))
+            found = [b.bitcast(load(b, code_at, 4 * BLOCK * i, INTS), BYTES) for i in range(8)]
+        else:
+            found = code_vectors(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
+        x = [ISA.quads(b, b.add(address, b.mul(chunk, at(CHUNK))), 8) for address in acts]
+        for t, slot in enumerate(dots):
+            dot = b.load(slot)
+            for i in range(8):
+                dot = ISA.dot(b, dot, found[i], x[t][i], form.bits)
+            b.store(dot, slot)
+    scale, bias = meta
+    if form.bits == 8 and ISA.signed_codes:
+        bias = fma(b, scale, splat(FLOATS, 128.0), bias)
+    for t, total in enumerate(totals):
+        dot = b.fsub(b.bitcast(b.load(dots[t]), FLOATS), splat(FLOATS, MAGIC))
+        value = fma(b, b.fmul(dot, scale), _float(b, act_scales[t], index), b.load(total))
+        b.store(fma(b, bias, _float(b, act_sums[t], index), value), total)
+
+
+def _exact_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, totals):
+    dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
+    with _chunks(b, form) as chunk:
+        values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
+        _add_products(b, values, acts, chunk, dots)
+    scale, bias = meta
+    for t, total in enumerate(totals):
+        value = fma(b, b.load(dots[t]), scale, b.load(total))
+        b.store(fma(b, bias, _float(b, act_sums[t], index), value), total)
+
+
+def _ready_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, totals):
+    with _chunks(b, form) as chunk:
+        code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * CHUNK)))
+        values = [load(b, code_at, 4 * BLOCK * i, FLOATS) for i in range(CHUNK)]
+        _add_products(b, values, acts, chunk, totals)
+
+
+@contextmanager
+def _chunks(b, form):
+    with cgutils.for_range(b, at(form.group // CHUNK)) as loop:
+        yield loop.index
+
+
+def _add_products(b, values, acts, chunk, totals):
+    """Add 32 vectors of weights times each token's 32 activations."""
+    where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
+    sums = [b.load(total) for total in totals]
+    for i, value in enumerate(values):
+        sums = [fma(b, value, spread(b, load(b, where[t], 4 * i, F32), BLOCK), total) for t, total in enumerate(sums)]
+    for value, total in zip(sums, totals, strict=True):
+        b.store(value, total)
+
+
+@kernel(constants=1)
+def unpack_rows(b, form, codes, scales, biases, groups, tile):
+    """Unpack one block of rows: to bytes for the dot product (fast), or to the float32 weights themselves (exact)."""
+    form = Form.parse(form)
+    with cgutils.for_range(b, groups) as loop:
+        code_at = b.add(codes, b.mul(loop.index, at(form.group * BLOCK * form.bits // 8)))
+        tile_at = b.add(tile, b.mul(loop.index, at(form.group * BLOCK * (1 if form.fast else 4))))
+        meta = None if form.fast else scale_and_bias(b, form.kind, scales, biases, loop.index)
+        with _chunks(b, form) as chunk:
+            chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
+            to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * (1 if form.fast else 4))))
+            if form.fast:
+                values = code_vectors(b, form, chunk_at)
+            else:
+                values = [fma(b, v, *meta) for v in float_codes(b, form, chunk_at)]
+            for i, v in enumerate(values):
+                store(b, v, to, 4 * BLOCK * i)
+
+
+@kernel(constants=1)
+def prepare_token(b, form, x, groups, acts, scales, sums):
+    """Ready one token's float32 activations: rounded to int8 per group, in the order of the codes (fast), or as they are."""
+    form = Form.parse(form)
+    group = form.group
+    with cgutils.for_range(b, groups) as loop:
+        values = load(b, x, b.mul(loop.index, at(4 * group)), vector(F32, group))
+        slot = b.mul(loop.index, at(4))
+        if form.fast:
+            rounded, scale, total = _round_group(b, values)
+            order = [chunk + i for chunk in range(0, group, CHUNK) for i in activation_order(form.bits)]
+            store(b, pick(b, rounded, rounded, order), acts, b.mul(loop.index, at(group)))
+            store(b, scale, scales, slot)
+        else:
+            add = ir.FunctionType(F32, [F32, values.type])
+            reduce = cgutils.get_or_insert_function(b.module, add, f"llvm.vector.reduce.fadd.v{group}f32")
+            total = b.call(reduce, [ir.Constant(F32, -0.0), values], fastmath=("reassoc",))
+            store(b, values, acts, b.mul(loop.index, at(4 * group)))
+        store(b, total, sums, slot)
+
+
+def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Round a group to int8 with one scale; also the scaled sum of what was rounded."""
+    group = values.type.count
+    whole = vector(I32, group)
+    # the bits of a size order like integers, NaN above all: one NaN makes the scale NaN, and with it every result
+    sizes = b.and_(b.bitcast(values, whole), splat(whole, 0x7FFFFFFF))
+    top = b.bitcast(call(b, f"llvm.vector.reduce.umax.v{group}i32", I32, sizes), F32)
+    nothing = b.fcmp_ordered("<", top, ir.Constant(F32, 1e-30))
+    factor = b.select(nothing, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, 127.0), top))
+    scale = b.fmul(top, ir.Constant(F32, 1 / 127))
+    moved = fma(b, values, spread(b, factor, group), splat(values.type, MAGIC))
+    rounded = b.trunc(b.bitcast(moved, whole), vector(I8, group))
+    # of the rounded values, not of x: the rounding error then meets code * scale + bias, half as large as code * scale
+    total = call(b, f"llvm.vector.reduce.add.v{group}i32", I32, b.sext(rounded, whole))
+    return rounded, scale, b.fmul(scale, b.sitofp(total, F32))

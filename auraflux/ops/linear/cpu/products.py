@@ -1,0 +1,200 @@
+"""Compiled drivers around the inner loops: a list of products, shared out over the threads.
+
+A product is one weight against some tokens. All products of a list have weights of one width and format and take their tokens
+from one stack, whose activations are made ready first. `linear` is a list of one, gate and up are a list of two, the experts
+of a mixture a longer one. Each thread takes the same share of every product's rows, so uneven lists stay balanced.
+"""
+
+from array import array
+from functools import cache
+from typing import Any
+
+import numba
+import torch
+
+from auraflux.ops._dispatch import is_exact
+from auraflux.ops.linear.cpu.microkernels import BLOCK, Form, prepare_token, rows_times_tokens, unpack_rows
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, int32s, int64s, jit, octets, share, threads, workspace
+from auraflux.ops.simd.vectors import ISA
+from auraflux.quant import QTensor
+
+WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
+FEW = 4  # tokens in one pass straight from the codes
+UNPACK_FROM = 16  # tokens that repay unpacking a block first
+# below these, waking the threads costs more than the work
+PARALLEL_FROM = 1 << 16  # weights times tokens
+PREPARE_PARALLEL_FROM = 1 << 16  # activations
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.uint8: "e8m0"}
+
+# a product is eight numbers: addresses of codes, scales and biases, address of its token indices, how many; where results go,
+# the weight's rows, bytes from one token's results to the next
+FIELDS = 8
+CODES, SCALES, BIASES, INDEX, COUNT, OUT, ROWS, STRIDE = range(FIELDS)
+
+
+class Driver:
+    """The compiled steps for one weight format."""
+
+    def __init__(self, form: Form):
+        self.form = form
+        self.prepare, self.multiply = build_prepare(form), build_multiply(form)
+        self.act_nbytes = 1 if form.fast else 4
+        self._sizes: dict[int, tuple[int, int]] = {}
+
+    def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int) -> None:
+        """Work through a list of products, all with weights of the format and width of `weight`.
+
+        x         address of float32 [tokens, K]
+        products  address of int64 [count, FIELDS]
+        """
+        rows, width = weight.shape[-2:]
+        jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
+        token_nbytes, scratch_nbytes = self.sizes(width)
+        space = workspace(tokens * token_nbytes + jobs * scratch_nbytes)
+        self.prepare(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space)
+        self.multiply(jobs, tokens, width, products, count, weight.lanes == 1, space)
+
+    def sizes(self, width: int) -> tuple[int, int]:
+        """Bytes for a token, and for a thread."""
+        found = self._sizes.get(width)
+        if found is None:
+            found = self._sizes[width] = self.token_nbytes(width), self.scratch_nbytes(width)
+        return found
+
+    def token_nbytes(self, width: int) -> int:
+        """A token's prepared activations, their scales and sums, and a line: rows a power of two long share cache sets."""
+        return width * self.act_nbytes + 8 * (width // self.form.group) + 2 * LINE
+
+    def scratch_nbytes(self, width: int) -> int:
+        """A thread's block of rows: unpacked, and turned side by side."""
+        scales = 2 * (width // self.form.group) * self.form.scale_nbytes
+        return BLOCK * (width * self.act_nbytes + width * self.form.bits // 8 + scales) + LINE
+
+
+@cache
+def driver(fast: bool, bits: int, group: int, scale_dtype: torch.dtype) -> Driver:
+    return Driver(Form(fast, bits, group, KINDS[scale_dtype]))
+
+
+_drivers: dict[tuple[Any, ...], Driver] = {}
+
+
+def driver_for(weight: QTensor) -> Driver:
+    """The steps for a weight, under the contract in force."""
+    key = is_exact(), weight.format
+    found = _drivers.get(key)
+    if found is None:
+        found = _drivers[key] = driver(not is_exact(), weight.bits, weight.group, weight.scales.dtype)
+    return found
+
+
+def padded(rows: int) -> int:
+    """Rows of a result, rounded up to whole blocks."""
+    return -(-rows // BLOCK) * BLOCK
+
+
+@jit
+def _turn(source, target, first, rows, count):
+    """Put BLOCK rows of `count` elements side by side; rows past the end repeat the last one."""
+    for lane in range(BLOCK):
+        start = count * min(first + lane, rows - 1)
+        for i in range(count):
+            target[i * BLOCK + lane] = source[start + i]
+
+
+@jit
+def _turn_scales(source, target, first, rows, count, nbytes):
+    if nbytes == 1:
+        _turn(octets(source, rows * count), octets(target, BLOCK * count), first, rows, count)
+    elif nbytes == 2:
+        _turn(halves(source, rows * count), halves(target, BLOCK * count), first, rows, count)
+    else:
+        _turn(int32s(source, rows * count), int32s(target, BLOCK * count), first, rows, count)
+
+
+@numba.njit(inline="always")
+def _block(form, weight, ready, acts, index, left, groups, out, out_stride):
+    """One block of rows against all its tokens: many in the widest tiles, over unpacked rows.
+
+    weight  addresses of codes, scales and biases; acts  addresses and stride of the prepared activations
+    """
+    if left >= UNPACK_FROM:
+        unpack_rows((form, weight, groups, ready))
+        unpacked = (ready, weight[1], weight[2])
+        while left >= WIDEST:
+            rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out, out_stride))
+            index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
+    while left >= FEW:
+        rows_times_tokens((form, FEW, 0, weight, acts, index, groups, out, out_stride))
+        index, out, left = index + 8 * FEW, out + FEW * out_stride, left - FEW
+    while left > 0:
+        rows_times_tokens((form, 1, 0, weight, acts, index, groups, out, out_stride))
+        index, out, left = index + 8, out + out_stride, left - 1
+
+
+def build_prepare(spec: Form) -> Kernel:
+    """Compile the step that readies tokens' activations."""
+    form, group, act_nbytes = spec.text, spec.group, 1 if spec.fast else 4
+
+    @Kernel
+    def prepare(args, job, jobs):
+        x, tokens, width, space = arguments(args, 4)
+        groups, stride = width // group, width * act_nbytes + LINE
+        scales = space + tokens * stride
+        sums = scales + 4 * tokens * groups
+        for t in share(tokens, job, jobs):
+            prepare_token((form, x + 4 * t * width, groups, space + t * stride, scales + 4 * t * groups, sums + 4 * t * groups))
+
+    return prepare
+
+
+def build_multiply(spec: Form) -> Kernel:
+    """Compile the driver for one weight format."""
+    form, group, has_biases = spec.text, spec.group, int(spec.kind != "e8m0")
+    act_nbytes, scale_nbytes, bits = 1 if spec.fast else 4, spec.scale_nbytes, spec.bits
+
+    @Kernel
+    def multiply(args, job, jobs):
+        tokens, width, products, count, by_rows, space = arguments(args, 6)
+        groups, words = width // group, width * bits // 32
+        stride = width * act_nbytes + LINE
+        act_scales = space + tokens * stride
+        act_sums = act_scales + 4 * tokens * groups
+        acts = (space, stride, act_scales, act_sums)
+        table = int64s(products, count * FIELDS)
+        codes_nbytes, scales_nbytes, ready_nbytes = 4 * BLOCK * words, BLOCK * groups * scale_nbytes, BLOCK * width * act_nbytes
+        scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
+        ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * scratch_size
+        for p in range(0, count * FIELDS, FIELDS):
+            if table[p + COUNT] == 0:
+                continue
+            rows = table[p + ROWS]
+            for block in share((rows + BLOCK - 1) // BLOCK, job, jobs):
+                codes = table[p + CODES] + block * codes_nbytes
+                scales = table[p + SCALES] + block * scales_nbytes
+                biases = table[p + BIASES] + block * scales_nbytes
+                if by_rows:
+                    codes = ready + ready_nbytes
+                    scales = codes + codes_nbytes
+                    biases = scales + scales_nbytes
+                    first = block * BLOCK
+                    _turn(int32s(table[p + CODES], rows * words), int32s(codes, words * BLOCK), first, rows, words)
+                    _turn_scales(table[p + SCALES], scales, first, rows, groups, scale_nbytes)
+                    if has_biases:
+                        _turn_scales(table[p + BIASES], biases, first, rows, groups, scale_nbytes)
+                index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT] + 4 * block * BLOCK
+                _block(form, (codes, scales, biases), ready, acts, index, left, groups, out, table[p + STRIDE])
+
+    return multiply
+
+
+# the longest last; recordings point to the others
+_counting = [array("q", range(64))]
+
+
+def token_indices(tokens: int) -> int:
+    """Address of the numbers 0, 1, 2 … up to at least `tokens`; they stay there."""
+    if len(_counting[-1]) < tokens:
+        _counting.append(array("q", range(2 * tokens)))
+    return _counting[-1].buffer_info()[0]

@@ -1,0 +1,77 @@
+"""Weights of 4 and 8 bits written out in bf16, for cuBLAS: bound by writing, so that a pair of codes may cost few instructions.
+
+Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133: times 2**127 they are code / 64.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import INTERPRETED
+from auraflux.ops.hopper.sizes import cdiv
+from auraflux.quant import QTensor
+
+BLOCK = 512  # words of a program
+
+
+def _ptx(bits: int) -> Any:
+    """The weights of a word, two to a result. In: the word, 64 times its scale and its bias, each twice."""
+    count = 16 // bits
+    text = "{.reg .b32 low,high,r,up,zero; mov.b32 up,0x7F007F00; mov.b32 zero,0;"
+    if bits == 4:
+        text += f"and.b32 low,${count},0x0F0F0F0F; shr.u32 high,${count},4; and.b32 high,high,0x0F0F0F0F;"
+        # byte n of each; a selector from 8 on repeats a byte's sign, which is 0
+        pairs = [f"prmt.b32 r,low,high,{hex(0xC480 + 0x1111 * n)};" for n in range(count)]
+    else:
+        pairs = [f"prmt.b32 r,${count},zero,{hex(0x4140 + 0x202 * n)};" for n in range(count)]
+    for n, pair in enumerate(pairs):
+        text += pair + f"fma.rn.bf16x2 r,r,up,zero; fma.rn.bf16x2 ${n},r,${count + 1},${count + 2};"
+    return tl.constexpr(text + "}")
+
+
+FOUR, EIGHT = _ptx(4), _ptx(8)
+
+
+@triton.jit
+def write_out(packed, scales, biases, out, words, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    EACH: tl.constexpr = 16 // BITS
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    word = tl.load(packed + at, mask=at < words, other=0)
+    group = at // (GROUP * BITS // 32)
+    scale = (tl.load(scales + group, mask=at < words, other=0.0).to(tl.float32) * 64.0).to(tl.bfloat16)
+    bias = tl.load(biases + group, mask=at < words, other=0.0)
+    s, b = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, bias.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    args = [word, s | (s << 16), b | (b << 16)]
+    if BITS == 4:
+        kinds: tl.constexpr = (tl.int32,) * 4
+        p, q, r, t = tl.inline_asm_elementwise(FOUR, "=&r,=&r,=&r,=&r,r,r,r", args, kinds, is_pure=True, pack=1)
+        pairs = tl.join(tl.join(p, r), tl.join(q, t))
+    else:
+        p, q = tl.inline_asm_elementwise(EIGHT, "=&r,=&r,r,r,r", args, (tl.int32,) * 2, is_pure=True, pack=1)
+        pairs = tl.join(p, q)
+    to = first * EACH + tl.arange(0, BLOCK * EACH)
+    tl.store(out.to(tl.pointer_type(tl.int32)) + to, pairs.reshape(BLOCK * EACH), mask=to < words * EACH)
+
+
+def fits_written(weight: QTensor, dtype: torch.dtype) -> bool:
+    """Whether a weight is written out here: 4 or 8 bits, all in bf16."""
+    kinds = {dtype, weight.scales.dtype, *(() if weight.biases is None else (weight.biases.dtype,))}
+    return not INTERPRETED and weight.bits in (4, 8) and weight.biases is not None and kinds == {torch.bfloat16}
+
+
+def written(weight: QTensor) -> Tensor:
+    out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    if words := weight.packed.numel():
+        grid = (cdiv(words, BLOCK),)
+        write_out[grid](weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4)
+    return out
+
+
+WRITTEN_BUILDS = [
+    Build(write_out, "*i32 *bf16 *bf16 *bf16 i32:16", {"BITS": bits, "GROUP": 64, "BLOCK": BLOCK}, hot=True) for bits in (4, 8)
+]

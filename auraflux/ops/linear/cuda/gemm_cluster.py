@@ -1,0 +1,267 @@
+"""Tens of tokens times small four-bit weights on Hopper, from the residual stream on if asked: one launch, no sums in memory.
+
+- A cluster of programs multiplies some rows by all tokens. Its programs share K, so that every multiprocessor reads even where
+  rows are few, and leave their sums with the one that adds up those rows: the order of additions is fixed.
+- A program's codes fit its shared memory, and are all requested before the kernel before has ended.
+- Weights are made in registers as they would be written out in bf16, over 2**64 as in `gemm_wgmma.py`, and multiplied by
+  `wgmma`. Pair j of a word is codes j and j + 4, which lie 16 bits apart; lane t of four has words t and t + 4 of each eight.
+  Tokens lie in shared memory in that order: by 64 inputs, by pair, by the word's half, by token, by the word's number.
+- A norm costs no launch: a cluster has the whole of every token, weighs it, and multiplies its results by the factor that the
+  squares give.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, SHARED_NBYTES, capability, multiprocessors
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_lengths, pass_unit, sizes_of, store_sums, take_tokens
+from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, FENCE, MEET, room, threads
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, COPY8, COPY16, copy, run, wait_ptx
+from auraflux.ops.linear.cuda.row_copies import chosen
+from auraflux.quant import QTensor
+
+MOST_TOKENS = 64
+MOST_WEIGHTS = 4  # of a launch
+MOST_PROGRAMS = 8  # of a cluster
+CHUNK = 512  # inputs of a program, or twice as many
+WARPS = 8
+EARLY = 32  # tokens whose sums have room beside the codes, where two programs are to fit a multiprocessor
+# tokens, and how many programs a multiprocessor may get: with more, other kernels are as quick on an H200
+PROGRAMS_EACH = ((16, 3), (32, 2), (64, 1))
+
+Normed = tuple[Tensor, Tensor, Tensor, float]
+
+
+@gluon.constexpr_function
+def _multiply_ptx(tiles, groups, pitch, line, biases, half, group):
+    """Sums of a warp's 16 rows times tokens. In: where a lane's codes, scales and tokens are."""
+    n, chains = 4 * tiles, max(1, min(4, 16 // tiles))
+    codes, lines = f"${n}", f"${n + 1}"
+    # a product waits for the one before it in its chain, so several take turns
+    sums = [[f"${m}" if c == 0 else f"f{n * c + m}" for m in range(n)] for c in range(chains)]
+    text = f"{{.reg .f32 f<{n * chains}>; .reg .b32 d,r,up,less,down,u<8>,w<4>,s<2>,o<2>,b<2>,a<16>; .reg .b64 at,x;"
+    text += ".reg .pred p,z;"
+    text += "setp.eq.u32 p,0,0; setp.ne.u32 z,0,0; mov.b32 up,0x62006200; mov.b32 less,0x60006000; mov.b32 down,0x1F801F80;"
+    # matrices of eight tokens by eight inputs, 128 bytes one after the other; `half` apart along K
+    text += f"and.b32 d,${n + 2},0x3FFFF; shr.u32 d,d,4; cvt.u64.u32 x,d; or.b64 x,x,{hex(half >> 4 << 16 | 8 << 32)};"
+    for q in range(groups + 1):
+        # words of one group ahead, and scales of two groups: rows g and g + 8
+        if q < groups:
+            ahead = "".join(
+                f"ld.shared.b32 u{q % 2 * 4 + i},[{codes}+{i % 2 * 8 * pitch + q * 32 + i // 2 * 16}];" for i in range(4)
+            )
+            if q % 2 == 0:
+                ahead += "".join(
+                    f"ld.shared.b32 w{i},[{lines}+{i // 2 * biases + i % 2 * 8 * line + 2 * q}];" for i in range(4)
+                )
+        if q == 0:
+            text += ahead
+            continue
+        k, how = q - 1, ("0x1010", "0x3232")[(q - 1) % 2]
+        for i in range(2):
+            text += f"prmt.b32 d,w{i},w{i},{how}; mul.rn.bf16x2 s{i},d,up; mul.rn.bf16x2 o{i},d,less;"
+            text += f"prmt.b32 d,w{2 + i},w{2 + i},{how}; mul.rn.bf16x2 b{i},d,down;"
+        text += ahead if q < groups else ""
+        for j in range(4):
+            a, mask = j * 4, ("0x000F000F", "0x00F000F0")[j % 2]
+            for i in range(4):
+                word = f"u{k % 2 * 4 + i}"
+                text += f"shr.u32 {word},{word},8;" if j == 2 else ""
+                text += f"and.b32 r,{word},{mask}; fma.rn.bf16x2 a{a + i},r,{'so'[j % 2]}{i % 2},b{i % 2};"
+            text += f"add.s64 at,x,{k * group + 2 * j * half >> 4}; wgmma.fence.sync.aligned;"
+            text += f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.bf16.bf16 {{{','.join(sums[j % chains])}}},"
+            text += f"{{a{a},a{a + 1},a{a + 2},a{a + 3}}},at,{'p' if 4 * k + j >= chains else 'z'},1,1,0;"
+            text += "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 3;"
+    text += "wgmma.wait_group.sync.aligned 0;"
+    for more in sums[1:]:
+        text += "".join(f"add.f32 {first},{first},{second};" for first, second in zip(sums[0], more, strict=True))
+    return text + "}"
+
+
+@gluon.constexpr_function
+def _multiply_registers(tiles):
+    return "=&f," * 4 * tiles + "r,r,r,~{memory}"
+
+
+@gluon.jit
+def _multiply(base, lane, warp, S: gl.constexpr):
+    SUMS: gl.constexpr = 4 * S.tiles
+    PTX: gl.constexpr = _multiply_ptx(S.tiles, S.chunk // 64, S.pitch, S.line, 16 * S.blocks * S.line, S.half, S.group)
+    row = warp * 16 + lane // 4
+    args = [base + row * S.pitch + lane % 4 * 4, base + 16 * S.blocks * S.pitch + row * S.line, base + S.tokens_at]
+    return gl.inline_asm_elementwise(PTX, _multiply_registers(S.tiles), args, (gl.float32,) * SUMS, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _ask(base, tid, w, s, b, row0, rows, rank, S: gl.constexpr):
+    """Request a program's codes, scales and biases; the last row again where there are no more."""
+    EACH: gl.constexpr = S.part // 16
+    THREADS: gl.constexpr = 32 * S.warps
+    for n in gl.static_range(16 * S.blocks * EACH // THREADS):
+        e = tid + THREADS * n
+        r, c = e // EACH, e % EACH
+        at = gl.minimum(row0 + r, rows - 1).to(gl.int64) * S.row + rank * S.part + c * 16
+        copy(COPY16, base + r * S.pitch + c * 16, w + at, tid >= 0)
+    SIZE: gl.constexpr = min(S.line, 16)
+    LINES: gl.constexpr = 16 * S.blocks * S.line // SIZE
+    for n in gl.static_range((2 * LINES + THREADS - 1) // THREADS):
+        e = tid + THREADS * n
+        r, c = e % LINES // (S.line // SIZE), e % (S.line // SIZE)
+        at = gl.minimum(row0 + r, rows - 1).to(gl.int64) * (S.width // 32) + rank * S.line + c * SIZE
+        source = gl.where(e < LINES, (s + at).to(gl.int64), (b + at).to(gl.int64))
+        # all biases lie after all scales
+        copy(COPY16 if SIZE == 16 else COPY8, base + 16 * S.blocks * S.pitch + e * SIZE, source, e < 2 * LINES)
+
+
+@gluon.jit
+def matmul_batch(
+    x, delta, norm, total, eps, w, s, b, y, w1, s1, b1, y1, w2, s2, b2, y2, w3, s3, b3, y3, end0, end1, end2,
+    rows, rows1, rows2, rows3, turns, tokens,
+    COUNT: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    LATE: gl.constexpr,
+):  # fmt: skip
+    """Up to 8 TILES tokens, 16 rows for each of W warps of a cluster's C programs, which share K.
+
+    Up to four weights have their clusters one after the other, the first `end0` of them work for the first. With a norm, x and
+    delta are the residual stream and what is added to it, and their sum goes to `total`. LATE: shared memory is used twice, for
+    codes and then for sums.
+    """
+    S: gl.constexpr = sizes_of(K, W, TILES, W, 1, C, False, LATE)
+    NORMED: gl.constexpr = norm is not None
+    everyone = gl.arange(0, 32 * W * C, threads(W, C))
+    rank, tid = everyone // (32 * W), everyone % (32 * W)
+    warp, lane = tid // 32, tid % 32
+    program = gl.program_id(0)
+    # a number, also where it is known when the kernel is compiled
+    first, second = (w, s, b, y, 0 * program + rows), (w1, s1, b1, y1, rows1)
+    own, number = chosen(program, end0, end1, end2, first, second, (w2, s2, b2, y2, rows2), (w3, s3, b3, y3, rows3), COUNT)
+    w, s, b, y, rows = own
+    row0 = number * (16 * W)
+    memory, base = room(S.nbytes, everyone, C)
+    _ask(base, tid, w, s, b, row0, rows, rank, S)
+    run(COMMIT, lane)
+    if C > 1 and not LATE:
+        run(ARRIVE, lane)
+    run(AWAIT, lane)
+    take_tokens(base, tid, x, delta, norm, total, tokens, rank, program, turns, S)
+    # the tensor cores read what was written to shared memory
+    run(FENCE, lane)
+    run(wait_ptx(0), lane)
+    gl.thread_barrier()
+    acc = _multiply(base, lane, warp, S)
+    if C > 1:
+        if LATE:
+            run(ARRIVE, lane)
+        # all programs are there, or are done
+        run(MEET, lane)
+    elif LATE:
+        gl.thread_barrier()
+    for n in gl.static_range(TILES):
+        pass_unit((acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]), base, lane, rank, warp * TILES + n, S)
+    if NORMED:
+        pass_lengths(base, tid, rank, S)
+    if C > 1:
+        run(ARRIVE, lane)
+        run(MEET, lane)
+    else:
+        gl.thread_barrier()
+    store_sums(y, base, warp, lane, rank, row0, rows, tokens, eps, NORMED, S)
+    memory._keep_alive()
+
+
+def fits_batch(x: Tensor, weights: Sequence[QTensor]) -> bool:
+    """Whether `multiply_batch` serves tokens and weights of one width: 4 bits in groups of 64, all in bf16."""
+    return (
+        not INTERPRETED
+        and 1 < x.shape[0] <= MOST_TOKENS
+        and 0 < len(weights) <= MOST_WEIGHTS
+        and x.dtype is torch.bfloat16
+        and capability(x.device) == HOPPER
+        and not x.data_ptr() % 16
+        and all(
+            weight.format == (4, 64, 1, torch.bfloat16)
+            and weight.biases is not None
+            and weight.shape[0] > 0
+            and not (weight.packed.data_ptr() | weight.scales.data_ptr() | weight.biases.data_ptr()) % 16
+            for weight in weights
+        )
+        and _programs_of(x, weights) is not None
+    )
+
+
+@cache
+def _programs(tokens: int, rows: tuple[int, ...], width: int, processors: int) -> int | None:
+    """How many programs share K; None where it cannot be shared out so, or where other kernels are as quick."""
+    programs = min(MOST_PROGRAMS, width // CHUNK)
+    if not programs or width // programs not in (CHUNK, 2 * CHUNK) or width % programs or programs & (programs - 1):
+        return None
+    sizes = sizes_of(width, WARPS, _tiles(tokens), WARPS, 1, programs, False, tokens > EARLY)
+    each = next(count for most, count in PROGRAMS_EACH if tokens <= most)
+    many = sum(cdiv(count, 16 * WARPS) for count in rows) * programs > each * processors
+    return None if many or sizes.nbytes + 2048 > SHARED_NBYTES else programs
+
+
+def _programs_of(x: Tensor, weights: Sequence[QTensor]) -> int | None:
+    return _programs(x.shape[0], tuple(weight.shape[0] for weight in weights), x.shape[1], multiprocessors(x.device))
+
+
+def _tiles(tokens: int) -> int:
+    return power_of_two(cdiv(tokens, 8))
+
+
+def multiply_batch(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], normed: Normed | None = None) -> None:
+    """Tokens times up to MOST_WEIGHTS weights of one width in one launch.
+
+    normed  x is first added to and normalised: what is added, the norm in float32, where the sum goes, eps
+    """
+    (tokens, width), programs = x.shape, _programs_of(x, weights)
+    assert programs is not None
+    passed: list[Any] = []
+    for number in range(MOST_WEIGHTS):
+        passed += operands(weights[number]) if number < len(weights) else [None] * 3
+        passed.append(outs[number] if number < len(outs) else None)
+    rows = [out.shape[-1] for out in outs]
+    ends = list(accumulate(cdiv(count, 16 * WARPS) for count in rows))
+    passed += [ends[number] if number < len(rows) - 1 else None for number in range(MOST_WEIGHTS - 1)]
+    passed += [rows[number] if number < len(rows) else None for number in range(MOST_WEIGHTS)]
+    sizes = len(rows), width, _tiles(tokens), WARPS, programs, tokens > EARLY
+    matmul_batch[(ends[-1],)](
+        x, *(normed or (None, None, None, 0.0)), *passed, ends[-1], tokens, *sizes,
+        num_warps=WARPS, num_ctas=programs, launch_pdl=True,
+    )  # fmt: skip
+
+
+def operands(weight: QTensor) -> list[Tensor]:
+    assert weight.biases is not None
+    return [tensor.view(torch.int8) for tensor in (weight.packed, weight.scales, weight.biases)]
+
+
+def _build(width: int, tiles: int, count: int = 1, normed: bool = False) -> Build:
+    programs = min(MOST_PROGRAMS, width // CHUNK)
+    absent = [f"{name}{number}" for number in range(count, MOST_WEIGHTS) for name in ("w", "s", "b", "y", "rows")]
+    absent += [f"end{number}" for number in range(count - 1, MOST_WEIGHTS - 1)] + ([] if normed else ["delta", "norm", "total"])
+    stream, each = "*bf16 *fp32 *bf16" if normed else "", "*i8 *i8 *i8 *bf16"
+    types = " ".join(["*bf16", stream, "fp32", *[each] * count, *["i32"] * (count - 1), *["i32:16"] * count, "i32 i32"])
+    sizes = {"COUNT": count, "K": width, "TILES": tiles, "W": WARPS, "C": programs, "LATE": 8 * tiles > EARLY}
+    options = {"num_warps": WARPS, "num_ctas": programs}
+    return Build(matmul_batch, types, {**dict.fromkeys(absent), **sizes}, hot=True, options=options)
+
+
+BATCH_BUILDS = [
+    _build(4096, 4),
+    _build(4096, 8),
+    _build(2048, 4, 3, normed=True),
+    _build(2048, 8, 4, normed=True),
+    _build(2048, 1, 3, normed=True),
+    _build(4096, 4, 3, normed=True),
+    _build(8192, 4),
+]

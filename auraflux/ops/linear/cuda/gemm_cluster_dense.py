@@ -1,0 +1,145 @@
+"""Tens of tokens on Hopper from the residual stream to scores: added, normalised, times small dense weights in one launch.
+
+As in `gemm_cluster.py`, the programs of a cluster share K, and each leaves its sums with the one that adds up those rows. Rows
+are so few that `mma` serves as well as `wgmma`, and programs can be many.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_left, pass_lengths, sizes_of, store_normed, store_sums, take_tokens
+from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, MEET, put_sums, room, threads, times, words_at
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, COPY16, copy, run, wait_ptx
+
+MOST_TOKENS = 64
+WIDTHS = (2048, 4096)
+BLOCKS, WARPS, PROGRAMS = 2, 8, 8  # of 16 rows of a cluster, of a program, of a cluster
+
+
+@gluon.jit
+def _ask(base, tid, w, row0, rows, rank, S: gl.constexpr):
+    """Request a program's inputs of a cluster's rows; the last row again where there are no more."""
+    EACH: gl.constexpr = S.part // 16
+    for n in gl.static_range(16 * S.blocks * EACH // (32 * S.warps)):
+        e = tid + 32 * S.warps * n
+        r, c = e // EACH, e % EACH
+        at = gl.minimum(row0 + r, rows - 1).to(gl.int64) * S.width + rank * S.chunk + c * 8
+        copy(COPY16, base + r * S.pitch + c * 16, w + at, tid >= 0)
+
+
+@gluon.jit
+def _multiply(base, lane, up, across, S: gl.constexpr):
+    """16 rows of a warp times all tokens, over its share of a program's inputs: lane t has 16 of each 64, in eight pairs."""
+    TILES: gl.constexpr = S.tiles
+    GROUPS: gl.constexpr = S.chunk // 64 // S.across
+    g, t = lane // 4, lane % 4
+    mine = base + (up * 16 + g) * S.pitch + across * (GROUPS * 128) + t * 32
+    x_mine = base + S.tokens_at + g * S.half + across * (GROUPS * 128) + t * 32
+    acc = ((lane * 0).to(gl.float32),) * (4 * TILES)
+    for q in gl.static_range(GROUPS):
+        at = mine + q * 128
+        a0, a1, a2, a3 = words_at(at), words_at(at + 8 * S.pitch), words_at(at + 16), words_at(at + 8 * S.pitch + 16)
+        new = ()
+        for m in gl.static_range(TILES):
+            b0, b1 = words_at(x_mine + (8 * m * S.half + q * 128)), words_at(x_mine + (8 * m * S.half + q * 128 + 16))
+            c = (acc[4 * m], acc[4 * m + 1], acc[4 * m + 2], acc[4 * m + 3])
+            for j in gl.static_range(4):
+                c = times(c, (a0[j], a1[j], a2[j], a3[j]), b0[j], b1[j])
+            new += c  # type: ignore[assignment]
+        acc = new
+    return acc
+
+
+@gluon.jit
+def scores_batch(
+    x, delta, norm, total, h, eps, w, y, w1, y1, end0, rows, rows1, turns, tokens,
+    COUNT: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Up to 8 TILES tokens, 16 BLOCKS rows a cluster of C programs; the sum of x and delta goes to `total`, its norm to `h`.
+
+    Two weights have their clusters one after the other, the first `end0` of them work for the first.
+    """
+    ACROSS: gl.constexpr = W // BLOCKS
+    S: gl.constexpr = sizes_of(K, BLOCKS, TILES, W, ACROSS, C, True)
+    everyone = gl.arange(0, 32 * W * C, threads(W, C))
+    rank, tid = everyone // (32 * W), everyone % (32 * W)
+    warp, lane = tid // 32, tid % 32
+    up, across = warp // ACROSS, warp % ACROSS
+    program = gl.program_id(0)
+    before, rows = 0 * program, 0 * program + rows
+    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end0:
+            w, y, rows, before = w1, y1, rows1, end0
+    row0 = (program - before) * (16 * BLOCKS)
+    memory, base = room(S.nbytes, everyone, C)
+    _ask(base, tid, w, row0, rows, rank, S)
+    run(COMMIT, lane)
+    run(ARRIVE, lane)
+    run(AWAIT, lane)
+    sums = take_tokens(base, tid, x, delta, norm, total, tokens, rank, program, turns, S)
+    run(wait_ptx(0), lane)
+    gl.thread_barrier()
+    acc = _multiply(base, lane, up, across, S)
+    gl.thread_barrier()
+    for n in gl.static_range(TILES):
+        some = (acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
+        put_sums(base + (across * S.units + up * TILES + n) * 512 + lane * 16, some)
+    gl.thread_barrier()
+    # all programs are there
+    run(MEET, lane)
+    pass_left(base, warp, lane, rank, S)
+    pass_lengths(base, tid, rank, S)
+    run(ARRIVE, lane)
+    run(MEET, lane)
+    store_normed(h, sums, norm, base, tid, tokens, rank, program, turns, eps, S)
+    store_sums(y, base, warp, lane, rank, row0, rows, tokens, eps, True, S)
+    memory._keep_alive()
+
+
+def fits_scores(x: Tensor, norm: Tensor, weights: list[Tensor]) -> bool:
+    """Whether `multiply_scores` serves tokens and one or two dense weights: all in bf16, the norm in float32."""
+    tokens, width = x.shape
+    return (
+        not INTERPRETED
+        and 1 < tokens <= MOST_TOKENS
+        and len(weights) in (1, 2)
+        and width in WIDTHS
+        and norm.dtype is torch.float32
+        and capability(x.device) == HOPPER
+        and all(tensor.dtype is torch.bfloat16 and not tensor.data_ptr() % 16 for tensor in (x, *weights))
+    )
+
+
+def multiply_scores(
+    x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[Tensor]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Tokens [T, H]: the norm, the sum it was made of, and the products with one or two weights."""
+    tokens, width = x.shape
+    h, total = torch.empty_like(x), torch.empty_like(x)
+    rows = [weight.shape[0] for weight in weights]
+    outs = [x.new_empty(tokens, count) for count in rows]
+    first, last = cdiv(rows[0], 16 * BLOCKS), sum(cdiv(count, 16 * BLOCKS) for count in rows)
+    second = (weights[1], outs[1], first) if len(rows) == 2 else (None, None, None)
+    sizes = rows[0], rows[1] if len(rows) == 2 else None, last, tokens
+    tiles = power_of_two(cdiv(tokens, 8))
+    scores_batch[(last,)](
+        x, delta, norm, total, h, float(eps), weights[0], outs[0], *second, *sizes,
+        len(rows), width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
+    )  # fmt: skip
+    return h, total, outs
+
+
+def _build(width: int, tiles: int, count: int = 1) -> Build:
+    stream, sizes = "*bf16 *bf16 *fp32 *bf16 *bf16 fp32", {"COUNT": count, "K": width, "BLOCKS": BLOCKS, "TILES": tiles}
+    types = f"{stream} *bf16 *bf16 *bf16 *bf16 i32 i32:16 i32 i32 i32" if count == 2 else f"{stream} *bf16 *bf16 i32:16 i32 i32"
+    absent = {} if count == 2 else dict.fromkeys(("w1", "y1", "end0", "rows1"))
+    options = {"num_warps": WARPS, "num_ctas": PROGRAMS}
+    return Build(scores_batch, types, {**absent, **sizes, "W": WARPS, "C": PROGRAMS}, hot=True, options=options)
+
+
+SCORES_BUILDS = [_build(2048, 4), _build(2048, 8, 2), _build(4096, 4), _build(4096, 8)]

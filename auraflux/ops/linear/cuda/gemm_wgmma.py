@@ -1,0 +1,290 @@
+"""Affine products of tens to hundreds of tokens on Hopper, in Gluon: weights are made in registers, for `wgmma` to multiply.
+
+A program multiplies R rows of a weight by all tokens of a tile, over a share of K. Rows are the tensor cores' M: a lane holds
+codes of rows g and g + 8 and makes of them, in pairs, what the weight written out in bf16 would be. Tokens are N, and lie in
+shared memory.
+
+- Codes and tokens come by TMA, which one more warp feeds, in blocks of KB inputs.
+- A lane reads 16 bytes of codes at once. That gives K an order of its own within a block, the same for all rows, into which
+  tokens are brought before (`gemm_wgmma_launch.py`).
+- Numbers below 256, read as the bits of bf16, are themselves times 2**-133. With scales times 2**69 and biases over 2**64,
+  one multiply-add makes weights over 2**64 of them, and sums are multiplied by 2**64 at the end.
+- Gated: g is of the first weight, g + 8 of the second, so that a lane has both sums of a result.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+UP, DOWN, BACK = gl.constexpr(2.0**69), gl.constexpr(2.0**-64), gl.constexpr(2.0**64)
+BF, F32, I32 = gl.bfloat16, gl.float32, gl.int32
+
+
+@gluon.constexpr_function
+def _weights_ptx(bits, j):
+    """Weights of a pair of codes, 16 bits apart in a word: plane j of it, which lies in its even bytes."""
+    odd = bits * j % 8
+    mask = hex(((1 << bits) - 1 << odd) * 0x10001)
+    return f"{{.reg .b32 r; and.b32 r,$1,{mask}; fma.rn.bf16x2 $0,r,$3,$5;}}"
+
+
+@gluon.constexpr_function
+def _held(rows, words, apart=False):
+    """[rows, 4 * words], 16 rows a warp: lane (g, t) has rows g and g + 8 of them, and words from t * words on.
+
+    `apart`: the row that is g + 8 to a lane lies half of all rows further on.
+    """
+    more, across = (rows // 2, 8) if apart else (8, 16)
+    mine = [[0, 1 << i] for i in range(words.bit_length() - 1)]
+    lanes = [[0, words], [0, 2 * words], [1, 0], [2, 0], [4, 0]]
+    warps = [[across << i, 0] for i in range((rows // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout([*mine, [more, 0]], lanes, warps, [], [rows, 4 * words])
+
+
+@gluon.jit
+def _beside(held, j: gl.constexpr, A: gl.constexpr):
+    """What lanes t hold for V words of 64 codes, [R, 4, V], beside the codes of the j-th 16: pairs of two words each."""
+    R: gl.constexpr = held.shape[0]
+    if held.shape[2] == 4:
+        even, odd = gl.split(held.reshape(R, 4, 2, 2).permute(0, 1, 3, 2))
+        held = even if j % 2 == 0 else odd
+    return gl.convert_layout(gl.join(held, held).permute(0, 2, 1, 3).reshape(R, 16), A)
+
+
+@gluon.jit
+def _weights(words, s, odd, b, j: gl.constexpr, A: gl.constexpr):
+    """The weights of the j-th 16 of 64 codes, as an operand of the tensor cores."""
+    BITS: gl.constexpr = words.shape[2] * 2
+    PLANE: gl.constexpr = j * 4 // BITS
+    if PLANE * BITS >= 8:
+        words = words >> 8
+    scale = s if PLANE * BITS % 8 == 0 else odd
+    args = [_beside(words, j, A), _beside(scale, j, A), _beside(b, j, A)]
+    return gl.inline_asm_elementwise(_weights_ptx(BITS, PLANE), "=r,r,r,r,r,r,r", args, BF, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _words(words, KB: gl.constexpr):
+    """The words of lanes for each 64 inputs, [R, 4, V] each."""
+    R: gl.constexpr = words.shape[0]
+    V: gl.constexpr = words.shape[1] // (KB // 16)
+    if KB == 256:
+        even, odd = gl.split(words.reshape(R, 4, 2, 2, V).permute(0, 1, 4, 2, 3))
+        first, third = gl.split(even)
+        second, fourth = gl.split(odd)
+        found = (first, second, third, fourth)
+    else:
+        found = gl.split(words.reshape(R, 4, 2, V).permute(0, 1, 3, 2))
+    return found
+
+
+@gluon.jit
+def _twice(value, V: gl.constexpr):
+    """Numbers in bf16, twice in a word, for V words."""
+    bits = value.to(BF).to(gl.int16, bitcast=True).to(I32) & 0xFFFF
+    both = gl.join(bits | (bits << 16), bits | (bits << 16))
+    if V == 4:
+        both = gl.join(both, both).reshape(value.shape[0], 4, 4)
+    return both
+
+
+@gluon.jit
+def _line(scales, biases, k, inside, width, G: gl.constexpr, V: gl.constexpr):
+    """What makes weights over 2**64 of codes of inputs k: scales for planes 0, scales for planes 4 bits up, biases."""
+    there = inside & (k < width)
+    s = gl.load(scales + k // G, mask=there, other=0.0).to(F32)
+    b = gl.load(biases + k // G, mask=there, other=0.0).to(F32)
+    return _twice(s * UP, V), _twice(s * (UP / 16), V), _twice(b * DOWN, V)
+
+
+@gluon.jit
+def _lines(scales, biases, k, inside, width, KB: gl.constexpr, G: gl.constexpr, V: gl.constexpr):
+    """`_line` of the first and of the second 32 inputs of a lane, where these may be in two groups."""
+    first = _line(scales, biases, k, inside, width, G, V)
+    return first + (_line(scales, biases, k + 32, inside, width, G, V) if KB // 4 > G else first)
+
+
+@gluon.jit
+def _fetch(scales, biases, group):
+    """Bring scales and biases into the cache."""
+    ptx: gl.constexpr = "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.b32 $0,0;"
+    args = [(scales + group).to(gl.int64), (biases + group).to(gl.int64)]
+    gl.inline_asm_elementwise(ptx, "=r,l,l", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _request_codes(w0, w1, w2, codes, bar, row0, word, which, there, COUNT: gl.constexpr, GATED: gl.constexpr):
+    if GATED:
+        HALF: gl.constexpr = codes.shape[0] // 2
+        tma.async_copy_global_to_shared(w0, [row0, word], bar, codes.slice(0, HALF, dim=0), pred=there)
+        tma.async_copy_global_to_shared(w1, [row0, word], bar, codes.slice(HALF, HALF, dim=0), pred=there)
+    else:
+        tma.async_copy_global_to_shared(w0, [row0, word], bar, codes, pred=there & (which == 0))
+    if COUNT > 1:
+        tma.async_copy_global_to_shared(w1, [row0, word], bar, codes, pred=there & (which == 1))
+    if COUNT > 2:
+        tma.async_copy_global_to_shared(w2, [row0, word], bar, codes, pred=there & (which == 2))
+
+
+@gluon.jit
+def _feed(
+    xs, w0, w1, w2, X, C, full, empty, row0, which, x_row, first, count,
+    COUNT: gl.constexpr, GATED: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    BOX: gl.constexpr = xs.block_type.shape[0]
+    EACH: gl.constexpr = KB // 64 * T
+    WORDS: gl.constexpr = C.shape[2]
+    NBYTES: gl.constexpr = C.shape[1] * WORDS * 4 + EACH * 128
+    for n in gl.static_range(ST):
+        mbarrier.expect(full.index(n), NBYTES, pred=n < count)
+        _request_codes(w0, w1, w2, C.index(n), full.index(n), row0, (first + n) * WORDS, which, n < count, COUNT, GATED)
+    # codes are older than the kernel before, tokens are not
+    gdc_wait()
+    gdc_launch_dependents()
+    for i in range(count):
+        stage = i % ST
+        bar = full.index(stage)
+        if i >= ST:
+            mbarrier.wait(empty.index(stage), (i // ST - 1) % 2)
+            mbarrier.expect(bar, NBYTES)
+            _request_codes(w0, w1, w2, C.index(stage), bar, row0, (first + i) * WORDS, which, i < count, COUNT, GATED)
+        for n in gl.static_range(EACH // BOX):
+            some = X.index(stage).slice(n * BOX, BOX, dim=0)
+            tma.async_copy_global_to_shared(xs, [x_row + (first + i) * EACH + n * BOX, 0], bar, some)
+
+
+@gluon.jit
+def _store(found, out, rows, tokens, row0, token0, GATED: gl.constexpr):
+    M: gl.constexpr = found.shape[0]
+    T: gl.constexpr = found.shape[1]
+    if GATED:
+        gate, up = gl.split(found.reshape(M // 16, 2, 8, T).permute(0, 2, 3, 1))
+        found = (gate / (1.0 + gl.exp(-gate)) * up).reshape(M // 2, T)
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4] if GATED else [16, 2], [1, M // 16], [0, 1])
+    r, c = row0 + gl.arange(0, found.shape[0], gl.SliceLayout(1, OUT)), token0 + gl.arange(0, T, gl.SliceLayout(0, OUT))
+    at = c.to(gl.int64)[None, :] * rows + r[:, None]
+    gl.store(out + at, gl.convert_layout(found.to(BF), OUT), mask=(r < rows)[:, None] & (c < tokens)[None, :])
+
+
+@gluon.jit
+def _multiply(
+    X, C, full, empty, scales, biases, scales1, biases1, out, part, rows, width, tokens, row0, tile, first, count,
+    T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    R: gl.constexpr = C.shape[1]
+    LANE: gl.constexpr = C.shape[2] // 4
+    V: gl.constexpr = LANE * 64 // KB
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [R // 16, 1], [16, T, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ONE: gl.constexpr = _held(R, 1)
+    row, t = gl.arange(0, R, gl.SliceLayout(1, ONE)), gl.arange(0, 4, gl.SliceLayout(0, ONE))
+    if GATED:
+        second, row = row % 16 >= 8, row // 16 * 8 + row % 8
+    row += row0
+    inside, line = (row < rows)[:, None], (gl.minimum(row, rows - 1).to(gl.int64) * (width // G))[:, None]
+    if GATED:
+        scales = gl.where(second[:, None], scales1 + line, scales + line)
+        biases = gl.where(second[:, None], biases1 + line, biases + line)
+    else:
+        scales, biases = scales + line, biases + line
+    k = (first * KB + t * (KB // 4))[None, :]
+    lines = _lines(scales, biases, k, inside, width, KB, G, V)
+    # 32 bytes hold 16 groups: a row's next ones come from memory while these are used
+    for ahead in range(first * KB, (first + count) * KB, 64 * G):
+        _fetch(scales, biases, gl.minimum(ahead + t * (16 * G), width - G)[None, :] // G)
+    acc = gl.full([R, T], 0.0, F32, ACC)
+    for i in range(count):
+        mbarrier.wait(full.index(i % ST), i // ST % 2)
+        codes = C.index(i % ST).load(_held(R, LANE, GATED))
+        if GATED:
+            codes = codes.reshape(2, R // 16, 8, LANE * 4).permute(1, 0, 2, 3).reshape(R, LANE * 4)
+        words = _words(codes, KB)
+        k += KB
+        following = _lines(scales, biases, k, inside, width, KB, G, V)
+        for n in gl.static_range(KB // 64):
+            for j in gl.static_range(4):
+                a = _weights(words[n], lines[n // 2 * 3], lines[n // 2 * 3 + 1], lines[n // 2 * 3 + 2], j, A)
+                x = X.index(i % ST).slice(n * T, T, dim=0).permute((1, 0)).slice(16 * j, 16, dim=0)
+                # one by one: a warp does not go on until all but the last of several products have begun
+                acc = warpgroup_mma(a, x, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+            if n == 0:
+                # all that read the block before is done
+                mbarrier.arrive(empty.index((i + ST - 1) % ST), pred=i > 0)
+        lines = following
+    found = warpgroup_mma_wait(0, deps=[acc]) * BACK
+    if part is not None:
+        r, c = gl.arange(0, R, gl.SliceLayout(1, ACC)), gl.arange(0, T, gl.SliceLayout(0, ACC))
+        gl.store(part + (r[:, None] * T + c[None, :]), found)
+    else:
+        _store(found, out, rows, tokens, row0, tile * T, GATED)
+
+
+@gluon.jit
+def _neighbours(at, tile, NEAR: gl.constexpr):
+    """Have programs that follow each other multiply the same rows by up to NEAR tiles of tokens.
+
+    They run at the same time, so that codes come from memory once for all of these.
+    """
+    rows = gl.num_programs(0)
+    number = tile * rows + at
+    first = number // (NEAR * rows) * NEAR
+    number -= first * rows
+    together = gl.minimum(NEAR, gl.num_programs(2) - first)
+    return number // together, first + number % together
+
+
+@gluon.jit
+def multiply_tiles(
+    xs, w0, w1, w2, s0, b0, y0, s1, b1, y1, s2, b2, y2, part, end0, end1, rows0, rows1, rows2, width, tokens, blocks, share,
+    COUNT: gl.constexpr, GATED: gl.constexpr, R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr,
+    ST: gl.constexpr, NEAR: gl.constexpr,
+):  # fmt: skip
+    """R rows times a tile of tokens over a share of K's blocks; grid (tiles of rows, shares, tiles of tokens).
+
+    Up to three weights have their tiles of rows one after the other, the first `end0` are of the first. Where `part` is given,
+    sums go there, float32 [shares, tiles of tokens, tiles of rows, R, T], and not to y.
+    """
+    at, split, tile = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    if part is None:
+        at, tile = _neighbours(at, tile, NEAR)
+    # numbers, also where they are known when the kernel is compiled
+    which, before, rows0 = 0 * at, 0 * at, 0 * at + rows0
+    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if at >= end0:
+            s0, b0, y0, rows0, which, before = s1, b1, y1, rows1, 0 * at + 1, end0
+    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
+        if at >= end1:
+            s0, b0, y0, rows0, which, before = s2, b2, y2, rows2, 0 * at + 2, end1
+    row0, first = (at - before) * (R // 2 if GATED else R), split * share
+    count = gl.minimum(share, blocks - first)
+    if part is not None:
+        part += ((split * gl.num_programs(2) + tile) * gl.num_programs(0) + at).to(gl.int64) * (R * T)
+    X = gl.allocate_shared_memory(BF, [ST, KB // 64 * T, 64], xs.layout)
+    C = gl.allocate_shared_memory(I32, [ST, R, w0.block_type.shape[1]], w0.layout)
+    full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(ST):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    x_row = tile * (blocks * (KB // 64) * T)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                X, C, full, empty, s0, b0, s1, b1, y0, part, rows0, width, tokens, row0, tile, first, count,
+                T, KB, G, ST, GATED,
+            )),
+            (_feed, (xs, w0, w1, w2, X, C, full, empty, row0, which, x_row, first, count, COUNT, GATED, T, KB, ST)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

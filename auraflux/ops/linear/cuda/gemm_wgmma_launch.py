@@ -1,0 +1,298 @@
+"""Products by tiles of tokens on Hopper: which are served, how they are shared out, what is launched (`gemm_wgmma.py`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.elementwise import silu
+from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.linear.cuda.gemm_wgmma import multiply_tiles
+from auraflux.quant import QTensor
+
+BITS = (4, 8)
+FEW = 16  # tokens that other kernels are for, where they serve
+MOST_TOGETHER = 3  # weights of a launch
+# for more, a weight written out once costs less than taking it apart for every tile of tokens. Two of 4 bits that gate each
+# other are the exception: their products then go through memory. On an H200 8192 tokens of llama-8b take 183 ms, not 188
+MOST_TOKENS = 1024
+MOST_SHARES = 8
+NEAR = 8  # tiles of tokens that are multiplied by the same rows at about the same time
+WIDEST = 16384  # inputs of a token that a program normalises
+MOST_BOX = 256  # rows of a tile that TMA takes at once
+ORDERED, ADDED = 1024, 32  # inputs of a token, and rows, of the programs before and after
+STAGES_NBYTES = 216 << 10  # of shared memory, for all stages of a program
+# µs on an H200, for a program of so many tokens and rows: 16 inputs; and what it costs besides
+STEP_US = {(32, 128): 0.053, (64, 128): 0.062, (128, 128): 0.103, (256, 128): 0.185}
+STEP_US |= {(32, 256): 0.083, (64, 256): 0.106, (128, 256): 0.178}
+START_US = {128: 4.0, 256: 6.5}
+ADD_US, BYTE_US = 1.5, 2e-7  # the kernel that adds, and each byte it reads or was left
+
+Normed = tuple[Tensor, Tensor, Tensor, float]  # what is added, the norm, where the sum goes, eps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is shared out: tokens and rows of a program, inputs of a block, blocks in flight, programs that share K."""
+
+    tile: int
+    rows: int
+    block: int
+    stages: int
+    shares: int
+
+
+@triton.jit
+def _input_at(at, BITS: tl.constexpr, KB: tl.constexpr):
+    """Which input lies at a place of a token.
+
+    Lane t of four has a quarter of a block's KB inputs, 16 for each 64: pairs (j, j + PLANES) of words v.
+    """
+    PLANES: tl.constexpr = 16 // BITS
+    e, t, v, j = at % 2, at // 2 % 4, at // 8 % (8 // PLANES), at % 64 // (64 // PLANES)
+    return at // KB * KB + KB // 4 * t + at % KB // 64 * 16 + 2 * PLANES * v + j + PLANES * e
+
+
+@triton.jit
+def order_tokens(x, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
+    """Write tokens [tiles, K / 64, T, 64] in the order in which lanes take codes apart; zeros where there are none."""
+    # what follows reads nothing but weights before it waits
+    gdc_launch_dependents()
+    gdc_wait()
+    token, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = _input_at(at, BITS, KB)
+    value = tl.load(x + token.to(tl.int64) * K + k, mask=(k < K) & (token < tokens), other=0.0)
+    tile = (token // T).to(tl.int64) * padded * T
+    tl.store(out + tile + (at // 64 * T + token % T) * 64 + at % 64, value, mask=at < padded)
+
+
+@triton.jit
+def order_normed(
+    x, delta, norm, total, out, tokens, K, padded, eps,
+    BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As `order_tokens`, of the norm of a stream to which delta is added; their sum goes to `total`. A program a token."""
+    gdc_launch_dependents()
+    gdc_wait()
+    token, at = tl.program_id(0), tl.arange(0, WIDTH)
+    line = token.to(tl.int64) * K
+    there = (at < K) & (token < tokens)
+    wide = _summed(x, delta, line, at, there)
+    tl.store(total + line + at, wide, mask=there)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / K + eps)
+    k = _input_at(at, BITS, KB)
+    there = (k < K) & (token < tokens)
+    wide = _summed(x, delta, line, k, there)
+    value = wide * factor * tl.load(norm + k, mask=there, other=0.0)
+    tile = (token // T).to(tl.int64) * padded * T
+    tl.store(out + tile + (at // 64 * T + token % T) * 64 + at % 64, value, mask=at < padded)
+
+
+@triton.jit
+def _summed(x, delta, line, k, there):
+    """Inputs k of the stream and delta, rounded where they would be stored; zeros where there are none."""
+    wide = tl.load(x + line + k, mask=there, other=0.0).to(tl.float32)
+    wide += tl.load(delta + line + k, mask=there, other=0.0).to(tl.float32)
+    return wide.to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def add_shares(
+    part, y0, y1, y2, end0, end1, rows0, rows1, rows2, tokens, tiles, shares,
+    COUNT: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, T: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Add up what programs found of BR rows and BT tokens, or gate one weight's sums with another's; grid (rows, tokens)."""
+    gdc_wait()
+    gdc_launch_dependents()
+    EACH: tl.constexpr = R // 2 if GATED else R
+    at, r = tl.program_id(0) // (EACH // BR), tl.program_id(0) % (EACH // BR) * BR + tl.arange(0, BR)
+    tile, c = tl.program_id(1) // (T // BT), tl.program_id(1) % (T // BT) * BT + tl.arange(0, BT)
+    stride = tl.num_programs(1).to(tl.int64) // (T // BT) * tiles * (R * T)
+    part += (tile * tiles + at).to(tl.int64) * (R * T) + ((r // 8 * 16 + r % 8 if GATED else r)[:, None] * T + c[None, :])
+    found = tl.load(part)
+    for share in range(1, shares):
+        found += tl.load(part + share * stride)
+    if GATED:
+        part += 8 * T
+        up = tl.load(part)
+        for share in range(1, shares):
+            up += tl.load(part + share * stride)
+        found = silu(found) * up
+    before, rows0 = 0 * at, 0 * at + rows0
+    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if at >= end0:
+            y0, rows0, before = y1, rows1, end0
+    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
+        if at >= end1:
+            y0, rows0, before = y2, rows2, end1
+    row, token = (at - before) * EACH + r, tile * T + c
+    to = token.to(tl.int64)[None, :] * rows0 + row[:, None]
+    tl.store(y0 + to, found.to(y0.dtype.element_ty), mask=(row < rows0)[:, None] & (token < tokens)[None, :])
+
+
+def fits_tiles(x: Tensor, weights: Sequence[QTensor], gated: bool = False) -> bool:
+    """Whether the kernels here serve products: 4 or 8 bits, all in bf16, tokens from the second to as many as pay."""
+    every = gated and all(weight.bits == 4 for weight in weights)
+    return (
+        not INTERPRETED
+        and x.shape[0] > 1
+        and (every or x.shape[0] <= MOST_TOKENS)
+        and x.dtype is torch.bfloat16
+        and capability(x.device) == HOPPER
+        and not x.data_ptr() % 16
+        and all(
+            weight.bits in BITS
+            and weight.shape[0]
+            and weight.biases is not None
+            and weight.scales.dtype is torch.bfloat16
+            and not weight.packed.data_ptr() % 16
+            for weight in weights
+        )
+    )
+
+
+@cache
+def plan(tokens: int, rows: tuple[int, ...], width: int, bits: int, processors: int) -> Plan:
+    """The quickest way by what was measured: programs in rounds of as many as there are multiprocessors."""
+    best, least = None, float("inf")
+    for (tile, height), shares in product(STEP_US, range(1, MOST_SHARES + 1)):
+        block = 256 if tile <= 64 and bits == 4 else 128
+        stages = min(6, STAGES_NBYTES // (height * block * bits // 8 + block * tile * 2))
+        # 8 bits leave few registers to programs of so many warps
+        if stages < 3 or shares > max(1, cdiv(width, block) // 2) or (bits == 8 and height == 256):
+            continue
+        tiles, lines = cdiv(tokens, tile), sum(cdiv(n, height) for n in rows)
+        steps = cdiv(cdiv(width, block), shares) * (block // 16)
+        took = cdiv(lines * tiles * shares, processors) * (START_US[height] + steps * STEP_US[tile, height])
+        if shares > 1:
+            took += ADD_US + 8 * shares * lines * height * tiles * tile * BYTE_US
+        if took < least:
+            best, least = Plan(tile, height, block, stages, shares), took
+    assert best is not None
+    return best
+
+
+@cache
+def tile_layout(kind: str, rows: int, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if kind == "bf16" else gl.int32)
+
+
+def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    kind = "bf16" if x.dtype is torch.bfloat16 else "i32"
+    return described(x, [rows, columns], tile_layout(kind, rows, columns))
+
+
+def multiply_hopper_tiles(
+    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: Normed | None = None
+) -> None:
+    """Tokens times up to MOST_TOGETHER weights of one format and width; gated: silu(first) * second, into one out.
+
+    normed  x is first added to and normalised: what is added, the norm in float32, where the sum goes, eps
+    """
+    rows = tuple(weight.shape[0] for weight in weights)
+    found = plan(x.shape[0], rows, x.shape[1], weights[0].bits, multiprocessors(x.device))
+    launch_tiles(x, weights, outs, gated, found, normed)
+
+
+def launch_tiles(
+    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool, how: Plan, normed: Normed | None = None
+) -> None:
+    (tokens, width), bits, group = x.shape, weights[0].bits, weights[0].group
+    tile, block = how.tile, how.block
+    # rows of a weight in a program, and how many of the weights have rows of their own
+    each, count = (how.rows // 2, 1) if gated else (how.rows, len(weights))
+    blocks, tiles = cdiv(width, block), cdiv(tokens, tile)
+    share = cdiv(blocks, how.shares)
+    shares, padded = cdiv(blocks, share), blocks * block
+    ordered = x.new_empty(tiles * padded // 64 * tile, 64)
+    if normed is None:
+        grid = tiles * tile, cdiv(padded, ORDERED)
+        order_tokens[grid](x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
+    else:
+        delta, norm, total, eps = normed
+        stream, wide = (x, delta, norm, total, ordered), power_of_two(padded)
+        order_normed[(tiles * tile,)](
+            *stream, tokens, width, padded, float(eps), bits, tile, block, wide,
+            num_warps=min(16, max(4, wide // 256)), launch_pdl=True,
+        )  # fmt: skip
+    rows = [weight.shape[0] for weight in weights[:count]]
+    ends = list(accumulate(cdiv(n, each) for n in rows))
+    sizes = [*_filled(ends[:-1], MOST_TOGETHER - 1), *_filled(rows)]
+    part = None
+    if shares > 1:
+        part = torch.empty(shares * tiles * ends[-1] * how.rows * tile, dtype=torch.float32, device=x.device)
+    ys = _filled(outs if part is None else [])
+    lines: list[Any] = []
+    for number, y in enumerate(ys):
+        lines += [weights[number].scales, weights[number].biases, y] if number < len(weights) else [None] * 3
+    ws = _filled([_tiles(weight.packed, each, block * bits // 32) for weight in weights])
+    multiply_tiles[ends[-1], shares, tiles](
+        _tiles(ordered, min(MOST_BOX, block // 64 * tile), 64), *ws, *lines, part, *sizes, width, tokens, blocks, share,
+        count, gated, how.rows, tile, block, group, how.stages, NEAR, num_warps=how.rows // 16, launch_pdl=True,
+    )  # fmt: skip
+    if part is not None:
+        grid = ends[-1] * (each // ADDED), tiles * cdiv(tile, 64)
+        add_shares[grid](
+            part, *_filled(outs), *sizes, tokens, ends[-1], shares, count, gated, how.rows, tile, ADDED, min(tile, 64),
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+
+
+def _filled(given: Sequence[Any], count: int = MOST_TOGETHER) -> list[Any]:
+    return [*given, *[None] * (count - len(given))]
+
+
+def _builds() -> list[Build]:
+    """One weight, three of one input, two of an MLP; few tokens and many."""
+
+    def tiles(kind: str, rows: int, columns: int) -> str:
+        return f"tensordesc<{kind}[{rows},{columns}],{tile_layout(kind, rows, columns)!r}>".replace(" ", "")
+
+    def product(count: int, how: Plan, bits: int, gated: bool = False) -> Build:
+        parts, own = how.shares > 1, 1 if gated else count
+        absent = [f"{name}{number}" for number in range(count, MOST_TOGETHER) for name in "wsb"]
+        absent += [f"y{number}" for number in range(0 if parts else own, MOST_TOGETHER)] + ["part"] * (not parts)
+        absent += [f"end{number}" for number in range(own - 1, MOST_TOGETHER - 1)]
+        absent += [f"rows{number}" for number in range(own, MOST_TOGETHER)]
+        sizes = {"COUNT": own, "GATED": gated, "R": how.rows, "T": how.tile, "KB": how.block, "G": 64}
+        sizes |= {"ST": how.stages, "NEAR": NEAR}
+        each = tiles("i32", how.rows // (1 + gated), how.block * bits // 32)
+        types = [tiles("bf16", min(MOST_BOX, how.block // 64 * how.tile), 64)] + [each] * count
+        types += ["*bf16 *bf16" + " *bf16" * (not parts and number < own) for number in range(count)] + ["*fp32"] * parts
+        types += ["i32"] * (own - 1) + ["i32:16"] * own + ["i32:16 i32 i32 i32"]
+        constants = {**dict.fromkeys(absent), **sizes}
+        return Build(multiply_tiles, " ".join(types), constants, hot=True, options={"num_warps": how.rows // 16})
+
+    three = {"COUNT": 3, "GATED": False, "R": 128, "T": 64, "BR": ADDED, "BT": 64}
+    absent = {"y1": None, "y2": None, "end0": None, "end1": None, "rows1": None, "rows2": None}
+    ordered = {"BITS": 4, "T": 64, "KB": 256, "BLOCK": ORDERED}
+    wide = {"BITS": 4, "T": 32, "KB": 256, "WIDTH": 4096}
+    return [
+        Build(order_tokens, "*bf16 *bf16 i32 i32:16 i32:16", ordered, hot=True),
+        Build(order_normed, "*bf16 *bf16 *fp32 *bf16 *bf16 i32 i32:16 i32:16 fp32", wide, hot=True, options={"num_warps": 16}),
+        product(1, Plan(64, 128, 256, 4, 2), 4),
+        product(3, Plan(32, 128, 256, 6, 4), 4),
+        product(1, Plan(128, 128, 128, 5, 2), 4),
+        product(1, Plan(128, 256, 128, 4, 2), 4),
+        product(1, Plan(256, 128, 128, 3, 1), 4),
+        product(2, Plan(64, 256, 256, 3, 1), 4, gated=True),
+        product(2, Plan(256, 128, 128, 3, 1), 4, gated=True),
+        product(1, Plan(64, 128, 128, 6, 2), 8),
+        Build(add_shares, "*fp32 *bf16 *bf16 *bf16 i32 i32 i32:16 i32:16 i32:16 i32 i32 i32", three, hot=True),
+        Build(add_shares, "*fp32 *bf16 i32:16 i32 i32 i32", {**absent, **three, "COUNT": 1, "GATED": True}, hot=True),
+    ]
+
+
+TILE_BUILDS = _builds()

@@ -1,0 +1,175 @@
+"""What a warp does with four groups of 64 four-bit codes of an expert's 16 rows, and what becomes of its sums.
+
+PTX for what a thread does, for `moe.cuda.slots`; more of it is in `int4_mma.py`. Every tensor has one element per thread.
+
+- Four `mma.m16n8k16` multiply a group: step j takes nibbles j and j + 4 of each word, and x is paired (j, j + 4) to match.
+  Columns 2n and 2n + 1 have the x of group n, so lane t of four has the sums of group t.
+- Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133. So a mask makes a pair of codes, every other
+  step's 16 times as large, and x is brought up by 2**60 for it, or by 2**56.
+- Rows lie in shared memory as in the weight, 128 bytes or more apart. What row g reads as its j-th group is group j ^ g % 4,
+  so that four rows read from different banks.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.linear.cuda.int4_mma import MMA
+
+ADD_FOUR = gl.constexpr(
+    "{.reg .f32 t; mov.f32 $0,$1;"
+    + "".join(f"shfl.sync.bfly.b32 t,$0,{n},31,0xffffffff; add.f32 $0,$0,t;" for n in (1, 2))
+    + "}"
+)
+OF_CODES, OF_X = gl.constexpr(2.0**73), gl.constexpr(2.0**-60)  # what sums are to be multiplied by
+
+
+def _pair_ptx() -> str:
+    """16 inputs as pairs (j, j + 4) of each eight, those of even j times 2**60, of odd j times 2**56."""
+    text = "{.reg .b32 even,odd,zero; mov.b32 even,0x5D805D80; mov.b32 odd,0x5B805B80; mov.b32 zero,0x80008000;"
+    for i, a in enumerate((8, 9, 12, 13)):
+        text += f"prmt.b32 ${2 * i},${a},${a + 2},0x5410; prmt.b32 ${2 * i + 1},${a},${a + 2},0x7632;"
+    return text + "".join(f"fma.rn.bf16x2 ${i},${i},{'odd' if i % 2 else 'even'},zero;" for i in range(8)) + "}"
+
+
+def _sum_ptx() -> str:
+    """Σ x of columns 2t and 2t + 1."""
+    text = "{.reg .b32 one,more; .reg .f32 z,d0,d1; mov.b32 one,0x3F803F80; mov.b32 more,0x41804180; mov.f32 z,0f00000000;"
+    for j in range(4):
+        a, c = ("more" if j % 2 else "one"), ("$0,$1,d0,d1" if j else "z,z,z,z")
+        text += f"{MMA} {{$0,$1,d0,d1}},{{{a},{a},{a},{a}}},{{${2 + j},${6 + j}}},{{{c}}};"
+    return text + "}"
+
+
+def _groups_ptx() -> str:
+    """Out: 4 sums a group. In: codes of rows g and g + 8 of each of four groups, 8 pairs of x."""
+    names = [[f"{n}{j}" for n in "uvwz"] for j in range(4)]
+    text = "{.reg .b32 a0,a1,a2,a3; .reg .f32 o; mov.f32 o,0f00000000; .reg .b32 "
+    text += ",".join(name for group in names for name in group) + ";"
+    for j, (u, v, w, z) in enumerate(names):
+        text += f"mov.b64 {{{u},{w}}},${16 + 2 * j}; mov.b64 {{{v},{z}}},${17 + 2 * j};"
+    for step in range(4):
+        for j, words in enumerate(names):
+            for i, word in enumerate(words):
+                text += (
+                    f"shr.u32 {word},{word},8;" if step == 2 else ""
+                ) + f"and.b32 a{i},{word},{hex(0xF000F << step % 2 * 4)};"
+            c = ",".join(f"${4 * j + i}" for i in range(4))
+            text += f"{MMA} {{{c}}},{{a0,a1,a2,a3}},{{${24 + step},${28 + step}}},{{{c if step else 'o,o,o,o'}}};"
+    return text + "}"
+
+
+LOAD = gl.constexpr("ld.global.v4.b32 {$0,$1,$2,$3},[$8]; ld.global.v4.b32 {$4,$5,$6,$7},[$8+16];")
+PAIR, SUM, GROUPS = gl.constexpr(_pair_ptx()), gl.constexpr(_sum_ptx()), gl.constexpr(_groups_ptx())
+LOAD_REGISTERS, PAIR_REGISTERS = gl.constexpr("=&r," * 8 + "l,~{memory}"), gl.constexpr("=&r," * 8 + "r," * 7 + "r")
+GROUPS_REGISTERS = gl.constexpr("=&f," * 16 + "l," * 8 + "r," * 7 + "r")
+
+
+@gluon.jit
+def load_16(at):
+    """16 inputs of a lane's column: its part of x, if they were left there by `paired`."""
+    return gl.inline_asm_elementwise(LOAD, LOAD_REGISTERS, [at.to(gl.int64)], (gl.int32,) * 8, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pair_16(x):
+    """A lane's part of x from 16 inputs in their own order."""
+    args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
+    return gl.inline_asm_elementwise(PAIR, PAIR_REGISTERS, args, (gl.int32,) * 8, is_pure=True, pack=1)
+
+
+@gluon.jit
+def paired(value, row):
+    """What `pair_16` makes of the inputs of 16 rows: the number for this row, and where it belongs."""
+    j = row % 4
+    return gl.where(j % 2 == 0, value * 2.0**60, value * 2.0**56), row // 8 * 8 + j * 2 + row // 4 % 2
+
+
+@gluon.jit
+def sum_16(x):
+    """Σ x of group t."""
+    args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
+    a, _ = gl.inline_asm_elementwise(SUM, "=&f,=&f" + ",r" * 8, args, (gl.float32,) * 2, is_pure=True, pack=1)
+    return a * OF_X
+
+
+@gluon.constexpr_function
+def _two_ptx(apart):
+    return f"ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+{apart}];"
+
+
+@gluon.jit
+def codes_two(base, lane, ROW: gl.constexpr, APART: gl.constexpr):
+    """A lane's codes of four groups of row g, here and APART bytes on, in the order that row g has them."""
+    g, t = lane // 4, lane % 4
+    text: gl.constexpr = _two_ptx(APART)
+    words = ()
+    for j in gl.static_range(4):
+        at = base + g * ROW + (g % 4 ^ j) * 32 + t * 8
+        words += gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
+    return words
+
+
+@gluon.jit
+def codes_at(base, lane, ROW: gl.constexpr):
+    """The same of rows g and g + 8, which are ROW bytes apart."""
+    return codes_two(base, lane, ROW, 8 * ROW)
+
+
+@gluon.jit
+def half_at(at):
+    text: gl.constexpr = "{.reg .b16 h; .reg .b32 w; ld.shared.b16 h,[$1]; cvt.u32.u16 w,h; shl.b32 $0,w,16;}"
+    return gl.inline_asm_elementwise(text, "=f,r,~{memory}", [at], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def lines_at(base, lane, LINE: gl.constexpr):
+    """Scales and biases of rows g and g + 8, group t; rows are LINE bytes apart, biases behind 16 rows of scales."""
+    at = base + lane // 4 * LINE + lane % 4 * 2
+    return half_at(at), half_at(at + 8 * LINE), half_at(at + 16 * LINE), half_at(at + 24 * LINE)
+
+
+@gluon.jit
+def multiplied(words, lines, x, lane):
+    """Rows g and g + 8 of group t, times x."""
+    args = []
+    for j in gl.static_range(8):
+        args += [words[j]]
+    for j in gl.static_range(8):
+        args += [x[j]]
+    c = gl.inline_asm_elementwise(GROUPS, GROUPS_REGISTERS, args, (gl.float32,) * 16, is_pure=True, pack=1)
+    mine, r0, r1 = lane % 4 ^ lane // 4 % 4, c[0], c[2]
+    for j in gl.static_range(1, 4):
+        r0, r1 = gl.where(mine == j, c[4 * j], r0), gl.where(mine == j, c[4 * j + 2], r1)
+    total = sum_16(x)
+    return lines[0] * (r0 * OF_CODES) + lines[2] * total, lines[1] * (r1 * OF_CODES) + lines[3] * total
+
+
+@gluon.jit
+def add_four(value):
+    """The sum over four neighbouring lanes."""
+    return gl.inline_asm_elementwise(ADD_FOUR, "=&f,f", [value], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def put_rows(at, lane, first, second):
+    """A warp's 16 sums: lane 4 g has rows g and g + 8."""
+    text: gl.constexpr = (
+        "{.reg .pred p; setp.eq.b32 p,$4,0; @p st.shared.f32 [$1],$2; @p st.shared.f32 [$1+32],$3; mov.b32 $0,0;}"
+    )
+    args = [at + lane // 4 * 4, add_four(first), add_four(second), lane % 4]
+    gl.inline_asm_elementwise(text, "=r,r,f,f,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def float_at(at, there):
+    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$2,0; mov.b32 $0,0; @p ld.shared.f32 $0,[$1];}"
+    return gl.inline_asm_elementwise(text, "=f,r,r,~{memory}", [at, there.to(gl.int32)], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sum_at(at, there, COUNT: gl.constexpr):
+    """The sum of COUNT numbers, 64 bytes apart."""
+    total = float_at(at, there)
+    for n in gl.static_range(1, COUNT):
+        total += float_at(at + 64 * n, there)
+    return total

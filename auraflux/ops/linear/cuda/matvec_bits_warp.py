@@ -1,0 +1,153 @@
+"""What a warp does with codes as pairs of bf16 on Hopper, for one token: ask for them and for scales, multiply runs of columns.
+
+`matvec_int8_warp.py` does the same with codes as bytes.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.linear.cuda.bit_planes import MX_SHIFT, column_sums, load_x, words_at
+from auraflux.ops.linear.cuda.int4_mma import COMMIT, SYNC, run, wait_ptx, word_at
+from auraflux.ops.linear.cuda.row_copies import copy_part, copy_scales, lines_at, row_pitch, scale_piece, scale_pitch
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How the runs of a warp are cut into what is asked for at a time, and held; bytes where nothing else is said.
+
+    column, columns  inputs of a column, columns of K
+    mine, even       runs of a warp, every W-th; whether all are there
+    row, part        codes of a row, and those of them that are asked for at a time
+    pitch, slot      from row to row where parts are held, from part to part
+    stride           from one of a warp's runs to the next
+    rows, steps      of a weight in a block, in number; parts of a run of all blocks, in number
+    s_row, s_run     scales of a row, of a run
+    s_held, s_pitch  from run to run where they are held, from row to row; biases lie s_all further on
+    whole            whether scales are whole words
+    """
+
+    column: int
+    columns: int
+    mine: int
+    even: bool
+    row: int
+    part: int
+    pitch: int
+    slot: int
+    stride: int
+    rows: int
+    steps: int
+    s_row: int
+    s_run: int
+    s_held: int
+    s_pitch: int
+    s_all: int
+    whole: bool
+
+
+@gluon.constexpr_function
+def runs_of(width, bits, group, affine, gated, blocks, parts, warps):
+    column = min(group, 64)
+    columns = width // column
+    mine = ((columns + 7) // 8 + warps - 1) // warps
+    row, part = width // 8 * bits, column * bits // parts
+    pitch, size = row_pitch(part, bits, column), 2 if affine else 1
+    s_row, s_run = width // group * size, 8 * column // group * size
+    whole = scale_piece(s_row, s_run) > 0
+    s_held = s_run if whole else s_run + 4
+    s_pitch = scale_pitch(mine, s_held)
+    return Runs(
+        column, columns, mine, columns % (8 * warps) == 0, row, part, pitch, 16 * pitch, warps * part * parts,
+        8 if gated else 16, blocks * parts, s_row, s_run, s_held, s_pitch, 16 * blocks * s_pitch, whole,
+    )  # fmt: skip
+
+
+@gluon.jit
+def ask(to, lane, first, second, start, at, STEP: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr):
+    """Request one of a warp's parts, counted from its run number `at` on; there is none behind a row's end."""
+    ahead = (at + STEP // C.steps) * C.stride + STEP % PARTS * C.part
+    further = ahead + STEP % C.steps // PARTS * (C.rows * C.row)
+    copy_part(to, lane, first + further, second + further, C.row - ahead - start, C.row, C.part, C.pitch)
+
+
+@gluon.jit
+def ask_lines(
+    to, s, b, s1, b1, row0, warp, lane, GATED: gl.constexpr, R: gl.constexpr, W: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Request the scales of a warp's runs, and biases if there are; of the second weight for eight rows of 16 where GATED."""
+    for r in gl.static_range(R):
+        at, row = to + 16 * r * C.s_pitch, (row0 + C.rows * r) * C.s_row
+        last = (s1 if GATED else s + 8 * C.s_row) + row
+        copy_scales(at, s + row, last, warp, lane, C.mine, W, C.s_row, C.s_run, C.s_held, C.s_pitch)
+        if b is not None:
+            last = (b1 if GATED else b + 8 * C.s_row) + row
+            copy_scales(at + C.s_all, b + row, last, warp, lane, C.mine, W, C.s_row, C.s_run, C.s_held, C.s_pitch)
+
+
+@gluon.jit
+def ask_x(x, at, g, t, BITS: gl.constexpr, AFFINE: gl.constexpr, C: gl.constexpr):
+    """The x of a lane's codes of column g of run `at`."""
+    column = gl.minimum(at * 8 + g, C.columns - 1)
+    return load_x((x + column * C.column).to(gl.int64), t, BITS, C.column, AFFINE, "global")
+
+
+@gluon.jit
+def block_sums(
+    base, slot, mine, after, lane, first, second, start, at, x, X, shift, BLOCK: gl.constexpr, BITS: gl.constexpr,
+    AFFINE: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, GANG: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Multiply run `at` of 16 rows, whose slots are filled again. Gives the next slot, and sums of a lane's two columns.
+
+    They are those of rows g (2) and g + 8 (2).
+    """
+    HELD: gl.constexpr = 8 // PARTS
+    r0, r1, r2, r3 = X[0], X[0], X[0], X[0]
+    for h in gl.static_range(PARTS):
+        run(wait_ptx(D - 1), lane)
+        ws = ()
+        for j in gl.static_range(HELD):
+            found = words_at(mine + slot, after + slot, j * (C.column * BITS // 8), BITS, C.column, C.pitch)
+            ws += (found,)  # type: ignore[assignment]
+        run(SYNC, lane)
+        ask(base + slot, lane, first, second, start, at, BLOCK * PARTS + h + D, PARTS, C)
+        run(COMMIT, lane)
+        for j in gl.static_range(HELD // GANG):
+            words = ()
+            for n in gl.static_range(GANG):
+                words += ws[j * GANG + n]  # type: ignore[assignment]
+            c = column_sums(words, x, shift, BITS, C.column, AFFINE, 1, GANG)
+            for n in gl.static_range(GANG):
+                keep = lane % 4 == (h * HELD + j * GANG + n) // 2
+                if (j * GANG + n) % 2 == 0:
+                    r0, r2 = gl.where(keep, c[4 * n], r0), gl.where(keep, c[4 * n + 2], r2)
+                else:
+                    r1, r3 = gl.where(keep, c[4 * n + 1], r1), gl.where(keep, c[4 * n + 3], r3)
+        slot = gl.where(slot == (D - 1) * C.slot, 0, slot + C.slot)
+    if AFFINE:
+        r0, r1, r2, r3 = r0 + X[2], r1 + X[3], r2 + X[2], r3 + X[3]
+    else:
+        r0, r1, r2, r3 = r0 * MX_SHIFT, r1 * MX_SHIFT, r2 * MX_SHIFT, r3 * MX_SHIFT
+    return slot, r0, r1, r2, r3
+
+
+@gluon.jit
+def weigh(total, sum0, sum1, X, line, pair, AFFINE: gl.constexpr, ALIKE: gl.constexpr, C: gl.constexpr):
+    """Add scale * Σ code x + bias * Σ x of a lane's two columns of a row to its total; `pair` is the first of them."""
+    lines = lines_at(line, C.s_all, AFFINE, C.whole, ALIKE)
+    sum0, sum1 = lines[0] * sum0, lines[1] * sum1
+    if AFFINE:
+        sum0, sum1 = sum0 + lines[2] * X[0], sum1 + lines[3] * X[1]
+    if not C.even:
+        sum0, sum1 = gl.where(pair < C.columns, sum0, 0.0), gl.where(pair + 1 < C.columns, sum1, 0.0)
+    return total + (sum0 + sum1)
+
+
+@gluon.jit
+def added(ring, row, W: gl.constexpr, R: gl.constexpr):
+    """What four lanes of each warp found for a row."""
+    found = (row * 0).to(gl.float32)
+    for k in gl.static_range(4 * W):
+        found += word_at(ring + k // 4 * (256 * R) + row * 16 + k % 4 * 4).to(gl.float32, bitcast=True)
+    return found

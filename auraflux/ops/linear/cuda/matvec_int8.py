@@ -1,0 +1,205 @@
+"""One token times affine weights of many rows on Hopper: how a warp multiplies a run of codes is in `matvec_int8_warp.py`.
+
+As `matvec_bits.py`, which serves the rest, but codes are multiplied as bytes. That pays where a program has several blocks.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, WAIT, put, run, shared
+from auraflux.ops.linear.cuda.int8_mma import shifts
+from auraflux.ops.linear.cuda.matvec_int8_warp import added, ask, ask_lines, ask_x, block_sums, cut_of, inputs, weigh
+from auraflux.ops.linear.cuda.row_copies import chosen, passed
+from auraflux.quant import QTensor
+
+MOST_WEIGHTS = 4  # of a launch
+WARPS = 8
+LEAST_RUNS = 16  # of eight columns: enough for eight warps
+LEAST_ROWS = 8192  # enough for programs of several blocks
+# by bits and whether groups are of 32: blocks of 16 rows of a program, parts of a run, parts in flight, columns in turns.
+# Measured on an H200, 8192 x 8192
+SHAPES = {
+    (2, False): (4, 1, 4, 2), (3, False): (4, 1, 2, 2), (4, False): (2, 2, 4, 2), (4, True): (2, 1, 3, 4),
+    (5, False): (4, 1, 2, 2), (6, False): (4, 1, 2, 2), (8, False): (2, 4, 3, 2), (8, True): (2, 2, 3, 2),
+}  # fmt: skip
+
+
+@gluon.jit
+def matvec_bytes(
+    x, w, s, b, a, y, w1, s1, b1, a1, y1, w2, s2, b2, a2, y2, w3, s3, b3, a3, y3, end0, end1, end2,
+    COUNT: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr, D: gl.constexpr, GANG: gl.constexpr, LATE: gl.constexpr, ROOM: gl.constexpr,
+):  # fmt: skip
+    """One token, 16R rows a program. Each of W warps takes some runs of eight columns, in PARTS; D parts are in flight.
+
+    Up to four weights have their programs one after the other, the first `end0` of them work for the first; what is in `a` is
+    added. GATED takes eight rows of each of two weights, and stores silu(first) * second. With LATE, the next kernel may start
+    only when x is there. At least ROOM bytes of shared memory are taken.
+    """
+    C: gl.constexpr = cut_of(K, BITS, GROUP, GATED, R, PARTS, W)
+    MINE: gl.constexpr = C.mine
+    PER: gl.constexpr = D * C.slot + 2 * C.s_all
+    ROWS: gl.constexpr = 8 if GATED else 16
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    g, t = lane // 4, lane % 4
+    ends, program = (end0, end1, end2), gl.program_id(0)
+    own, number = chosen(program, *ends, (w, s, b, y), (w1, s1, b1, y1), (w2, s2, b2, y2), (w3, s3, b3, y3), COUNT)
+    w, s, b, y = own
+    if a is not None:
+        a = chosen(program, *ends, a, a1, a2, a3, COUNT)[0]
+    row0 = number.to(gl.int64) * (ROWS * R)
+    memory, ring = shared(max(PER * W, ROOM), tid)
+    base = ring + warp * PER
+    run0 = warp * C.mine
+    line, start = base + D * C.slot, run0 * (C.part * PARTS)
+    first = w + row0 * C.row + start
+    second = (w1 if GATED else w + 8 * C.row) + row0 * C.row + start
+    ask_lines(line, s, b, s1, b1, row0, run0, lane, GATED, R, C)
+    for d in gl.static_range(D):
+        ask(base + d * C.slot, lane, first, second, start, 0 * warp, d, PARTS, C)
+        run(COMMIT, lane)
+    run(WAIT if LATE else AWAIT, lane)
+    x_next = ask_x(x, run0, lane, C)
+    # where a lane's words begin
+    mine, shift = base + g * C.pitch + C.column * BITS // 32 * t // 4 * 4, shifts(t, BITS)
+    # the first of the columns whose sums a lane keeps
+    kept0 = t % 2 * 4
+    line += g * C.s_pitch + kept0 * (C.s_run // 8)
+    if not C.whole:
+        line += g * C.s_row % 4
+    totals = ((tid * 0).to(gl.float32),) * (2 * R)
+    slot = 0 * warp
+    for i in range(MINE):
+        x_now, x_next = x_next, ask_x(x, run0 + (i + 1), lane, C)
+        xs, X, factors = inputs(x_now, lane, BITS, C)
+        column = (run0 + i) * 8 + kept0
+        new = ()
+        for r in gl.static_range(R):
+            if LATE and r == 1:  # noqa: SIM102 - decided when the kernel is compiled
+                if i == 0:
+                    run(LAUNCH, lane)
+            slot, kept = block_sums(
+                base, slot, mine, lane, first, second, start, i, xs, shift, r, BITS, PARTS, D, GANG, C
+            )  # fmt: skip
+            for half in gl.static_range(2):
+                at = line + (16 * r + 8 * half) * C.s_pitch
+                new += (weigh(totals[2 * r + half], kept, X, factors, at, column, half, GROUP == 128, C),)  # type: ignore[assignment]
+        totals = new
+        line += C.s_held
+    gl.thread_barrier()
+    for r in gl.static_range(2 * R):
+        put(ring + (warp * (2 * R) + r) * 128 + lane * 4, totals[r])
+    gl.thread_barrier()
+    n = tid // 4 % (ROWS * R)
+    at = ring + ((n // 8 * 16 + n % 8) if GATED else n) * 16 + t * 4
+    out = added(at, W, R)
+    if GATED:
+        # as two products stored in bf16 would have it
+        out, up = out.to(gl.bfloat16).to(gl.float32), added(at + 128, W, R).to(gl.bfloat16).to(gl.float32)
+        out = out / (1.0 + gl.exp(-out)) * up
+    mask = (t == 0) & (tid < 4 * ROWS * R)
+    if a is not None:
+        out += gl.load(a + row0 + n, mask, 0.0).to(gl.float32)
+    gl.store(y + row0 + n, out.to(gl.bfloat16), mask)
+    memory._keep_alive()
+
+
+@cache
+def _shape(
+    bits: int, group: int, width: int, rows: tuple[int, ...], processors: int
+) -> tuple[int, int, int, int, int, bool, int, int | None] | None:
+    """R, PARTS, W, D, GANG, LATE and ROOM of the kernel, and a cap on its registers; None where it would be slow."""
+    runs = cdiv(width, 8 * min(group, 64))
+    block, parts, deep, gang = SHAPES[bits, group == 32]
+    # each warp takes as many runs, whether they are there or not
+    wasteful = runs < LEAST_RUNS or WARPS * cdiv(runs, WARPS) > 1.2 * runs
+    if wasteful or sum(rows) < LEAST_ROWS or any(count % (16 * block) for count in rows):
+        return None
+    while _shared_nbytes(width, bits, group, block, parts, deep) > SHARED_NBYTES:
+        block //= 2
+        if block < 2:
+            return None
+    # as many programs fit a multiprocessor as a launch has for it; of 2 bits one more, which asks for its weights
+    each = cdiv(sum(rows) // (16 * block), processors)
+    pair = bits == 2 and block == 4 and 2 * _shared_nbytes(width, bits, group, block, parts, deep) <= SHARED_NBYTES
+    late = pair and each == 1
+    room = SHARED_NBYTES // (each + late + 1) if each <= 2 else 0
+    # two programs of eight warps have 128 registers each
+    return block, parts, WARPS, deep, gang, late, room, 128 if pair else None
+
+
+def _shared_nbytes(width: int, bits: int, group: int, block: int, parts: int, deep: int) -> int:
+    cut = cut_of(width, bits, group, False, block, parts, WARPS)
+    return WARPS * (deep * cut.slot + 2 * cut.s_all) + 2048
+
+
+def _shape_of(x: Tensor, weights: Sequence[QTensor]) -> tuple[int, int, int, int, int, bool, int, int | None] | None:
+    first, rows = weights[0], tuple(weight.shape[0] for weight in weights)
+    if first.biases is None:
+        return None
+    return _shape(first.bits, first.group, first.shape[1], rows, multiprocessors(x.device))
+
+
+def suits_bytes(x: Tensor, weights: Sequence[QTensor]) -> bool:
+    """Whether `multiply_bytes` is the faster one for weights that `multiply_codes_one` serves."""
+    return _shape_of(x, weights) is not None
+
+
+def multiply_bytes(
+    x: Tensor,
+    weights: Sequence[QTensor],
+    outs: Sequence[Tensor],
+    added: Sequence[Tensor | None] = (),
+    gated: bool = False,
+) -> None:
+    """One token times up to MOST_WEIGHTS weights of one width and format in one launch, into bf16 [1, N] each.
+
+    added   vectors to add, one for each weight, or none at all
+    gated   silu(first product) * second, into one out
+    """
+    args: list[Any] = []
+    for number in range(MOST_WEIGHTS):
+        args += passed(weights[number]) if number < len(weights) else [None] * 3
+        args.append(added[number] if number < len(added) else None)
+        args.append(outs[number] if number < len(outs) else None)
+    found = _shape_of(x, weights)
+    assert found is not None
+    *shape, cap = found
+    ends = list(accumulate(weight.shape[0] // (16 * shape[0]) for weight in weights))
+    count = 1 if gated else len(weights)
+    args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
+    sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, *shape
+    matvec_bytes[(ends[-1],)](x, *args, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+
+
+def _build(bits: int, group: int, count: int = 1, gated: bool = False) -> Build:
+    weights, codes = 2 if gated else count, "*i8 *i8 *i8"
+    absent = [f"{name}{number}" for number in range(weights, MOST_WEIGHTS) for name in "wsby"] + ["a", "a1", "a2", "a3"]
+    absent += [f"end{number}" for number in range(count - 1, MOST_WEIGHTS - 1)] + (["y1"] if gated else [])
+    sizes = dict(zip(("R", "PARTS", "D", "GANG"), SHAPES[bits, group == 32], strict=True))
+    sizes |= {"COUNT": count, "GATED": gated, "K": 8192, "BITS": bits, "GROUP": group, "W": WARPS, "LATE": bits == 2, "ROOM": 0}
+    types = " ".join(["*bf16", *([f"{codes} *bf16"] * count), *([codes] if gated else []), *(["i32"] * (count - 1))])
+    options = {"num_warps": WARPS, **({"maxnreg": 128} if bits == 2 else {})}
+    return Build(matvec_bytes, types, {**dict.fromkeys(absent), **sizes}, hot=True, options=options)
+
+
+BYTES_BUILDS = [
+    *(_build(bits, 64) for bits in (2, 3, 4, 5, 6, 8)),
+    _build(2, 128),
+    _build(4, 32),
+    _build(8, 32),
+    _build(2, 64, 3),
+    _build(8, 64, 3),
+    _build(2, 64, gated=True),
+    _build(5, 64, gated=True),
+]

@@ -1,0 +1,171 @@
+"""What products of few tokens on Hopper share: how codes and scales of 16 rows come to a warp's shared memory, and out of it.
+
+A warp asks for parts of rows by `cp.async`, and nobody else reads them: no barriers. Rows are padded so that what lanes read at
+a time lies in different banks.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
+from auraflux.ops.linear.cuda.bit_planes import copy_part_ptx, word_count
+from auraflux.ops.linear.cuda.int4_mma import bf16_at, word_at
+from auraflux.quant import QTensor
+
+# bits and groups; those of 3, 5 and 6 bits in 32 have no whole words for each lane
+SERVED = {(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (64, 128)} | {(4, 32), (8, 32)}
+
+
+@gluon.constexpr_function
+def row_pitch(nbytes, bits, column):
+    """Bytes from row to row: an odd number of what four lanes read at once."""
+    words = word_count(bits, column)
+    unit = 16 * words if bits in (4, 8) else 16
+    return (nbytes + unit - 1) // unit // 2 * 2 * unit + unit
+
+
+@gluon.constexpr_function
+def scale_piece(row_nbytes, part_nbytes):
+    """The largest copy that scales of a row and of a part consist of; 0 where they are not whole words."""
+    either = row_nbytes | part_nbytes | 16
+    return either & -either if either % 4 == 0 else 0
+
+
+@gluon.constexpr_function
+def scale_pitch(parts, part_nbytes):
+    return (parts * part_nbytes + 15) // 32 * 32 + 16
+
+
+@gluon.constexpr_function
+def _copy_ptx(nbytes):
+    how = "cg" if nbytes == 16 else "ca"
+    return f"{{.reg .pred p; setp.ne.b32 p,$3,0; @p cp.async.{how}.shared.global [$1],[$2],{nbytes}; mov.b32 $0,0;}}"
+
+
+@gluon.jit
+def chosen(program, end0, end1, end2, first, second, third, fourth, COUNT: gl.constexpr):
+    """What the weight has that a program works for, and which of that weight's programs it is.
+
+    COUNT weights have their programs one after the other, the first `end0` of them work for the first.
+    """
+    before = 0 * program
+    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end0:
+            first, before = second, end0
+    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end1:
+            first, before = third, end1
+    if COUNT > 3:  # noqa: SIM102 - decided when the kernel is compiled
+        if program >= end2:
+            first, before = fourth, end2
+    return first, program - before
+
+
+@gluon.jit
+def copy_part(slot, lane, first, second, left, ROW: gl.constexpr, PART: gl.constexpr, PITCH: gl.constexpr):
+    """PART bytes of each of 16 rows; half of them begin at `first`, half at `second`, `left` bytes before their rows' end."""
+    LINE: gl.constexpr = min(PART & -PART, 128)
+    r, chunk = lane // (LINE // 16), lane % (LINE // 16)
+    source0, source1 = (first + (r * ROW + chunk * 16)).to(gl.int64), (second + (r * ROW + chunk * 16)).to(gl.int64)
+    if LINE == 32:
+        # one copy takes all rows
+        source0 = gl.where(r < 8, source0, source1 - 8 * ROW)
+    if ROW % PART:
+        left = left - chunk * 16
+    args = [slot + (r * PITCH + chunk * 16), source0, source1, left]
+    text: gl.constexpr = copy_part_ptx(ROW, PART, PITCH, ROW % PART == 0)
+    gl.inline_asm_elementwise(text, "=r,r,l,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def copy_scales(
+    to, first, second, warp, lane, COUNT: gl.constexpr, W: gl.constexpr,
+    ROW: gl.constexpr, PART: gl.constexpr, HELD: gl.constexpr, PITCH: gl.constexpr,
+):  # fmt: skip
+    """Scales of 16 rows for a warp's COUNT parts, every W-th; they end up HELD bytes apart, rows PITCH.
+
+    Half of the rows begin at `first`, half at `second`.
+    """
+    PIECE: gl.constexpr = scale_piece(ROW, PART)
+    SIZE: gl.constexpr = PIECE if PIECE else 4
+    EACH: gl.constexpr = COUNT * (HELD // SIZE)
+    for n in gl.static_range((16 * EACH + 31) // 32):
+        e = lane + 32 * n
+        row, rest = e // EACH, e % EACH
+        i, byte = rest // (HELD // SIZE), rest % (HELD // SIZE) * SIZE
+        at = (warp + i * W) * PART + byte
+        if PIECE == 0:
+            # from the word on in which a part begins
+            at -= row * ROW % 4
+        source = gl.where(row < 8, (first + (row * ROW + at)).to(gl.int64), (second + ((row - 8) * ROW + at)).to(gl.int64))
+        args = [to + row * PITCH + i * HELD + byte, source, ((at < ROW) & (e < 16 * EACH)).to(gl.int32)]
+        gl.inline_asm_elementwise(_copy_ptx(SIZE), "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _short_at(at):
+    text: gl.constexpr = "{.reg .b16 h; ld.shared.b16 h,[$1]; cvt.u32.u16 $0,h;}"
+    return gl.inline_asm_elementwise(text, "=r,r,~{memory}", [at], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _scales_at(at, WHOLE: gl.constexpr, NBYTES: gl.constexpr):
+    """Four or two bytes; where scales are not whole words, they may lie in two."""
+    if WHOLE:
+        word = word_at(at) if NBYTES == 4 else _short_at(at)
+    else:
+        text: gl.constexpr = "{.reg .b32 a,b; ld.shared.b32 a,[$1]; ld.shared.b32 b,[$1+4]; shf.r.wrap.b32 $0,a,b,$2;}"
+        args = [at - at % 4, at % 4 * 8]
+        word = gl.inline_asm_elementwise(text, "=&r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+    return word
+
+
+@gluon.jit
+def _power_at(word, j: gl.constexpr):
+    """Two to the power of a byte, less 127; 255 is NaN."""
+    exponent = (word >> (8 * j)) & 255
+    bits = gl.where(exponent == 0, 0x00400000, exponent << 23)
+    return gl.where(exponent == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def lines_at(at, FURTHER: gl.constexpr, AFFINE: gl.constexpr, WHOLE: gl.constexpr, ALIKE: gl.constexpr):
+    """Scales of two columns, then their biases, which lie FURTHER on; ALIKE: the two are of one group."""
+    if AFFINE:
+        NBYTES: gl.constexpr = 2 if ALIKE else 4
+        scales, biases = _scales_at(at, WHOLE, NBYTES), _scales_at(at + FURTHER, WHOLE, NBYTES)
+        s0, b0 = bf16_at(scales, 0), bf16_at(biases, 0)
+        if ALIKE:
+            s1, b1 = s0, b0
+        else:
+            s1, b1 = bf16_at(scales, 1), bf16_at(biases, 1)
+    else:
+        word = _scales_at(at, WHOLE, 2)
+        s0, s1, b0, b1 = _power_at(word, 0), _power_at(word, 1), 0.0, 0.0
+    return s0, s1, b0, b1
+
+
+def served(x: Tensor, weight: QTensor) -> bool:
+    """Whether kernels made of these parts read a weight: bf16, blocks of 16 rows, rows in whole 16 bytes."""
+    rows, width = weight.shape
+    biases = weight.scales if weight.biases is None else weight.biases
+    return (
+        not INTERPRETED
+        and x.dtype is torch.bfloat16
+        and weight.lanes == 1
+        and weight.scales.dtype is (torch.uint8 if weight.biases is None else torch.bfloat16)
+        and (weight.bits, weight.group) in SERVED
+        and capability(x.device) == HOPPER
+        and rows > 0
+        and rows % 16 == 0
+        and width * weight.bits % 128 == 0
+        and not (x.data_ptr() | weight.packed.data_ptr() | weight.scales.data_ptr() | biases.data_ptr()) % 16
+    )
+
+
+def passed(weight: QTensor) -> list[Tensor | None]:
+    """Codes, scales and biases as bytes."""
+    tensors = weight.packed, weight.scales, weight.biases
+    return [None if tensor is None else tensor.view(torch.int8) for tensor in tensors]

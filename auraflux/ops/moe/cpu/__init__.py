@@ -1,0 +1,145 @@
+"""Mixture of experts on CPU: a token at a time, its best experts kept in a short sorted list while its scores go by."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from auraflux.ops.moe.cpu.grouped import expert_mlp, expert_parts, sum_parts
+from auraflux.ops.moe.reference import mixture_by_steps as mixture
+from auraflux.ops.moe.routing import SCORINGS, Routing
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, real, share, threads
+from auraflux.ops.simd.math import exp, sigmoid
+
+__all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts"]
+
+PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+PARALLEL_LOGITS = 1 << 13
+
+LOWEST = np.float32(-np.inf)
+SOFTMAX, SIGMOID, CHOSEN = (SCORINGS.index(name) for name in ("softmax", "sigmoid", "chosen"))
+
+
+@jit
+def _best(scores, k, ids, values):
+    """Fill `ids` and `values` with the k highest scores, highest first, ties by increasing index."""
+    for i in range(len(scores)):
+        score = scores[i] if scores[i] == scores[i] else LOWEST
+        if i >= k and not score > values[k - 1]:
+            continue
+        slot = min(i, k - 1)
+        while slot > 0 and score > values[slot - 1]:
+            values[slot], ids[slot] = values[slot - 1], ids[slot - 1]
+            slot -= 1
+        values[slot], ids[slot] = score, i
+
+
+@jit
+def _drop_groups(choice, groups, kept):
+    """Set to -inf the scores outside the groups whose two best sum highest."""
+    size = len(choice) // groups
+    sums, ids, values = np.empty(groups, np.float32), np.empty(kept, np.int32), np.empty(kept, np.float32)
+    for g in range(groups):
+        first, second = LOWEST, LOWEST
+        for score in choice[g * size : (g + 1) * size]:
+            if score > first:
+                first, second = score, first
+            elif score > second:
+                second = score
+        sums[g] = first + second
+    _best(sums, kept, ids, values)
+    for g in range(groups):
+        if not np.any(ids == g):
+            choice[g * size : (g + 1) * size] = LOWEST
+
+
+@jit
+def _sigmoid_scores(logits, bias, groups, kept, choice):
+    for i in range(len(logits)):
+        choice[i] = sigmoid(logits[i])
+    for i in range(len(bias)):
+        choice[i] += bias[i]
+    if groups > 1:
+        _drop_groups(choice, groups, kept)
+
+
+@jit
+def _weigh_sigmoid(logits, ids, weights):
+    """Give each chosen expert its score; returns their sum."""
+    # a sum of zeros gives zeros, not NaN
+    total = np.float32(1e-20)
+    for j in range(len(ids)):
+        weights[j] = sigmoid(logits[ids[j]])
+        total += weights[j]
+    return total
+
+
+@jit
+def _weigh_softmax(logits, among_all, ids, weights):
+    """Give each chosen expert its exponential, as a part of all experts' if so asked; returns the sum."""
+    best, whole, total = weights[0], np.float32(0 if among_all else 1), np.float32(0)
+    for i in range(len(logits) if among_all else 0):
+        whole += exp(logits[i] - best)
+    for j in range(len(ids)):
+        weights[j] = exp(logits[ids[j]] - best) / whole
+        total += weights[j]
+    return total
+
+
+@Kernel
+def _route(args, job, jobs):
+    logits_at, bias_at, ids_at, weights_at, tokens, experts, k, scoring, renormalize, groups, kept, scale = arguments(args, 12)
+    bias, choice = floats(bias_at, experts if bias_at else 0), np.empty(experts, np.float32)
+    for token in share(tokens, job, jobs):
+        logits = floats(logits_at + 4 * token * experts, experts)
+        ids, weights = int32s(ids_at + 4 * token * k, k), floats(weights_at + 4 * token * k, k)
+        if scoring == SIGMOID:
+            _sigmoid_scores(logits, bias, groups, kept, choice)
+            _best(choice, k, ids, weights)
+            total = _weigh_sigmoid(logits, ids, weights)
+        else:
+            _best(logits, k, ids, weights)
+            total = _weigh_softmax(logits, scoring == SOFTMAX, ids, weights)
+        if not renormalize or total <= 0:
+            total = np.float32(1)
+        for j in range(k):
+            weights[j] = weights[j] / total * real(scale)
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    wide, offset = as_float(logits), None if bias is None else as_float(bias)
+    tokens, experts = logits.shape
+    ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty_like(ids, dtype=torch.float32)
+    scoring, groups, kept = SCORINGS.index(routing.scoring), routing.groups, routing.kept_groups
+    rule = scoring, routing.renormalize or scoring == CHOSEN, groups, kept, float(routing.scale)
+    jobs = threads() if tokens > 1 and tokens * experts >= PARALLEL_LOGITS else 1
+    addresses = wide.data_ptr(), 0 if offset is None else offset.data_ptr(), ids.data_ptr(), weights.data_ptr()
+    _route(jobs, *addresses, tokens, experts, routing.k, *rule)
+    return ids, weights
+
+
+@Kernel
+def _combine(args, job, jobs):
+    h_at, moe_at, shared_at, gates_at, out_at, rows, width = arguments(args, 7)
+    gates = floats(gates_at, rows)
+    for row in share(rows, job, jobs):
+        at = 4 * row * width
+        h, moe, out = floats(h_at + at, width), floats(moe_at + at, width), floats(out_at + at, width)
+        if shared_at:
+            shared, gate = floats(shared_at + at, width), sigmoid(gates[row]) if gates_at else np.float32(1)
+            for i in range(width):
+                out[i] = h[i] + moe[i] + gate * shared[i]
+        else:
+            for i in range(width):
+                out[i] = h[i] + moe[i]
+
+
+def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> Tensor:
+    wide, routed = as_float(h), as_float(moe)
+    beside = None if shared is None else as_float(shared)
+    gates = None if shared_gate is None else as_float(shared_gate)
+    out = torch.empty_like(wide)
+    jobs = threads() if wide.numel() >= PARALLEL_FROM else 1
+    optional = 0 if beside is None else beside.data_ptr(), 0 if gates is None else gates.data_ptr()
+    _combine(jobs, wide.data_ptr(), routed.data_ptr(), *optional, out.data_ptr(), *h.shape)
+    return like(out, h)

@@ -1,0 +1,263 @@
+"""The experts of a mixture on CPU: tokens are grouped by expert, and each expert runs once over its own.
+
+A (token, slot) pair is a row of intermediate results. Pairs are put in the order of their experts, so that an expert's rows
+are adjacent; gate and up of all experts are one list of products (`linear/cpu/products.py`), down another.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import Declined
+from auraflux.ops.activation.cpu import clamped_swiglu, swiglu
+from auraflux.ops.linear.cpu import multiply_dense, same_format
+from auraflux.ops.linear.cpu.products import (
+    BIASES,
+    BLOCK,
+    CODES,
+    COUNT,
+    FIELDS,
+    INDEX,
+    OUT,
+    ROWS,
+    SCALES,
+    STRIDE,
+    driver_for,
+    padded,
+    token_indices,
+)
+from auraflux.ops.moe.experts import Experts
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, recorder, share, threads
+from auraflux.quant import QTensor
+
+TOKENS_AT_ONCE = 512  # bounds the intermediate results: a pair needs 4 * (2 * I + H) bytes
+PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+
+
+@Kernel
+def _group(args, job, jobs):
+    """Sort pairs by expert, stably.
+
+    starts  int64 [experts + 1]   where each expert's pairs begin
+    tokens  int64 [pairs]         the token of each pair, in the new order
+    places  int64 [tokens, k]     where a token's pair went; -1 for one that was passed over
+    wrong   int64 [1]             the first pair whose id is out of range, or -1; nobody has pairs then
+    some    pass over pairs with a negative id
+    """
+    ids_at, tokens, k, experts, starts_at, tokens_at, places_at, wrong_at, some = arguments(args, 9)
+    pairs = tokens * k
+    ids, starts = int32s(ids_at, pairs), int64s(starts_at, experts + 1)
+    of, places, wrong = int64s(tokens_at, pairs), int64s(places_at, pairs), int64s(wrong_at, 1)
+    starts[:] = 0
+    wrong[0] = -1
+    for pair in range(pairs):
+        if some and ids[pair] < 0:
+            continue
+        if ids[pair] < 0 or ids[pair] >= experts:
+            starts[:] = 0
+            wrong[0] = pair
+            return
+        starts[ids[pair] + 1] += 1
+    for expert in range(experts):
+        starts[expert + 1] += starts[expert]
+    for pair in range(pairs):
+        if ids[pair] < 0:
+            places[pair] = -1
+            continue
+        place = starts[ids[pair]]
+        of[place], places[pair] = pair // k, place
+        starts[ids[pair]] = place + 1
+    for expert in range(experts, 0, -1):
+        starts[expert] = starts[expert - 1]
+    starts[0] = 0
+
+
+@Kernel
+def _list_products(args, job, jobs):
+    """Write a product for every expert that has tokens, and products of no tokens up to `most`.
+
+    codes, scales, biases  addresses of expert 0's, and bytes from one expert to the next
+    index                  address of the tokens of pair 0; out  of its result
+    """
+    found = arguments(args, 14)
+    starts_at, experts, most, codes, scales, biases, codes_step, scales_step, biases_step = found[:9]
+    index, out, rows, out_stride, list_at = found[9:]
+    starts, products = int64s(starts_at, experts + 1), int64s(list_at, FIELDS * most)
+    at = 0
+    for expert in range(experts):
+        first, many = starts[expert], starts[expert + 1] - starts[expert]
+        if many > 0:
+            products[at + CODES], products[at + SCALES] = codes + expert * codes_step, scales + expert * scales_step
+            products[at + BIASES] = biases + expert * biases_step
+            products[at + INDEX], products[at + COUNT], products[at + OUT] = index + 8 * first, many, out + out_stride * first
+            products[at + ROWS], products[at + STRIDE] = rows, out_stride
+            at += FIELDS
+    while at < FIELDS * most:
+        products[at + COUNT] = 0
+        at += FIELDS
+
+
+@Kernel
+def _add_biases(args, job, jobs):
+    """Add its expert's bias to the results of every pair."""
+    starts_at, experts, biases, width, rows, stride = arguments(args, 6)
+    starts = int64s(starts_at, experts + 1)
+    for expert in range(experts):
+        bias = floats(biases + 4 * expert * width, width)
+        for pair in range(starts[expert], starts[expert + 1]):
+            row = floats(rows + stride * pair, width)
+            for i in range(width):
+                row[i] += bias[i]
+
+
+@Kernel
+def _weighted_sum(args, job, jobs):
+    results, stride, places_at, weights_at, tokens, k, width, out = arguments(args, 8)
+    places, weights = int64s(places_at, tokens * k), floats(weights_at, tokens * k)
+    for token in share(tokens, job, jobs):
+        total = floats(out + 4 * token * width, width)
+        total[:] = np.float32(0)
+        for slot in range(token * k, token * k + k):
+            result, weight = floats(results + stride * places[slot], width), weights[slot]
+            for i in range(width):
+                total[i] += weight * result[i]
+
+
+@Kernel
+def _spread(args, job, jobs):
+    """Copy results to where their pairs are; those that were passed over stay as they are."""
+    results, stride, places_at, pairs, width, out = arguments(args, 6)
+    places = int64s(places_at, pairs)
+    for pair in share(pairs, job, jobs):
+        if places[pair] >= 0:
+            part, result = floats(out + 4 * pair * width, width), floats(results + stride * places[pair], width)
+            for i in range(width):
+                part[i] = result[i]
+
+
+def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    _check_stacks(experts)
+    wide = as_float(x)
+    out = torch.empty_like(wide)
+    for first in range(0, len(x), TOKENS_AT_ONCE):
+        part = slice(first, first + TOKENS_AT_ONCE)
+        _some_tokens(wide[part], ids[part], weights[part], experts, out[part])
+    return like(out, x)
+
+
+def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    _check_stacks(experts)
+    wide = as_float(x)
+    # cut as in `grouped`: how an expert's tokens are multiplied depends on how many there are
+    for first in range(0, len(x), TOKENS_AT_ONCE):
+        part = slice(first, first + TOKENS_AT_ONCE)
+        _some_parts(wide[part], ids[part], experts, parts[part])
+
+
+def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    tokens, k, hidden = parts.shape
+    out = torch.empty(tokens, hidden)
+    jobs = threads() if parts.numel() >= PARALLEL_FROM else 1
+    arrays = (parts.data_ptr(), 4 * hidden, token_indices(tokens * k), weights.data_ptr())
+    _weighted_sum(jobs, *arrays, tokens, k, hidden, out.data_ptr())
+    return out.to(dtype)
+
+
+def _check_stacks(experts: Experts) -> None:
+    quantized = [isinstance(stack, QTensor) for stack in (experts.gate, experts.up, experts.down)]
+    if any(quantized) and not all(quantized):
+        raise Declined("some projections are quantized, others dense")
+    for stack in (experts.gate, experts.up, experts.down):
+        if isinstance(stack, QTensor) and stack.lanes not in (1, BLOCK):
+            raise Declined(f"rows lie {stack.lanes} side by side; these kernels take 1 or {BLOCK}")
+
+
+def _plan(ids: Tensor, count: int, some: bool) -> tuple[Tensor, int]:
+    """The pairs by expert, as `_group` writes them, and the address of their places."""
+    tokens, k = ids.shape
+    plan = torch.empty(count + 1 + 2 * tokens * k + 1, dtype=torch.int64)
+    starts = plan.data_ptr()
+    index = starts + 8 * (count + 1)
+    places = index + 8 * tokens * k
+    _group(1, ids.data_ptr(), tokens, k, count, starts, index, places, places + 8 * tokens * k, some)
+    if recorder.recording is None and (wrong := int(plan[-1])) >= 0:
+        raise InputError(f"ids[{wrong // k}, {wrong % k}] is {int(ids.view(-1)[wrong])}; there are {count} experts.")
+    return plan, places
+
+
+def _some_tokens(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
+    tokens, k = ids.shape
+    plan, places = _plan(ids, experts.count, some=False)
+    results = _down(_hidden(x, experts, plan, tokens * k), experts, plan)
+    jobs = threads() if tokens * k * experts.hidden >= PARALLEL_FROM else 1
+    arrays = (results.data_ptr(), 4 * results.shape[1], places, weights.data_ptr())
+    _weighted_sum(jobs, *arrays, tokens, k, experts.hidden, out.data_ptr())
+
+
+def _some_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    plan, places = _plan(ids, experts.count, some=True)
+    found = int(plan[experts.count])
+    if found == 0:
+        return
+    results = _down(_hidden(x, experts, plan, found), experts, plan)
+    jobs = threads() if found * experts.hidden >= PARALLEL_FROM else 1
+    arrays = (results.data_ptr(), 4 * results.shape[1], places)
+    _spread(jobs, *arrays, ids.numel(), experts.hidden, parts.data_ptr())
+
+
+def _hidden(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
+    """The gated product of each pair, in the order of experts: [pairs, I]."""
+    inner, count, starts = experts.inner, experts.count, plan.data_ptr()
+    index = starts + 8 * (count + 1)
+    if isinstance(experts.gate, QTensor) and isinstance(experts.up, QTensor):
+        wide, most = padded(inner), min(count, pairs)
+        both = torch.empty(2, pairs, wide)
+        products = torch.empty(2, most * FIELDS, dtype=torch.int64)
+        for number, (name, stack) in enumerate((("gate", experts.gate), ("up", experts.up))):
+            to = products.data_ptr() + 8 * FIELDS * most * number
+            where = (index, both.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
+            _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
+            if not same_format(experts.gate, experts.up):
+                driver_for(stack)(x.data_ptr(), len(x), stack, to, most)
+        if same_format(experts.gate, experts.up):
+            driver_for(experts.gate)(x.data_ptr(), len(x), experts.gate, products.data_ptr(), 2 * most)
+        gate, up = both if wide == inner else both[..., :inner].contiguous()
+    else:
+        of_pair = plan[count + 1 : count + 1 + pairs]
+        gate, up = _dense(x[of_pair], experts.gate, plan), _dense(x[of_pair], experts.up, plan)
+    for product, bias in ((gate, experts.gate_bias), (up, experts.up_bias)):
+        if bias is not None:
+            _add_biases(1, starts, count, bias.data_ptr(), inner, product.data_ptr(), 4 * inner)
+    return swiglu(gate, up) if experts.clamp is None else clamped_swiglu(gate, up, experts.clamp.alpha, experts.clamp.limit)
+
+
+def _down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
+    """Each pair's result: [pairs, H], or wider where rows are padded."""
+    pairs, count, starts = len(hidden), experts.count, plan.data_ptr()
+    if isinstance(experts.down, QTensor):
+        wide, most = padded(experts.hidden), min(count, pairs)
+        results = torch.empty(pairs, wide)
+        products = torch.empty(most * FIELDS, dtype=torch.int64)
+        where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr())
+        _list_products(1, starts, count, most, *experts.down.addresses, *experts.strides["down"], *where)
+        driver_for(experts.down)(hidden.data_ptr(), pairs, experts.down, products.data_ptr(), most)
+    else:
+        results = _dense(hidden, experts.down, plan)
+    if experts.down_bias is not None:
+        bias = experts.down_bias.data_ptr()
+        _add_biases(1, starts, count, bias, experts.hidden, results.data_ptr(), 4 * results.shape[1])
+    return results
+
+
+def _dense(rows: Tensor, stack: Any, plan: Tensor) -> Tensor:
+    """Each expert's dense matrix over its own rows."""
+    out = torch.empty(len(rows), stack.shape[1])
+    starts = plan[: stack.shape[0] + 1].tolist()
+    for expert, (first, last) in enumerate(pairwise(starts)):
+        if last > first:
+            out[first:last] = multiply_dense(rows[first:last], stack[expert])
+    return out

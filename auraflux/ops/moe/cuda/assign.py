@@ -1,0 +1,116 @@
+"""Choosing the experts of some tokens on Hopper and bringing their pairs into blocks, in one program.
+
+A pair is a token and one of its slots; a block is of up to 8 pairs of one expert. A warp chooses for one token at a time, and
+pairs are counted in shared memory.
+
+placed  [8 most]      the pairs of each block, the number of pairs where there is none
+owner   [2 most + 1]  each block's expert; then how many blocks there are; then zeros, for `persistent` to count in
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, word_at
+from auraflux.ops.moe.cuda.group import add_below, count_in, put_word
+from auraflux.ops.moe.cuda.topk import choose, from_lane, load_scores
+from auraflux.ops.moe.routing import Routing
+
+W = gl.constexpr(32)  # warps
+MOST_TOKENS = 128  # four for each warp
+MOST_SLOTS = 32  # of a token, one for each lane
+MOST_EXPERTS = 512  # that the lanes of a warp hold the scores of
+SIZE = gl.constexpr(8)  # pairs of a block
+
+
+@gluon.jit
+def assign_pairs(
+    scores, bias, ids, placed, owner, tokens, experts, most,
+    K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, PASSES: gl.constexpr,
+):  # fmt: skip
+    """Choose by `scores` and leave the choice in `ids`, or, where scores are None, take what is there."""
+    T: gl.constexpr = 32 * W
+    tid = gl.arange(0, T, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    memory, counts = shared(8 * T + 4 * W, tid)
+    bases, totals = counts + 4 * T, counts + 8 * T
+    put_word(counts + tid * 4, tid * 0)
+    run(AWAIT, tid)
+    for start in range(0, most * SIZE, T):
+        gl.store(placed + start + tid, tid * 0 + tokens * K, start + tid < most * SIZE)
+    gl.store(owner + tid, tid * 0 + experts, tid < most)
+    gl.store(owner + most + 1 + tid, tid * 0, tid < most)
+    gl.thread_barrier()
+    mine = ()
+    ranks = ()
+    for n in gl.static_range(PASSES):
+        token = n * W + warp
+        row, there = gl.minimum(token, tokens - 1).to(gl.int64), (token < tokens) & (lane < K)
+        if scores is None:
+            chosen = gl.load(ids + row * K + gl.minimum(lane, K - 1))
+            there = there & (chosen >= 0) & (chosen < experts)
+        else:
+            found = load_scores(scores + row * experts, lane, experts, E)
+            chosen = choose(found, bias, lane, experts, K - 1, E, SCORING == "sigmoid", scores.dtype.element_ty == gl.bfloat16)
+            gl.store(ids + row * K + lane, chosen, there)
+        mine += (gl.where(there, chosen, -1),)  # type: ignore[assignment]
+        ranks += (count_in(counts + chosen * 4, there),)  # type: ignore[assignment]
+    gl.thread_barrier()
+    # thread n has expert n
+    needed = (word_at(counts + tid * 4) + SIZE - 1) // SIZE
+    end = add_below(needed)
+    put_word(gl.where(lane == 31, totals + warp * 4, bases + tid * 4), end)
+    gl.thread_barrier()
+    before = from_lane(add_below(word_at(totals + lane * 4)), gl.maximum(warp - 1, 0))
+    end += gl.where(warp > 0, before, 0)
+    put_word(bases + tid * 4, end - needed)
+    gl.store(owner + most + tid * 0, end, tid == T - 1)
+    gl.thread_barrier()
+    for n in gl.static_range(PASSES):
+        there = mine[n] >= 0
+        base = word_at(bases + gl.where(there, mine[n], 0) * 4)
+        gl.store(placed + base * SIZE + ranks[n], (n * W + warp) * K + lane, there)
+        gl.store(owner + base + ranks[n] // SIZE, mine[n], there & (ranks[n] % SIZE == 0))
+    memory._keep_alive()
+
+
+def _launch(
+    scores: Tensor | None, rule: tuple[int, str], bias: Tensor | None, ids: Tensor, experts: int
+) -> tuple[Tensor, Tensor]:
+    tokens, k = ids.shape
+    most = min(tokens * k, tokens * k // SIZE.value + experts)
+    placed, owner = ids.new_empty(most * SIZE.value), ids.new_empty(2 * most + 1)
+    assign_pairs[(1,)](
+        scores, bias, ids, placed, owner, tokens, experts, most, k, *rule, cdiv(tokens, W.value),
+        num_warps=W.value, launch_pdl=True,
+    )  # fmt: skip
+    return placed, owner
+
+
+def assign_given(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Blocks of pairs whose experts are given; an id that is none of an expert has no place in them."""
+    return _launch(None, (0, ""), None, ids, experts)
+
+
+def assign_chosen(scores: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The choice of each token, and the blocks of its pairs."""
+    tokens, experts = scores.shape
+    ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=scores.device)
+    return ids, *_launch(scores, (cdiv(experts, 32) * 32, routing.scoring), bias, ids, experts)
+
+
+def _builds() -> list[Build]:
+    ints, given = "i32 i32:16 i32", {"scores": None, "bias": None, "K": 8, "E": 0, "SCORING": "", "PASSES": 2}
+    chosen = {"bias": None, "K": 8, "E": 128, "SCORING": "softmax", "PASSES": 1}
+    biased = {"K": 8, "E": 256, "SCORING": "sigmoid", "PASSES": 4}
+    return [
+        Build(assign_pairs, f"*bf16 *i32 *i32 *i32 {ints}", chosen, hot=True, options={"num_warps": W.value}),
+        Build(assign_pairs, f"*fp32 *fp32 *i32 *i32 *i32 {ints}", biased, hot=True, options={"num_warps": W.value}),
+        Build(assign_pairs, f"*i32 *i32 *i32 {ints}", given, hot=True, options={"num_warps": W.value}),
+    ]
+
+
+ASSIGN_BUILDS = _builds()

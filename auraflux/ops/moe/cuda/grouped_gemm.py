@@ -1,0 +1,183 @@
+"""Many tokens through their experts: pairs (token, slot) grouped by expert on the device, then products on the tensor cores.
+
+`count_pairs` counts each expert's pairs. `plan_blocks` gives every expert whole blocks of them, and every block its expert;
+there are at most pairs / block + experts blocks, so the host knows a bound and nothing else. `place_pairs` puts the pairs into
+their blocks, in any order: each pair's result is its own, and the sum over a token's slots is taken in the slots' order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.linear.cuda.codes import code_value, weight_line, weight_value, weights_at
+from auraflux.ops.moe.cuda.stacks import activate, add_bias, clamp_of, dense_bias, form, passed
+from auraflux.ops.moe.experts import Experts, Stack
+from auraflux.quant import QTensor
+
+COUNTED = 1024  # pairs a program counts or places
+PLANNED = 32  # blocks a program plans
+BLOCKS = (16, 32, 64, 128)  # pairs of one expert that are multiplied together
+USUAL = 128  # experts; blocks are as large as would fill this many, so that all calls for the same pairs have equal ones
+UP_TILE, DOWN_TILE = (64, 4), (64, 4)  # rows and warps
+STAGES = 3
+
+
+@triton.jit
+def count_pairs(ids, counts, pairs, experts, BLOCK: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
+    tl.atomic_add(counts + expert, 1, mask=(expert >= 0) & (expert < experts), sem="relaxed")
+
+
+@triton.jit
+def plan_blocks(counts, cursor, owner, blocks, experts, SIZE: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr):
+    expert, block = tl.arange(0, BE), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    needed = tl.cdiv(tl.load(counts + expert, mask=expert < experts, other=0), SIZE)
+    end = tl.cumsum(needed, 0)
+    # as many experts end at or before a block as come before its own
+    mine = tl.sum(((end[None, :] <= block[:, None]) & (expert < experts)[None, :]).to(tl.int32), 1)
+    tl.store(owner + block, mine, mask=block < blocks)
+    if tl.program_id(0) == 0:
+        tl.store(cursor + expert, (end - needed) * SIZE, mask=expert < experts)
+
+
+@triton.jit
+def place_pairs(ids, cursor, placed, pairs, experts, BLOCK: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
+    good = (expert >= 0) & (expert < experts)
+    at = tl.atomic_add(cursor + expert, 1, mask=good, sem="relaxed")
+    tl.store(placed + at, pair, mask=good)
+
+
+@triton.jit
+def _weights(
+    packed, scales, biases, row, rows, start, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Weights [ROWS, BK] from column `start` on, of one group."""
+    k = start + tl.arange(0, BK)
+    there = (row < rows)[:, None]
+    wide = row.to(tl.int64)[:, None]
+    if BITS == 0:
+        return tl.load(packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
+    elif BITS == 2 or BITS == 4 or BITS == 8:  # noqa: RET505
+        WORDS: tl.constexpr = BK * BITS // 32
+        word = start * BITS // 32 + tl.arange(0, WORDS)
+        bits = tl.load(packed + wide * (K // 32 * BITS) + word[None, :], mask=there, other=0).to(tl.uint32, bitcast=True)
+        # code j of a word is shifted down by BITS * j: its highest digit first, as the last axis is to count fastest
+        bits = tl.join(bits, bits >> 16)
+        bits = tl.join(bits, bits >> 8)
+        if BITS < 8:
+            bits = tl.join(bits, bits >> 4)
+        if BITS < 4:
+            bits = tl.join(bits, bits >> 2)
+        bits = tl.reshape(bits, [row.shape[0], BK])
+        slope, intercept = weight_line(scales, biases, wide * (K // GROUP) + start // GROUP, there, BITS, AFFINE)
+        return weight_value(code_value(bits, bits, 0, BITS, AFFINE), slope, intercept, AFFINE)
+    else:
+        return weights_at(packed, scales, biases, wide, k[None, :], there & (k < K)[None, :], K, BITS, GROUP, AFFINE)
+
+
+@triton.jit
+def _tokens(x, token, tokens, start, K, BK: tl.constexpr):
+    """Columns of tokens, [BK, TOKENS]."""
+    k = start + tl.arange(0, BK)
+    return tl.load(x + token[None, :] * K + k[:, None], mask=(token < tokens)[None, :] & (k < K)[:, None], other=0.0)
+
+
+@triton.jit
+def up_many(
+    x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
+    up, up_scales, up_biases, up_step, up_scale_step, gate_bias, up_bias, out,
+    experts, tokens, k, inner, hidden, alpha, limit, CLAMP: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
+    if expert >= experts:
+        return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    token = pair // k
+    gate, up = gate + expert * gate_step, up + expert * up_step
+    gate_scales, gate_biases = gate_scales + expert * gate_scale_step, gate_biases + expert * gate_scale_step
+    up_scales, up_biases = up_scales + expert * up_scale_step, up_biases + expert * up_scale_step
+    PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
+    g, u = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in range(0, hidden, BK):
+        value = _tokens(x, token, tokens, start, hidden, BK)
+        w = _weights(gate, gate_scales, gate_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+        g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
+        w = _weights(up, up_scales, up_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+        u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
+    g = add_bias(g, gate_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
+    u = add_bias(u, up_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
+    there = (row < inner)[:, None] & (pair < tokens * k)[None, :]
+    result = activate(g, u, alpha, limit, CLAMP)
+    tl.store(out + pair[None, :] * inner + row[:, None], result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def down_many(
+    x, placed, owner, down, scales, biases, step, scale_step, bias, out, experts, pairs, inner, hidden,
+    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
+    if expert >= experts:
+        return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    down, scales, biases = down + expert * step, scales + expert * scale_step, biases + expert * scale_step
+    PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in range(0, inner, BK):
+        value = _tokens(x, pair, pairs, start, inner, BK)
+        w = _weights(down, scales, biases, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
+        total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
+    total = add_bias(total, bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
+    there = (row < hidden)[:, None] & (pair < pairs)[None, :]
+    # rounded as x is, whether the results are kept so or not
+    total = total.to(x.dtype.element_ty).to(out.dtype.element_ty)
+    tl.store(out + pair[None, :] * hidden + row[:, None], total, mask=there)
+
+
+def grouped(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
+    """Pairs by blocks of one expert's, and each block's expert; `experts` for blocks that are not used."""
+    pairs = ids.numel()
+    blocks = min(pairs, pairs // size + experts)
+    counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
+    cursor, owner = torch.empty_like(counts), counts.new_empty(blocks)
+    placed = counts.new_full((blocks * size,), pairs)
+    programs = (cdiv(pairs, COUNTED),)
+    count_pairs[programs](ids, counts, pairs, experts, COUNTED)
+    plan_blocks[(cdiv(blocks, PLANNED),)](counts, cursor, owner, blocks, experts, size, power_of_two(experts), PLANNED)
+    place_pairs[programs](ids, cursor, placed, pairs, experts, COUNTED)
+    return placed, owner
+
+
+def _group(stack: Stack) -> int:
+    """Columns that are multiplied at a time: at most a group, so that a row has one scale."""
+    return min(64, stack.group) if isinstance(stack, QTensor) else 64
+
+
+def many(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    tokens, k = ids.shape
+    inner, hidden, pairs = experts.inner, experts.hidden, tokens * k
+    size = next((block for block in BLOCKS if block * USUAL >= pairs), BLOCKS[-1])
+    placed, owner = grouped(ids, experts.count, size)
+    between = x.new_empty(pairs, inner)
+    rows, warps = UP_TILE
+    shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
+    up_many[cdiv(inner, rows), len(owner)](
+        x, placed, owner, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias),
+        dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *clamp_of(experts),
+        experts.clamp is not None, **form(experts.gate), **shape, BK=_group(experts.gate),
+    )  # fmt: skip
+    rows, warps = DOWN_TILE
+    shape |= {"ROWS": rows, "num_warps": warps}
+    down_many[cdiv(hidden, rows), len(owner)](
+        between, placed, owner, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count,
+        pairs, inner, hidden, **form(experts.down), **shape, BK=_group(experts.down),
+    )  # fmt: skip

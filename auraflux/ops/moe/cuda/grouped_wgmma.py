@@ -1,0 +1,259 @@
+"""Four-bit experts for thousands of pairs on Hopper, in Gluon: weights are made in registers, for `wgmma` to multiply.
+
+Pairs are in blocks of one expert, see `grouped_gemm`. A program multiplies R rows of a block's expert by its T pairs, or by
+half as many where there are no more. Rows are the tensor cores' M: a lane holds codes of rows g and g + 8, and one fused
+multiply-add in pairs of bf16 makes them what a weight written out in bf16 would be. Pairs are N, and lie in shared memory.
+Codes and pairs come by TMA, which one more warp feeds, in blocks of KB inputs.
+
+A lane reads 16 bytes of a row's codes at once. That gives K an order of its own within a block, the same for all rows, into
+which `order_pairs` and `order_hidden` bring the inputs first.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from auraflux.ops.hopper.elementwise import silu
+
+BF, F32, I32 = gl.bfloat16, gl.float32, gl.int32
+
+
+@gluon.constexpr_function
+def _weights_ptx(j):
+    """Weights of a pair of codes, 16 bits apart in a word: nibbles j and j + 4, which lie in its even bytes.
+
+    Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133: times 2**127 they are code / 64.
+    """
+    odd = 4 * j % 8
+    mask, up = hex((15 << odd) * 0x10001), hex((254 - odd << 7) * 0x10001)
+    return (
+        f"{{.reg .b32 r,up,zero; mov.b32 up,{up}; mov.b32 zero,0; and.b32 r,$1,{mask};"
+        "fma.rn.bf16x2 r,r,up,zero; fma.rn.bf16x2 $0,r,$3,$5;}"
+    )
+
+
+@gluon.constexpr_function
+def _held(rows, warps, words):
+    """[rows, 4 * words], of which lane t of four has words from t * words on; lanes have rows 1, 2, 4."""
+    more, row = [8], 16 * warps
+    while row < rows:
+        more, row = [*more, row], 2 * row
+    mine = [[0, 1 << i] for i in range(words.bit_length() - 1)] + [[row, 0] for row in more]
+    lanes = [[0, words], [0, 2 * words], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(mine, lanes, [[16 << i, 0] for i in range(warps.bit_length() - 1)], [], [rows, 4 * words])
+
+
+@gluon.jit
+def _beside(held, A: gl.constexpr):
+    """What lanes t hold for two words of 64 codes, [R, 4, 2], beside the codes of 16: pairs of two words each."""
+    return gl.convert_layout(gl.join(held, held).permute(0, 2, 1, 3).reshape(held.shape[0], 16), A)
+
+
+@gluon.jit
+def _weights(words, s, b, j: gl.constexpr, A: gl.constexpr):
+    """The weights of the j-th 16 of 64 codes, as an operand of the tensor cores."""
+    if j >= 2:
+        words = words >> 8
+    args = [_beside(words, A), _beside(s, A), _beside(b, A)]
+    return gl.inline_asm_elementwise(_weights_ptx(j), "=r,r,r,r,r,r,r", args, BF, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _words(words):
+    """The words of lanes for each 64 inputs of 256, [R, 4, 2] each."""
+    even, odd = gl.split(words.reshape(words.shape[0], 4, 2, 2, 2).permute(0, 1, 4, 2, 3))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _line(scales, biases, at, there):
+    """Scales and biases, for pairs of codes: twice in a word, for two words."""
+    # see `_weights_ptx`: 2**133 in two steps
+    s = (gl.load(scales + at, mask=there, other=0.0).to(F32) * 64.0).to(BF).to(gl.int16, bitcast=True)
+    b = gl.load(biases + at, mask=there, other=0.0).to(gl.int16, bitcast=True)
+    s, b = s.to(I32) & 0xFFFF, b.to(I32) & 0xFFFF
+    s, b = s | (s << 16), b | (b << 16)
+    return gl.join(s, s), gl.join(b, b)
+
+
+@gluon.jit
+def _feed(
+    xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many,
+    COUNT: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """Blocks of KB inputs one after the other: codes, and inputs of pairs, of their second half where there are `many`."""
+    HALF: gl.constexpr = T // 2
+    EACH: gl.constexpr = KB // 64 * T
+    R: gl.constexpr = C.shape[1]
+    WORDS: gl.constexpr = C.shape[2]
+    for i in range(count):
+        bar = full.index(i % ST)
+        mbarrier.wait(empty.index(i % ST), (i // ST + 1) % 2, pred=i >= ST)
+        if many:
+            mbarrier.expect(bar, R * WORDS * 4 + EACH * 128)
+        else:
+            mbarrier.expect(bar, R * WORDS * 4 + EACH * 64)
+        codes = C.index(i % ST)._reinterpret(I32, [1, R, WORDS], w0.layout)
+        tma.async_copy_global_to_shared(w0, [expert, row0, i * WORDS], bar, codes, pred=which == 0)
+        if COUNT > 1:
+            tma.async_copy_global_to_shared(w1, [expert, row0, i * WORDS], bar, codes, pred=which == 1)
+        for n in gl.static_range(EACH // HALF):
+            some = X.index(i % ST).slice(n * HALF, HALF, dim=0)
+            tma.async_copy_global_to_shared(xs, [x_row + i * EACH + n * HALF, 0], bar, some, pred=True if n % 2 == 0 else many)
+
+
+@gluon.jit
+def _products(
+    X, C, full, empty, scales, biases, out, rows, width, row0, block, count,
+    T: gl.constexpr, N: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """The first N pairs of a block."""
+    R: gl.constexpr = C.shape[1]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, N, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ONE: gl.constexpr = _held(R, W, 1)
+    row, t = row0 + gl.arange(0, R, gl.SliceLayout(1, ONE)), gl.arange(0, 4, gl.SliceLayout(0, ONE))
+    inside, line = (row < rows)[:, None], (gl.minimum(row, rows - 1).to(gl.int64) * (width // G))[:, None]
+    k = (t * (KB // 4))[None, :]
+    s, b = _line(scales, biases, line + k // G, inside & (k < width))
+    acc = gl.full([R, N], 0.0, F32, ACC)
+    for i in range(count):
+        mbarrier.wait(full.index(i % ST), i // ST % 2)
+        words = _words(C.index(i % ST).load(_held(R, W, C.shape[2] // 4)))
+        k += KB
+        next_s, next_b = _line(scales, biases, line + k // G, inside & (k < width))
+        for n in gl.static_range(4):
+            for j in gl.static_range(4):
+                a = _weights(words[n], s, b, j, A)
+                x = X.index(i % ST).slice(n * T, N, dim=0).permute((1, 0)).slice(16 * j, 16, dim=0)
+                # one by one: a warp does not go on until all but the last of several products have begun; none may be
+                # left when the loop starts anew, or ptxas lets each wait for the one before
+                acc = warpgroup_mma(a, x, acc, is_async=True)
+                acc = warpgroup_mma_wait(0 if n + j == 6 else 1, deps=[acc])
+            if n == 0:
+                # all that read the block before is done
+                mbarrier.arrive(empty.index((i + ST - 1) % ST), pred=i > 0)
+        s, b = next_s, next_b
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, W], [0, 1])
+    r, c = row0 + gl.arange(0, R, gl.SliceLayout(1, OUT)), block * T + gl.arange(0, N, gl.SliceLayout(0, OUT))
+    at = c.to(gl.int64)[None, :] * rows + r[:, None]
+    gl.store(out + at, gl.convert_layout(acc.to(BF), OUT), mask=(r < rows)[:, None] & (c >= 0)[None, :])
+
+
+@gluon.jit
+def _multiply(
+    X, C, full, empty, scales, biases, out, rows, width, row0, block, count, many,
+    T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    if many:
+        _products(X, C, full, empty, scales, biases, out, rows, width, row0, block, count, T, T, KB, G, ST, W)
+    else:
+        _products(X, C, full, empty, scales, biases, out, rows, width, row0, block, count, T, T // 2, KB, G, ST, W)
+
+
+@gluon.jit
+def expert_tiles(
+    xs, w0, w1, owner, placed, pairs, s0, b0, y0, s1, b1, y1, step0, step1, experts, rows, width, tiles,
+    COUNT: gl.constexpr, R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr,
+    W: gl.constexpr, CODES: gl.constexpr,
+):  # fmt: skip
+    """R rows of a block's expert times its T pairs, to y [places, rows]; grid (tiles of rows, blocks).
+
+    With two weights, tiles of rows from `tiles` on are of the second. What is not `placed` before `pairs` is an empty place.
+    """
+    at, block = gl.program_id(0), gl.program_id(1)
+    expert = gl.load(owner + block)
+    if expert >= experts:
+        return
+    # places are filled from the first on
+    many = gl.load(placed + block * T + T // 2) < pairs
+    # numbers, also where they are known when the kernel is compiled
+    which, before, step0 = 0 * at, 0 * at, 0 * at + step0
+    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+        if at >= tiles:
+            s0, b0, y0, step0, which, before = s1, b1, y1, 0 * at + step1, 0 * at + 1, 0 * at + tiles
+    row0, wide = (at - before) * R, expert.to(gl.int64)
+    X = gl.allocate_shared_memory(BF, [ST, KB // 64 * T, 64], xs.layout)
+    C = gl.allocate_shared_memory(I32, [ST, R, KB // 8], CODES)
+    full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(ST):
+        mbarrier.init(full.index(n), count=1)
+        mbarrier.init(empty.index(n), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    count = width // KB
+    x_row = block * (count * (KB // 64) * T)
+    s0, b0 = s0 + wide * step0, b0 + wide * step0
+    gl.warp_specialize(
+        [
+            (_multiply, (X, C, full, empty, s0, b0, y0, rows, width, row0, block, count, many, T, KB, G, ST, W)),
+            (_feed, (xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many, COUNT, T, KB, ST)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@triton.jit
+def _ordered(x, KB: tl.constexpr):
+    """Inputs as lanes take them: lane t of four has a quarter of a block's, 16 for each 64: pairs (j, j + 4) of words v."""
+    M: tl.constexpr = x.shape[0] // KB
+    return x.reshape(M, 4, KB // 64, 2, 2, 4).permute(0, 2, 5, 3, 1, 4).reshape(x.shape[0])
+
+
+@triton.jit
+def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
+    """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros in places beside them; grid (places, parts of K).
+
+    Halves of blocks that have no pairs, so none in their first place, stay as they are.
+    """
+    place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if tl.load(placed + place // (T // 2) * (T // 2)) >= pairs:
+        return
+    pair = tl.load(placed + place)
+    value = tl.load(x + (pair // k).to(tl.int64) * K + at, mask=(at < K) & (pair < pairs), other=0.0)
+    tile = (place // T).to(tl.int64) * K * T
+    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, _ordered(value, KB), mask=at < K)
+
+
+@triton.jit
+def order_hidden(gate, up, placed, out, pairs, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(gate) * up of blocks' pairs, in the same order."""
+    place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if tl.load(placed + place // (T // 2) * (T // 2)) >= pairs:
+        return
+    source = place.to(tl.int64) * K + at
+    g = tl.load(gate + source, mask=at < K, other=0.0).to(tl.float32)
+    u = tl.load(up + source, mask=at < K, other=0.0).to(tl.float32)
+    tile = (place // T).to(tl.int64) * K * T
+    value = _ordered((silu(g) * u).to(out.dtype.element_ty), KB)
+    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, value, mask=at < K)
+
+
+@triton.jit
+def find_places(placed, spots, places, pairs, BLOCK: tl.constexpr):
+    """Where each pair was placed."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.load(placed + place, mask=place < places, other=pairs)
+    tl.store(spots + pair, place, mask=pair < pairs)
+
+
+@triton.jit
+def spread_parts(found, placed, parts, pairs, hidden, BLOCK: tl.constexpr):
+    """The results of placed pairs to where the pairs are; grid (places, parts of a row)."""
+    place, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pair = tl.load(placed + place).to(tl.int64)
+    there = (column < hidden) & (pair < pairs)
+    tl.store(parts + pair * hidden + column, tl.load(found + place * hidden + column, mask=there).to(tl.float32), mask=there)

@@ -1,0 +1,140 @@
+"""When the kernels of `grouped_wgmma` serve a mixture, and how they are launched."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.moe.cuda.grouped_gemm import grouped
+from auraflux.ops.moe.cuda.grouped_wgmma import expert_tiles, find_places, order_hidden, order_pairs, spread_parts
+from auraflux.ops.moe.cuda.slots_launch import fits_hopper
+from auraflux.ops.moe.experts import Experts, Stack
+
+INPUTS, GROUP, STAGES = 256, 64, 2  # of a block of K, of a scale; blocks in flight
+MOVED = 1024  # elements or places that a program of the small kernels has
+TILED_PAIRS = 8192  # from so many on,
+SOME_PAIRS, SOME_EACH = 2048, 5  # and from so many, and so many for each expert, where a smaller tile will do
+
+
+class Tile(NamedTuple):
+    """What a program multiplies: rows of an expert's weights by so many of its pairs; registers of a thread, None for all."""
+
+    pairs: int
+    rows: int
+    warps: int
+    registers: int | None
+
+
+# where experts have at most so many pairs each; three and two programs of the smaller ones share a multiprocessor
+SMALLER = ((24, Tile(32, 128, 4, 80)), (64, Tile(64, 128, 4, 104)))
+LARGEST = Tile(128, 256, 8, None)
+
+
+def fits_tiles(x: Tensor, ids: Tensor, experts: Experts) -> bool:
+    pairs, count = ids.numel(), experts.count
+    some = pairs >= max(SOME_PAIRS, SOME_EACH * count) and _tile(pairs, count) is not LARGEST
+    return (some or pairs >= TILED_PAIRS) and fits_hopper(x, experts)
+
+
+def _tile(pairs: int, experts: int) -> Tile:
+    return next((tile for most, tile in SMALLER if pairs <= most * experts), LARGEST)
+
+
+@cache
+def _layout(kind: gl.dtype, *shape: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(shape), kind)
+
+
+def _inputs(x: Tensor, tile: Tile) -> TensorDescriptor:
+    half = tile.pairs // 2
+    return described(x, [half, 64], _layout(gl.bfloat16, half, 64))
+
+
+def _codes(stack: Stack, tile: Tile) -> TensorDescriptor:
+    codes, block = stack.packed, [1, tile.rows, INPUTS // 8]  # type: ignore[union-attr]
+    return described(codes, block, _layout(gl.int32, *block))
+
+
+def _multiplied(
+    x: Tensor, owner: Tensor, placed: Tensor, pairs: int, stacks: tuple[Stack, ...], outs: tuple[Tensor, ...], tile: Tile
+) -> None:
+    """Blocks in order, [blocks, width / 64, T, 64], times one or two stacks of their experts, to [places, rows] each."""
+    experts, rows, width = stacks[0].shape
+    tiles, sizes = cdiv(rows, tile.rows), (tile.rows, tile.pairs, INPUTS, GROUP, STAGES, tile.warps)
+    codes, steps, lines = [], [], []
+    for stack, out in zip(stacks, outs, strict=True):
+        codes.append(_codes(stack, tile))
+        lines += [stack.scales, stack.biases, out]  # type: ignore[union-attr]
+        steps.append(stack.scales.stride(0))  # type: ignore[union-attr]
+    if len(stacks) == 1:
+        codes, lines, steps = [*codes, None], [*lines, None, None, None], [*steps, None]
+    expert_tiles[tiles * len(stacks), len(owner)](
+        _inputs(x, tile), *codes, owner, placed, pairs, *lines, *steps, experts, rows, width, tiles, len(stacks), *sizes,
+        _layout(gl.int32, tile.rows, INPUTS // 8), num_warps=tile.warps, maxnreg=tile.registers,
+    )  # fmt: skip
+
+
+def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """The results of pairs by the places of their blocks, [places, hidden], and the pairs of places."""
+    k, pairs, inner, hidden = ids.shape[1], ids.numel(), experts.inner, experts.hidden
+    tile = _tile(pairs, experts.count)
+    placed, owner = grouped(ids, experts.count, tile.pairs)
+    places, sizes = len(placed), (tile.pairs, INPUTS, MOVED)
+    ordered = x.new_empty(places * hidden // 64, 64)
+    order_pairs[places, cdiv(hidden, MOVED)](x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
+    gate, up, between = x.new_empty(places, inner), x.new_empty(places, inner), x.new_empty(places * inner // 64, 64)
+    _multiplied(ordered, owner, placed, pairs, (experts.gate, experts.up), (gate, up), tile)
+    order_hidden[places, cdiv(inner, MOVED)](gate, up, placed, between, pairs, inner, *sizes, num_warps=4)
+    # what was read for gate and up is no longer needed
+    found = ordered.view(places, hidden)
+    _multiplied(between, owner, placed, pairs, (experts.down,), (found,), tile)
+    return found, placed
+
+
+def tiled(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """The results of pairs, [places, hidden], and the place of each pair."""
+    found, placed = _placed_results(x, ids, experts)
+    spots = torch.empty_like(ids)
+    find_places[(cdiv(len(placed), MOVED),)](placed, spots, len(placed), ids.numel(), MOVED)
+    return found, spots
+
+
+def tiled_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    """`expert_parts` for thousands of pairs."""
+    found, placed = _placed_results(x, ids, experts)
+    spread_parts[len(placed), cdiv(experts.hidden, MOVED)](found, placed, parts, ids.numel(), experts.hidden, MOVED)
+
+
+def _descriptor(kind: str, shape: list[int], layout: gl.NVMMASharedLayout) -> str:
+    return f"tensordesc<{kind}[{','.join(map(str, shape))}],{layout!r}>".replace(" ", "")
+
+
+def _builds_of(tile: Tile) -> list[Build]:
+    half, block = tile.pairs // 2, [1, tile.rows, INPUTS // 8]
+    inputs = _descriptor("bf16", [half, 64], _layout(gl.bfloat16, half, 64))
+    codes, ints = _descriptor("i32", block, _layout(gl.int32, *block)), "i32:16 i32:16"
+    sizes = {"R": tile.rows, "T": tile.pairs, "KB": INPUTS, "G": GROUP, "ST": STAGES, "W": tile.warps}
+    sizes |= {"CODES": _layout(gl.int32, tile.rows, INPUTS // 8)}
+    one, moved = dict.fromkeys(("w1", "s1", "b1", "y1", "step1")), {"T": tile.pairs, "KB": INPUTS, "BLOCK": MOVED}
+    line, launch = "*bf16 *bf16 *bf16", {"num_warps": tile.warps, "maxnreg": tile.registers}
+    two_types = f"{inputs} {codes} {codes} *i32 *i32 i32:16 {line} {line} {ints} i32 {ints} i32"
+    one_types = f"{inputs} {codes} *i32 *i32 i32:16 {line} i32:16 i32 {ints} i32"
+    return [
+        Build(expert_tiles, two_types, {"COUNT": 2, **sizes}, hot=True, options=launch),
+        Build(expert_tiles, one_types, {"COUNT": 1, **sizes, **one}, hot=True, options=launch),
+        Build(order_pairs, "*bf16 *i32 *bf16 i32:16 i32 i32:16", moved, hot=True),
+        Build(order_hidden, "*bf16 *bf16 *i32 *bf16 i32:16 i32:16", moved, hot=True),
+    ]
+
+
+TILE_BUILDS = [
+    *(build for tile in (*(tile for _, tile in SMALLER), LARGEST) for build in _builds_of(tile)),
+    Build(find_places, "*i32 *i32 i32:16 i32:16", {"BLOCK": MOVED}, hot=True),
+    Build(spread_parts, "*bf16 *i32 *fp32 i32:16 i32:16", {"BLOCK": MOVED}, hot=True),
+]

@@ -1,0 +1,182 @@
+"""What a warp does with quads of four-bit codes and a block's vectors: PTX for what a thread does, for `persistent`.
+
+A quad is four groups of 64 codes of 16 rows, with their scales and biases; more of its PTX is in `linear.cuda.int4_mma`. Every
+tensor has one element per thread.
+
+- Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133, see `linear.cuda.int4_groups`.
+- Vectors lie in shared memory as operands of `mma.m16n8k16`, made once for all rows.
+- A group's bias times its sum of inputs is a product too, of four inputs a quad. Sums of inputs are float32, so each stands
+  there three times: its bf16, that of what is left, and that of what is left then.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.copy import put_two
+from auraflux.ops.linear.cuda.int4_groups import OF_CODES, load_16, pair_16
+from auraflux.ops.linear.cuda.int4_mma import MMA, codes_at, sum_four, word_at
+
+W = gl.constexpr(8)  # warps of a program
+TILE = gl.constexpr(2048 + 256)  # bytes of a quad: codes, then scales, then biases
+
+
+def _codes_ptx() -> str:
+    """Out: 4 sums for each of two groups. In: codes of rows g and g + 8, 8 pairs of x of each."""
+    text = "{.reg .b32 a0,a1,a2,a3,u0,v0,w0,z0,u1,v1,w1,z1; .reg .f32 o; mov.f32 o,0f00000000;"
+    for j in range(2):
+        text += f"mov.b64 {{u{j},w{j}}},${8 + 2 * j}; mov.b64 {{v{j},z{j}}},${9 + 2 * j};"
+    for step in range(4):
+        for j in range(2):
+            for i, word in enumerate("uvwz"):
+                text += f"shr.u32 {word}{j},{word}{j},8;" if step == 2 else ""
+                text += f"and.b32 a{i},{word}{j},{hex(0xF000F << step % 2 * 4)};"
+            c, x = ",".join(f"${4 * j + i}" for i in range(4)), 12 + 8 * j + 2 * step
+            text += f"{MMA} {{{c}}},{{a0,a1,a2,a3}},{{${x},${x + 1}}},{{{c if step else 'o,o,o,o'}}};"
+    return text + "}"
+
+
+CODES, CODES_REGISTERS = gl.constexpr(_codes_ptx()), gl.constexpr("=&f," * 8 + "l," * 4 + "r," * 15 + "r")
+BIASES = gl.constexpr(MMA + " {$0,$1,$2,$3},{$4,$5,$4,$5},{$6,$7},{$8,$9,$10,$11};")
+BIASES_REGISTERS = gl.constexpr("=&f," * 4 + "r," * 4 + "f,f,f,f")
+
+
+@gluon.constexpr_function
+def _fetch_ptx(row_nbytes, quad, halves):
+    """128 bytes of each of 16 rows, and 8 of scales or biases; where `halves`, rows 8 to 15 begin at $4."""
+    text = "{.reg .pred p; setp.ne.b32 p,$7,0; mov.b32 $0,0;"
+    for i in range(4):
+        half, row = (i // 2, i % 2 * 4) if halves else (0, 4 * i)
+        source = f"[${3 + half}+{row * row_nbytes + quad * 128}]"
+        text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],{source},16;"
+    return text + f"@p cp.async.ca.shared.global [$5],[$6+{quad * 8}],8;}}"
+
+
+@gluon.jit
+def fetch_quad(to, lane, source, there, K: gl.constexpr, QUAD: gl.constexpr, HALVES: gl.constexpr):
+    """A quad of 16 rows, the QUAD-th from `source` on: a lane's first codes, those of row 8, its first scales or biases."""
+    r, chunk = lane // 8, lane % 8
+    even, odd = to + r * 128 + (chunk ^ r) * 16, to + r * 128 + (chunk ^ (r + 4)) * 16
+    args = [even, odd, source[0], source[1], to + 2048 + lane * 8, source[2], there.to(gl.int32)]
+    text: gl.constexpr = _fetch_ptx(K // 2, QUAD, HALVES)
+    gl.inline_asm_elementwise(text, "=r,r,r,l,l,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _pack(low, high):
+    text: gl.constexpr = "cvt.rn.bf16x2.f32 $0,$2,$1;"
+    return gl.inline_asm_elementwise(text, "=r,f,f", [low, high], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _low(word):
+    return (word << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _high(word):
+    return (word & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _put_four(at, words, there):
+    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$6,0; @p st.shared.v4.b32 [$1],{$2,$3,$4,$5}; mov.b32 $0,0;}"
+    args = [at, words[0], words[1], words[2], words[3], there.to(gl.int32)]
+    gl.inline_asm_elementwise(text, "=r,r,r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _eight_at(at):
+    text: gl.constexpr = "ld.shared.v4.b32 {$0,$1,$2,$3},[$8]; ld.shared.v4.b32 {$4,$5,$6,$7},[$8+512];"
+    registers: gl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,r,~{memory}"
+    return gl.inline_asm_elementwise(text, registers, [at], (gl.int32,) * 8, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _two_at(at):
+    text: gl.constexpr = "ld.shared.v2.b32 {$0,$1},[$2];"
+    return gl.inline_asm_elementwise(text, "=r,=r,r,~{memory}", [at], (gl.int32,) * 2, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_inputs(x, pair, pairs, k, quad, lane, K: gl.constexpr):
+    """A lane's part of a quad of a block's vectors, as they are.
+
+    What stands for pairs that are not there does not matter: products of different columns do not meet.
+    """
+    row = x + (gl.minimum(pair, pairs - 1) // k).to(gl.int64) * K + gl.minimum(quad, K // 256 - 1) * 256 + lane % 4 * 16
+    raw = ()
+    for j in gl.static_range(4):
+        raw += (load_16(row + j * 64),)  # type: ignore[assignment]
+    return raw
+
+
+@gluon.jit
+def put_inputs(to, raw, quad, lane, K: gl.constexpr):
+    """A quad of a block's vectors as operands: 1 KB for each group, and 256 bytes of sums behind the groups of all quads."""
+    t, there = lane % 4, quad < K // 256
+    sums = ()
+    for j in gl.static_range(4):
+        words = raw[j]
+        total = _low(words[0]) + _high(words[0])
+        for i in gl.static_range(1, 8):
+            total += _low(words[i]) + _high(words[i])
+        sums += (sum_four(total),)  # type: ignore[assignment]
+        v, at = pair_16(words), to + quad * 4096 + j * 1024 + lane * 16
+        # those of one product side by side
+        _put_four(at, (v[0], v[4], v[1], v[5]), there)
+        _put_four(at + 512, (v[2], v[6], v[3], v[7]), there)
+    # inputs 2t and 2t + 1 of the operand are groups 2 (t % 2) and the next
+    a, b = gl.where(t % 2 == 0, sums[0], sums[2]), gl.where(t % 2 == 0, sums[1], sums[3])  # type: ignore[misc]
+    first = _pack(a, b)
+    a, b = a - _low(first), b - _high(first)
+    second = _pack(a, b)
+    third = _pack(a - _low(second), b - _high(second))
+    put_two(to + K * 16 + quad * 256 + lane * 8, gl.where(t < 2, first, second), gl.where(t < 2, third, 0), there)
+
+
+@gluon.jit
+def quad_at(at, lane):
+    """Codes of rows g and g + 8, four groups; their scales; their biases as an operand."""
+    g, t = lane // 4, lane % 4
+    mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
+    words = ()
+    for j in gl.static_range(4):
+        words += codes_at(at + (mine ^ (32 * j)))
+    lines = at + 2048 + g * 8
+    biases = lines + 128 + t % 2 * 4
+    return words, _two_at(lines), _two_at(lines + 64), word_at(biases), word_at(biases + 64)
+
+
+@gluon.jit
+def add_quad(acc, total, quad, inputs, sums):
+    """Add products of codes to `acc`, of biases to `total`: rows g and g + 8 at vectors 2t and 2t + 1."""
+    words = quad[0]
+    for half in gl.static_range(2):
+        args = []
+        for i in gl.static_range(4):
+            args += [words[4 * half + i]]
+        for j in gl.static_range(2):
+            x = _eight_at(inputs + (2 * half + j) * 1024)
+            for i in gl.static_range(8):
+                args += [x[i]]
+        c = gl.inline_asm_elementwise(CODES, CODES_REGISTERS, args, (gl.float32,) * 8, is_pure=True, pack=1)
+        for j in gl.static_range(2):
+            s0 = _low(quad[1][half]) if j == 0 else _high(quad[1][half])
+            s1 = _low(quad[2][half]) if j == 0 else _high(quad[2][half])
+            acc = (
+                gl.fma(s0, c[4 * j], acc[0]), gl.fma(s0, c[4 * j + 1], acc[1]),
+                gl.fma(s1, c[4 * j + 2], acc[2]), gl.fma(s1, c[4 * j + 3], acc[3]),
+            )  # fmt: skip
+    x0, x1 = _two_at(sums)
+    args = [quad[3], quad[4], x0, x1, total[0], total[1], total[2], total[3]]
+    total = gl.inline_asm_elementwise(BIASES, BIASES_REGISTERS, args, (gl.float32,) * 4, is_pure=True, pack=1)
+    return acc, total
+
+
+@gluon.jit
+def both(acc, total):
+    """What products of codes and of biases come to."""
+    return (
+        gl.fma(acc[0], OF_CODES, total[0]), gl.fma(acc[1], OF_CODES, total[1]),
+        gl.fma(acc[2], OF_CODES, total[2]), gl.fma(acc[3], OF_CODES, total[3]),
+    )  # fmt: skip

@@ -1,0 +1,262 @@
+"""Four-bit experts of one token on Hopper where each is megabytes: programs that stay, with rings that TMA fills.
+
+A stage of `up_ring` is 8 rows of gate and the same of up, one of `down_ring` 8 rows of one slot: a few pieces of memory. Of all
+stages a program has one in num_programs. Those of a shared expert come first, since they are known from the start, and are on
+their way while the choice is made. The warp that is the last to have read a stage asks for another in its place, so that none
+waits for others; sums of warps meet when all stages are done.
+
+In `up_ring` each warp has its inputs in registers, in all stages the same. In `down_ring` a team of warps has a stage, and the
+inputs of all slots lie in shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.copy import begin_barriers, expect, fetch, put_float
+from auraflux.ops.linear.cuda.int4_groups import add_four, codes_two, float_at, load_16, pair_16, paired, put_rows
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, LAUNCH, WAIT, run, shared
+from auraflux.ops.linear.cuda.tma_stages import await_stage, count_read, lines_two, multiplied_two, sums_16
+from auraflux.ops.moe.cuda.tma_stages import ask, inputs_at, place, put_chosen, put_own
+from auraflux.ops.moe.cuda.topk import load_scores, weights_of
+from auraflux.ops.moe.cuda.topk_warps import list_nbytes, load_keys, pick
+
+BARRIERS = gl.constexpr(640)  # bytes: of up to 48 stages, then as many counts
+
+
+@gluon.jit
+def _place_up(places, table, tid, tiles, H: gl.constexpr, COUNT: gl.constexpr, SLOTS: gl.constexpr, W: gl.constexpr):
+    """Where the pieces of a program's first COUNT stages begin, of SLOTS slots."""
+    for r in gl.static_range((COUNT * 6 + 32 * W - 1) // (32 * W)):
+        entry = tid + r * 32 * W
+        tile = gl.minimum(gl.program_id(0) + entry // 6 * gl.num_programs(0), SLOTS * tiles - 1)
+        place(places, table, entry, tile // tiles, tile % tiles * 8, entry < COUNT * 6, 6, H)
+
+
+@gluon.jit
+def _read_up(half, warp, lane, S: gl.constexpr, H: gl.constexpr, W: gl.constexpr):
+    """Codes, scales and biases of a warp's S-th four groups."""
+    quad = gl.minimum(warp + S * W, H // 256 - 1)
+    codes = codes_two(half + quad * 128, lane, H // 2, H // 2 * 9)
+    return codes, lines_two(half + 4 * H + quad * 8, lane, H // 32, H // 2 * 9)
+
+
+@gluon.jit
+def _add_up(totals, read, x, sums, warp, lane, S: gl.constexpr, H: gl.constexpr, W: gl.constexpr):
+    sum0, sum1 = multiplied_two(read[0], read[1], x, sums, lane, 0)
+    if (S + 1) * W > H // 256:
+        live = warp + S * W < H // 256
+        sum0, sum1 = gl.where(live, sum0, 0.0), gl.where(live, sum1, 0.0)
+    return totals[0] + sum0, totals[1] + sum1
+
+
+@gluon.jit
+def _store_up(sums, out, tid, count, COUNT: gl.constexpr, W: gl.constexpr):
+    """Add up what the warps found, and leave silu(gate) * up in the order and size that the tensor cores take."""
+    zero = (tid * 0).to(gl.float32)
+    for r in gl.static_range((COUNT * 8 + 32 * W - 1) // (32 * W)):
+        n, row = tid // 8 + r * 4 * W, tid % 8
+        a, b = zero, zero
+        for w in gl.static_range(W):
+            a += float_at(sums + (n * W + w) * 64 + row * 4, n < count)
+            b += float_at(sums + (n * W + w) * 64 + 32 + row * 4, n < count)
+        result = (a / (1.0 + gl.exp(-a)) * b).to(out.dtype.element_ty).to(gl.float32)
+        result, spot = paired(result, row)
+        at = (gl.program_id(0) + n * gl.num_programs(0)) * 8 + spot
+        gl.store(out + at, result.to(out.dtype.element_ty), n < count)
+
+
+@gluon.jit
+def up_ring(
+    x, scores, bias, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
+    up, up_scales, up_biases, up_step, up_scale_step,
+    own_gate, own_gate_scales, own_gate_biases, own_up, own_up_scales, own_up_biases, out, experts, inner,
+    H: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, KEPT: gl.constexpr,
+    COUNT: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """silu(gate x) * up x of a token, up to COUNT stages a program, D of them in flight; grid (programs, tokens)."""
+    OWN: gl.constexpr = 0 if own_gate is None else 1
+    SLOTS: gl.constexpr = K + OWN
+    RING: gl.constexpr = D * 9 * H
+    PLACES: gl.constexpr = RING + BARRIERS + SLOTS * 48
+    SETS: gl.constexpr = (H // 256 + W - 1) // W
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    token, tiles, programs, first = gl.program_id(1).to(gl.int64), inner // 8, gl.num_programs(0), gl.program_id(0)
+    count = (SLOTS * tiles - first + programs - 1) // programs
+    memory, ring = shared(PLACES + COUNT * 48 + max(COUNT * W * 64, list_nbytes(K, E)), tid)
+    bars, counts, table = ring + RING, ring + (RING + 8 * D), ring + (RING + BARRIERS)
+    places, sums = ring + PLACES, ring + (PLACES + COUNT * 48)
+    begin_barriers(bars, tid, D)
+    put_float(counts + tid * 4, (tid * 0).to(gl.float32), tid < D)
+    if OWN:
+        put_own(table, tid, own_gate, own_gate_scales, own_gate_biases, 0)
+        put_own(table, tid, own_up, own_up_scales, own_up_biases, 3)
+        gl.thread_barrier()
+        _place_up(places, table, tid, tiles, H, D, 1, W)
+        gl.thread_barrier()
+        for d in gl.static_range(D):
+            ask(ring, bars, places, d, lane * 0 + d, lane, (tid < 6) & (first + d * programs < tiles), 6, H)
+    run(WAIT, lane)
+    # before the weights, behind which they would have to wait
+    xs = ()
+    for s in gl.static_range(SETS):
+        quad = gl.minimum(warp + s * W, H // 256 - 1)
+        xs += (load_16(x + token * H + quad * 256 + lane // 8 * 64 + lane % 4 * 16),)  # type: ignore[assignment]
+    keys = load_keys(scores + token * experts, bias, tid, experts, E, SCORING, W)
+    chosen = pick(keys, tid, sums, K, E, KEPT, W)
+    put_chosen(table, tid, chosen, gate, gate_scales, gate_biases, gate_step, gate_scale_step, 0, 6, K, OWN)
+    put_chosen(table, tid, chosen, up, up_scales, up_biases, up_step, up_scale_step, 3, 6, K, OWN)
+    gl.thread_barrier()
+    _place_up(places, table, tid, tiles, H, COUNT, SLOTS, W)
+    gl.thread_barrier()
+    for d in gl.static_range(min(D, COUNT)):
+        ask(ring, bars, places, d, lane * 0 + d, lane, (tid < 6) & (first + d * programs >= OWN * tiles) & (d < count), 6, H)
+    run(LAUNCH, lane)
+    pairs, totals = (), ()
+    for s in gl.static_range(SETS):
+        pairs += (pair_16(xs[s]),)  # type: ignore[assignment]
+        totals += (sums_16(pairs[s]),)  # type: ignore[assignment]
+    zero = (tid * 0).to(gl.float32)
+    for i in range(count):
+        await_stage(bars + i % D * 8, lane * 0 + i // D, lane >= 0)
+        found, read = (zero, zero), ()
+        for s in gl.static_range(SETS):
+            read += (_read_up(ring + i % D * (9 * H), warp, lane, s, H, W),)  # type: ignore[assignment]
+            if SETS > 2:
+                found = _add_up(found, read[s], pairs[s], totals[s], warp, lane, s, H, W)
+        last = count_read(counts + i % D * 4, lane, lane >= 0) == (i // D + 1) * W - 1
+        if i + D < count:
+            ask(ring, bars, places, i + D, lane * 0 + i % D, lane, last & (lane < 6), 6, H)
+        for s in gl.static_range(SETS if SETS <= 2 else 0):
+            found = _add_up(found, read[s], pairs[s], totals[s], warp, lane, s, H, W)
+        put_rows(sums + (i * W + warp) * 64, lane, found[0], found[1])
+    gl.thread_barrier()
+    _store_up(sums, out + token * (SLOTS * inner), tid, count, COUNT, W)
+    memory._keep_alive()
+
+
+@gluon.jit
+def _place_down(places, table, tid, mine, INNER: gl.constexpr, COUNT: gl.constexpr, SLOTS: gl.constexpr, W: gl.constexpr):
+    """Where the pieces of a program's stages begin: slot by slot, `mine` tiles of each."""
+    for r in gl.static_range((COUNT * SLOTS * 3 + 32 * W - 1) // (32 * W)):
+        entry = tid + r * 32 * W
+        n = gl.minimum(entry // 3, SLOTS * mine - 1)
+        row0 = (gl.program_id(0) + n % mine * gl.num_programs(0)) * 8
+        place(places, table, entry, n // mine, row0, entry < COUNT * SLOTS * 3, 3, INNER)
+
+
+@gluon.jit
+def _ask_down(ring, bars, places, lane, tid, begin, end, INNER: gl.constexpr, D: gl.constexpr):
+    """The first warp asks for stages from `begin` to `end`, of those that have a place."""
+    for r in gl.static_range((D + 9) // 10):
+        n = r * 10 + lane // 3
+        ask(ring, bars, places, n, n, lane % 3, (tid < 30) & (n >= begin) & (n < gl.minimum(end, D)), 3, INNER)
+
+
+@gluon.jit
+def _added(residual, beside, beside_gate, at, token, here):
+    """The residual stream, and the shared expert's result or, where that is still to come, what it is to be multiplied by."""
+    kept = gl.load(residual + at, mask=here, other=0.0).to(gl.float32)
+    more = kept * 0.0 + 1.0
+    if beside is not None:
+        more = gl.load(beside + at, mask=here, other=0.0).to(gl.float32)
+    if beside_gate is not None:
+        more *= 1.0 / (1.0 + gl.exp(-gl.load(beside_gate + token).to(gl.float32)))
+    return kept, more
+
+
+@gluon.jit
+def _slot_sum(sums, slot, tid, mine, here, PARTS: gl.constexpr):
+    """What the warps of a team found for a thread's element of one slot."""
+    at = sums + (slot * mine + tid // 8) * (PARTS * 32) + tid % 8 * 4
+    total = float_at(at, here)
+    for k in gl.static_range(1, PARTS):
+        total += float_at(at + k * 32, here)
+    return total
+
+
+@gluon.jit
+def down_ring(
+    x, scores, bias, scale, residual, beside, beside_gate, down, down_scales, down_biases, step, scale_step,
+    own, own_scales, own_biases, out, experts, hidden,
+    INNER: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, RENORMALIZE: gl.constexpr,
+    KEPT: gl.constexpr, COUNT: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """A token's results, added to `residual` and `beside`; up to COUNT tiles of 8 a program, D stages of a slot in flight."""
+    OWN: gl.constexpr = 0 if own is None else 1
+    SLOTS: gl.constexpr = K + OWN
+    STAGE: gl.constexpr = INNER // 2 * 9
+    INPUTS: gl.constexpr = SLOTS * INNER * 2
+    AFTER: gl.constexpr = D * STAGE + INPUTS + BARRIERS
+    PARTS: gl.constexpr = INNER // 512
+    TEAMS: gl.constexpr = W // PARTS
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    token, first, programs = gl.program_id(1).to(gl.int64), gl.program_id(0), gl.num_programs(0)
+    mine = (hidden // 8 - first + programs - 1) // programs
+    PLACES: gl.constexpr = AFTER + SLOTS * 24 + 128
+    memory, ring = shared(PLACES + COUNT * SLOTS * 24 + max(COUNT * SLOTS * PARTS * 32, list_nbytes(K, E)), tid)
+    inputs, bars, counts = ring + D * STAGE, ring + (D * STAGE + INPUTS), ring + (D * STAGE + INPUTS + 8 * D + 8)
+    box, table = ring + AFTER, ring + (AFTER + 128)
+    places, sums = ring + PLACES, ring + (PLACES + COUNT * SLOTS * 24)
+    keys = load_keys(scores + token * experts, bias, tid, experts, E, SCORING, W)
+    begin_barriers(bars, tid, D + 1)
+    put_float(counts + tid * 4, (tid * 0).to(gl.float32), tid < D)
+    known = mine * OWN
+    if OWN:
+        put_own(table, tid, own, own_scales, own_biases, 0)
+        gl.thread_barrier()
+        _place_down(places, table, tid, mine, INNER, COUNT, 1, W)
+        gl.thread_barrier()
+        _ask_down(ring, bars, places, lane, tid, 0, known, INNER, D)
+    chosen = pick(keys, tid, sums, K, E, KEPT, W)
+    put_chosen(table, tid, chosen, down, down_scales, down_biases, step, scale_step, 0, 3, K, OWN)
+    gl.thread_barrier()
+    _place_down(places, table, tid, mine, INNER, COUNT, SLOTS, W)
+    gl.thread_barrier()
+    _ask_down(ring, bars, places, lane, tid, known, SLOTS * mine, INNER, D)
+    run(AWAIT, lane)
+    arrived = bars + 8 * D + lane * 0
+    expect(arrived, lane * 0 + INPUTS, tid == 0)
+    fetch(inputs + lane * 0, (x + token * (SLOTS * INNER)).to(gl.int64) + lane * 0, lane * 0 + INPUTS, arrived, tid == 0)
+    at, here = token * hidden + (first + tid // 8 * programs) * 8 + tid % 8, tid < mine * 8
+    kept, more = _added(residual, beside, beside_gate, at, token, here)
+    found = ()
+    if SCORING == "softmax" and not RENORMALIZE:
+        found = load_scores(scores + token * experts, tid, experts, E)
+    share = weights_of(found, scores + token * experts, chosen, lane, scale, K, E, SCORING, RENORMALIZE)
+    put_float(box + lane * 4, share, tid < 32)
+    await_stage(arrived, lane * 0, lane >= 0)
+    # the second half of a row has the odd columns
+    team, q = warp // PARTS, warp % PARTS
+    my_x = inputs + (lane // 4 % 2 * PARTS + q) * 512 + lane // 8 * 128 + lane % 4 * 32
+    spot, turn, slot, tile = team % D, team // D, team // mine, team % mine
+    for i in range((SLOTS * mine + TEAMS - 1) // TEAMS):
+        n = i * TEAMS + team
+        there = (n < SLOTS * mine) & (team < TEAMS)
+        await_stage(bars + spot * 8, turn, there)
+        words = codes_two(ring + spot * STAGE + q * 128, lane, INNER // 2, PARTS * 128)
+        lines = lines_two(ring + spot * STAGE + 4 * INNER + q * 8, lane, INNER // 32, PARTS * 8)
+        v = inputs_at(my_x + gl.minimum(slot, SLOTS - 1) * (2 * INNER))
+        last = (count_read(counts + spot * 4, lane, there) == (turn + 1) * PARTS - 1) & there & (n + D < SLOTS * mine)
+        ask(ring, bars, places, gl.minimum(n + D, SLOTS * mine - 1), spot, lane % 3, last & (lane < 3), 3, INNER)
+        sum0, sum1 = multiplied_two(words, lines, v, sums_16(v), lane, 1)
+        put_float(sums + (n * PARTS + q) * 32 + lane // 4 * 4, add_four(sum0 + sum1), there & (lane % 4 == 0))
+        spot += TEAMS % D
+        turn += TEAMS // D + (spot >= D).to(gl.int32)
+        spot = gl.where(spot >= D, spot - D, spot)
+        tile += TEAMS % mine
+        slot += TEAMS // mine + (tile >= mine).to(gl.int32)
+        tile = gl.where(tile >= mine, tile - mine, tile)
+    gl.thread_barrier()
+    result = (tid * 0).to(gl.float32)
+    for s in gl.static_range(K):
+        result = gl.fma(_slot_sum(sums, s + OWN, tid, mine, here, PARTS), float_at(box + s * 4, here), result)
+    # rounded and added as `expert_mlp` and `combine` would
+    result = kept + result.to(out.dtype.element_ty).to(gl.float32)
+    if OWN:
+        result += _slot_sum(sums, 0, tid, mine, here, PARTS).to(out.dtype.element_ty).to(gl.float32) * more
+    elif beside is not None:
+        result += more
+    gl.store(out + at, result.to(out.dtype.element_ty), here)
+    memory._keep_alive()

@@ -1,0 +1,111 @@
+"""When the kernels of `matvec_tma` serve a mixture, and how they are launched."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.moe.cuda.matvec_tma import down_ring, up_ring
+from auraflux.ops.moe.cuda.slots_launch import MOST_CHOICES, aligned, fits_hopper
+from auraflux.ops.moe.cuda.stacks import passed
+from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.routing import Routing
+
+LEAST_WEIGHTS = 5120 * 1536  # of a matrix of an expert; of smaller ones, `slots` has several tiles under way
+UP_WARPS, DOWN_WARPS = 8, 8
+UP_DEEP = 5  # stages in flight at most
+DOWN_NBYTES = 56 << 10  # of a program, in flight
+DOWN_PROGRAMS = 2  # of a multiprocessor
+MOST_SLOTS = 31
+GROUP = 32  # experts, where they lie in groups
+AROUND = 6144  # bytes of shared memory beside stages, inputs and sums, at most
+
+
+def _up_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
+    """Programs of `up_ring`, stages of one, and how many are in flight."""
+    count = cdiv(slots * (inner // 8), processors)
+    return processors, count, min(UP_DEEP, (SHARED_NBYTES - AROUND - count * (64 * UP_WARPS + 48)) // (9 * hidden))
+
+
+def _down_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
+    """Programs of `down_ring`, tiles of one, and how many stages are in flight: the same for each team of warps.
+
+    A place that teams took in turns would tell one of them that its stage has come when it is the one before that has.
+    """
+    programs = DOWN_PROGRAMS * processors
+    count, teams = cdiv(hidden // 8, programs), DOWN_WARPS // (inner // 512)
+    around = AROUND + slots * (2 * inner + count * (inner // 16 + 24))
+    deep = min(DOWN_NBYTES, SHARED_NBYTES // DOWN_PROGRAMS - around) // (9 * inner // 2)
+    return programs, count, deep // teams * teams
+
+
+def fits_ring(x: Tensor, routing: Routing, experts: Experts) -> bool:
+    """Whether the kernels of `matvec_tma` serve a mixture of few tokens."""
+    hidden, inner, slots = experts.hidden, experts.inner, routing.k + 1
+    if hidden * inner < LEAST_WEIGHTS or inner % 512 or inner > 512 * DOWN_WARPS or slots > MOST_SLOTS:
+        return False
+    if experts.count > MOST_CHOICES or not (routing.groups == 1 or experts.count == GROUP * routing.groups):
+        return False
+    sizes = hidden, inner, slots, multiprocessors(x.device)
+    (_, _, up_deep), (_, tiles, down_deep) = _up_sizes(*sizes), _down_sizes(*sizes)
+    return up_deep >= 2 and down_deep >= 2 and tiles * 8 <= 32 * DOWN_WARPS and fits_hopper(x, experts)
+
+
+def fits_first(shared: SharedExpert, experts: Experts) -> bool:
+    """Whether a shared expert can be one more slot: of the experts' width and format."""
+    weights = (shared.gate, shared.up, shared.down)
+    return shared.gate.shape[0] == experts.inner and all(aligned(weight) for weight in weights)
+
+
+def ring_hopper(
+    x: Tensor, scores: Tensor, routing: Routing, bias: Tensor | None, experts: Experts, h: Tensor,
+    shared: Tensor | SharedExpert | None, shared_gate: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`mixture` for few tokens, one after the other."""
+    tokens, inner, hidden, k = x.shape[0], experts.inner, experts.hidden, routing.k
+    own = shared if isinstance(shared, SharedExpert) else None
+    slots = k if own is None else k + 1
+    sizes = hidden, inner, slots, multiprocessors(x.device)
+    (up_programs, *up), (down_programs, *down) = _up_sizes(*sizes), _down_sizes(*sizes)
+    between, out = x.new_empty(tokens * slots, inner), torch.empty_like(x)
+    own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
+    kept = routing.kept_groups if routing.groups > 1 else 0
+    rule = k, cdiv(experts.count, 32) * 32, routing.scoring
+    up_ring[up_programs, tokens](
+        x, scores, bias, *passed(experts.gate), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
+        hidden, *rule, kept, *up, UP_WARPS, num_warps=UP_WARPS, launch_pdl=True,
+    )  # fmt: skip
+    down_ring[down_programs, tokens](
+        between, scores, bias, float(routing.scale), h, None if own else shared, shared_gate, *passed(experts.down), *own_down,
+        out, experts.count, hidden, inner, *rule, routing.renormalize, kept, *down, DOWN_WARPS,
+        num_warps=DOWN_WARPS, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def _builds(hidden: int, inner: int, own: bool, **rule: Any) -> list[Build]:
+    """Both kernels for eight experts a token, on 132 multiprocessors."""
+    stack, three, ints = "*i32 *bf16 *bf16 i32:16 i32:16", "*i32 *bf16 *bf16" if own else "", "i32:16 i32:16"
+    scores, slots = "*bf16" if "bias" in rule else "*fp32 *fp32", 9 if own else 8
+    parts = ("own", "own_gate", "own_up")
+    absent = [{} if own else {f"{part}{more}": None for more in ("", "_scales", "_biases")} for part in parts]
+    _, count, deep = _up_sizes(hidden, inner, slots, 132)
+    up = {"H": hidden, "K": 8, "COUNT": count, "D": deep, "W": UP_WARPS, **rule, **absent[1], **absent[2]}
+    _, count, deep = _down_sizes(hidden, inner, slots, 132)
+    down = {"INNER": inner, "K": 8, "COUNT": count, "D": deep, "W": DOWN_WARPS, **rule, **absent[0]}
+    down |= {"beside": None, "beside_gate": None, "RENORMALIZE": True}
+    first, second = f"*bf16 {scores} {stack} {stack} {three} {three} *bf16", f"*bf16 {scores} fp32 *bf16 {stack} {three} *bf16"
+    return [
+        Build(up_ring, f"{first} {ints}", up, hot=True, options={"num_warps": UP_WARPS}),
+        Build(down_ring, f"{second} {ints}", down, hot=True, options={"num_warps": DOWN_WARPS}),
+    ]
+
+
+RING_BUILDS = [
+    *_builds(7168, 2048, True, E=256, SCORING="sigmoid", KEPT=4),
+    *_builds(5120, 1536, True, E=160, SCORING="sigmoid", KEPT=0),
+    *_builds(7168, 2048, False, E=128, SCORING="softmax", KEPT=0, bias=None),
+]

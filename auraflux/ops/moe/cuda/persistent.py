@@ -1,0 +1,287 @@
+"""Four-bit experts for some tokens on Hopper: programs that stay, each with an equal piece of all rows of all blocks.
+
+A block is of up to 8 pairs (token, slot) of one expert, see `assign`. A stage is as many rows of a block as eight warps
+multiply side by side: in `up_stream` each has 8 rows of gate and the same 8 of up, one tile of the tensor cores, so that what
+belongs together is in one thread; in `down_stream` 16 rows. Codes stream through a ring of quads that every warp has for
+itself, on from one stage to the next; a block's vectors lie in shared memory for all of its stages (`int4_quads`).
+
+`down_stream` starts wherever a program of `up_stream` has ended. It does not wait for all of them: warps count their stages,
+and a block's hidden vectors are read when its count is complete. All programs that count have started by then, so none of
+them is waited for in vain.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, SYNC, WAIT, run, shared, wait_ptx
+from auraflux.ops.moe.cuda.assign import MOST_EXPERTS, MOST_SLOTS, MOST_TOKENS, assign_given
+from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
+from auraflux.ops.moe.cuda.stacks import passed
+from auraflux.ops.moe.cuda.topk import from_lane
+from auraflux.ops.moe.experts import Experts
+
+MOST_PAIRS = 1024  # 8 for each of 128 experts
+DEEPEST = 4  # quads of a warp in flight
+TWICE_NBYTES = 113 << 10  # of shared memory, for two programs on a multiprocessor
+ONCE_NBYTES = 226 << 10
+REGISTERS = 128  # of a thread, for the same
+SKEW = 2  # sixteenths
+
+
+@gluon.jit
+def _share(stages, p, SKEWED: gl.constexpr):
+    """Where the stages of program p begin. The first programs, which start first, have up to SKEWED / 16 more than others."""
+    if SKEWED == 0:
+        return stages * p // gl.num_programs(0)
+    count = gl.num_programs(0).to(gl.int64)
+    return (stages * p * (16 * count + SKEWED * (count - p)) // (16 * count * count)).to(gl.int32)
+
+
+@gluon.jit
+def _again(lane):
+    """The same, as if it were not known: what is made of it is made anew, and takes no registers before that."""
+    return gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _count_stage(at, lane):
+    """Count a warp as done with a stage, and all that it has stored before."""
+    text: gl.constexpr = (
+        "{.reg .pred p; setp.eq.b32 p,$2,0; bar.warp.sync 0xffffffff; @p red.release.gpu.global.add.u32 [$1],1; mov.b32 $0,0;}"
+    )
+    gl.inline_asm_elementwise(text, "=r,l,r,~{memory}", [at.to(gl.int64), lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _await_stages(at, count):
+    text: gl.constexpr = (
+        "{.reg .pred p; .reg .b32 n; AGAIN: ld.acquire.gpu.global.u32 n,[$1]; setp.lt.u32 p,n,$2; @p bra AGAIN; mov.b32 $0,0;}"
+    )
+    gl.inline_asm_elementwise(text, "=r,l,r,~{memory}", [at.to(gl.int64), count], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _inputs(to, x, pair, pairs, k, warp, lane, FIRST: gl.constexpr, K: gl.constexpr):
+    """A block's vectors, from the FIRST-th quad of each warp on."""
+    for n in gl.static_range(FIRST, (K // 256 + W - 1) // W):
+        put_inputs(to, load_inputs(x, pair, pairs, k, n * W + warp, lane, K), n * W + warp, lane, K)
+
+
+@gluon.jit
+def _add_quads(
+    acc, total, ring, inputs, sums, part, source, more, lane, K: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr
+):  # fmt: skip
+    """Add a warp's D quads in flight to its sums, and ask for those at `source` in their places."""
+    for d in gl.static_range(D):
+        run(wait_ptx(D - 1), lane)
+        quad = quad_at(ring + d * TILE, lane)
+        run(SYNC, lane)
+        fetch_quad(ring + d * TILE, lane, source, more & (lane >= 0), K, d, HALVES)
+        run(COMMIT, lane)
+        n = part * D + d
+        acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums + n * 256 + lane * 8)
+    return acc, total
+
+
+@gluon.jit
+def _up_sources(
+    s, block0, owners, warp, lane, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
+    up, up_scales, up_biases, up_step, up_scale_step, K: gl.constexpr, PER: gl.constexpr,
+):  # fmt: skip
+    """Where a lane's share of stage s begins, 8 rows of gate and of up for its warp: codes of each, and scales or biases."""
+    expert = from_lane(owners, s // PER - block0 + lane * 0).to(gl.int64)
+    row, first = (s % PER * 64 + warp * 8).to(gl.int64), lane % 16 < 8
+    at = (row + lane // 8) * (K // 2) + lane % 8 * 16
+    line = expert * gl.where(first, gate_scale_step, up_scale_step) + (row + lane % 8) * (K // 64)
+    scales = gl.where(first, gate_scales.to(gl.int64), up_scales.to(gl.int64))
+    biases = gl.where(first, gate_biases.to(gl.int64), up_biases.to(gl.int64))
+    return (
+        gate.to(gl.int64) + (expert * gate_step * 4 + at),
+        up.to(gl.int64) + (expert * up_step * 4 + at),
+        gl.where(lane < 16, scales, biases) + line * 2,
+    )
+
+
+@gluon.jit
+def _down_sources(
+    s, block0, owners, warp, lane, down, scales, biases, step, scale_step, K: gl.constexpr, PER: gl.constexpr
+):  # fmt: skip
+    """Where a lane's share of stage s begins, 16 rows for its warp: codes, and scales or biases."""
+    expert = from_lane(owners, s // PER - block0 + lane * 0).to(gl.int64)
+    row = (s % PER * 128 + warp * 16).to(gl.int64)
+    codes = down.to(gl.int64) + (expert * step * 4 + (row + lane // 8) * (K // 2) + lane % 8 * 16)
+    line = expert * scale_step + (row + lane % 16) * (K // 64)
+    return codes, codes, gl.where(lane < 16, scales.to(gl.int64), biases.to(gl.int64)) + line * 2
+
+
+@gluon.jit
+def up_stream(
+    x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
+    up, up_scales, up_biases, up_step, up_scale_step, out, pairs, k, most,
+    H: gl.constexpr, INNER: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """silu(gate x) * up x of all blocks; a stage is 64 elements of a block, D quads of each warp are in flight."""
+    PARTS: gl.constexpr = H // 256 // D
+    PER: gl.constexpr = INNER // 64
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    memory, inputs = shared(17 * H + W * D * TILE, tid)
+    sums, ring = inputs + 16 * H, inputs + 17 * H + warp * (D * TILE)
+    run(AWAIT, tid)
+    stages = gl.load(owner + most) * PER
+    begin, end = _share(stages, gl.program_id(0), 0), _share(stages, gl.program_id(0) + 1, 0)
+    block0 = begin // PER
+    owners = gl.load(owner + gl.minimum(block0 + lane, most - 1))
+    pair = gl.load(placed + gl.minimum(block0, most - 1) * 8 + lane // 4)
+    # before the codes, behind which they would have to wait
+    raw = load_inputs(x, pair, pairs, k, warp, lane, H)
+    source = _up_sources(
+        begin, block0, owners, warp, lane, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
+        up, up_scales, up_biases, up_step, up_scale_step, H, PER,
+    )  # fmt: skip
+    for d in gl.static_range(D):
+        fetch_quad(ring + d * TILE, lane, source, (begin < end) & (lane >= 0), H, d, True)
+        run(COMMIT, lane)
+    put_inputs(inputs, raw, warp, lane, H)
+    _inputs(inputs, x, pair, pairs, k, warp, lane, 1, H)
+    gl.thread_barrier()
+    for block in range(block0, (end + PER - 1) // PER):
+        if block > block0:
+            pair = gl.load(placed + gl.minimum(block, most - 1) * 8 + _again(lane) // 4)
+            gl.thread_barrier()
+            _inputs(inputs, x, pair, pairs, k, warp, _again(lane), 0, H)
+            gl.thread_barrier()
+        for s in range(gl.maximum(begin, block * PER), gl.minimum(end, (block + 1) * PER)):
+            zero = (tid * 0).to(gl.float32)
+            acc, total = (zero,) * 4, (zero,) * 4
+            for part in range(PARTS):
+                more = s < end
+                if part == PARTS - 1:
+                    more = s + 1 < end
+                    source = _up_sources(
+                        s + 1, block0, owners, warp, _again(lane), gate, gate_scales, gate_biases, gate_step, gate_scale_step,
+                        up, up_scales, up_biases, up_step, up_scale_step, H, PER,
+                    )  # fmt: skip
+                else:
+                    source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
+                acc, total = _add_quads(acc, total, ring, inputs, sums, part, source, more, lane, H, D, True)
+            r, thread = both(acc, total), _again(tid)
+            for n in gl.static_range(2):
+                mine = from_lane(pair, thread % 4 * 8 + n * 4)
+                value = r[n] / (1.0 + gl.exp(-r[n])) * r[n + 2]
+                at = mine.to(gl.int64) * INNER + (s % PER * 64 + thread // 4)
+                gl.store(out + at, value.to(out.dtype.element_ty), mine < pairs)
+            _count_stage(owner + (most + 1 + block) + thread * 0, thread % 32)
+    memory._keep_alive()
+
+
+@gluon.jit
+def down_stream(
+    x, placed, owner, down, scales, biases, step, scale_step, out, pairs, most,
+    INNER: gl.constexpr, HIDDEN: gl.constexpr, D: gl.constexpr, SKEWED: gl.constexpr,
+):  # fmt: skip
+    """Results of all blocks; a stage is 128 elements of a block."""
+    PARTS: gl.constexpr = INNER // 256 // D
+    PER: gl.constexpr = HIDDEN // 128
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    memory, inputs = shared(17 * INNER + W * D * TILE, tid)
+    sums, ring = inputs + 16 * INNER, inputs + 17 * INNER + warp * (D * TILE)
+    stages = gl.load(owner + most) * PER
+    begin, end = _share(stages, gl.program_id(0), SKEWED), _share(stages, gl.program_id(0) + 1, SKEWED)
+    block0 = begin // PER
+    owners = gl.load(owner + gl.minimum(block0 + lane, most - 1))
+    source = _down_sources(begin, block0, owners, warp, lane, down, scales, biases, step, scale_step, INNER, PER)
+    for d in gl.static_range(D):
+        fetch_quad(ring + d * TILE, lane, source, (begin < end) & (lane >= 0), INNER, d, False)
+        run(COMMIT, lane)
+    run(LAUNCH, lane)
+    for block in range(block0, (end + PER - 1) // PER):
+        pair = gl.load(placed + gl.minimum(block, most - 1) * 8 + _again(lane) // 4)
+        gl.thread_barrier()
+        # as many as warps of `up_stream` have stages of a block
+        _await_stages(owner + (most + 1 + gl.minimum(block, most - 1)) + _again(lane) * 0, lane * 0 + INNER // 8)
+        _inputs(inputs, x, pair, pairs, 1, warp, _again(lane), 0, INNER)
+        gl.thread_barrier()
+        for s in range(gl.maximum(begin, block * PER), gl.minimum(end, (block + 1) * PER)):
+            zero = (tid * 0).to(gl.float32)
+            acc, total = (zero,) * 4, (zero,) * 4
+            for part in range(PARTS):
+                more = s < end
+                if part == PARTS - 1:
+                    more = s + 1 < end
+                    source = _down_sources(
+                        s + 1, block0, owners, warp, lane, down, scales, biases, step, scale_step, INNER, PER
+                    )
+                else:
+                    source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
+                acc, total = _add_quads(acc, total, ring, inputs, sums, part, source, more, lane, INNER, D, False)
+            r = both(acc, total)
+            for n in gl.static_range(4):
+                mine = from_lane(pair, lane % 4 * 8 + n % 2 * 4)
+                at = mine.to(gl.int64) * HIDDEN + (s % PER * 128 + warp * 16 + lane // 4 + n // 2 * 8)
+                gl.store(out + at, r[n], mine < pairs)
+    # so that whoever waits for this kernel has waited for the one before
+    run(WAIT, lane)
+    memory._keep_alive()
+
+
+def _sizes(width: int) -> tuple[int, int]:
+    """Programs of a multiprocessor, and quads in flight: a divisor of those in a row; (0, 0) where there is no room."""
+    for programs, nbytes in ((2, TWICE_NBYTES), (1, ONCE_NBYTES)):
+        for depth in range(DEEPEST, 0, -1):
+            room = 17 * width + W.value * depth * TILE.value + 2048 <= nbytes
+            if room and width // 256 % depth == 0 and (depth > 1 or width == 256):
+                return programs, depth
+    return 0, 0
+
+
+def fits_stream(x: Tensor, k: int, experts: Experts) -> bool:
+    """Whether the kernels here serve what `_cuda_hopper.fits_hopper` says fits: how many pairs and experts, how wide."""
+    return (
+        x.shape[0] <= MOST_TOKENS
+        and x.shape[0] * k <= MOST_PAIRS
+        and k <= MOST_SLOTS
+        and experts.count <= MOST_EXPERTS
+        and experts.inner % 64 == 0
+        and experts.hidden % 128 == 0
+        and _sizes(experts.inner)[0] > 0
+        and _sizes(experts.hidden)[0] > 0
+    )
+
+
+def streamed(x: Tensor, k: int, placed: Tensor, owner: Tensor, experts: Experts, parts: Tensor) -> None:
+    """`expert_parts` of pairs that have been assigned to blocks."""
+    pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // 8
+    between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
+    (programs, depth), (down_programs, down_depth) = _sizes(hidden), _sizes(inner)
+    up_stream[(programs * processors,)](
+        x, placed, owner, *passed(experts.gate), *passed(experts.up), between, pairs, k, most, hidden, inner, depth,
+        num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
+    )  # fmt: skip
+    down_stream[(down_programs * processors,)](
+        between, placed, owner, *passed(experts.down), parts, pairs, most, inner, hidden, down_depth, SKEW,
+        num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
+    )  # fmt: skip
+
+
+def streamed_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    """`expert_parts` for some tokens."""
+    placed, owner = assign_given(ids, experts.count)
+    streamed(x, ids.shape[1], placed, owner, experts, parts)
+
+
+def _builds() -> list[Build]:
+    stack, options = "*i32 *bf16 *bf16 i32:16 i32:16", {"num_warps": W.value, "maxnreg": REGISTERS}
+    up, down = f"*bf16 *i32 *i32 {stack} {stack} *bf16 i32:16 i32 i32", f"*bf16 *i32 *i32 {stack} *fp32 i32:16 i32"
+    some: list[tuple[object, str, dict[str, int]]] = []
+    for hidden, inner in ((2048, 768), (2048, 512), (4096, 1536)):
+        some += [(up_stream, up, {"H": hidden, "INNER": inner, "D": _sizes(hidden)[1]})]
+        some += [(down_stream, down, {"HIDDEN": hidden, "INNER": inner, "D": _sizes(inner)[1], "SKEWED": SKEW})]
+    return [Build(kernel, types, constants, hot=True, options=options) for kernel, types, constants in some]
+
+
+STREAM_BUILDS = _builds()

@@ -1,0 +1,151 @@
+"""Triton kernels around the experts: which ones a token goes to, and what is added to the residual stream.
+
+A score and its place make one 64-bit key that orders as the reference does: by score, ties by increasing place. NaN takes the
+place of -inf, and what is past the end lies below all keys.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from auraflux.ops.hopper.elementwise import sigmoid
+
+LOWEST = tl.constexpr(-(2**63))
+PLACES = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _ordered(bits):
+    """Between the bits of a float32 and integers of the same order; its own inverse."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _keys(score, place, there):
+    # zeros of both signs are equal
+    score = tl.where(score == score, tl.where(score == 0.0, 0.0, score), float("-inf"))
+    key = (_ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) << 32) + (-place + PLACES)
+    return tl.where(there, key, LOWEST)
+
+
+@triton.jit
+def _place(key):
+    return (-(key & 0xFFFFFFFF) + PLACES).to(tl.int32)
+
+
+@triton.jit
+def _score(key):
+    return _ordered((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kept_groups(keys, groups, kept, BG: tl.constexpr):
+    """Which groups are among those whose two best scores sum highest: [R, BG, BS] -> [R, BG]."""
+    group = tl.arange(0, BG)[None, :]
+    best = tl.max(keys, 2)
+    second = tl.max(tl.where(keys == best[:, :, None], LOWEST, keys), 2)
+    left = _keys(_score(best) + _score(second), group, group < groups)
+    for _ in range(kept):
+        left = tl.where(left == tl.max(left, 1)[:, None], LOWEST, left)
+    return left == LOWEST
+
+
+@triton.jit
+def route_kernel(
+    logits, bias, ids, weights, tokens, experts, groups, kept, k, scale,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    size = experts // groups
+    group, member = tl.arange(0, BG)[None, :, None], tl.arange(0, BS)[None, None, :]
+    place = group * size + member
+    listed = (group < groups) & (member < size)
+    there = (token < tokens)[:, None, None] & listed  # [R, BG, BS]
+    x = tl.load(logits + token[:, None, None] * experts + place, mask=there, other=float("-inf")).to(tl.float32)
+    choice = x
+    if SCORING == "sigmoid":
+        choice = sigmoid(x)
+        if bias is not None:
+            choice += tl.load(bias + place, mask=listed, other=0.0).to(tl.float32)
+    keys = _keys(choice, place, there)
+    if BG > 1:
+        chosen = _kept_groups(keys, groups, kept, BG)
+        keys = _keys(tl.where(chosen[:, :, None], choice, float("-inf")), place, there)
+    slot = tl.arange(0, BK)[None, :]
+    mine = tl.zeros([R, BK], tl.int32)
+    for i in range(k):
+        top = tl.max(tl.max(keys, 2), 1)
+        mine = tl.where(slot == i, _place(top)[:, None], mine)
+        keys = tl.where(keys == top[:, None, None], LOWEST, keys)
+    there = (token < tokens)[:, None] & (slot < k)  # [R, BK]
+    y = tl.load(logits + token[:, None] * experts + mine, mask=there, other=float("-inf")).to(tl.float32)
+    if SCORING == "sigmoid":
+        weight = sigmoid(y)
+        total = tl.sum(tl.where(slot < k, weight, 0.0), 1) + 1e-20
+    else:
+        if SCORING == "chosen":
+            weight = tl.exp(y - tl.max(y, 1)[:, None])
+            weight /= tl.sum(tl.where(slot < k, weight, 0.0), 1)[:, None]
+        else:
+            top = tl.max(tl.max(x, 2), 1)
+            every = tl.where(listed, tl.exp(x - top[:, None, None]), 0.0)
+            weight = tl.exp(y - top[:, None]) / tl.sum(tl.sum(every, 2), 1)[:, None]
+        total = tl.sum(tl.where(slot < k, weight, 0.0), 1)
+        total = tl.where(total > 0, total, 1.0)
+    if RENORMALIZE:
+        weight /= total[:, None]
+    at = token[:, None] * k + slot
+    tl.store(ids + at, mine, mask=there)
+    tl.store(weights + at, weight * scale, mask=there)
+
+
+@triton.jit
+def rank_kernel(
+    logits, bias, ids, weights, experts, k, scale,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, BE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One token: each expert counts those before it and takes that slot, with no step waiting for another.
+
+    EARLY  let the next kernel start, which waits for the end of this one before it reads what is chosen
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    token, place = tl.program_id(0).to(tl.int64), tl.arange(0, BE)
+    listed = place < experts
+    x = tl.load(logits + token * experts + place, mask=listed, other=float("-inf")).to(tl.float32)
+    choice = x
+    if SCORING == "sigmoid":
+        choice = sigmoid(x)
+        if bias is not None:
+            choice += tl.load(bias + place, mask=listed, other=0.0).to(tl.float32)
+    keys = _keys(choice, place, listed)
+    slot = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    chosen = slot < k
+    if SCORING == "sigmoid":
+        weight = sigmoid(x)
+        total = tl.sum(tl.where(chosen, weight, 0.0), 0) + 1e-20
+    else:
+        top = tl.max(tl.where(chosen, x, float("-inf")) if SCORING == "chosen" else x, 0)
+        weight = tl.exp(x - top)
+        weight /= tl.sum(tl.where(chosen if SCORING == "chosen" else listed, weight, 0.0), 0)
+        total = tl.sum(tl.where(chosen, weight, 0.0), 0)
+        total = tl.where(total > 0, total, 1.0)
+    if RENORMALIZE:
+        weight /= total
+    tl.store(ids + token * k + slot, place, mask=chosen)
+    tl.store(weights + token * k + slot, weight * scale, mask=chosen)
+
+
+@triton.jit
+def combine_kernel(h, moe, shared, gate, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < width
+    at = row * width + column
+    total = tl.load(h + at, mask=there, other=0.0).to(tl.float32) + tl.load(moe + at, mask=there, other=0.0).to(tl.float32)
+    if shared is not None:
+        more = tl.load(shared + at, mask=there, other=0.0).to(tl.float32)
+        if gate is not None:
+            more *= sigmoid(tl.load(gate + row).to(tl.float32))
+        total += more
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there)

@@ -1,0 +1,272 @@
+"""Four-bit experts for few tokens on Hopper: what a warp does with groups of codes is in `linear.cuda.int4_groups`.
+
+A tile of `up_slots` is 16 elements of one pair's hidden vector: 16 rows of gate and as many of up, each a single piece of
+memory, which TMA brings to shared memory. A program has a few tiles of a token, half of its warps for gate, half
+for up; a warp has the same inputs in all tiles. One of `down_slots` makes 16 elements of a token's result, its warps sharing
+out the inputs of all slots, so that the sum over slots is taken where the products are.
+
+For one token there is about one program of either kernel for each multiprocessor, and the two have room on it together. The
+first warp of a program chooses the experts and asks for all it needs of them at once. `up_slots` then lets `down_slots` start,
+whose weights come behind its own, while the hidden vectors are being made. A shared expert is one more slot, the last, whose
+weights are known from the start.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from auraflux.ops.hopper.copy import await_bytes, begin_barriers, count_true, expect, fetch, long_at, put_float, put_long
+from auraflux.ops.linear.cuda.int4_groups import (
+    codes_at,
+    float_at,
+    lines_at,
+    load_16,
+    multiplied,
+    pair_16,
+    paired,
+    put_rows,
+    sum_at,
+)
+from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared
+from auraflux.ops.moe.cuda.topk import choose, from_lane, load_scores, weights_of
+
+WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
+LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
+WARPS = gl.constexpr(16)  # of `up_slots`
+BARRIERS = gl.constexpr(128)  # bytes
+HELD = gl.constexpr(3)  # units of codes that a warp of `down_slots` has in registers before their inputs are there
+
+
+@gluon.jit
+def _choice(scores, ids, bias, token, tid, experts, last, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr):
+    """The first warp's scores, and the experts of slots up to `last`: lane n knows that of slot n."""
+    found = ()
+    if ids is None:
+        found = load_scores(scores + token * experts, tid, experts, E)
+        NARROW: gl.constexpr = scores.dtype.element_ty == gl.bfloat16
+        chosen = choose(found, bias, tid, experts, last, E, SCORING == "sigmoid", NARROW)
+    else:
+        chosen = gl.load(ids + token * K + gl.minimum(tid % 32, K - 1))
+    return found, chosen
+
+
+@gluon.jit
+def _piece(p, gate, gate_scales, gate_biases, up, up_scales, up_biases):
+    """Where an expert's piece p begins: codes, scales and biases of gate, then of up."""
+    codes = gl.where(p < 3, gate.to(gl.int64), up.to(gl.int64))
+    scales = gl.where(p < 3, gate_scales.to(gl.int64), up_scales.to(gl.int64))
+    biases = gl.where(p < 3, gate_biases.to(gl.int64), up_biases.to(gl.int64))
+    return gl.where(p % 3 == 0, codes, gl.where(p % 3 == 1, scales, biases))
+
+
+@gluon.jit
+def up_slots(
+    x, ids, scores, bias, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
+    up, up_scales, up_biases, up_step, up_scale_step,
+    own_gate, own_gate_scales, own_gate_biases, own_up, own_up_scales, own_up_biases, out, experts, inner,
+    H: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """silu(gate x) * up x, up to TILES tiles of a token; grid (programs, tokens).
+
+    Experts come from `ids`, or, where these are None, from `scores`. Slot K is the shared expert's, if there is one.
+    """
+    ROW: gl.constexpr = H // 2
+    LINE: gl.constexpr = H // 32
+    HALF: gl.constexpr = 16 * (ROW + 2 * LINE)
+    SETS: gl.constexpr = (H // 256 + 7) // 8
+    tid = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    warp, lane = tid // 32, tid % 32
+    token, tiles, routed = gl.program_id(1).to(gl.int64), inner // 16, K * (inner // 16)
+    count = routed if own_gate is None else routed + tiles
+    begin = gl.program_id(0) * count // gl.num_programs(0)
+    end = (gl.program_id(0) + 1) * count // gl.num_programs(0)
+    memory, ring = shared(TILES * (2 * HALF + 64 * WARPS) + BARRIERS, tid)
+    bars, sums = ring + TILES * 2 * HALF, ring + TILES * 2 * HALF + BARRIERS
+    # lane 6 n + p fetches piece p of tile n
+    n, p = lane // 6, lane % 6
+    slot, row0 = (begin + n) // tiles, ((begin + n) % tiles * 16).to(gl.int64)
+    source = _piece(p, gate, gate_scales, gate_biases, up, up_scales, up_biases)
+    if own_gate is not None:
+        own = _piece(p, own_gate, own_gate_scales, own_gate_biases, own_up, own_up_scales, own_up_biases)
+        source = gl.where(slot == K, own, source)
+    codes, first = p % 3 == 0, p < 3
+    size, source = gl.where(codes, 16 * ROW, 16 * LINE), source + row0 * gl.where(codes, ROW, LINE)
+    step = gl.where(codes, gl.where(first, gate_step, up_step) * 2, gl.where(first, gate_scale_step, up_scale_step))
+    to = ring + n * (2 * HALF) + gl.where(first, 0, HALF) + gl.where(codes, 0, 16 * (ROW - LINE) + p % 3 * 16 * LINE)
+    bar, mine = bars + n * 16 + gl.where(first, 0, 8), tid < 6 * TILES
+    there = mine & (begin + n < end)
+    # through memory, for ptxas would compute them after the wait, where they are used
+    put_long(sums + lane * 16, source, tid < 32)
+    put_long(sums + lane * 16 + 8, step.to(gl.int64) * 2, tid < 32)
+    begin_barriers(bars, tid, 2 * TILES)
+    if own_gate is not None:
+        expect(bar, lane * 0 + HALF, there & (slot == K) & codes)
+        fetch(to, source, size, bar, there & (slot == K))
+    run(WAIT, lane)
+    # before the weights, behind which they would have to wait
+    xs = ()
+    for s in gl.static_range(SETS):
+        group = gl.minimum((warp % 8 + s * 8) * 4, H // 64 - 4) + lane // 8
+        xs += (load_16(x + token * H + group * 64 + lane % 4 * 16),)  # type: ignore[assignment]
+    _, chosen = _choice(scores, ids, bias, token, tid, experts, gl.minimum((end - 1) // tiles, K - 1), K, E, SCORING)
+    expert = from_lane(chosen, gl.minimum(slot, K - 1))
+    good = there & (slot < K) & (expert >= 0) & (expert < experts)
+    expect(bar, gl.where(good, HALF, 0), mine & codes & ((begin + n >= end) | (slot < K)))
+    fetch(to, long_at(sums + lane * 16) + expert.to(gl.int64) * long_at(sums + lane * 16 + 8), size, bar, good)
+    run(LAUNCH, lane)
+    pairs = ()
+    for s in gl.static_range(SETS):
+        pairs += (pair_16(xs[s]),)  # type: ignore[assignment]
+    zero = (tid * 0).to(gl.float32)
+    for i in gl.static_range(TILES):
+        half = ring + i * (2 * HALF) + warp // 8 * HALF
+        await_bytes(bars + i * 16 + warp // 8 * 8)
+        total0, total1 = zero, zero
+        for s in gl.static_range(SETS):
+            group = gl.minimum((warp % 8 + s * 8) * 4, H // 64 - 4)
+            words, lines = codes_at(half + group * 32, lane, ROW), lines_at(half + 16 * ROW + group * 2, lane, LINE)
+            sum0, sum1 = multiplied(words, lines, pairs[s], lane)
+            if H % 2048:
+                live = (warp % 8 + s * 8) * 4 < H // 64
+                sum0, sum1 = gl.where(live, sum0, 0.0), gl.where(live, sum1, 0.0)
+            total0, total1 = total0 + sum0, total1 + sum1
+        put_rows(sums + (i * WARPS + warp) * 64, lane, total0, total1)
+    gl.thread_barrier()
+    at, here = sums + tid // 16 * (64 * WARPS) + tid % 16 * 4, tid < TILES * 16
+    a, b = sum_at(at, here, WARPS // 2), sum_at(at + 32 * WARPS, here, WARPS // 2)
+    result = (a / (1.0 + gl.exp(-a)) * b).to(out.dtype.element_ty).to(gl.float32)
+    result, place = paired(result, tid % 16)
+    at = (token * count + begin + tid // 16) * 16 + place
+    gl.store(out + at, result.to(out.dtype.element_ty), here & (begin + tid // 16 < end))
+    memory._keep_alive()
+
+
+@gluon.jit
+def _fetch_slots(
+    ring, bar, tid, row0, chosen, down, scales, biases, step, scale_step, own, own_scales, own_biases, experts,
+    INNER: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """16 rows of all slots, each with its codes, scales and biases: lane n fetches slot n's."""
+    ROW: gl.constexpr = INNER // 2
+    LINE: gl.constexpr = INNER // 32
+    SLOT: gl.constexpr = 16 * (ROW + 2 * LINE)
+    lane = tid % 32
+    there = (chosen >= 0) & (chosen < experts) & (lane < K)
+    expert = gl.where(there, chosen, 0).to(gl.int64)
+    codes, line = down.to(gl.int64) + expert * step * 4, expert * scale_step * 2
+    slopes, intercepts = scales.to(gl.int64) + line, biases.to(gl.int64) + line
+    if own is not None:
+        last = lane == K
+        there, codes = there | last, gl.where(last, own.to(gl.int64), codes)
+        slopes, intercepts = (
+            gl.where(last, own_scales.to(gl.int64), slopes),
+            gl.where(last, own_biases.to(gl.int64), intercepts),
+        )
+    expect(bar, count_true(there) * SLOT, tid == 0)
+    to, there, some = ring + lane * SLOT, there & (tid < 32), lane * 0 + 16 * LINE
+    fetch(to, codes + row0 * ROW, lane * 0 + 16 * ROW, bar, there)
+    fetch(to + 16 * ROW, slopes + row0 * LINE, some, bar, there)
+    fetch(to + 16 * (ROW + LINE), intercepts + row0 * LINE, some, bar, there)
+
+
+@gluon.jit
+def _unit_at(ring, unit, lane, INNER: gl.constexpr):
+    """Codes, scales and biases of a unit: four groups of a slot."""
+    base, group = ring + unit // (INNER // 256) * (9 * INNER), unit % (INNER // 256) * 4
+    return codes_at(base + group * 32, lane, INNER // 2), lines_at(base + 8 * INNER + group * 2, lane, INNER // 32)
+
+
+@gluon.jit
+def _added(residual, beside, beside_gate, at, token):
+    """The residual stream, and the shared expert's result or, where that is still to come, what it is to be multiplied by."""
+    kept = gl.load(residual + at).to(gl.float32)
+    more = kept * 0.0 + 1.0
+    if beside is not None:
+        more = gl.load(beside + at).to(gl.float32)
+    if beside_gate is not None:
+        more *= 1.0 / (1.0 + gl.exp(-gl.load(beside_gate + token).to(gl.float32)))
+    return kept, more
+
+
+@gluon.jit
+def down_slots(
+    x, ids, weights, scores, bias, scale, residual, beside, beside_gate, down, down_scales, down_biases, step, scale_step,
+    own, own_scales, own_biases, out, experts, hidden,
+    INNER: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, RENORMALIZE: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """16 elements of a token's results. Units of four groups of all slots are shared out among W warps.
+
+    Experts and their weights come from `ids` and `weights`, or, where `ids` are None, from `scores`. The result is the weighted
+    sum, added to `residual` and to `beside` where they are given; with ids and without weights each slot's for itself. Where
+    `own` is given, the shared expert's result, of slot K, is in the place of `beside`.
+    """
+    SLOT: gl.constexpr = 9 * INNER
+    PARTS: gl.constexpr = INNER // 256
+    SLOTS: gl.constexpr = K if own is None else K + 1
+    MINE: gl.constexpr = (SLOTS * PARTS + W - 1) // W
+    # sums a slot: a warp that has all of one adds them up itself
+    SUMS: gl.constexpr = 1 if MINE == PARTS else PARTS
+    tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    warp, lane = tid // 32, tid % 32
+    token, row0 = gl.program_id(1).to(gl.int64), gl.program_id(0).to(gl.int64) * 16
+    memory, ring = shared(SLOTS * SLOT + 2 * BARRIERS + MINE * W * 64, tid)
+    bar, box, sums = ring + SLOTS * SLOT, ring + SLOTS * SLOT + BARRIERS, ring + SLOTS * SLOT + 2 * BARRIERS
+    begin_barriers(bar, tid, 1)
+    found, chosen = _choice(scores, ids, bias, token, tid, experts, K - 1, K, E, SCORING)
+    _fetch_slots(
+        ring, bar, tid, row0, chosen, down, down_scales, down_biases, step, scale_step, own, own_scales, own_biases, experts,
+        INNER, K,
+    )  # fmt: skip
+    at = token * hidden + row0 + tid % 16
+    if residual is not None:
+        # there since before the experts were chosen
+        kept, more = _added(residual, beside, beside_gate, at, token)
+    if ids is None:
+        share = weights_of(found, scores + token * experts, chosen, lane, scale, K, E, SCORING, RENORMALIZE)
+    elif weights is not None:
+        share = gl.load(weights + token * K + gl.minimum(lane, K - 1))
+        share = gl.where((chosen >= 0) & (chosen < experts), share, float("nan"))
+    if ids is None or weights is not None:
+        put_float(box + lane * 4, share, tid < 32)
+    # weights come before the hidden vectors are made: into registers with them
+    await_bytes(bar)
+    held, xs = (), ()
+    for i in gl.static_range(min(MINE, HELD)):
+        held += (_unit_at(ring, gl.minimum(warp * MINE + i, SLOTS * PARTS - 1), lane, INNER),)  # type: ignore[assignment]
+    run(AWAIT, lane)
+    for i in gl.static_range(MINE):
+        group = gl.minimum(warp * MINE + i, SLOTS * PARTS - 1) * 4 + lane // 8
+        xs += (load_16(x + (token * SLOTS * INNER + group * 64 + lane % 4 * 16)),)  # type: ignore[assignment]
+    result = (tid * 0).to(gl.float32)
+    total0, total1 = result, result
+    for i in gl.static_range(MINE):
+        unit = held[i] if i < HELD else _unit_at(ring, gl.minimum(warp * MINE + i, SLOTS * PARTS - 1), lane, INNER)
+        sum0, sum1 = multiplied(unit[0], unit[1], xs[i], lane)
+        if SUMS == 1:
+            total0, total1 = total0 + sum0, total1 + sum1
+        else:
+            put_rows(sums + (warp * MINE + i) * 64, lane, sum0, sum1)
+    if SUMS == 1:
+        put_rows(sums + warp * 64, lane, total0, total1)
+    gl.thread_barrier()
+    mine = sums + tid % 16 * 4
+    if ids is not None and weights is None:
+        for i in gl.static_range((K + 2 * W - 1) // (2 * W)):
+            slot = tid // 16 + i * 2 * W
+            expert = from_lane(chosen, gl.minimum(slot, K - 1))
+            there = (slot < K) & (expert >= 0) & (expert < experts)
+            value = sum_at(mine + slot * (64 * SUMS), slot < K, SUMS)
+            gl.store(out + (token * K + slot) * hidden + row0 + tid % 16, value, there)
+    else:
+        for n in gl.static_range(K):
+            weight = float_at(box + n * 4, tid < 16)
+            result = gl.fma(sum_at(mine + n * (64 * SUMS), tid < 16, SUMS), weight, result)
+        if residual is not None:
+            # rounded and added as `expert_mlp` and `combine` would, to the bit
+            result = kept + result.to(out.dtype.element_ty).to(gl.float32)
+            if own is not None:
+                mlp = sum_at(mine + K * (64 * SUMS), tid < 16, SUMS)
+                result += mlp.to(out.dtype.element_ty).to(gl.float32) * more
+            elif beside is not None:
+                result += more
+        gl.store(out + at, result.to(out.dtype.element_ty), tid < 16)
+    memory._keep_alive()

@@ -1,0 +1,195 @@
+"""What both kinds of expert kernels share: how stacks are passed to them, and what lies between up and down.
+
+A stack is passed as codes, scales, biases and how far apart the experts lie in each; a dense one (`BITS` 0) as the same tensor
+three times. Experts need not lie side by side in memory, see `Experts`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops._dispatch import Declined
+from auraflux.ops.hopper.device import FLOATS
+from auraflux.ops.hopper.elementwise import sigmoid, silu
+from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
+from auraflux.ops.linear.cuda.codes import UNITS, check_order, constants, operands
+from auraflux.ops.moe.experts import Experts, Stack
+from auraflux.ops.moe.routing import Routing
+from auraflux.quant import QTensor
+
+SUMMED = 512  # elements a program sums, twice as many where there are more than FEW_SUMMED tokens
+FEW_SUMMED = 128
+
+# the residual stream, a shared expert's result and its gate
+Added = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@triton.jit
+def activate(gate, up, alpha, limit, CLAMP: tl.constexpr):
+    """silu(gate) * up, or the clamped form."""
+    if CLAMP:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        return (up + 1.0) * gate * sigmoid(alpha * gate)
+    else:  # noqa: RET505
+        return silu(gate) * up
+
+
+@triton.jit
+def add_bias(total, bias, at, there):
+    if bias is not None:
+        total += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _shares(
+    scores, ids, experts, scale,
+    K: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """What a token's slots weigh by the scores that they were chosen by."""
+    place, shares, total = tl.arange(0, BE), (), 0.0
+    if SCORING == "softmax":
+        every = tl.load(scores + place, mask=place < experts, other=float("-inf")).to(tl.float32)
+        top = tl.max(every, 0)
+        whole = tl.sum(tl.exp(every - top), 0)
+    for slot in tl.static_range(K):
+        score = tl.load(scores + tl.load(ids + slot)).to(tl.float32)
+        if SCORING == "chosen" and slot == 0:
+            # the first slot has the highest score
+            top = score
+        share = sigmoid(score) if SCORING == "sigmoid" else tl.exp(score - top)
+        if SCORING == "softmax":
+            share /= whole
+        total += share
+        shares += (share,)  # type: ignore[assignment]
+    factor = scale
+    if RENORMALIZE or SCORING == "chosen":
+        factor = scale / tl.where(total > 0, total, 1.0)
+    weights = ()
+    for slot in tl.static_range(K):
+        weights += (shares[slot] * factor,)  # type: ignore[assignment]
+    return weights
+
+
+@triton.jit
+def sum_slots(
+    parts, spots, ids, weights, scores, residual, beside, beside_gate, out, experts, hidden, scale,
+    K: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token's weighted sum, in the order of its slots; NaN where an expert is not there, if `ids` are given.
+
+    Parts lie pair by pair, or, if `spots` are given, each pair's in the row that is its spot. Weights are given, or follow from
+    `scores`. The sum is added to `residual` and to `beside` where they are given, rounded first as `combine` would find it.
+
+    EARLY  only the parts are made by the kernel before, and all that comes before it is complete
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at = column < hidden, token * hidden + column
+    shares, known = (), ()
+    if weights is None:
+        shares = _shares(scores + token * experts, ids + token * K, experts, scale, K, SCORING, RENORMALIZE, BE)
+    else:
+        for slot in tl.static_range(K):
+            shares += (tl.load(weights + token * K + slot),)  # type: ignore[assignment]
+    for slot in tl.static_range(K):
+        expert = 0
+        if ids is not None:
+            expert = tl.load(ids + token * K + slot)
+        known += (expert,)  # type: ignore[assignment]
+    if residual is not None:
+        kept = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        if beside is not None:
+            more = tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
+            if beside_gate is not None:
+                more *= sigmoid(tl.load(beside_gate + token).to(tl.float32))
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(K):
+        there = inside
+        if ids is not None:
+            there &= (known[slot] >= 0) & (known[slot] < experts)
+        row = token * K + slot if spots is None else tl.load(spots + token * K + slot).to(tl.int64)
+        part = tl.load(parts + row * hidden + column, mask=there, other=float("nan"))
+        total = tl.fma(part.to(tl.float32), shares[slot] + tl.zeros_like(total), total)
+    if residual is not None:
+        total = total.to(out.dtype.element_ty).to(tl.float32) + kept
+        if beside is not None:
+            total += more
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def summed(
+    parts: Tensor, spots: Tensor | None, ids: Tensor | None, weights: Tensor, experts: int, dtype: torch.dtype,
+    added: Added = (None, None, None), early: bool = False,
+) -> Tensor:  # fmt: skip
+    """The weighted sum of each token's parts, and what is added to it.
+
+    early  parts were made by `persistent`
+    """
+    (tokens, k), hidden = weights.shape, parts.shape[-1]
+    out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
+    size = SUMMED if tokens <= FEW_SUMMED else 2 * SUMMED
+    sum_slots[tokens, cdiv(hidden, size)](
+        parts, spots, ids, weights, None, *added, out, experts, hidden, 1.0, k, "", False, 1, size, early, launch_pdl=early
+    )
+    return out
+
+
+def summed_by_scores(
+    parts: Tensor, ids: Tensor, scores: Tensor, routing: Routing, dtype: torch.dtype, added: Added
+) -> Tensor:  # fmt: skip
+    """The same of parts that `persistent` made, weighted by the scores that experts were chosen by."""
+    (tokens, k), experts, hidden = ids.shape, scores.shape[1], parts.shape[-1]
+    out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
+    sum_slots[tokens, cdiv(hidden, SUMMED)](
+        parts, None, ids, None, scores, *added, out, experts, hidden, float(routing.scale), k, routing.scoring,
+        routing.renormalize, power_of_two(experts), SUMMED, True, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+@once_for_each
+def check_stacks(experts: Experts) -> None:
+    for stack in (experts.gate, experts.up, experts.down):
+        one = stack[0]
+        if isinstance(stack, QTensor):
+            check_order(stack)
+        elif stack.dtype not in FLOATS:
+            raise Declined(f"experts of {stack.dtype}")
+        if not one.is_contiguous():
+            raise Declined("the arrays of one expert are not contiguous")
+    if form(experts.gate) != form(experts.up):
+        raise Declined("gate and up are held in different formats")
+
+
+def form(stack: Stack) -> dict[str, int | bool]:
+    return constants(stack) if isinstance(stack, QTensor) else {"BITS": 0, "GROUP": 1, "AFFINE": False}
+
+
+def unit(stack: Stack) -> int:
+    """Codes that are read together; dense weights are read one by one."""
+    return UNITS[stack.bits] if isinstance(stack, QTensor) else 1
+
+
+def passed(stack: Stack) -> tuple[Any, ...]:
+    """The arrays of a stack, and the steps from one expert to the next."""
+    parts = operands(stack) if isinstance(stack, QTensor) else (stack, stack, stack)
+    return *parts, parts[0].stride(0), parts[1].stride(0)
+
+
+def clamp_of(experts: Experts) -> tuple[float, float]:
+    return (experts.clamp.alpha, experts.clamp.limit) if experts.clamp else (0.0, 0.0)
+
+
+def dense_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()

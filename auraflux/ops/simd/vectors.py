@@ -1,0 +1,301 @@
+"""Vector instructions in Numba, as LLVM IR.
+
+Numba's own loops do not reach the byte dot-product instructions, so the inner loops of the quantized kernels are written with
+llvmlite: vectors of `ISA.lanes` 32-bit lanes, generic LLVM operations on them, and the three things that differ between
+processors (a dot product of bytes, a table look-up, how four bytes of activations reach all lanes) behind the `Isa` methods.
+
+`AURAFLUX_ISA` picks another instruction set than the best one found: any in `ISAS` that the processor has.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from auraflux.errors import BackendError
+from auraflux.ops.simd.jit import LINE, config
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+# 1.5 * 2**23: its bits plus n are the float 12582912 + n for |n| < 2**22, so that sums of integers started there become floats
+# by one subtraction, and adding it to a float rounds that to an integer in the low bits
+MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
+
+
+def vector(kind: ir.Type, count: int) -> ir.VectorType:
+    return ir.VectorType(kind, count)
+
+
+def at(n: int) -> ir.Constant:
+    return ir.Constant(I64, n)
+
+
+def splat(kind: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def call(b: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """Call an LLVM intrinsic by its full name."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
+
+
+def load(b: ir.IRBuilder, address: ir.Value, offset: ir.Value | int, kind: ir.Type) -> ir.Value:
+    """Load from an integer address and a byte offset, aligned or not."""
+    where = b.add(address, at(offset) if isinstance(offset, int) else offset)
+    return b.load(b.inttoptr(where, kind.as_pointer()), align=1)
+
+
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, offset: ir.Value | int) -> None:
+    where = b.add(address, at(offset) if isinstance(offset, int) else offset)
+    b.store(value, b.inttoptr(where, value.type.as_pointer()), align=1)
+
+
+def spread(b: ir.IRBuilder, scalar: ir.Value, count: int) -> ir.Value:
+    """A vector with the scalar in every lane."""
+    kind = vector(scalar.type, count)
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(vector(I32, count), [0] * count))
+
+
+def pick(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: list[int]) -> ir.Value:
+    return b.shuffle_vector(x, y, ir.Constant(vector(I32, len(lanes)), lanes))
+
+
+def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
+
+
+def prefetch(b: ir.IRBuilder, addresses: list[ir.Value], nbytes: ir.Value | int) -> None:
+    """Ask for the lines of so many bytes from each address on; any address will do."""
+    for_reading, keep_near, data = (ir.Constant(I32, n) for n in (0, 3, 1))
+
+    def ask(offset: ir.Value) -> None:
+        for address in addresses:
+            pointer = b.inttoptr(b.add(address, offset), I8.as_pointer())
+            call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, for_reading, keep_near, data)
+
+    if isinstance(nbytes, int):
+        for offset in range(0, nbytes, LINE):
+            ask(at(offset))
+        return
+    with cgutils.for_range(b, b.sdiv(b.add(nbytes, at(LINE - 1)), at(LINE))) as loop:
+        ask(b.mul(loop.index, at(LINE)))
+
+
+def sum_four(b: ir.IRBuilder, rows: list[ir.Value]) -> ir.Value:
+    """The sums across the lanes of four vectors, as one vector of four."""
+    total = _add_neighbours(b, _add_neighbours(b, *rows[:2]), _add_neighbours(b, *rows[2:]))
+    while total.type.count > 4:
+        half = total.type.count // 2
+        total = b.fadd(pick(b, total, total, list(range(half))), pick(b, total, total, list(range(half, 2 * half))))
+    return total
+
+
+def _add_neighbours(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    # within 128 bits, where shuffles are cheap on x86 and ARM has one instruction for the whole
+    lanes = x.type.count
+    even = [n for first in range(0, lanes, 4) for n in (first, first + 2, lanes + first, lanes + first + 2)]
+    return b.fadd(pick(b, x, y, even), pick(b, x, y, [n + 1 for n in even]))
+
+
+def variable(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """A mutable value that LLVM keeps in a register; set again each time this point is passed."""
+    slot = cgutils.alloca_once(b, value.type)
+    b.store(value, slot)
+    return slot
+
+
+def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
+    """Make `build(b, *constants, *values)` callable from jitted code.
+
+    Called with one tuple. Its first `constants` entries must be compile-time integers or strings (globals or closure variables)
+    and reach `build` as Python values; the rest, tuples among them opened, arrive as IR values.
+    """
+
+    def wrap(build: Callable[..., None]) -> Any:
+        @intrinsic(prefer_literal=True)
+        def emit(typingctx, args):
+            fixed = [t.literal_value for t in args.types[:constants]]
+
+            def codegen(context, b, signature, values):
+                entries = list(zip(args.types, cgutils.unpack_tuple(b, values[0]), strict=True))[constants:]
+                opened = [v for kind, value in entries for v in (cgutils.unpack_tuple(b, value) if is_tuple(kind) else [value])]
+                build(b, *fixed, *opened)
+                return context.get_dummy_value()
+
+            return types.void(args), codegen
+
+        return emit
+
+    return wrap
+
+
+def is_tuple(kind: types.Type) -> bool:
+    return isinstance(kind, types.BaseTuple)
+
+
+class Isa:
+    """Portable IR: right everywhere, fast nowhere. The others replace what their instructions do better."""
+
+    name = "portable"
+    features: tuple[str, ...] = ()
+    lanes = 4
+    tokens = 4  # how many tokens' sums fit in registers
+    signed_codes = False  # whether `dot` takes 8-bit codes as signed, stored minus 128
+
+    @property
+    def floats(self) -> ir.VectorType:
+        return vector(F32, self.lanes)
+
+    @property
+    def ints(self) -> ir.VectorType:
+        return vector(I32, self.lanes)
+
+    @property
+    def bytes(self) -> ir.VectorType:
+        return vector(I8, 4 * self.lanes)
+
+    def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
+        """Load `count` times four bytes of activations, each repeated in all lanes."""
+        found = [load(b, address, 4 * i, I32) for i in range(count)]
+        return [b.bitcast(spread(b, word, self.lanes), self.bytes) for word in found]
+
+    def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+        """Add to each lane the dot product of its four codes (of `bits` bits) with its four activations."""
+        wide = vector(I32, 4 * self.lanes)
+        products = b.mul(b.zext(codes, wide), b.sext(acts, wide))
+        for i in range(4):
+            part = pick(b, products, products, list(range(i, 4 * self.lanes, 4)))
+            total = b.add(total, part)
+        return total
+
+    def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+        """Replace each byte, in 0..15, by that entry of the table."""
+        found = splat(self.bytes, 0)
+        for code, value in enumerate(table):
+            found = b.select(b.icmp_unsigned("==", codes, splat(self.bytes, code)), splat(self.bytes, value), found)
+        return found
+
+
+class Avx512(Isa):
+    name, features, lanes, tokens = "avx512-vnni", ("avx512f", "avx512bw", "avx512vnni"), 16, 8
+
+    def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+        return vpdpbusd(b, total, codes, acts, 512)
+
+    def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+        return call(b, "llvm.x86.avx512.pshuf.b.512", self.bytes, ir.Constant(self.bytes, table * 4), codes)
+
+
+class Avx2(Isa):
+    name, lanes, tokens, signed_codes = "avx2", 8, 4, True
+    features: tuple[str, ...] = ("avx2", "fma", "f16c")
+
+    def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+        halves = vector(I16, 16)
+        if bits == 8:
+            # pairs of products would pass 16 bits: take code - 128, give its sign to the activation
+            codes = b.xor(codes, splat(self.bytes, -128))
+            acts = call(b, "llvm.x86.avx2.psign.b", self.bytes, acts, codes)
+            codes = call(b, "llvm.abs.v32i8", self.bytes, codes, ir.Constant(ir.IntType(1), 0))
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", halves, codes, acts)
+        return b.add(total, call(b, "llvm.x86.avx2.pmadd.wd", self.ints, pairs, splat(halves, 1)))
+
+    def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+        return call(b, "llvm.x86.avx2.pshuf.b", self.bytes, ir.Constant(self.bytes, table * 2), codes)
+
+
+class AvxVnni(Avx2):
+    name, features, signed_codes = "avx-vnni", ("avx2", "fma", "f16c", "avxvnni"), False
+
+    def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+        return vpdpbusd(b, total, codes, acts, 256)
+
+
+class Dotprod(Isa):
+    name, features, lanes, tokens, signed_codes = "neon-dotprod", ("dotprod",), 4, 8, True
+
+    def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
+        # the dot instruction takes one lane of a register for all: a splat of a loaded vector's lane costs nothing
+        found = []
+        for i in range(0, count, 4):
+            words = load(b, address, 4 * i, self.ints)
+            found += [b.bitcast(pick(b, words, words, [lane] * 4), self.bytes) for lane in range(4)]
+        return found
+
+    def dot(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
+        if bits == 8:
+            codes = b.xor(codes, splat(self.bytes, -128))
+        return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", self.ints, total, codes, acts)
+
+    def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+        return call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, ir.Constant(self.bytes, table), codes)
+
+
+def vpdpbusd(b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, width: int) -> ir.Value:
+    # recent LLVM types the operands as bytes, older releases as 32-bit lanes
+    if llvm.llvm_version_info[0] < 22:
+        codes, acts = b.bitcast(codes, total.type), b.bitcast(acts, total.type)
+    return call(b, f"llvm.x86.avx512.vpdpbusd.{width}", total.type, total, codes, acts)
+
+
+ISAS = {isa.name: isa for isa in (Avx512(), AvxVnni(), Avx2(), Dotprod(), Isa())}
+
+
+def cpu_features() -> set[str]:
+    """What Numba compiles for: its own settings, or what LLVM sees. ARM's dot product is found by trying, see below."""
+    given = config.CPU_FEATURES
+    found = {name for name, there in llvm.get_host_cpu_features().items() if there}
+    if given is not None:
+        found = {name[1:] for name in given.split(",") if name.startswith("+")}
+    if machine() == "aarch64" and _has_dot_product(given):
+        found.add("dotprod")
+    return found
+
+
+def machine() -> str:
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+
+
+def _has_dot_product(features: str | None) -> bool:
+    """Whether LLVM turns a plain sum of byte products into the dot instruction for this processor.
+
+    On ARM its list of features leaves the dot product out, and asking for the instruction where LLVM does not know of it ends
+    the process. So a product that may become the instruction, or may not, is compiled and the result read.
+    """
+    source = """
+define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
+  %x = sext <16 x i8> %a to <16 x i32>
+  %y = sext <16 x i8> %b to <16 x i32>
+  %p = mul <16 x i32> %x, %y
+  %s = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %p)
+  ret i32 %s
+}
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+"""
+    for initialize in (llvm.initialize_native_target, llvm.initialize_native_asmprinter):
+        initialize()
+    name = config.CPU_NAME or llvm.get_host_cpu_name()
+    features = llvm.get_host_cpu_features().flatten() if features is None else features
+    target = llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features)
+    return "sdot" in target.emit_assembly(llvm.parse_assembly(source))
+
+
+def _choose() -> Isa:
+    there = cpu_features() if machine() in ("x86_64", "aarch64") else set()
+    usable = [isa for isa in ISAS.values() if set(isa.features) <= there]
+    wanted = os.environ.get("AURAFLUX_ISA", usable[0].name)
+    for isa in usable:
+        if isa.name == wanted:
+            return isa
+    raise BackendError(f"AURAFLUX_ISA is {wanted!r}; this processor can run: {', '.join(isa.name for isa in usable)}.")
+
+
+ISA = _choose()

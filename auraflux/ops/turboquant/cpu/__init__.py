@@ -1,0 +1,289 @@
+"""Codes on CPU: torch outside, addresses inside. Rows are coded in `codec`, attended to in `exact`, `prefill` and
+`attend_int8`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._dispatch import Declined, is_exact
+from auraflux.ops.attention.cpu import PRODUCTS_PARALLEL, append_rows
+from auraflux.ops.attention.cpu.decode_tiles import number_of
+from auraflux.ops.attention.cpu.jobs import Batch, run
+from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
+from auraflux.ops.attention.cpu.prefill import ROWS, panel_scratch
+from auraflux.ops.attention.cpu.prefill_tiles import PANEL
+from auraflux.ops.attention.reference_latent import split_latent
+from auraflux.ops.norm.cpu import rms_norm
+from auraflux.ops.rope.cpu import norm_rope, rope
+from auraflux.ops.simd.jit import LINE, as_float, like, threads, workspace
+from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.cpu.attend import (
+    attend_few_rows,
+    attend_many_rows,
+    attend_one_by_one,
+    build_finish,
+    build_queries,
+)
+from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
+from auraflux.ops.turboquant.cpu.codec import CHUNK, scratch_nbytes
+from auraflux.ops.turboquant.cpu.codec_kernels import (
+    build_append,
+    build_decode,
+    build_encode,
+    build_rotate,
+    levels_for,
+    turn_for,
+)
+from auraflux.ops.turboquant.cpu.exact import exact_scratch, sum_values
+from auraflux.ops.turboquant.cpu.items import padded
+from auraflux.ops.turboquant.cpu.mla import attend_codes
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
+
+PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
+JOBS_PER_THREAD = 4
+POSITIONS_PER_JOB = 256  # at least, where positions are split
+
+
+def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
+    wide, width, turn = as_float(x), x.shape[-1], turn_for(x.shape[-1], seed)
+    out = torch.empty_like(wide)
+    jobs, scratch = _jobs(x.numel()), scratch_nbytes(width)
+    table = turn.back if inverse else turn.forward
+    rows = x.numel() // width
+    build_rotate(width, int(inverse))(jobs, wide.data_ptr(), rows, table, out.data_ptr(), workspace(jobs * scratch), scratch)
+    return like(out, x)
+
+
+def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+    wide, width = as_float(x), x.shape[-1]
+    codes = torch.empty(*x.shape[:-1], row_words(bits, width), dtype=torch.int32)
+    norms = torch.empty(x.shape[:-1])
+    jobs, scratch = _jobs(x.numel()), scratch_nbytes(width)
+    source = wide.data_ptr(), x.numel() // width, turn_for(width, seed).forward
+    target = codes.data_ptr(), norms.data_ptr(), workspace(jobs * scratch), scratch
+    build_encode(width)(jobs, *source, bits, *levels_for(bits, width), *target)
+    return codes, norms
+
+
+def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+    out = torch.empty(*norms.shape, width)
+    jobs, scratch = _jobs(out.numel()), scratch_nbytes(width)
+    source = codes.data_ptr(), norms.data_ptr(), norms.numel(), turn_for(width, seed).back
+    build_decode(width)(jobs, *source, bits, levels_for(bits, width).book, out.data_ptr(), workspace(jobs * scratch), scratch)
+    return out
+
+
+def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
+    _check_rows(pages)
+    tokens, heads, width = k.shape
+    count_pairs(pages, starts, tokens, 0)
+    jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), scratch_nbytes(width), as_float(k), as_float(v)
+    keys = wide_k.data_ptr(), pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), pages.key_bits
+    values = wide_v.data_ptr(), pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), pages.value_bits
+    sides = *keys, *levels_for(pages.key_bits, width), *values, *levels_for(pages.value_bits, width)
+    place = tokens, heads, turn_for(width, pages.seed).forward, *index_of(pages, starts)
+    build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *sides)
+
+
+def rope_append_codes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
+    _check_rows(pages)
+    q, k = norm_rope(q, k, inv_freq, positions, norms, eps, mscale, interleaved)
+    append_codes(k, v, pages, starts)
+    return q
+
+
+def _check_rows(pages: CodePages) -> None:
+    if pages.arrangement is not Arrangement.ROWS:
+        raise Declined(f"values in {pages.arrangement.value}, an order for GPUs")
+
+
+def _jobs(coordinates: int) -> int:
+    return threads() if coordinates >= PARALLEL_FROM else 1
+
+
+def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    tokens, width = latent.shape
+    rotated_keys: Any = pages
+    append_rows(rotated_keys, starts, 1, [(k_rope, pages.rope)])
+    wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), scratch_nbytes(width)
+    place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
+    side = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits, *levels_for(pages.bits, width)
+    # a kernel always takes the same number of arguments: the second side is not looked at
+    build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *side, *side)
+
+
+def rope_append_latent_codes(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
+    turning = inv_freq, positions, mscale, interleaved
+    append_latent_codes(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *turning)
+
+
+def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
+    pairs = count_pairs(pages, starts, tokens, None)
+    q, q2 = rotate(as_float(q_latent), pages.seed), as_float(q_rope)
+    out = torch.empty_like(q)
+    batch = Batch(
+        *(q.data_ptr(), q2.data_ptr(), width, rope, heads),
+        *(pages.codes.data_ptr(), pages.rope.data_ptr(), width, rope, 1, number_of(pages.rope.dtype)),
+        *index_of(pages, starts),
+        reach=EVERYTHING,
+        sinks=0,
+        out=out.data_ptr(),
+        peaks=0,
+        totals=0,
+        value_width=width,
+        scale=float(scale),
+        softcap=0.0,
+    )
+    jobs = threads() if pairs * heads * (2 * width + rope) >= PRODUCTS_PARALLEL else 1
+    codes = pages.norms.data_ptr(), levels_for(pages.bits, width).book, pages.bits
+    run(attend_codes, jobs, batch, ROWS, 1, tokens, panel_scratch(width, rope, 1), *codes)
+    return like(rotate(out, pages.seed, inverse=True), q_latent)
+
+
+def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:
+    wide, (heads, tokens) = as_float(weights), norms.shape
+    jobs = _jobs(weights.shape[0] * tokens * width)
+    parts = 1 if jobs == 1 else max(1, min(-(-JOBS_PER_THREAD * jobs // heads), tokens // POSITIONS_PER_JOB))
+    out, scratch = torch.empty(parts, weights.shape[0], width), _scratch(width)
+    source = wide.data_ptr(), codes.data_ptr(), norms.data_ptr(), levels_for(bits, width).book, bits, width, heads
+    sizes = weights.shape[0] // heads, tokens, parts, float(threshold)
+    sum_values(jobs, *source, *sizes, out.data_ptr(), workspace(jobs * scratch), scratch)
+    return like(out[0] if parts == 1 else out.sum(0), weights)
+
+
+def turboquant_partials(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    block: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    threshold: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_rows(pages)
+    tokens, heads, width = q.shape
+    pairs = count_pairs(pages, starts, tokens, _reach(window))
+    parts = max(1, -(-pages.capacity // block))
+    slots = parts + (sinks is not None)
+    o, m, l = (torch.empty(tokens, heads, slots, *tail) for tail in ((width,), (), ()))  # noqa: E741
+    sums = o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
+    _attend(q, pages, starts, scale, window, softcap, threshold, block, parts, sums, _jobs(pairs * heads * width))
+    if sinks is not None:
+        o[:, :, -1], m[..., -1], l[..., -1] = 0.0, sinks, 1.0
+    return o.flatten(0, 1), m.flatten(0, 1), l.flatten(0, 1)
+
+
+def turboquant_attention(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    threshold: float = 0.0,
+) -> Tensor:
+    _check_rows(pages)
+    tokens, heads, width = q.shape
+    pairs = count_pairs(pages, starts, tokens, _reach(window))
+    jobs, parts = _jobs(pairs * heads * width), 1
+    if jobs > 1:
+        items = pages.heads * -(-tokens * heads // pages.heads // ROWS)
+        parts = max(1, min(-(-JOBS_PER_THREAD * jobs // items), pairs // tokens // POSITIONS_PER_JOB))
+    o, m, l = (torch.empty(tokens * heads * parts * n) for n in (width, 1, 1))  # noqa: E741
+    sums = o.data_ptr(), m.data_ptr(), l.data_ptr()
+    _attend(q, pages, starts, scale, window, softcap, threshold, 0, parts, (*sums, parts), jobs)
+    out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width)
+    finishers = _jobs(o.numel())
+    sizes = tokens * heads, heads, parts, 0 if sinks is None else sinks.data_ptr()
+    table = turn_for(width, pages.seed).back
+    build_finish(width)(finishers, *sums, *sizes, table, out.data_ptr(), workspace(finishers * scratch), scratch)
+    return like(out, q)
+
+
+def _attend(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    threshold: float,
+    block: int,
+    parts: int,
+    sums: tuple[int, ...],
+    jobs: int,
+) -> None:
+    """Leave each part's sums, highest scores and sums of weights in `sums`; parts are of `block` positions, or equal."""
+    (tokens, heads, width), wide = q.shape, as_float(q)
+    fast, scratch = _fast(pages), _scratch(width)
+    rows = tokens * heads * padded(width) * 4
+    space = workspace(rows + jobs * scratch)
+    work = space + rows
+    turn, spinners = turn_for(width, pages.seed).forward, min(jobs, _jobs(q.numel()))
+    build_queries(width)(spinners, wide.data_ptr(), tokens * heads, turn, float(scale), space, work, scratch)
+    key_book, value_book = levels_for(pages.key_bits, width).book, levels_for(pages.value_bits, width).book
+    step = (
+        space,
+        heads,
+        width,
+        *index_of(pages, starts),
+        pages.heads,
+        *(pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), key_book, pages.key_bits),
+        *(pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), value_book, pages.value_bits),
+        # a window of 0 leaves out even the position of the query
+        EVERYTHING if window is None else window - 1,
+        float(softcap or 0.0),
+        float(threshold),
+        block,
+        parts,
+        *sums,
+        work,
+        scratch,
+    )
+    # new tokens from which on their rows fill a panel
+    many = max(-(-PANEL * pages.heads // heads), 2 if fast else 1)
+    for kernel, fewest, most in (
+        (attend_one_by_one, 1, 1 if fast else 0),
+        (attend_few_rows, 2 if fast else 1, many - 1),
+        (attend_many_rows, many, tokens),
+    ):
+        if fewest <= min(most, tokens):
+            kernel(jobs, *step, fewest, most)
+
+
+def _reach(window: int | None) -> int | None:
+    """How far before the first new token a sequence is touched."""
+    return None if window is None else max(window - 1, 0)
+
+
+def _fast(pages: CodePages) -> bool:
+    """Whether the fast contract is in force, and rows are of whole chunks."""
+    return not is_exact() and pages.width % CHUNK == 0
+
+
+def _scratch(width: int) -> int:
+    room = padded(width)
+    nbytes = max(exact_scratch(room), 4 * panel_scratch(room, room, 0), fast_scratch(ROWS, width)) + scratch_nbytes(width)
+    return -(-nbytes // LINE) * LINE

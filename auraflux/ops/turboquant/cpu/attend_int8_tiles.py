@@ -1,0 +1,233 @@
+"""The inner loops of decode attention on codes, as LLVM IR: bytes looked up in tables, and dot products of bytes.
+
+Keys: a lane holds four coordinates of one token, so that a dot product adds to the scores of LANES tokens. Values: a lane holds
+one coordinate of four tokens, so that a dot product sums over those. Either way rows of packed words are turned side by side
+in registers, by shuffles within 128 bits.
+
+Queries are two signed bytes, high and low, weights two of seven bits. Where the dot product takes unsigned bytes the levels of
+keys are stored plus 128, and 128 times the sum of a query is taken back.
+"""
+
+from numba.core import cgutils
+
+from auraflux.ops.simd.vectors import (
+    F32,
+    I8,
+    I32,
+    I64,
+    ISA,
+    at,
+    kernel,
+    load,
+    pick,
+    prefetch,
+    splat,
+    spread,
+    store,
+    variable,
+    vector,
+)
+from auraflux.ops.turboquant.cpu.codes import CODES
+
+LANES = ISA.lanes
+BYTES = 4 * LANES  # of a vector, and how many bytes it holds
+TILES = (4, 2, 1)  # heads that share what is loaded
+PLUS = 0 if ISA.signed_codes else 128
+
+
+def _choose(b, bits, heads, build):
+    """Emit a variant for each number of bits and heads."""
+    for code in CODES.values():
+        for tile in TILES:
+            here = b.and_(b.icmp_signed("==", bits, at(code.bits)), b.icmp_signed("==", heads, at(tile)))
+            with b.if_then(here):
+                build(code, tile)
+
+
+def _prefetch(b, rows, group, nbytes):
+    """Ask for a group's rows of so many bytes."""
+    first = b.mul(group, at(LANES))
+    prefetch(b, [load(b, rows, b.mul(b.add(first, at(t)), at(8)), I64) for t in range(LANES)], nbytes)
+
+
+def _quads(b, address, count):
+    """Load `count` times four bytes, each repeated in all lanes."""
+    if count % 4 == 0:
+        return ISA.quads(b, address, count)
+    return [b.bitcast(spread(b, load(b, address, 4 * i, I32), LANES), ISA.bytes) for i in range(count)]
+
+
+def _dot_signed(b, total, levels, query):
+    # the instruction set turns stored bytes into signed ones itself, where it needs them: undone before
+    return ISA.dot(b, total, levels if PLUS else b.xor(levels, splat(ISA.bytes, -128)), query, 8)
+
+
+def _side_by_side(b, rows, offset, kind):
+    """16 bytes of each of LANES rows: vector i holds row i of every four, 128 bits each."""
+    pieces = [load(b, row, offset, vector(kind, 128 // kind.width)) for row in rows]
+    while len(pieces) > 4:
+        count, half = pieces[0].type.count, len(pieces) // 2
+        pieces = [pick(b, x, y, list(range(2 * count))) for x, y in _neighbours(pieces, half)]
+    return pieces
+
+
+def _neighbours(pieces, half):
+    # rows i and i + 4 are joined first, then those pairs that are 8 apart
+    if half == 8:
+        return [(pieces[i + 8 * k], pieces[i + 8 * k + 4]) for k in range(2) for i in range(4)]
+    return [(pieces[i], pieces[i + 4]) for i in range(4)]
+
+
+def _zip(b, x, y, per, unit):
+    """Interleave runs of `unit` elements within every `per`: the lower halves, the upper halves."""
+    count = x.type.count
+    found = []
+    for half in (0, per // 2):
+        starts = [base + half + i for base in range(0, count, per) for i in range(0, per // 2, unit)]
+        found.append(pick(b, x, y, [n for s in starts for side in (0, count) for n in range(side + s, side + s + unit)]))
+    return found
+
+
+def _turn(b, rows, per):
+    """Four vectors of rows -> four with an element of each row together, `per` elements in 128 bits."""
+    low, high = _zip(b, rows[0], rows[1], per, 1)
+    low2, high2 = _zip(b, rows[2], rows[3], per, 1)
+    return [*_zip(b, low, low2, per, 2), *_zip(b, high, high2, per, 2)]
+
+
+def _group_rows(b, rows, group):
+    return [load(b, rows, b.add(b.mul(group, at(8 * LANES)), at(8 * t)), I64) for t in range(LANES)]
+
+
+@kernel(constants=0)
+def key_scores(
+    b,
+    heads,
+    bits,
+    rows,
+    groups,
+    quads,
+    norms,
+    q,
+    units,
+    excess,
+    out,
+    out_step,
+    keys_ahead,
+    key_nbytes,
+    values_ahead,
+    value_nbytes,
+):
+    """Score `heads` queries against LANES * `groups` keys.
+
+    rows    [groups * LANES]  int64, addresses of the packed rows, each of 4 * `quads` words
+    q       [words][codes of a word / 4][heads][2] four bytes, as `spread_query` leaves them
+    units   [heads]           what a step of the result is worth
+    excess  [heads]           int32, to be taken back
+    out     [heads][.]        rows `out_step` bytes apart
+    keys_ahead, values_ahead  as rows: what will be needed next, and how many bytes of each
+    """
+
+    def build(code, tile):
+        with cgutils.for_range(b, groups) as group:
+            _prefetch(b, keys_ahead, group.index, key_nbytes)
+            _prefetch(b, values_ahead, group.index, value_nbytes)
+            totals = _products(b, code, tile, _group_rows(b, rows, group.index), quads, q)
+            norm = load(b, norms, b.mul(group.index, at(BYTES)), ISA.floats)
+            for h, (high, low) in enumerate(totals):
+                total = b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low))
+                if PLUS:
+                    total = b.sub(total, spread(b, load(b, excess, 4 * h, I32), LANES))
+                unit = spread(b, load(b, units, 4 * h, F32), LANES)
+                score = b.fmul(b.fmul(b.sitofp(total, ISA.floats), unit), norm)
+                store(b, score, out, b.add(b.mul(out_step, at(h)), b.mul(group.index, at(BYTES))))
+
+    _choose(b, bits, heads, build)
+
+
+def _products(b, code, tile, where, quads, q):
+    """Sums over a group of keys for each of some queries, of the high bytes and of the low ones."""
+    totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
+    with cgutils.for_range(b, quads) as loop:
+        words = _turn(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
+        query = b.add(q, b.mul(loop.index, at(4 * code.vectors * tile * 8)))
+        for n, codes in enumerate(c for word in words for c in code.split(b, word)):
+            levels = code.look_up(b, codes, PLUS)
+            x = _quads(b, b.add(query, at(n * tile * 8)), 2 * tile)
+            for h, (high, low) in enumerate(totals):
+                b.store(_dot_signed(b, b.load(high), levels[0], x[2 * h]), high)
+                total = _dot_signed(b, b.load(low), levels[0], x[2 * h + 1])
+                b.store(_dot_signed(b, total, levels[1], x[2 * h]) if len(levels) > 1 else total, low)
+    return totals
+
+
+@kernel(constants=0)
+def turn_values(b, rows, groups, columns, out, out_step):
+    """Turn packed rows so that a lane holds a byte of each of four tokens.
+
+    rows  [groups * LANES]  int64, addresses of rows of 16 * `columns` bytes
+    out   [4 * columns][groups] vectors, rows `out_step` bytes apart
+    """
+    with cgutils.for_range(b, groups) as group:
+        where = _group_rows(b, rows, group.index)
+        with cgutils.for_range(b, columns) as loop:
+            turned = _turn(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I8), 16)
+            place = b.add(b.mul(b.mul(loop.index, at(4)), out_step), b.mul(group.index, at(BYTES)))
+            for i, v in enumerate(turned):
+                store(b, v, out, b.add(place, b.mul(out_step, at(i))))
+
+
+@kernel(constants=0)
+def spread_weights(b, heads, weights, step, groups, out):
+    """Repeat each four tokens' weights for the four coordinates that share 128 bits.
+
+    weights  [heads][2][.]  bytes of seven bits, high and low, rows `step` bytes apart
+    out      [groups][heads][2] vectors
+    """
+    lanes = [i // 4 for i in range(LANES)]
+    with cgutils.for_range(b, groups) as group, cgutils.for_range(b, b.mul(heads, at(2))) as row:
+        place = b.add(b.mul(row.index, step), b.mul(group.index, at(LANES)))
+        four = load(b, weights, place, vector(I32, LANES // 4))
+        target = b.mul(b.add(b.mul(group.index, b.mul(heads, at(2))), row.index), at(BYTES))
+        store(b, pick(b, four, four, lanes), out, target)
+
+
+@kernel(constants=0)
+def add_values(b, heads, bits, turned, step, groups, columns, weights, keeps, gains, sums):
+    """Scale sums by `keeps` and add `gains` times weights times levels.
+
+    turned        as `turn_values` leaves it, rows `step` bytes apart
+    weights       as `spread_weights` leaves it
+    keeps, gains  [heads]
+    sums          [columns][codes of a byte][heads] vectors of floats
+    """
+
+    def build(code, tile):
+        sides = range(code.vectors)
+        with cgutils.for_range(b, columns) as column:
+            totals = {(s, h): [variable(b, splat(ISA.ints, 0)) for _ in range(2)] for s in sides for h in range(tile)}
+            source = b.add(turned, b.mul(column.index, step))
+            with cgutils.for_range(b, groups) as loop:
+                packed = load(b, source, b.mul(loop.index, at(BYTES)), ISA.ints)
+                levels = [code.look_up(b, codes) for codes in code.split(b, packed)]
+                p = b.add(weights, b.mul(loop.index, at(2 * tile * BYTES)))
+                for h in range(tile):
+                    weight = [load(b, p, (2 * h + n) * BYTES, ISA.bytes) for n in range(2)]
+                    for s in sides:
+                        high, low = totals[s, h]
+                        b.store(_dot(b, b.load(high), weight[0], levels[s][0]), high)
+                        total = _dot(b, b.load(low), weight[1], levels[s][0])
+                        b.store(_dot(b, total, weight[0], levels[s][1]) if len(levels[s]) > 1 else total, low)
+            target = b.add(sums, b.mul(column.index, at(code.vectors * tile * BYTES)))
+            for (s, h), (high, low) in totals.items():
+                value = b.sitofp(b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low)), ISA.floats)
+                keep, gain = (spread(b, load(b, address, 4 * h, F32), LANES) for address in (keeps, gains))
+                place = (s * tile + h) * BYTES
+                before = b.fmul(load(b, target, place, ISA.floats), keep)
+                store(b, b.fadd(b.fmul(value, gain), before), target, place)
+
+    _choose(b, bits, heads, build)
+
+
+def _dot(b, total, weight, levels):
+    return ISA.dot(b, total, weight, levels, 7)

@@ -1,0 +1,293 @@
+"""Decode attention over pages of codes in pairs on Hopper: Gluon, with PTX for look-ups.
+
+- A byte names two neighbouring levels of an operand. A table in shared memory turns it into two float16 numbers, with a column
+  for every lane, so that look-ups never share a bank: one `prmt` makes the address, one `ld.shared` two elements. Codes of 2
+  bits come four to a byte, and one look-up of two words gives all of them; 8 bits go one by one, 3 and 6 as in
+  `attend_3_6_bits`.
+- Keys [16 tokens, D] and values [D, 16 tokens] are the first operand of `mma.m16n8k16`, query heads its 8 columns. A lane's
+  words of a key, and of 16 values in pairs (`arrangement.py`), hold just what its registers need: nothing is shuffled.
+- Codes and norms go through a ring in shared memory, one of its own for each warp, by `cp.async`: registers would not hold what
+  must be under way to keep the memory busy. A warp reads back the codes that it asked for itself, so warps wait for nobody.
+- Warps are the batch of a 3-D layout: each has its own tokens, maximum and sums, and its own end (`attend_step`). They meet
+  only when all are done, and programs that share a row in `attend_merge`.
+- Queries are rotated by every program, while its first codes are on their way. Rows of the sums are coordinates in the order
+  of the registers; `finish_pairs` undoes that, since the Walsh-Hadamard transform is the same for any order of index bits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rows, leave_turned
+from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, same, table_words, transform
+from auraflux.ops.turboquant.cuda.attend_ring import (
+    block_of,
+    copy_keys,
+    copy_values,
+    key_words,
+    page_of,
+    places,
+    run,
+    sources,
+    stage_nbytes,
+    wait_ptx,
+)
+from auraflux.ops.turboquant.cuda.attend_split import part_of, shares
+from auraflux.ops.turboquant.cuda.attend_step import (
+    all_scores,
+    halved,
+    halves,
+    keys_at,
+    seen_of,
+    sum_layout,
+    sums,
+    values,
+    values_at,
+    weights,
+)
+
+RING = gl.constexpr(17 * 4096)  # where it begins in shared memory, after the table and the queries
+LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
+WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1")
+MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
+
+
+@gluon.jit
+def attend_pairs(
+    q, signs, k_codes, k_norms, v_codes, v_norms, levels, table, lengths, starts, part_o, part_m, part_l, sinks, out,
+    factor, cap, window, tokens, sequences, table_width, pool, splits,
+    G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
+    DEEP: gl.constexpr, U: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ONE: gl.constexpr, SOON: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Attend from one token's query heads to the keys of one split; grid (splits, HEADS * tiles of 8 query heads, tokens).
+
+    part_*  where the parts of a row are left; or None, with one split
+    out     [tokens, query heads, D]  where rows are left that have one part
+    factor  what makes the products of rotated queries and levels logarithms to base 2, or, capped, arguments of the cap
+    cap     what capped scores reach, to base 2
+    DEEP    steps whose codes are under way
+    U       blocks of 16 tokens that a warp takes at a time
+    ONE     a row has one part
+    SHARED  programs share out the texts of a batch: grid (programs, HEADS * tiles), splits are those that run at once
+    SOON    of the steps under way, those asked for before the kernel before this one has ended
+    """
+    EACH: gl.constexpr = (G + (G + 7) // 8 - 1) // ((G + 7) // 8)
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
+    STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
+    ROWS: gl.constexpr = RING // 4096 + (NW * DEEP * STAGE + 4095) // 4096
+    split, token = gl.program_id(0), gl.program_id(2)
+    head, tile = gl.program_id(1) // ((G + 7) // 8), gl.program_id(1) % ((G + 7) // 8)
+    # all memory is one piece, so the table is where shared memory begins; the compiler does not see the look-ups read it, hence
+    # the barriers and _keep_alive
+    shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    filling = _levels(levels, KEY_BITS, VALUE_BITS, NW)
+    if SHARED:
+        number = split
+        given = shares(lengths, starts, sequences, splits, window, NW * 16 * U, S, NW)
+        sequence, token, position, old, splits, split = part_of(number, given, sequences)
+        guess = sequence
+        if sequence >= sequences:
+            return
+    else:
+        guess = gl.minimum(token, sequences - 1)
+        sequence, position, old = _find(lengths, starts, token, guess, tokens, sequences, S, NW)
+    low = gl.maximum(position + 1 - window, 0) if WINDOW else 0
+    end = gl.minimum(position + 1, table_width * PAGE)
+    # splits take blocks in turn
+    stride = splits * (NW * 16 * U)
+    begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
+    row = (token * HEADS + head) * G + tile * EACH
+    # where parts are left: rows of a program together, or parts of a row
+    left = ((number - token) * (HEADS * G) + row, 0, 1) if SHARED else (row, split, splits)
+    live = gl.minimum(EACH, G - tile * EACH)
+    if not ONE:  # noqa: SIM102
+        if begin >= end:
+            gdc_wait()
+            leave_nothing(part_m, part_l, left, live, NW)
+            return
+    warp, lane, key, t = _lanes(begin, pool, U, NW)
+    source = sources(k_codes, v_codes, k_norms, v_norms, lane, D, KEY_BITS, VALUE_BITS)
+    place, to, at = places(split, warp, lane, RING, DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
+    # codes of earlier steps, levels and signs are older than the kernel before this one; what it may have written is asked for
+    # when it has ended, and ends the groups
+    pages = _first_pages(table, sequence, guess, t, stride, table_width, PAGE)
+    blocks, page, next_page, table = _first_blocks(pages, t, stride, head, pool, table_width, HEADS, PAGE, UNITS, DEEP)
+    _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, SOON)
+    _fill(shared, filling)
+    gdc_wait()
+    gdc_launch_dependents()
+    x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
+    _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, SOON)
+    qx = _operand(x, shared, factor, D, KEY_BITS, NW)
+    column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
+
+    o = gl.full([NW, D, 8], 0.0, gl.float32, M)
+    l = gl.full([NW, 8, 8], 0.0, gl.float32, sum_layout(NW))  # noqa: E741
+    m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
+    stage = split * 0
+    for i in range(_steps(begin, end, stride, U)):
+        run(wait_ptx(2 * DEEP - 1), lane)
+        keys = keys_at(at, stage, D, KEY_BITS, U, NW)
+        # this part of the ring is free again; a page is asked for two steps before its codes
+        block = block_of(page, t + (i + DEEP) * stride, head, pool, HEADS, PAGE, UNITS)
+        needed = t < end - (i + DEEP) * stride
+        copy_keys(to, source, stage, block, needed, D, KEY_BITS, U, True)
+        page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, table_width, PAGE)
+        seen = seen_of(key, low - i * stride, end - i * stride, WINDOW, U)
+        scores, top = all_scores(keys, seen, m, qx, column, place, cap, D, KEY_BITS, SOFTCAP, U, NW)
+        run(wait_ptx(2 * DEEP - 1), lane)
+        words = values_at(at, stage, D, VALUE_BITS, U, NW)
+        copy_values(to, source, stage, block, needed, D, VALUE_BITS, U, True)
+        fade = gl.exp2(m - top)
+        o, l = o * fade[:, None, :], l * halved(fade, NW)  # noqa: E741
+        for u in gl.static_range(U):
+            p = gl.exp2(scores[u] - top[:, None, :])
+            l += halves(p, NW)  # noqa: E741
+            vx = values(words[u], column, place, KEY_BITS, VALUE_BITS, D, NW)
+            o = mma_v2(vx, weights(p, keys[u][2], seen[u], NW), o)
+        m = top
+        stage = gl.where(stage == (DEEP - 1) * STAGE, 0, stage + STAGE)
+    run(wait_ptx(0), lane)
+    shared._keep_alive()
+    gl.thread_barrier()
+    if ONE:
+        leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
+    else:
+        _leave(o, m, sums(l, NW), signs, (part_o, part_m, part_l), left, live, D, SHARED, NW)
+
+
+@gluon.jit
+def _lanes(begin, pool, U: gl.constexpr, NW: gl.constexpr):
+    """Number warps and lanes, one of everything for each lane; the tokens of a warp's first block, and where it begins."""
+    LL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
+    LS: gl.constexpr = gl.SliceLayout(2, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]))
+    key = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None] * (16 * U) + begin
+    key += gl.arange(0, 16, layout=gl.SliceLayout(0, LS))[None, :]
+    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LL))[:, None]
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, LL))[None, :] + warp * 0
+    # 0 in all lanes, but the compiler does not know: pages that it knew to be equal it would wait for at once, to hold them
+    # in a register of the warp
+    zero = gl.inline_asm_elementwise(MASKED_LANE, "=r,r", [lane * 0 + (pool >> 31)], gl.int32, is_pure=True, pack=1)
+    return warp, lane, key, warp * (16 * U) + begin + zero
+
+
+@gluon.jit
+def _first_pages(table, sequence, guess, t, stride, table_width, PAGE: gl.constexpr):
+    """Find the pages of a warp's first two steps, and the line of the table: that which was guessed is read without waiting."""
+    mine = table + sequence.to(gl.int64) * table_width
+    table += guess.to(gl.int64) * table_width
+    page, next_page = page_of(table, t, table_width, PAGE), page_of(table, t + stride, table_width, PAGE)
+    other = t * 0 + sequence != guess
+    page = gl.load(mine + gl.minimum(t // PAGE, table_width - 1), mask=other, other=page)
+    next_page = gl.load(mine + gl.minimum((t + stride) // PAGE, table_width - 1), mask=other, other=next_page)
+    return page, next_page, mine
+
+
+@gluon.jit
+def _first_blocks(
+    pages, t, stride, head, pool, table_width,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, UNITS: gl.constexpr, DEEP: gl.constexpr,
+):  # fmt: skip
+    """Find a warp's first DEEP blocks, and the pages of the next two steps."""
+    page, next_page, table = pages
+    blocks = ()
+    for d in gl.static_range(DEEP):
+        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE, UNITS)
+        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
+        page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
+    return blocks, page, next_page, table
+
+
+@gluon.jit
+def _leave(o, m, l, signs, parts, left, live, D: gl.constexpr, SHARED: gl.constexpr, NW: gl.constexpr):  # noqa: E741
+    """Leave a part of each row, turned back where `finish_turned` merges."""
+    if D == 256 and not SHARED:
+        leave_turned(o, m, l, signs, parts[0], parts[1], parts[2], left, live, D, NW)
+    else:
+        leave_part(o, m, l, parts[0], parts[1], parts[2], left, live, D, NW)
+
+
+@gluon.jit
+def _ask_older(
+    blocks, to, source, t, stride, old,
+    D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, U: gl.constexpr, SOON: gl.constexpr,
+):  # fmt: skip
+    """Ask for those of a warp's first SOON blocks that have no new tokens."""
+    STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
+    for d in gl.static_range(SOON):
+        older = t + d * stride + 16 * U <= old
+        copy_keys(to, source, d * STAGE, blocks[d], older, D, KEY_BITS, U, False)
+        copy_values(to, source, d * STAGE, blocks[d], older, D, VALUE_BITS, U, False)
+
+
+@gluon.jit
+def _ask_newer(
+    blocks, to, source, t, stride, old, end,
+    D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, U: gl.constexpr, DEEP: gl.constexpr,
+    SOON: gl.constexpr,
+):  # fmt: skip
+    """Ask for the rest of a warp's first blocks, and end the groups."""
+    STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
+    for d in gl.static_range(DEEP):
+        newer = t + d * stride < end
+        if d < SOON:
+            newer &= t + d * stride + 16 * U > old
+        copy_keys(to, source, d * STAGE, blocks[d], newer, D, KEY_BITS, U, True)
+        copy_values(to, source, d * STAGE, blocks[d], newer, D, VALUE_BITS, U, True)
+
+
+@gluon.jit
+def _steps(begin, end, stride, U: gl.constexpr):
+    """Count a warp's steps: warps have no need of each other, and those that are at their end take no more."""
+    warp = gl.inline_asm_elementwise(WARP, "=r,r", [begin], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.cdiv(gl.maximum(end - begin - warp * (16 * U), 0), stride)
+
+
+@gluon.jit
+def _find(lengths, starts, token, guess, tokens, sequences, S: gl.constexpr, NW: gl.constexpr):
+    """Find a token's sequence and its position, and how many positions were there before this step."""
+    if S == 1:
+        sequence = guess
+        old = gl.load(lengths) - tokens
+        position = old + token
+    else:
+        # every warp has all of it: a sum across warps would want shared memory
+        b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
+        before = gl.load(starts + b, mask=b < sequences, other=1 << 30) <= token
+        sequence = same(gl.sum(before.to(gl.int32), 0)) - 1
+        position = gl.load(lengths + sequence) - gl.load(starts + sequence + 1) + token
+        old = position - token + gl.load(starts + sequence)
+    return sequence, position, old
+
+
+@gluon.jit
+def _operand(x, shared, factor, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    """Turn queries, and give them to every warp as the second operand of scores."""
+    CHUNK: gl.constexpr = 32 * key_words(D, BITS)[1] // BITS  # neighbouring coordinates of a lane's keys
+    LQ: gl.constexpr = query_layout(NW, D, CHUNK)
+    B: gl.constexpr = gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
+    turned = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    turned.store((transform(x, NW) * factor).to(gl.float16))
+    gl.thread_barrier()
+    warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
+    qx = gl.expand_dims(turned.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
+    qx = gl.reshape(qx, [NW, 8, D // (4 * CHUNK), 4, CHUNK // 2, 2])
+    qx = gl.reshape(gl.permute(qx, [0, 2, 4, 3, 5, 1]), [NW, D, 8])  # j, word and pair, c, e | head
+    return gl.convert_layout(qx, B, assert_trivial=True)
+
+
+@gluon.jit
+def _levels(levels, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, NW: gl.constexpr):
+    """Load the sides of the table: one serves both where bits are equal."""
+    keys = table_words(levels, 0, KEY_BITS, NW)
+    return (keys,) if KEY_BITS == VALUE_BITS else (keys, table_words(levels, 1, VALUE_BITS, NW))
+
+
+@gluon.jit
+def _fill(shared, sides):
+    whole = shared._reinterpret(gl.int32, [256, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for i in gl.static_range(len(sides)):
+        whole.slice(32 * i, 32, 1).store(sides[i])

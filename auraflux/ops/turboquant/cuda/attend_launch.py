@@ -1,0 +1,268 @@
+"""Attention over codes in pairs from few new tokens: which calls it serves, and how the work is cut.
+
+Every new token is attended from on its own: heads that share a key fill the columns of a product, several tokens would not.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._dispatch import is_exact
+from auraflux.ops.attention.cuda.flash import EVERYTHING, LOG2E, parts_like
+from auraflux.ops.hopper.device import INTERPRETED, MULTIPROCESSOR_NBYTES, multiprocessors
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.turboquant.arrangement import Arrangement, arrangement_for
+from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.cuda.attend import RING, attend_pairs
+from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_turned
+from auraflux.ops.turboquant.cuda.hadamard import turn_for
+from auraflux.ops.turboquant.pages import CodePages
+
+MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
+COLUMNS = 8  # query heads of a program
+BLOCK = 16  # tokens of a warp at a time, or twice as many
+MOST_SPLITS = 256
+MOST_SHARED = 256  # texts that a warp shares out
+LONG = 16  # steps in all, from which a warp takes more blocks at a time; fewer would leave programs without work
+
+
+class Cut(NamedTuple):
+    """Warps of a program, registers of a thread, and programs that a multiprocessor holds at a time."""
+
+    warps: int
+    registers: int
+    resident: int
+
+
+CUTS = {64: Cut(8, 128, 2), 128: Cut(8, 128, 2), 256: Cut(8, 255, 1)}
+# a multiprocessor to itself, where programs are no more than those; of width 128
+ALONE = Cut(8, 168, 1)
+AHEAD = 2  # steps under way of such a program, and one before the kernel before has ended: more delay what is needed first
+ENOUGH = 0.7  # of the multiprocessors have work where each has the whole of a row, of so many keys at most:
+MOST_KEYS = 8192  # a batch may have one long text among short ones
+ENOUGH_WIDE = 0.45  # the same of width 256
+WIDE_KEYS = 4096
+# keys of a part for which a multiprocessor to itself is faster: of two blocks at a time, and of one with 8 bits
+FEW_KEYS, FEWER_KEYS = range(1024, 2305), range(512, 1024)
+RESERVED_NBYTES = 1 << 10  # of these for each program
+DEEPEST = 4
+TURNED = 64  # columns that a program merges where parts come turned back: heads are few, and their parts many
+
+
+def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut | None = None) -> int:
+    """How many times `blocks` of each warp can be under way beside the table, within reason."""
+    cut = cut or CUTS[width]
+    room = (MULTIPROCESSOR_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - RING.value
+    return min(DEEPEST, room // (cut.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
+
+
+def serves(q: Tensor, pages: CodePages) -> bool:
+    """Whether these are few tokens, in pairs, with products in 16 bits, on a GPU that the kernel is made for."""
+    if INTERPRETED or pages.arrangement is not Arrangement.PAIRS or (q.dtype is torch.float32 and is_exact()):
+        return False
+    shape = pages.key_bits, pages.value_bits, pages.width, pages.pool[1]
+    return q.shape[0] <= MOST_TOKENS * len(pages.lengths) and _fits(q.device, *shape)
+
+
+@cache
+def _fits(device: torch.device, *shape: int) -> bool:
+    return arrangement_for(device, *shape) is Arrangement.PAIRS
+
+
+@cache
+def level_words(key_bits: int, value_bits: int, width: int, device: torch.device) -> Tensor:
+    """Two float16 levels of N(0, 1) for every byte, as a word for keys and one for values: int32 [256, 2].
+
+    A byte is two codes of 2, 3 or 4 bits, the first in its lowest, or one of 6 or 8, whose level comes twice.
+    """
+    return torch.stack([_pair_words(bits, width) for bits in (key_bits, value_bits)], 1).to(device)
+
+
+def _pair_words(bits: int, width: int) -> Tensor:
+    byte, book, mask = torch.arange(256), (codebook(bits, width) * width**0.5).half(), (1 << bits) - 1
+    pair = byte & mask, byte >> (bits if bits <= 4 else 0) & mask
+    return torch.stack([book[code] for code in pair], 1).view(torch.int32).squeeze(1)
+
+
+@cache
+def splits_for(programs: int, slots: int, most: int) -> int:
+    """Into how many parts to split the keys: as fill the GPU once; of few parts, those that leave least of it idle."""
+    wanted = slots // programs
+    if wanted < 4:
+        shares = [(cdiv(programs * n, slots) * slots / (programs * n), n) for n in range(max(1, wanted), 9)]
+        # a part more costs some time of its own
+        wanted = min(shares, key=lambda share: share[0] + share[1] / 32)[1]
+    wanted = max(1, min(wanted, MOST_SPLITS, most))
+    # as few parts as make no more steps
+    return cdiv(most, cdiv(most, wanted))
+
+
+class Plan(NamedTuple):
+    """Parts of a row, blocks of a warp at a time, how often these are under way, and the programs' size.
+
+    soon  of the steps under way, those asked for before the kernel before has ended
+    """
+
+    splits: int
+    blocks: int
+    depth: int
+    cut: Cut
+    soon: int
+
+
+@cache
+def plan_for(
+    programs: int,
+    multiprocessors: int,
+    capacity: int,
+    page: int,
+    key_bits: int,
+    value_bits: int,
+    width: int,
+    windowed: bool = False,
+) -> Plan:
+    cut, bits = CUTS[width], (key_bits, value_bits)
+    alone = _alone_for(programs, multiprocessors, capacity, page, bits, width)
+    if alone:
+        return alone
+    slots = cut.resident * multiprocessors
+    if width == 256 and bits == (4, 4) and cdiv(capacity, cut.warps * 2 * BLOCK) >= LONG:
+        # more under way delays the kernels that merge
+        return Plan(splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK)), 1, AHEAD, cut, 1)
+    # four blocks of 3, 6 or 8 bits are too much for the registers, and a window may have few
+    for blocks in (4, 2) if width == 64 and {*bits} <= {2, 4} and not windowed else (2,):
+        steps, deep = cdiv(capacity, cut.warps * blocks * BLOCK), depth(*bits, width, blocks)
+        if page % (blocks * BLOCK) == 0 and deep and steps >= LONG:
+            return Plan(splits_for(programs, slots, steps), blocks, deep, cut, deep)
+    deep = max(1, depth(*bits, width))
+    return Plan(splits_for(programs, slots, cdiv(capacity, cut.warps * BLOCK)), 1, deep, cut, deep)
+
+
+def _alone_for(programs: int, multiprocessors: int, capacity: int, page: int, bits: tuple[int, int], width: int) -> Plan | None:
+    """Plan programs that have a multiprocessor each, where that is faster: for whole rows, or parts of some keys."""
+    share = programs / multiprocessors
+    if width == 256 and capacity <= WIDE_KEYS and ENOUGH_WIDE <= share <= 1:
+        deep = depth(*bits, width)
+        return Plan(1, 1, deep, CUTS[width], deep)
+    if width != 128 or share > 1:
+        return None
+    if share >= ENOUGH and capacity <= MOST_KEYS:
+        return Plan(1, 1, min(AHEAD, depth(*bits, width, 1, ALONE)), ALONE, 1)
+    parts = multiprocessors // programs
+    keys, blocks = cdiv(capacity, parts), 2 if page % (2 * BLOCK) == 0 and {*bits} <= {2, 4} else 1
+    if parts > 1 and (keys in FEW_KEYS if blocks == 2 else max(bits) == 8 and keys in FEWER_KEYS):
+        return Plan(parts, blocks, min(AHEAD, depth(*bits, width, blocks, ALONE)), ALONE, 1)
+    return None
+
+
+def attend_few(
+    q: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    (tokens, heads, width), (sequences, table_width) = q.shape, pages.table.shape
+    group, bits, device = heads // pages.heads, (pages.key_bits, pages.value_bits), q.device
+    tiles = pages.heads * cdiv(group, COLUMNS)
+    plan = plan_for(tokens * tiles, multiprocessors(device), pages.capacity, pages.pool[1], *bits, width, window is not None)
+    cut, blocks = plan.cut, plan.blocks
+    # programs of a head that run at once, where they share out texts that may differ in length
+    room = max(1, cut.resident * multiprocessors(device) // tiles) if shares_out(plan, sequences, pages.capacity) else None
+    out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None
+    grid = (plan.splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
+    rows, together = (tokens * heads, plan.splits) if room is None else (grid[0] * heads, 1)
+    parts = (None,) * 3 if one else parts_like(rows, together, width, device)
+    window_keys = EVERYTHING if window is None else window
+    signs, _ = turn_for(width, pages.seed, False, device)
+    # of the transform and of the levels, which come larger by sqrt(D); then to base 2
+    factor = scale / width * LOG2E.value
+    attend_pairs[grid](
+        *(q, signs, pages.key_codes, pages.key_norms, pages.value_codes, pages.value_norms),
+        level_words(*bits, width, device),
+        *(pages.table, pages.lengths, starts, *parts),
+        *((sinks, out) if one else (None, None)),
+        factor * 2 / softcap if softcap else factor,
+        softcap * LOG2E.value if softcap else 1.0,
+        window_keys,
+        *(tokens, sequences, table_width, pages.pool[0], room or plan.splits),
+        G=group,
+        HEADS=pages.heads,
+        D=width,
+        PAGE=pages.pool[1],
+        S=power_of_two(sequences),
+        NW=cut.warps,
+        DEEP=plan.depth,
+        U=blocks,
+        KEY_BITS=pages.key_bits,
+        VALUE_BITS=pages.value_bits,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        ONE=one,
+        SOON=plan.soon,
+        SHARED=room is not None,
+        num_warps=cut.warps,
+        maxnreg=cut.registers,
+        launch_pdl=True,
+    )
+    if not one:
+        _finish(parts, plan, room, pages, starts, sinks, signs, window_keys, out)
+    return out
+
+
+def _finish(
+    parts: tuple,
+    plan: Plan,
+    room: int | None,
+    pages: CodePages,
+    starts: Tensor,
+    sinks: Tensor | None,
+    signs: Tensor,
+    window: int,
+    out: Tensor,
+) -> None:
+    (tokens, heads, width), sequences = out.shape, len(pages.lengths)
+    if width == 256 and room is None:
+        padded = power_of_two(plan.splits)
+        finish_turned[(tokens * heads, width // TURNED)](
+            *(*parts, sinks, out, heads, plan.splits),
+            D=width,
+            P=padded,
+            C=min(padded, 32),
+            N=TURNED,
+            num_warps=1,
+            launch_pdl=True,
+        )
+        return
+    batch = (None, None) if room is None else (pages.lengths, starts)
+    sizes = finish_sizes(room or plan.splits, width, room is not None)
+    finish_pairs[(tokens * heads,)](
+        *(*parts, sinks, signs, out, *batch, heads, room or plan.splits, sequences, window),
+        **sizes,
+        STEP=plan.cut.warps * plan.blocks * BLOCK,
+        S=power_of_two(sequences),
+        SHARED=room is not None,
+        num_warps=sizes["NW"],
+        launch_pdl=True,
+    )
+
+
+def shares_out(plan: Plan, sequences: int, capacity: int) -> bool:
+    """Whether programs share out the texts of a batch by their lengths: where these may differ much."""
+    return 1 < sequences <= MOST_SHARED and plan.cut is not ALONE and capacity > MOST_KEYS
+
+
+def finish_sizes(splits: int, width: int, shared: bool = False) -> dict[str, int]:
+    """How the parts of a row are merged: few warps end sooner, as long as their registers hold what they read.
+
+    shared  `splits` are the most that one row may have: most have fewer
+    """
+    padded, lane = power_of_two(splits), 2048 // width
+    if shared:
+        return {"D": width, "P": max(lane, padded), "C": lane, "NW": 2}
+    warps = 1 if padded <= lane else 2 if padded <= 64 else 4 if padded <= 128 else 8
+    return {"D": width, "P": padded, "C": min(padded, lane * warps), "NW": warps}

@@ -1,0 +1,256 @@
+"""Rotate, encode and decode on CUDA, one row or a few to a program."""
+
+import triton
+import triton.language as tl
+
+from auraflux.ops.attention.cuda.append import place_token
+from auraflux.ops.attention.cuda.flash import merged_row
+from auraflux.ops.turboquant.cuda.hadamard import (
+    CHUNK,
+    codes_of,
+    hadamard,
+    half_of_pair,
+    level_at,
+    nearest,
+    store_half,
+    store_half_units,
+    store_words,
+)
+
+
+@triton.jit
+def turned_by_matrix(x, there, factor, matrix, d, D: tl.constexpr):
+    """Multiply rows at x [R, 1], first by `factor` [R, 1] and rounded to float32, by a matrix; sums in float64."""
+    acc = tl.zeros([x.shape[0], d.shape[1]], tl.float64)
+    for i in range(0, D, CHUNK):
+        k = i + tl.arange(0, CHUNK)
+        part = tl.load(x + k[None, :], mask=there & (k < D)[None, :], other=0.0).to(tl.float64)
+        part = (part * factor).to(tl.float32).to(tl.float64)
+        weights = tl.load(matrix + k[:, None] * D + d, mask=(k < D)[:, None] & (d < D), other=0.0).to(tl.float64)
+        acc += tl.sum(part[:, :, None] * weights[None, :, :], 1)
+    return acc.to(tl.float32)
+
+
+@triton.jit
+def rotate_rows(x, turn, out, factor, D: tl.constexpr, P: tl.constexpr, MATRIX: tl.constexpr, INVERSE: tl.constexpr):
+    """Turn a row and multiply it by `factor`; grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, P)[None, :]
+    if MATRIX:
+        one = tl.full([1, 1], 1.0, tl.float64)
+        y = turned_by_matrix(x + row * D + tl.zeros([1, 1], tl.int64), one > 0, one, turn, d, D)
+    else:
+        y = tl.load(x + row * D + d).to(tl.float32)
+        signs = tl.load(turn + d)
+        y = hadamard(y, D) * signs if INVERSE else hadamard(y * signs, D)
+    tl.store(out + row * D + d, (y * factor).to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def encoded(
+    x, there, turn, codes, levels, offset, factor, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr
+):  # fmt: skip
+    """Encode the vectors at x [R, 1]: codes [R, P] and norms [R]."""
+    d = tl.arange(0, P)[None, :]
+    wide = tl.load(x + d, mask=there & (d < D), other=0.0).to(tl.float64)
+    if not MATRIX:
+        found, norm = encoded_values(wide, turn, codes, levels, offset, factor, D, BITS)
+    else:
+        length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
+        y = turned_by_matrix(x, there, tl.where(length == 0, 0.0, 1.0 / length), turn, d, D)
+        found, level = nearest(y, codes, levels, offset, factor, BITS)
+        found, norm = tl.where(d < D, found, 0), norm_of(length, tl.where(d < D, level, 0.0))
+    return found, norm
+
+
+@triton.jit
+def encoded_values(wide, signs, codes, levels, offset, factor, D: tl.constexpr, BITS: tl.constexpr):
+    """Encode vectors [R, D], given in float64, where D is a power of two: codes [R, D] and norms [R]."""
+    length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
+    inverse = tl.where(length == 0, 0.0, 1.0 / length)
+    y = hadamard((wide * inverse).to(tl.float32) * tl.load(signs + tl.arange(0, D)[None, :]), D)
+    found, level = nearest(y, codes, levels, offset, factor, BITS)
+    return found, norm_of(length, level)
+
+
+@triton.jit
+def norm_of(length, level):
+    """What levels [R, D] are multiplied by to be as long as `length` [R, 1] says: [R]."""
+    level = level.to(tl.float64)
+    rounded = tl.sqrt(tl.sum(level * level, 1, keep_dims=True))
+    return tl.reshape((length / rounded).to(tl.float32), [level.shape[0]])
+
+
+@triton.jit
+def encode_rows(
+    x, turn, codes, levels, offset, factor, out, norms, rows, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
+    MATRIX: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Encode R rows; grid (rows / R,)."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    there = row < rows
+    found, norm = encoded(x + row[:, None] * D, there[:, None], turn, codes, levels, offset, factor, D, P, BITS, MATRIX)
+    store_words(out, row, there, found, BITS, P, (D * BITS + 31) // 32)
+    tl.store(norms + row, norm, mask=there)
+
+
+@triton.jit
+def decode_rows(
+    codes, norms, turn, book, out, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr
+):  # fmt: skip
+    """Give the vector of a coded row; grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, P)[None, :]
+    WORDS: tl.constexpr = (D * BITS + 31) // 32
+    if MATRIX:
+        acc = tl.zeros([1, P], tl.float64)
+        for i in range(0, D, CHUNK):
+            k = i + tl.arange(0, CHUNK)
+            part = level_at(codes, row, k, k < D, book, BITS, WORDS).to(tl.float64)
+            there = (k < D)[:, None] & (d < D)
+            acc += tl.sum(part[:, None] * tl.load(turn + k[:, None] * D + d, mask=there, other=0.0).to(tl.float64), 0)[None, :]
+        y = acc.to(tl.float32)
+    else:
+        rows = row + tl.zeros([1], tl.int64)
+        y = hadamard(tl.load(book + codes_of(codes, rows, rows >= 0, BITS, P, WORDS)), D) * tl.load(turn + d)
+    tl.store(out + row * D + d, y * tl.load(norms + row), mask=d < D)
+
+
+@triton.jit
+def place_group(
+    group, table, lengths, starts, sequences, table_width, pool, PAGE: tl.constexpr, R: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """Find an aligned group of R positions: tokens in the stack, which are new, positions, pages, which can be written to.
+
+    A sequence of n new tokens touches up to n / R + 2 groups, or n if R is 1: sequence b begins at group starts[b] / R + 2 b.
+    """
+    SPARE: tl.constexpr = 2 if R > 1 else 0
+    b = tl.arange(0, S)
+    begin = tl.load(starts + b, mask=b < sequences, other=0) // R + SPARE * b
+    sequence = tl.sum(((b < sequences) & (begin <= group)).to(tl.int32), 0) - 1
+    start, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    end = tl.load(lengths + sequence)
+    first = end - stop + start
+    position = (first // R + group - start // R - SPARE * sequence) * R + tl.arange(0, R)
+    inside = (position >= tl.maximum(first, 0)) & (position < tl.minimum(end, table_width * PAGE))
+    page = tl.load(table + sequence.to(tl.int64) * table_width + position // PAGE, mask=inside, other=-1).to(tl.int64)
+    token = start + position - first
+    new = (position >= first) & (position < end)
+    return token, new, position, page, inside & (page >= 0) & (page < pool)
+
+
+@triton.jit
+def append_coded(
+    k,
+    v,
+    k_codes,
+    k_norms,
+    k_places,
+    k_levels,
+    k_offset,
+    k_factor,
+    v_codes,
+    v_norms,
+    v_places,
+    v_levels,
+    v_offset,
+    v_factor,
+    turn,
+    table,
+    lengths,
+    starts,
+    sequences,
+    table_width,
+    pool,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    MATRIX: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAGE: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Encode the keys or values of one head, R neighbouring tokens, into their pages; grid (groups, HEADS, 2)."""
+    head = tl.program_id(1)
+    token, new, position, page, there = place_group(
+        tl.program_id(0), table, lengths, starts, sequences, table_width, pool, PAGE, R, S
+    )
+    if R == 1:
+        # known without the index: the token is on its way while that is read
+        token = tl.program_id(0) + tl.arange(0, 1)
+        new = token >= 0
+    source = (token.to(tl.int64) * HEADS + head)[:, None] * D
+    row = (page * HEADS + head) * PAGE + position % PAGE
+    here = new[:, None]
+    if tl.program_id(2) == 0:
+        codes, norm = encoded(k + source, here, turn, k_places, k_levels, k_offset, k_factor, D, P, KEY_BITS, MATRIX)
+        store_words(k_codes, row, there, codes, KEY_BITS, P, (D * KEY_BITS + 31) // 32)
+        tl.store(k_norms + row, norm, mask=there)
+        return
+    if PAIRS and VALUE_BITS % 3:
+        # asked for now, needed at the end
+        at, mine, shift = half_of_pair(v_codes, row, VALUE_BITS, D)
+        old = tl.load(at, mask=there, other=0)
+    codes, norm = encoded(v + source, here, turn, v_places, v_levels, v_offset, v_factor, D, P, VALUE_BITS, MATRIX)
+    tl.store(v_norms + row, norm, mask=there)
+    if not PAIRS:
+        store_words(v_codes, row, there, codes, VALUE_BITS, P, (D * VALUE_BITS + 31) // 32)
+    elif VALUE_BITS % 3 == 0:
+        store_half_units(v_codes, row, there, codes, VALUE_BITS, D)
+    else:
+        store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)
+
+
+@triton.jit
+def append_coded_latent(
+    latent,
+    k_rope,
+    codes,
+    norms,
+    places,
+    levels,
+    offset,
+    factor,
+    rope,
+    turn,
+    table,
+    lengths,
+    starts,
+    sequences,
+    table_width,
+    pool,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    PR: tl.constexpr,
+    BITS: tl.constexpr,
+    MATRIX: tl.constexpr,
+    PAGE: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Encode a token's latent into its page and copy its rotated key; grid (tokens,)."""
+    token = tl.program_id(0)
+    page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
+    one = tl.zeros([1], tl.int64)
+    row, there, token = page * PAGE + slot + one, page + one >= 0, token.to(tl.int64)
+    at = latent + (token + one)[:, None] * D
+    found, norm = encoded(at, (one >= 0)[:, None], turn, places, levels, offset, factor, D, P, BITS, MATRIX)
+    store_words(codes, row, there, found, BITS, P, (D * BITS + 31) // 32)
+    tl.store(norms + row, norm, mask=there)
+    r = tl.arange(0, PR)
+    x = tl.load(k_rope + token * R + r, mask=r < R)
+    tl.store(rope + (page * PAGE + slot) * R + r, x.to(rope.dtype.element_ty), mask=(r < R) & (page >= 0))
+
+
+@triton.jit
+def finish_rows(o, m, l, sinks, signs, out, heads, blocks, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr):  # noqa: E741
+    """Merge the parts of a row and turn it back; grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, D)
+    sink = float("-inf") if sinks is None else tl.load(sinks + row % heads)
+    acc, _, total = merged_row(o, m, l, row, sink, blocks, d, D, S, C)
+    y = hadamard(tl.where(total == 0, 0.0, acc / total)[None, :], D) * tl.load(signs + d)[None, :]
+    tl.store(out + row * D + d[None, :], y.to(out.dtype.element_ty))

@@ -1,0 +1,106 @@
+"""Prompts on CUDA: what the codes stand for is written out once, and many tokens attend to that.
+
+A tile of a prompt's queries would decode every key anew; from MANY new tokens on, decoding them once and reading 16 bits is
+cheaper. Keys and values are turned back as they are written, by a product with the rotation as a matrix: queries and results,
+of which there are several to a key, then need not be turned.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops.attention.cuda.flash import EVERYTHING
+from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.hopper.device import INTERPRETED
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.cuda.hadamard import book_for, codes_of, pairs_as_rows
+from auraflux.ops.turboquant.pages import CodePages
+from auraflux.ops.turboquant.reference_codec import rotate
+
+MANY = 16 if INTERPRETED else 128  # new tokens of a sequence, on the average
+MOST_NBYTES = 1 << 30  # that are written out
+ELEMENTS = 1 << 13  # of a program's rows
+
+
+@triton.jit
+def _write_rows(
+    codes, norms, book, back, out, unit, origin, to, row, there, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Write rows of one page and head, some columns at a time."""
+    WORDS: tl.constexpr = (D * BITS + 31) // 32
+    N: tl.constexpr = row.shape[0]
+    levels = tl.load(book + codes_of(codes + origin * WORDS, row, there, BITS, P, WORDS))
+    if PAIRS:
+        levels = pairs_as_rows(levels, N, D)
+    length = tl.load(norms + origin + row, mask=there, other=0.0) * unit
+    k, column = tl.arange(0, P)[:, None], tl.arange(0, COLUMNS)[None, :]
+    for first in tl.static_range(0, D, COLUMNS):
+        d = first + column
+        turn = tl.load(back + k * D + d, mask=(k < D) & (d < D), other=0.0)
+        x = tl.dot(levels, turn, input_precision="ieee") * length[:, None]
+        tl.store(out + (to + row[:, None]) * D + d, x, mask=there[:, None] & (d < D))
+
+
+@triton.jit
+def write_pages(
+    k_codes, k_norms, k_book, v_codes, v_norms, v_book, back, table, lengths, starts, k_out, v_out, unit, window,
+    table_width, pool, HEADS: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Write out N rows of one entry of the table, if a new token sees any of the page; grid (entries, 2 HEADS, PAGE / N)."""
+    entry, head = tl.program_id(0), tl.program_id(1) // 2
+    sequence, first = entry // table_width, entry % table_width * PAGE
+    length, new = tl.load(lengths + sequence), tl.load(starts + sequence + 1) - tl.load(starts + sequence)
+    if (new <= 0) | (first >= length) | (first + PAGE + window <= length - new + 1):
+        return
+    page = tl.load(table + entry)
+    row = tl.program_id(2) * N + tl.arange(0, N)
+    there = (row < PAGE) & (page >= 0) & (page < pool)
+    origin = (page.to(tl.int64) * HEADS + head) * PAGE
+    to = (entry.to(tl.int64) * HEADS + head) * PAGE
+    if tl.program_id(1) % 2 == 0:
+        _write_rows(k_codes, k_norms, k_book, back, k_out, unit, origin, to, row, there, KEY_BITS, D, P, COLUMNS, False)
+    else:
+        _write_rows(v_codes, v_norms, v_book, back, v_out, unit, origin, to, row, there, VALUE_BITS, D, P, COLUMNS, PAIRS)
+
+
+def worth_writing(q: Tensor, pages: CodePages) -> bool:
+    """Whether there are new tokens enough, and room for what they see."""
+    sequences, width = pages.table.shape
+    nbytes = 2 * sequences * width * pages.heads * pages.pool[1] * pages.width * q.element_size()
+    return q.shape[0] >= MANY * sequences and nbytes <= MOST_NBYTES
+
+
+@cache
+def _back(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Give the inverse rotation as a matrix [from, to] times sqrt(D): of a Walsh-Hadamard transform, ones and minus ones."""
+    return (rotate.reference(torch.eye(width, device=device), seed, True) * width**0.5).to(dtype)
+
+
+def written(pages: CodePages, starts: Tensor, window: int | None, dtype: torch.dtype) -> KVPages:
+    """Keys and values in plain numbers, as pages in the order of the table."""
+    (sequences, table_width), page, width = pages.table.shape, pages.pool[1], pages.width
+    device, padded, wide = pages.table.device, max(32, power_of_two(width)), dtype is torch.float32
+    k, v = (torch.empty(sequences * table_width, pages.heads, page, width, dtype=dtype, device=device) for _ in range(2))
+    k_book, v_book = (book_for(bits, width, not wide, device) for bits in (pages.key_bits, pages.value_bits))
+    rows = max(16, min(64, power_of_two(page), ELEMENTS // padded))
+    write_pages[(sequences * table_width, 2 * pages.heads, cdiv(page, rows))](
+        pages.key_codes, pages.key_norms, k_book, pages.value_codes, pages.value_norms, v_book,
+        _back(width, pages.seed, torch.float32 if wide else torch.float16, device), pages.table, pages.lengths, starts, k, v,
+        width**-0.5 if wide else 1 / width, EVERYTHING if window is None else window, table_width, pages.pool[0],
+        HEADS=pages.heads, KEY_BITS=pages.key_bits, VALUE_BITS=pages.value_bits, D=width, P=padded,
+        COLUMNS=min(padded, max(16, 2 * ELEMENTS // padded)), PAGE=page, N=rows,
+        PAIRS=pages.arrangement is Arrangement.PAIRS, num_warps=4,
+    )  # fmt: skip
+    return KVPages(k, v, _in_order(sequences, table_width, device), pages.lengths)
+
+
+@cache
+def _in_order(sequences: int, table_width: int, device: torch.device) -> Tensor:
+    """A table of pages that lie one after the other. It stays where it is: recorded steps read it."""
+    return torch.arange(sequences * table_width, dtype=torch.int32, device=device).view(sequences, table_width)

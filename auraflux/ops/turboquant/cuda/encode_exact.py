@@ -1,0 +1,157 @@
+"""Vectors whose codes float32 cannot tell, coded with the numbers of the reference: a warp takes one at a time.
+
+These are about one of 500 at 4 bits and one of 35 at 8: `settle` gives their codes to the lanes that have them. Vectors of
+zeros, very short or long ones, what is no number, and values whose neighbour in the pair is not new, since its codes are kept,
+are stored afterwards by `store_one_by_one`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import inline_asm_elementwise as asm
+
+from auraflux.ops.turboquant.cuda.encode_parts import ROW_PITCH, inverse_root, pick, place_of, swap_ptx, word_at, word_of
+
+SQUARES = gl.constexpr(8)  # where squares begin in a row of words, as in `encode_tables`
+# for products in float64, of which one factor is 1
+SUM = gl.constexpr("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {$0,$1}, {$2}, {$3}, {$4,$4};")
+
+
+@gluon.jit
+def _warp_sum(x, zero):
+    """Sum float64 over the lanes: products with ones, over the lanes of a quad and then over the quads."""
+    one = zero + 1.0
+    a, b = asm(SUM, "=&d,=&d,d,d,d", [one, x, zero], (gl.float64, gl.float64), is_pure=False, pack=1)
+    a, b = asm(SUM, "=&d,=&d,d,d,d", [a + b, one, zero], (gl.float64, gl.float64), is_pure=False, pack=1)
+    return a
+
+
+@gluon.jit
+def _wide(word, HIGH: gl.constexpr):
+    """Take one of the two bfloat16 of a word."""
+    half = word & -65536 if HIGH else word << 16
+    return half.to(gl.float32, bitcast=True).to(gl.float64)
+
+
+@gluon.jit
+def _inverse(square):
+    """Give a length and what coordinates are multiplied by, from the length's square."""
+    # an approximation to 20 bits, and one step of third order
+    r = asm("rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [square], gl.float64, is_pure=True, pack=1)
+    e = 1.0 - square * r * r
+    inverse = r + (r * e) * (0.5 + 0.375 * e)
+    endless = square == float("inf")
+    length = gl.where(endless, float("inf"), gl.where(square == 0.0, 0.0, square * inverse))
+    return length, gl.where((square == 0.0) | endless, 0.0, inverse)
+
+
+@gluon.jit
+def _turned(d, inverse, lane):
+    """Apply the Walsh-Hadamard transform, without its factor, to a direction rounded to float32, in the reference's order."""
+    u0, u1 = (d[0] * inverse).to(gl.float32), (d[1] * inverse).to(gl.float32)
+    u2, u3 = (d[2] * inverse).to(gl.float32), (d[3] * inverse).to(gl.float32)
+    a0, a1, a2, a3 = u0 + u1, u0 - u1, u2 + u3, u2 - u3
+    z = (a0 + a2, a1 + a3, a0 - a2, a1 - a3)
+    for i in gl.static_range(5):
+        sign = gl.where((lane >> i) % 2 == 0, 1.0, -1.0)
+        turned = ()
+        for c in gl.static_range(4):
+            args = (z[c], sign)
+            turned += (asm(swap_ptx(1 << i, "fma.rn.f32 $0, $1, $2, t;"), "=f,f,f", args, gl.float32, is_pure=False, pack=1),)
+        z = turned
+    return z
+
+
+@gluon.jit
+def _codes_like_reference(
+    base, lowest, sign0, sign1, scale, offset, table, middles, zero, lane, BITS: gl.constexpr, BUCKETS: gl.constexpr
+):
+    """Code one token, four coordinates in each lane: codes as bytes of a word, and its length."""
+    place = asm("bfind.u32 $0, $1;", "=r,r", [lowest], gl.int32, is_pure=False, pack=1)
+    source = base + place * ROW_PITCH + lane * 8
+    w0, w1 = word_at(source) ^ sign0, word_at(source + 4) ^ sign1
+    d = (_wide(w0, False), _wide(w0, True), _wide(w1, False), _wide(w1, True))
+    length, inverse = _inverse(_warp_sum((d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3]), zero))
+    z = _turned(d, inverse, lane)
+    codes = 0 * lane
+    for c in gl.static_range(4):
+        found = place_of(z[c], scale, offset, table, BUCKETS)
+        near, code = (found & 0xFFFF00) == 0, (found >> 24) & 255
+        below = gl.maximum(code - 1, 0)
+        middle = word_of(middles, below) if BUCKETS == 32 else word_at(middles + below * 4)
+        code = gl.where(near & (z[c] <= middle.to(gl.float32, bitcast=True)), below, code)
+        # what is no number has the last code
+        code = gl.where(z[c] == z[c], code, (1 << BITS) - 1)
+        codes = codes | (code << (8 * c))
+    return codes, length, place
+
+
+@gluon.jit
+def _taken(C, codes, mine, lane, NEAR: gl.constexpr):
+    """Take the codes of a token, bytes of four neighbours in each lane, to the lanes that have it."""
+    found = ()
+    for j in gl.static_range(4):
+        a, b = word_of(codes, lane % 4 * 8 + 2 * j), word_of(codes, lane % 4 * 8 + 2 * j + 1)
+        if not NEAR:
+            a, b = pick(a, b, 0x6420), pick(a, b, 0x7531)
+        found += (gl.where(mine, a, C[2 * j]), gl.where(mine, b, C[2 * j + 1]))  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def settle(
+    base, C, D, scale, offset, signs, table, middles, mask, lane, BITS: gl.constexpr, BUCKETS: gl.constexpr, NEAR: gl.constexpr,
+):  # fmt: skip
+    """Code those tokens once more that bits of `mask` name; they lie at `base`."""
+    sign0, sign1 = gl.load(signs + 2 * lane), gl.load(signs + 2 * lane + 1)
+    zero = (0 * lane).to(gl.float64)
+    while gl.max(mask, 0) > 0:
+        lowest = mask & (0 - mask)
+        mask = mask ^ lowest
+        codes, _, place = _codes_like_reference(
+            base, lowest, sign0, sign1, scale, offset, table, middles, zero, lane, BITS, BUCKETS
+        )
+        C = _taken(C, codes, place == lane // 4 * 2, lane, NEAR)
+        D = _taken(D, codes, place == lane // 4 * 2 + 1, lane, NEAR)
+    return C, D
+
+
+@gluon.jit
+def store_one_by_one(
+    base, codes, norms, scale, offset, signs, table, squares, middles, mask, page, tile, head, lane,
+    HEADS: gl.constexpr, BITS: gl.constexpr, BUCKETS: gl.constexpr, PAIRS: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Code and store those tokens from position `tile` on that bits of `mask` name; they lie at `base`."""
+    STRIDE: gl.constexpr = 2 * BITS if PAIRS else BITS
+    # holds four codes, and room for those of another token
+    KIND: gl.constexpr = gl.int64 if STRIDE == 16 else gl.int32 if STRIDE == 8 else gl.int16
+    WIDE: gl.constexpr = gl.int64 if STRIDE == 16 else gl.int32
+    out = codes.to(gl.pointer_type(KIND), bitcast=True)
+    sign0, sign1 = gl.load(signs + 2 * lane), gl.load(signs + 2 * lane + 1)
+    zero = (0 * lane).to(gl.float64)
+    while gl.max(mask, 0) > 0:
+        lowest = mask & (0 - mask)
+        mask = mask ^ lowest
+        found, length, place = _codes_like_reference(
+            base, lowest, sign0, sign1, scale, offset, table, middles, zero, lane, BITS, BUCKETS
+        )
+        row = (page.to(gl.int64) * HEADS + head) * PAGE + (tile + place) % PAGE
+        unit, total = (0 * lane).to(WIDE), (0 * lane).to(gl.float32)
+        for c in gl.static_range(4):
+            code = (found >> (8 * c)) & 255
+            unit = unit | (code.to(WIDE) << (STRIDE * c))
+            square = word_of(squares, code + SQUARES) if BUCKETS == 32 else word_at(squares + code * 4)
+            total += square.to(gl.float32, bitcast=True)
+        for i in gl.static_range(5):
+            total = asm(swap_ptx(1 << i, "add.rn.f32 $0, $1, t;"), "=f,f", [total], gl.float32, is_pure=False, pack=1)
+        norm = (length * inverse_root(total).to(gl.float64)).to(gl.float32)
+        gl.store(norms + row, norm, mask=lane == 0)
+        if PAIRS:
+            at = out + ((row // 8 * 8 + lane // 4) * 4 + row % 8 // 2) * 4 + lane % 4
+            old = gl.load(at, volatile=True).to(WIDE)
+            MINE: gl.constexpr = ((1 << 4 * STRIDE) - 1) // ((1 << STRIDE) - 1) * ((1 << BITS) - 1)
+            shift = (place % 2 * BITS).to(WIDE)
+            mine = ((0 * lane).to(WIDE) + MINE) << shift
+            unit = (old & ~mine) | ((unit << shift) & mine)
+        else:
+            at = out + (row * 32 + lane)
+        gl.store(at, unit.to(KIND), mask=lane >= 0)

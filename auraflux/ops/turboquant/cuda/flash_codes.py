@@ -1,0 +1,110 @@
+"""Attention over codes on CUDA: scores between rotated queries and levels, values summed in the rotated space."""
+
+import triton
+import triton.language as tl
+
+from auraflux.ops.attention.cuda.flash import capped, keys_of_split, leave, place_keys, rows_of_tile, soften
+from auraflux.ops.attention.cuda.flash_paged import load_rows
+from auraflux.ops.turboquant.cuda.hadamard import codes_of, pairs_as_rows
+
+
+@triton.jit
+def attend_codes(
+    q, q_rope, k_codes, k_norms, k_book, v_codes, v_norms, v_book, rope, table, lengths, starts, part_o, part_m, part_l,
+    scale, unit, softcap, window, block, sequences, heads, table_width, pool, splits, slots,
+    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, PR: tl.constexpr, S: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    WIDE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Attend from M rotated rows to the coded keys of one split; grid (tiles, HEADS, splits).
+
+    unit    what norms are multiplied by for the levels at hand
+    slots   blocks that the parts have room for
+    PAIRS   values lie in pairs: blocks of N keys begin at multiples of 16
+    LATENT  a key is also the value, and `rope` holds rotated keys of width R that score with `q_rope`
+    """
+    tile, head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, start, new, length, first_row = rows_of_tile(tile, starts, lengths, sequences, G, M, S)
+    if first_row >= new * G:
+        return
+    PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
+    K_WORDS: tl.constexpr = (D * KEY_BITS + 31) // 32
+    V_WORDS: tl.constexpr = (D * VALUE_BITS + 31) // 32
+    r = first_row + tl.arange(0, M)
+    live = r < new * G
+    token = tl.minimum(r // G, new - 1)
+    at = (start + token).to(tl.int64) * heads + head * G + r % G
+    position = length - new + token
+    x = load_rows(q, at, live, D, P, WIDE)
+    if LATENT:
+        x_rope = load_rows(q_rope, at, live, R, PR, True)
+    table += sequence.to(tl.int64) * table_width
+    last = length - new + tl.minimum((first_row + M - 1) // G, new - 1)
+    begin, end, _, _ = keys_of_split(length - new + first_row // G, last, window, block, split, splits, N)
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)  # noqa: E741
+    acc = tl.zeros([M, P], tl.float32)
+    # stored rows of pairs are of several tokens: blocks are read as a whole
+    low, high = (begin // 16 * 16, tl.cdiv(end, 16) * 16) if PAIRS else (begin, end)
+    for first in range(low, end, N):
+        key = first + tl.arange(0, N)
+        origin, row, there = place_keys(table, first, high, head, table_width, pool, HEADS, PAGE, N, ALIGNED)
+        k = tl.load(k_book + codes_of(k_codes + origin * K_WORDS, row, there, KEY_BITS, P, K_WORDS))
+        k_norm = tl.load(k_norms + origin + row, mask=there, other=0.0) * unit
+        s = tl.dot(x, tl.trans(k), input_precision=PRECISION) * k_norm[None, :]
+        if LATENT:
+            keys = load_rows(rope + origin * R, row, there, R, PR, True)
+            s = (s + tl.dot(x_rope, tl.trans(keys), input_precision="tf32x3")) * scale
+            v, v_norm = k, k_norm
+        else:
+            v = tl.load(v_book + codes_of(v_codes + origin * V_WORDS, row, there, VALUE_BITS, P, V_WORDS))
+            if PAIRS:
+                v = pairs_as_rows(v, N, D)
+            v_norm = tl.load(v_norms + origin + row, mask=there, other=0.0) * unit
+            s = s * scale
+        s = capped(s, softcap, SOFTCAP)
+        seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        if PAIRS:
+            seen &= ((key >= begin) & (key < end))[None, :]
+        p, fade, m, l = soften(tl.where(seen, s, float("-inf")), m, l)  # noqa: E741
+        # levels are finite, norms need not be: 0 times NaN must not reach a row that does not see the key
+        weights = tl.where(p == 0, 0.0, p * v_norm[None, :]).to(v.dtype)
+        acc = tl.dot(weights, v, acc * fade[:, None], input_precision=PRECISION)
+    leave(part_o, (part_o, part_m, part_l), at, live, acc, m, l, m, split, slots, D, P, False)
+
+
+@triton.jit
+def sum_coded(
+    weights,
+    codes,
+    norms,
+    book,
+    out,
+    threshold,
+    tokens,
+    share,
+    group,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Sum coded values by their weights over one share of the tokens; grid (tiles of a group's rows, heads, shares)."""
+    head, part = tl.program_id(1), tl.program_id(2)
+    r = tl.program_id(0) * M + tl.arange(0, M)
+    row = (head * group + r).to(tl.int64)
+    acc = tl.zeros([M, P], tl.float32)
+    for first in range(part * share, tl.minimum((part + 1) * share, tokens), N):
+        t = first + tl.arange(0, N)
+        at = head.to(tl.int64) * tokens + t
+        there = t < tokens
+        v = tl.load(book + codes_of(codes, at, there, BITS, P, (D * BITS + 31) // 32))
+        norm = tl.load(norms + at, mask=there, other=0.0)
+        here = (r < group)[:, None] & there[None, :]
+        w = tl.load(weights + row[:, None] * tokens + t[None, :], mask=here, other=0.0).to(tl.float32)
+        w = tl.where(here & (w >= threshold), w * norm[None, :], 0.0)
+        acc = tl.dot(w, v, acc, input_precision="tf32x3")
+    d = tl.arange(0, P)
+    at = part.to(tl.int64) * tl.num_programs(1) * group + row
+    tl.store(out + at[:, None] * D + d[None, :], acc, mask=(r < group)[:, None] & (d < D)[None, :])

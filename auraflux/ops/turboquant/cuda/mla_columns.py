@@ -1,0 +1,256 @@
+"""Latent attention over codes of 4 and 8 bits for few tokens on Hopper, in Gluon: the heads of one token are columns.
+
+As for latents that are not coded (`attention.cuda.mla_columns`), everything is computed transposed. Eight warps decode: they
+write levels as float16 where the tensor cores read them twice, for scores and for results. Four multiply, and rotate the
+queries while the first codes are on their way. Norms are multiplied to scores and weights.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from auraflux.ops.attention.cuda.split_kv import (
+    ACROSS,
+    LOG2E,
+    MOST_SPLITS,
+    TILE,
+    columns,
+    room_for,
+    share_of,
+    sum_of_columns,
+    tiles_of,
+    top_of_columns,
+)
+from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.turboquant.cuda.hadamard import turn_for
+from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
+from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_turned
+from auraflux.ops.turboquant.cuda.mla_rows import attend_code_rows
+from auraflux.ops.turboquant.pages import LatentCodes
+
+LATENT, ROPE = 512, 64
+MOST_COLUMNS = 32
+STAGES = 2  # decoded tiles
+REGISTERS = {8: 104, 16: 112, 32: 136}  # so few that programs that merge find room beside these
+# by columns and bits: rows of a piece of codes, and how many pieces a warp has under way
+RINGS = {(n, bits): (4, 16 // bits) for n in (8, 16) for bits in (4, 8)} | {(32, 8): (2, 2), (32, 4): (4, 2)}
+F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
+LEVELS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def _butterflies(x, N: gl.constexpr, T: gl.constexpr):
+    """Apply the Walsh-Hadamard transform over the upper three bits of a channel, which lie in one thread."""
+    for i in gl.static_range(3):
+        a, b = gl.split(gl.permute(gl.reshape(x, [4 >> i, 2, 64 << i, N]), [0, 2, 3, 1]))
+        x = gl.reshape(gl.permute(gl.join(a + b, a - b), [0, 3, 1, 2]), [512, N])
+    return gl.convert_layout(x, T, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _upper_bits(rows):
+    """Rows of 512 channels with the lowest bit and the upper five of a channel in one thread."""
+    regs = [[0, 1], *([0, 16 << i] for i in range(5)), *([16 << i, 0] for i in range(rows.bit_length() - 5))]
+    warps = [[4, 0], [8 if rows > 8 else 0, 0]]
+    return gl.DistributedLinearLayout(regs, [[0, 2], [0, 4], [0, 8], [1, 0], [2, 0]], warps, [], [rows, 512])
+
+
+@gluon.jit
+def _turn(x, FROM: gl.constexpr, TO: gl.constexpr):
+    """Apply the Walsh-Hadamard transform, without its factor, over bits of a channel that lie in one thread."""
+    N: gl.constexpr = x.shape[0]
+    for i in gl.static_range(FROM, TO):
+        a, b = gl.split(gl.permute(gl.reshape(x, [N, 256 >> i, 2, 1 << i]), [0, 1, 3, 2]))
+        x = gl.reshape(gl.permute(gl.join(a + b, a - b), [0, 1, 3, 2]), [N, 512])
+    return x
+
+
+@gluon.jit
+def _load_queries(queries, signs, line, room, N: gl.constexpr):
+    """Load N rows of queries, of which `room` are there, times the signs of the rotation."""
+    A: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
+    row, channel = gl.arange(0, N, gl.SliceLayout(1, A)), gl.arange(0, 512, gl.SliceLayout(0, A))
+    sign = gl.load(signs + channel)
+    gdc_wait()
+    gdc_launch_dependents()
+    at = (line + row).to(gl.int64)[:, None] * 512 + channel[None, :]
+    return gl.load(queries + at, mask=(row < room)[:, None] & (channel >= 0)[None, :], other=0.0), sign
+
+
+@gluon.jit
+def _turn_queries(x, sign, Q, N: gl.constexpr):
+    """Rotate N rows of queries, as float16 in shared memory."""
+    Q.store((_turn(x.to(F32) * sign[None, :], 0, 4) * 0.25).to(F16))
+    gl.thread_barrier()
+    x = _turn(Q.load(_upper_bits(N)).to(F32), 4, 9) * (4 * 512**-0.5)
+    gl.thread_barrier()
+    Q.store(x.to(F16))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _attend(
+    queries, signs, rotated, ropes, Q, QR, shared, R, P, X, tiles, more, table, norms, out, part_m, part_l, scale, unit, begin,
+    end, count, line, room, split, splits, pool, PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """Attend to decoded tiles, and ask for rotated keys.
+
+    more  barriers of queries and of rotated keys
+    """
+    T: gl.constexpr = columns(N)
+    position, head = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
+    x, sign = _load_queries(queries, signs, line, room, N)
+    mbarrier.expect(more.index(0), N * 128)
+    tma.async_copy_global_to_shared(rotated, [line, 0], more.index(0), QR)
+    m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
+    l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
+    acc = gl.full([512, N], 0.0, F32, T)
+    zero = gl.full([64, N], 0.0, F32, T)
+    page = gl.load(table + begin // PAGE)
+    following = gl.load(table + (begin + gl.minimum(1, count - 1) * 64) // PAGE)
+    there = (page >= 0) & (page < pool)
+    origin = gl.where(there, page, 0) * PAGE + begin % PAGE
+    if count > 0:
+        mbarrier.expect(more.index(1), 64 * 128)
+        tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
+    norm = gl.load(norms + origin.to(gl.int64) + position)
+    _turn_queries(x, sign, Q, N)
+    mbarrier.wait(more.index(0), 0)
+    for i in range(count):
+        first = begin + i * 64
+        left = gl.where(there, end - first, 0)
+        page, following = following, gl.load(table + (begin + gl.minimum(i + 2, count - 1) * 64) // PAGE)
+        there = (page >= 0) & (page < pool)
+        origin = gl.where(there, page, 0) * PAGE + (first + 64) % PAGE
+        tile = shared.index(TABLE_ROWS + i % ST * tile_rows(64))._reinterpret(F16, [64, 512], LEVELS)
+        mbarrier.wait(more.index(1), i % 2)
+        s = warpgroup_mma(R, QR.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(tiles.index(i % ST), i // ST % 2)
+        c = warpgroup_mma(tile, Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        c, s = warpgroup_mma_wait(0, deps=[c, s])
+        # no warp reads the rotated keys any more
+        gl.thread_barrier()
+        if i + 1 < count:
+            mbarrier.expect(more.index(1), 64 * 128)
+            tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
+        weight = norm * unit
+        s = gl.where((position < left)[:, None], (c * weight[:, None] + s) * scale, float("-inf"))
+        norm = gl.load(norms + origin.to(gl.int64) + position)
+        top = gl.maximum(m, top_of_columns(s, X, N))
+        safe = gl.where(top == float("-inf"), 0.0, top)
+        p = gl.exp2(s - safe[None, :])
+        fade = gl.exp2(m - safe)
+        m, l = top, l * fade[None, :] + p  # noqa: E741
+        # norms need not be finite where nothing is seen
+        P.permute((1, 0)).store((p * gl.where(position < left, weight, 0.0)[:, None]).to(F16))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(tile.permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(tiles.index(ST + i % ST))
+    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < room
+    at = line.to(gl.int64) * splits + split
+    gl.store(part_m + at + head * splits, m, mask=inside)
+    gl.store(part_l + at + head * splits, total, mask=inside)
+    part = gl.where(total == 0.0, 0.0, 1.0 / total)
+    acc = _butterflies(acc * part[None, :], N, T)
+    where = at * 512 + (head[None, :] * (splits * 512) + channel[:, None])
+    gl.store(out + where, acc, mask=inside[None, :] & (channel >= 0)[:, None])
+
+
+@gluon.jit
+def latent_code_columns(
+    queries, signs, rotated, codes, ropes, norms, levels, table, lengths, starts, out, part_m, part_l,
+    scale, unit, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr,
+    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """N heads of one token with one share of its positions; grid (tokens * tiles of heads, splits).
+
+    scale  of scores, to base 2
+    unit   what norms are multiplied by for levels of N(0, 1)
+    """
+    groups = (heads + N - 1) // N
+    token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * N, gl.program_id(1)
+    share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
+    sequence, begin, _, end, count, old = share
+    table += sequence.to(gl.int64) * table_width
+    line, room = token * heads + column, heads - column
+    # the largest allocation is where shared memory begins, and the table where it begins: look-ups find it there
+    shared = gl.allocate_shared_memory(
+        gl.int32, [shared_rows(64, ST, 8, DEEP * 64 * BITS * RP), 1024], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    Q = gl.allocate_shared_memory(F16, [N, 512], LEVELS)
+    QR = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
+    R = gl.allocate_shared_memory(BF, [64, 64], ropes.layout)
+    P = gl.allocate_shared_memory(F16, [N, 64], rotated.layout)
+    X = gl.allocate_shared_memory(F32, [4, N], ACROSS)
+    tiles = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], mbarrier.MBarrierLayout())
+    more = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * ST):
+        mbarrier.init(tiles.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(more.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_attend, (queries, signs, rotated, ropes, Q, QR, shared, R, P, X, tiles, more, table, norms, out, part_m,
+                       part_l, scale, unit, begin, end, count, line, room, split, splits, pool, PAGE, N, ST)),
+            (decode, (codes, shared, levels, tiles, table, begin, old, count, pool, PAGE, 64, BITS, RP, DEEP, ST, 8)),
+        ],
+        [8],
+        [80],
+    )  # fmt: skip
+
+
+def fits_latent_codes(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes) -> bool:
+    """Whether the kernel for Hopper serves a call: few tokens in 16 bits, latents of 512, keys of 64, pages of whole tiles."""
+    return (
+        not INTERPRETED
+        and pages.bits in (4, 8)
+        and (pages.width, pages.rope.shape[2]) == (LATENT, ROPE)
+        and q_latent.dtype in (torch.bfloat16, torch.float16)
+        and q_rope.dtype is pages.rope.dtype is torch.bfloat16
+        and not any(x.data_ptr() % 16 for x in (q_latent, q_rope, pages.codes, pages.rope))
+        and pages.pool[1] % TILE == 0
+        and q_latent.shape[0] <= 2 * pages.table.shape[0]
+        and capability(q_latent.device) == HOPPER
+    )
+
+
+def attend_latent_codes(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    """`turboquant_latent_attention` of few tokens."""
+    out = torch.empty_like(q_latent)
+    attend = attend_code_columns if q_latent.shape[1] <= MOST_COLUMNS else attend_code_rows
+    attend(q_latent, q_rope, pages, starts, scale, out)
+    return out
+
+
+def attend_code_columns(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, out: Tensor
+) -> None:
+    """The same of few heads into `out`."""
+    (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
+    n, device = min(MOST_COLUMNS, max(8, power_of_two(heads))), out.device
+    programs = tokens * cdiv(heads, n)
+    splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, TILE)))
+    parts = room_for(tokens * heads, splits, LATENT, torch.float32, device)
+    signs, _ = turn_for(LATENT, pages.seed, False, device)
+    latent_code_columns[programs, splits](
+        q_latent, signs, tiles_of(q_rope, n), pages.codes, tiles_of(pages.rope, TILE), pages.norms,
+        table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
+        LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), n, pages.bits,
+        *RINGS[n, pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+    )  # fmt: skip
+    merge_turned(parts, signs, out, MERGED, early=True)
