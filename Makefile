@@ -43,8 +43,9 @@ bench: $(INSTALLED)
 	@mkdir -p bench/results
 	$(BIN)/auraflux bench ops --save bench/results
 
+# docs/cli.md and docs/ops.md
 docs: $(INSTALLED)
-	$(BIN)/python -m auraflux.cli.manual docs/cli.md
+	$(BIN)/python -m auraflux.cli.manual docs
 
 # what building and testing leave behind; the environment stays
 clean:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench_model import bench_model
+from auraflux.cli.bench_run import busy
 from auraflux.cli.bench_serve import bench_serve
 from auraflux.cli.bench_stream import bench_stream
 from auraflux.cli.failure import Failure
@@ -16,8 +17,6 @@ from auraflux.cli.failure import Failure
 if TYPE_CHECKING:
     from auraflux.bench.result import Result
     from auraflux.ops._cases import Case
-
-BUSY_FROM = 0.5  # processes per core; from there on, others take part of the time that is measured
 
 
 @click.group()
@@ -112,8 +111,8 @@ def _show(found: dict[str, Any]) -> None:
     console = stdout()
     console.print(f"{machine['cpu']} ({machine['architecture']}), {found['threads']} threads; device {found['device']}")
     console.print(f"read ceiling {ceiling['all_threads']:.1f} GB/s, one thread {ceiling['one_thread']:.1f} GB/s")
-    if found["load_before"] > BUSY_FROM * machine["cores"]:
-        console.print(f"[bold red]busy[/bold red] the load was {found['load_before']} before this run: all times are too long")
+    if warning := busy(found):
+        console.print(f"{warning}: all times are too long")
     table = Table("op", "case", "contract")
     for title in ("µs", "bytes", "GB/s", "of ceiling", "GFLOP/s"):
         table.add_column(title, justify="right")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from auraflux.cli.bench_stream import _ended_by_signals
+from auraflux.cli.bench_run import ended_by_signals
 from auraflux.cli.failure import Failure
 from auraflux.cli.options import LOADING, model_argument, options
 from auraflux.errors import InputError, SettingsError
@@ -171,7 +171,7 @@ def _measure(
 
     amounts = Amounts(chosen["requests"], chosen["warmup"], chosen["rounds"])
     seed = random.SystemRandom().randrange(2**31) if chosen["seed"] is None else chosen["seed"]
-    with _ended_by_signals(), Console(stderr=True).status("") as status, _target(words, chosen, status.update) as target:
+    with ended_by_signals(), Console(stderr=True).status("") as status, _target(words, chosen, status.update) as target:
         served = ask_models(target, model if words is None else None)
         work = Work(
             served.model,

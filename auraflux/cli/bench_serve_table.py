@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from auraflux.cli.bench_run import busy
+
 NOTHING = "-"
 MERGED_FROM = 1.2  # tokens in an event, from where waits between tokens are means
 AT_ONCE = ("clients", "prompt tokens/s", "decode tokens/s", "by difference", "first token ms", "between tokens ms")
@@ -22,7 +24,6 @@ def show(document: dict[str, Any]) -> None:
     """Print the tables of a document."""
     from rich.markup import escape
 
-    from auraflux.cli.bench import BUSY_FROM
     from auraflux.cli.screen import stdout
 
     console, machine, rows = stdout(), document["machine"], document["results"]
@@ -31,8 +32,8 @@ def show(document: dict[str, Any]) -> None:
     console.print(escape(f"{document['model']} at {where}"))
     console.print(f"prompts of {document['prompt_tokens']} tokens{shared}; {document['tokens']} tokens written for each")
     console.print("waits are p50 / p90 / p99; where several tokens arrive together, each took its share of the time")
-    if document["load_before"] > BUSY_FROM * machine["cores"]:
-        console.print(f"[bold red]busy[/bold red] the load was {document['load_before']} before this run: rates are too low")
+    if warning := busy(document):
+        console.print(f"{warning}: rates are too low")
     if closed := [row for row in rows if row["mode"] == "closed"]:
         title = "all begin at once; decode: while all write, or by the time that all tokens take beyond one"
         console.print(_table(title, AT_ONCE, [at_once(row) for row in closed]))

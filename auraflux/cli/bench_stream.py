@@ -2,17 +2,15 @@
 
 import json
 import shlex
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.bench_run import busy, ended_by_signals
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from auraflux.weights.expert_files import ExpertFiles
 
 BAR = 30  # characters of the longest bar
-ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command("stream")
@@ -77,7 +74,7 @@ def bench_stream(
         raise InputError(f"there is no folder {home} to build experts in; name one with --scratch.")
     target = place(save, f"stream-{shape_text.replace(',', '-')}-{this_machine().slug}") if save is not None else None
     before = load()
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="auraflux-stream-", dir=home) as folder:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="auraflux-stream-", dir=home) as folder:
         files = _build(Path(folder), shape, layers)
         granted = parse_budget(budget, files.nbytes)
         found, notes = _measure(files, shape, granted, tokens, traces, repeat)
@@ -103,21 +100,6 @@ def parse_budget(text: str, whole: int) -> int:
     if not 0 < share <= 100:
         raise InputError(f"--budget {text!r} is no share. Write it like 25%, or a size like 1GB.")
     return int(whole * share / 100)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let what ends the process run its `finally`s, which remove the scratch folder."""
-
-    def end(number: int, frame: Any) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _build(folder: Path, shape: "Shape", layers: int) -> "ExpertFiles":
@@ -189,7 +171,6 @@ def _document(
 def _show(document: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from auraflux.cli.bench import BUSY_FROM
     from auraflux.cli.screen import stdout
 
     console, machine, shape = stdout(), document["machine"], document["shape"]
@@ -203,8 +184,8 @@ def _show(document: dict[str, Any]) -> None:
     )
     for note in document["notes"]:
         console.print(f"note: {note}")
-    if document["load_before"] > BUSY_FROM * machine["cores"]:
-        console.print(f"[bold red]busy[/bold red] the load was {document['load_before']} before this run: rates are too low")
+    if warning := busy(document):
+        console.print(f"{warning}: rates are too low")
     for trace in dict.fromkeys(row["trace"] for row in document["results"]):
         table = Table("", title=f"{trace} choice of experts", title_justify="left")
         for title in ("tokens/s", "read GB/s", "disk GB/s", "of disk", "best", "hits", "ahead", "stalled", "x mapped"):

@@ -1,4 +1,4 @@
-"""Write docs/cli.md from the --help of every command: `make docs`."""
+"""Write the pages of docs that are made from the program itself: `make docs`."""
 
 import sys
 from collections.abc import Iterator
@@ -6,17 +6,27 @@ from pathlib import Path
 
 import click
 
+from auraflux.cli.environment import environment
+from auraflux.cli.kernels_page import kernels_page
+from auraflux.cli.ops_page import ops_page
+
 HEAD = """\
 # The command line
 
-Every command and its options, as `--help` prints them. Written by `make docs`.
+Every command and its options, as `--help` prints them, and the [environment variables](#environment-variables).
+Written by `make docs`.
 """
 WIDTH = 100
 
 
+def pages(program: click.Group) -> dict[str, str]:
+    """Every page by its name."""
+    return {"cli.md": manual(program), "ops.md": ops_page()}
+
+
 def manual(program: click.Group) -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *_sections(program, None, "auraflux")])
+    """The page about the command line."""
+    return "\n".join([HEAD, *_sections(program, None, "auraflux"), environment()])
 
 
 def _sections(command: click.Command, parent: click.Context | None, name: str) -> Iterator[str]:
@@ -33,5 +43,8 @@ def _sections(command: click.Command, parent: click.Context | None, name: str) -
 
 if __name__ == "__main__":
     from auraflux.cli import main
+    from auraflux.ops.explain import all_verdicts, chosen_ops
 
-    Path(sys.argv[1]).write_text(manual(main))
+    made = pages(main) | {"kernels.md": kernels_page(chosen_ops(), all_verdicts())}
+    for page, text in made.items():
+        (Path(sys.argv[1]) / page).write_text(text)

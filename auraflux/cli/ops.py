@@ -1,29 +1,44 @@
 """`auraflux ops`: the operations, their kernels and where they come from."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from auraflux.cli.failure import Failure
+from auraflux.errors import InputError
 
 if TYPE_CHECKING:
     from auraflux.ops._dispatch import Op
+    from auraflux.ops.routes import Verdict
+
+Named = TypeVar("Named")
 
 
 @click.command()
 @click.option(
     "--check", is_flag=True, help="Run every case on every kernel here, and show what declined and how far off it was."
 )
+@click.option(
+    "--explain",
+    nargs=2,
+    metavar="OP CASE",
+    help="Say which CUDA kernel a case takes on an H200, and why those before it refused; CASE may be 'all'.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ops(check: bool, as_json: bool) -> None:
+def ops(check: bool, explain: tuple[str, str] | None, as_json: bool) -> None:
     """List the operations, their kernels and the kernels they stand for.
 
     A kernel may decline a call; the reference then runs in its place. Reasons that show only when an op is called are found
-    with --check.
+    with --check. Where an op has several kernels, --explain says which one a case takes; no GPU is needed for that.
     """
     from auraflux.ops._dispatch import all_ops
 
+    if explain is not None:
+        _explain(*explain, as_json)
+        return
     found = all_ops()
     checked = _check(found) if check else {}
     rows = [_row(op, checked.get(op.name)) for op in found]
@@ -33,6 +48,44 @@ def ops(check: bool, as_json: bool) -> None:
         _show(rows)
     if wrong := [row["op"] for row in rows for one in row.get("checked", {}).values() if one["wrong"]]:
         raise Failure(f"kernels that differ from their reference: {', '.join(wrong)}.")
+
+
+def _explain(name: str, wanted: str, as_json: bool) -> None:
+    from auraflux.ops.explain import cases_of, chosen_ops, explained
+
+    op = _named(name, {op.name: op for op in chosen_ops()}, "op with a choice of kernels")
+    cases = {case.name: case for case in cases_of(op)}
+    chosen = [case for case in cases.values() if not case.slow] if wanted == "all" else [_named(wanted, cases, "case of it")]
+    verdicts = {case.name: verdict for case in chosen if (verdict := explained(case)) is not None}
+    if as_json:
+        click.echo(json.dumps({case: asdict(verdict) for case, verdict in verdicts.items()}, indent=2))
+        return
+    for case, verdict in verdicts.items():
+        _show_verdict(f"{op.name} {case}", verdict, alone=wanted != "all")
+
+
+def _named(name: str, known: dict[str, Named], what: str) -> Named:
+    """The one of that name, or an error that names those that are alike."""
+    if name in known:
+        return known[name]
+    alike = get_close_matches(name, known, n=5, cutoff=0.3) or list(known)[:5]
+    raise InputError(f"there is no {what} named {name!r}; there are, for example, {', '.join(alike)}.")
+
+
+def _show_verdict(title: str, verdict: "Verdict", alone: bool) -> None:
+    if not alone:
+        click.echo(f"{title}: {verdict.path}")
+        return
+    click.echo(title)
+    _show_steps(verdict, "  ")
+
+
+def _show_steps(verdict: "Verdict", indent: str) -> None:
+    for route, reason in verdict.refused:
+        click.echo(f"{indent}- {route}: {reason}")
+    click.echo(f"{indent}> {verdict.taken or 'the reference'}")
+    for inner in verdict.then:
+        _show_steps(inner, indent + "    ")
 
 
 def _row(op: "Op", checked: dict[str, Any] | None) -> dict[str, Any]:

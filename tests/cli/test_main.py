@@ -1,9 +1,11 @@
 """Starting, failing and being interrupted."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -11,8 +13,11 @@ from click.testing import CliRunner
 
 import auraflux
 from auraflux.cli import main
-from auraflux.cli.manual import manual
+from auraflux.cli.environment import OURS
+from auraflux.cli.manual import pages
+from auraflux.cli.ops_page import ops_page
 from auraflux.errors import BackendError
+from auraflux.ops import all_ops
 
 
 def auraflux_process(*words: str, **options) -> subprocess.CompletedProcess[str]:
@@ -113,6 +118,19 @@ def test_a_broken_pipe_is_quiet():
     assert done.returncode != 0
 
 
-def test_the_manual_is_up_to_date(pytestconfig):
-    written = (pytestconfig.rootpath / "docs" / "cli.md").read_text()
-    assert written == manual(main), "docs/cli.md is stale: run `make docs`"
+@pytest.mark.parametrize("page", ["cli.md", "ops.md"])
+def test_pages_made_from_the_program_are_up_to_date(page, pytestconfig):
+    written = (pytestconfig.rootpath / "docs" / page).read_text()
+    assert written == pages(main)[page], f"docs/{page} is stale: run `make docs`"
+
+
+def test_the_manual_has_every_environment_variable_of_ours():
+    sources = [path.read_text() for path in Path(auraflux.__file__).parent.rglob("*.py") if path.stem != "environment"]
+    assert set(re.findall(r"\bAURAFLUX_[A-Z]\w*", "\n".join(sources))) == set(OURS)
+
+
+def test_the_table_of_ops_has_the_kernels_that_are_found():
+    pytest.importorskip("triton")
+    for op in all_ops():
+        row = next(line for line in ops_page().splitlines() if line.startswith(f"| `{op.name}` |"))
+        assert f"| {' '.join(op.backends())} |" in row

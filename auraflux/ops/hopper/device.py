@@ -4,6 +4,9 @@ A wrapper calls `ready` on its first tensor, allocates its results with torch an
 the first import, plain Triton kernels run on CPU tensors, one program after the other: slow, and as right as on a GPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -21,9 +24,23 @@ MULTIPROCESSOR_NBYTES = 228 << 10  # and all programs of a multiprocessor, each 
 INTERPRETED_MULTIPROCESSORS = 4  # few, as wrappers then make few large programs
 
 
+_assumed: ContextVar[bool] = ContextVar("assumed", default=False)
+ASSUMED_MULTIPROCESSORS = 132  # of an H200
+
+
+@contextmanager
+def assume_hopper() -> Iterator[None]:
+    """Let tensors of any device pass for an H200's inside the block, to ask what would be launched; nothing can be."""
+    token = _assumed.set(True)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def ready(x: Tensor) -> None:
     """Decline what no kernel serves: a GPU that is too old, a tensor that is not on one."""
-    if INTERPRETED:
+    if INTERPRETED or _assumed.get():
         return
     if not x.is_cuda:
         raise Declined(f"the first argument is on {x.device}")
@@ -37,13 +54,26 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether kernels written in Gluon run there: they are never interpreted."""
-    return not INTERPRETED and device.type == "cuda" and capability(device) == HOPPER
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels."""
+    return INTERPRETED and not _assumed.get()
+
+
+def not_hopper(device: torch.device) -> str | None:
+    """Why kernels that are written in Gluon, for Hopper, do not run on a device; None where they do."""
+    if _assumed.get():
+        return None
+    if INTERPRETED:
+        return "Triton's interpreter does not run Gluon"
+    return None if device.type == "cuda" and capability(device) == HOPPER else "needs Hopper"
+
+
+def multiprocessors(device: torch.device) -> int:
+    return ASSUMED_MULTIPROCESSORS if _assumed.get() else _multiprocessors(device)
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

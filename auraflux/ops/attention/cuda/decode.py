@@ -34,7 +34,7 @@ from auraflux.ops.attention.cuda.split_kv import (
     top_of_columns,
 )
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 MOST_COLUMNS = 32
@@ -173,25 +173,6 @@ def decode_columns(
         [1],
         [56],
     )  # fmt: skip
-
-
-def fits_decode(q: Tensor, pages: KVPages) -> bool:
-    """Whether the kernel serves a call: one 16-bit type, heads of 64, 128 or 256, pages of whole tiles, tokens that are few."""
-    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
-    return (
-        not INTERPRETED
-        and q.dtype is pages.k.dtype
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and width in (64, 128, 256)
-        and pages.v.shape[3] == width
-        and page % TILE == 0
-        and pool * key_heads * page < 1 << 31
-        and heads // key_heads <= MOST_COLUMNS
-        and not any(x.data_ptr() % 16 for x in (q, pages.k, pages.v))
-        # more tokens of a sequence share the reading of keys in the other kernels
-        and tokens <= 2 * pages.table.shape[0]
-        and capability(q.device) == HOPPER
-    )
 
 
 def attend_decode(

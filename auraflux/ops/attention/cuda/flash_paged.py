@@ -2,8 +2,27 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from auraflux.ops.attention.cuda.flash import LOG2E, capped, keys_of_split, leave, mix, place_keys, rows_of_tile, soften
+from auraflux.ops.attention.cuda.flash import (
+    EVERYTHING,
+    LOG2E,
+    Parts,
+    capped,
+    keys_of_split,
+    launch_merge,
+    leave,
+    mix,
+    narrow,
+    parts_like,
+    place_keys,
+    rows_of_tile,
+    shape_for,
+    soften,
+)
+from auraflux.ops.attention.pages import Pages
+from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.sizes import power_of_two
 
 
 @triton.jit
@@ -79,3 +98,72 @@ def attend_pages(
         sink = tl.load(sinks + head * G + r % G) * LOG2E
     DO: tl.constexpr = D if LATENT else DV
     leave(out, (part_o, part_m, part_l), at, live, acc, m, l, sink, split, splits, DO, O, WHOLE)
+
+
+def attend(
+    q: Tensor,
+    q_rope: Tensor | None,
+    pools: tuple[Tensor, Tensor],
+    pages: Pages,
+    starts: Tensor,
+    scale: float,
+    out: Tensor | Parts,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Attend with products in 16 bits where all operands have the same 16, into results or into parts of one block."""
+    ready(q)
+    (tokens, heads, width), (a, b), latent = q.shape, pools, q_rope is not None
+    key_heads = 1 if latent else a.shape[1]
+    result = width if latent else b.shape[-1]
+    if not tokens * heads * result:
+        return
+    wide = not narrow(q, *pools, q if q_rope is None else q_rope)
+    sequences, table_width = pages.table.shape
+    (pool, page), group = pages.pool, heads // key_heads
+    padded = max(16, power_of_two(width)), max(16, power_of_two(b.shape[-1]))
+    widths = sum(padded), padded[0] if latent else padded[1]
+    # with more rows Triton 3.6 gave wrong sums where a tile is key and value at once
+    cut = shape_for(tokens, sequences, group, key_heads, widths, wide, table_width * page, q.device, 32 if latent else 128)
+    whole = cut.splits == 1 and isinstance(out, Tensor)
+    parts = None if whole else parts_like(tokens * heads, cut.splits, result, q.device)
+    attend_pages[(cut.tiles, key_heads, cut.splits)](
+        q,
+        q_rope,
+        a,
+        b,
+        pages.table,
+        pages.lengths,
+        starts,
+        sinks,
+        out if whole else None,
+        *(parts or (None,) * 3),
+        scale,
+        softcap or 1.0,
+        EVERYTHING if window is None else window,
+        sequences,
+        heads,
+        table_width,
+        pool,
+        cut.splits,
+        G=group,
+        HEADS=key_heads,
+        D=width,
+        DV=b.shape[-1],
+        PAGE=page,
+        M=cut.rows,
+        N=cut.keys,
+        P=padded[0],
+        PV=padded[1],
+        S=power_of_two(sequences),
+        WIDE=wide,
+        LATENT=latent,
+        SOFTCAP=softcap is not None,
+        ALIGNED=page % cut.keys == 0,
+        WHOLE=whole,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+    )
+    if parts is not None:
+        launch_merge(parts, sinks, out, heads)

@@ -1,25 +1,18 @@
-"""Products of latent attention with each head's part of `kv_b_proj`, dense or quantized, on CUDA.
+"""Products of MLA with each head's part of `kv_b_proj`, dense or quantized, in plain Triton.
 
-Codes of the commonest formats meet few tokens in `mla_products_codes`. In 16 bits all else is written out and goes to cuBLAS, a
-product for each head. What is left is plain Triton: a tile of the weight is brought to plain numbers and goes through the
-tensor core; its rows are summed over for queries, its columns for values.
+A tile of the weight is brought to plain numbers and goes through the tensor core; its rows are summed over for queries, its
+columns for values.
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.attention.cuda.flash import narrow
-from auraflux.ops.attention.cuda.mla_products_codes import bring_codes, carry_codes, fits_output, fits_query
-from auraflux.ops.hopper.device import INTERPRETED, ready
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.linear.cuda.codes import check_order
-from auraflux.ops.linear.cuda.dense import dequantized
-from auraflux.ops.linear.cuda.dequantize import fits_written, written
 from auraflux.quant import QTensor
 
 
@@ -100,7 +93,8 @@ def latent_products(
         tl.store(out + at * USED + r[None, :], acc.to(out.dtype.element_ty), mask=here & (r < USED)[None, :])
 
 
-def _launch(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: int, used: int, query: bool) -> None:
+def multiply(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: int, used: int, query: bool) -> None:
+    """Multiply tokens by `used` rows of each head's `rows`, after `skip`; queries by their columns, else by the rows."""
     x = x.contiguous()
     parts: tuple[Any, Any, Any] = (weight, None, None)
     bits = group = 0
@@ -136,40 +130,3 @@ def _launch(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: i
         WIDE=not narrow(x),
         num_warps=4,
     )
-
-
-def _as_matrix(x: Tensor, weight: Tensor | QTensor) -> Tensor | None:
-    """The weight in the tokens' 16 bits, or None where they have more."""
-    if INTERPRETED or x.dtype is torch.float32:
-        return None
-    if isinstance(weight, Tensor):
-        return weight if weight.dtype is x.dtype else None
-    check_order(weight)
-    return written(weight) if fits_written(weight, x.dtype) else dequantized(weight, x.dtype)
-
-
-def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
-    ready(q_nope)
-    tokens, heads, nope = q_nope.shape
-    out = torch.empty(tokens, heads, weight.shape[1], dtype=q_nope.dtype, device=q_nope.device)
-    if isinstance(weight, QTensor) and fits_query(q_nope, weight):
-        carry_codes(q_nope, weight, rows, out)
-    elif out.numel() and (matrix := _as_matrix(q_nope, weight)) is not None:
-        torch.bmm(q_nope.transpose(0, 1), matrix.view(heads, rows, -1)[:, :nope], out=out.transpose(0, 1))
-    else:
-        _launch(q_nope, weight, out, rows, 0, nope, True)
-    return out
-
-
-def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
-    ready(v)
-    tokens, heads, _ = v.shape
-    rows = weight.shape[0] // heads
-    out = torch.empty(tokens, heads, rows - nope, dtype=v.dtype, device=v.device)
-    if isinstance(weight, QTensor) and fits_output(v, weight, rows - nope):
-        bring_codes(v, weight, nope, out)
-    elif out.numel() and (matrix := _as_matrix(v, weight)) is not None:
-        torch.bmm(v.transpose(0, 1), matrix.view(heads, rows, -1)[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
-    else:
-        _launch(v, weight, out, rows, nope, rows - nope, False)
-    return out

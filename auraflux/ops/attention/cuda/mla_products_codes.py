@@ -27,7 +27,6 @@ from auraflux.ops.attention.cuda.mla_products_ptx import (
     words_at,
 )
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, sum_lanes
 from auraflux.quant import QTensor
 
@@ -191,25 +190,6 @@ def output_codes(
     memory._keep_alive()
 
 
-def _fits(x: Tensor, weight: QTensor) -> bool:
-    """Whether the kernels here serve tokens and a format."""
-    return (
-        not INTERPRETED
-        and weight.biases is not None
-        and 0 < len(x) <= MOST_TOKENS
-        and x.dtype is torch.bfloat16
-        and weight.format in ((4, 64, 1, torch.bfloat16), (8, 64, 1, torch.bfloat16))
-        and capability(x.device) == HOPPER
-        and not (weight.packed.data_ptr() | weight.scales.data_ptr() | weight.biases.data_ptr()) % 16
-    )
-
-
-def fits_query(q: Tensor, weight: QTensor) -> bool:
-    """Whether `carry_codes` serves: whole steps of rows, and warps for all groups."""
-    nope, groups = q.shape[2], weight.shape[1] // 64
-    return _fits(q, weight) and nope % 16 == 0 and 16 <= nope <= 256 and groups in (2, 4, 8)
-
-
 def carry_codes(q: Tensor, weight: QTensor, rows: int, out: Tensor) -> None:
     """`latent_query` of few tokens, into bf16 [T, H, C]."""
     (tokens, heads, nope), width = q.shape, weight.shape[1]
@@ -217,13 +197,6 @@ def carry_codes(q: Tensor, weight: QTensor, rows: int, out: Tensor) -> None:
     sizes = {"HEADS": heads, "ROWS": rows, "NOPE": nope, "C": width, "BITS": weight.bits, "T": together}
     passed = q, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, q.stride(1)
     query_codes[heads, width // (64 * warps)](*passed, **sizes, W=warps, num_warps=warps, launch_pdl=True)
-
-
-def fits_output(v: Tensor, weight: QTensor, used: int) -> bool:
-    """Whether `bring_codes` serves: whole tiles of rows, and rows that a warp copies in whole turns."""
-    width = weight.shape[1]
-    aligned = not v.data_ptr() % 16 and v.stride(1) % 8 == 0
-    return _fits(v, weight) and aligned and used % 64 == 0 and width in (128, 256, 512)
 
 
 def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:

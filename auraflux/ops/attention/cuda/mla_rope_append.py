@@ -72,9 +72,15 @@ def turn_and_append_latent(
 Turning = tuple[Tensor, Tensor, float, bool]
 
 
+def not_fused(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> str | None:
+    """Why norm, RoPE and storing are not one launch; None if they are."""
+    if not 0 < len(q) <= MOST_TURNED:
+        return f"{len(q)} tokens; it is for up to {MOST_TURNED}"
+    return None if 2 * len(inv_freq) == q.shape[1] // heads - nope else "not all of a key's channels are rotated"
+
+
 def fits_turned(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> bool:
-    """Whether one launch serves so many tokens; all of a key's channels must be turned."""
-    return 0 < len(q) <= MOST_TURNED and 2 * len(inv_freq) == q.shape[1] // heads - nope
+    return not_fused(q, heads, nope, inv_freq) is None
 
 
 def queries_apart(q: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 from auraflux.ops.attention.cuda.mla_tma import ROWS, clear, feed
 from auraflux.ops.attention.cuda.split_kv import LOG2E, MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
 from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 HEADS, LATENT, ROPE = 64, 512, 64  # of a program, and channels
@@ -135,20 +135,6 @@ def latent_rows(
         [4, 4, 1],
         [184, 184, 40],
     )  # fmt: skip
-
-
-def fits_latent(q_latent: Tensor, q_rope: Tensor, pages: LatentPages) -> bool:
-    """Whether kernels for Hopper serve a call: bf16, latents of 512, keys of 64, pages of whole tiles, few tokens."""
-    heads, tensors = q_latent.shape[1], (q_latent, q_rope, pages.latent, pages.rope)
-    return (
-        not INTERPRETED
-        and all(x.dtype is torch.bfloat16 and not x.data_ptr() % 16 for x in tensors)
-        and (q_latent.shape[2], q_rope.shape[2]) == (LATENT, ROPE)
-        and pages.pool[1] % TILE == 0
-        # many tokens with few heads share the reading of latents in the other kernel
-        and (heads % HEADS == 0 or q_latent.shape[0] <= 2 * pages.table.shape[0])
-        and capability(q_latent.device) == HOPPER
-    )
 
 
 def attend_rows(

@@ -6,7 +6,6 @@ its softmax, the other multiplies. Tiles that some row sees only in part come fi
 scores are begun together with the products of the weights before, and softened while those are made.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +36,6 @@ from auraflux.ops.attention.cuda.prefill_tiles import (
 from auraflux.ops.attention.cuda.prefill_unmasked import attend_one, attend_pairs, attend_whole, scores_of
 from auraflux.ops.attention.cuda.split_kv import LOG2E, TILE, columns, tiles_of
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
 from auraflux.ops.hopper.sizes import power_of_two
 
 ROWS = 128  # of a program
@@ -182,27 +180,6 @@ def prefill_tiles(
         [4, 1],
         [232, 40],
     )  # fmt: skip
-
-
-def fits_prefill(q: Tensor, pages: KVPages, scale: float) -> bool:
-    """Whether the kernel here serves a call: one 16-bit type, heads of 64, 128 or 256, pages of whole tiles, tokens enough."""
-    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
-    rows, sequences = tokens * (heads // key_heads), pages.table.shape[0]
-    return (
-        not INTERPRETED
-        and q.dtype is pages.k.dtype
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and width in (64, 128, 256)
-        and pages.v.shape[3] == width
-        and page % TILE == 0
-        and pool * key_heads * page < 1 << 31
-        and scale > 0
-        and not any(x.data_ptr() % 16 for x in (q, pages.k, pages.v))
-        and rows >= ROWS * sequences
-        # fewer programs would leave multiprocessors idle, where the other kernel splits the keys
-        and (2 * (rows // ROWS) * key_heads >= multiprocessors(q.device) or pages.table.shape[1] * page <= SHORT)
-        and capability(q.device) == HOPPER
-    )
 
 
 def attend_prefill(

@@ -8,8 +8,16 @@ Chunks of a ragged batch take slots in scratch memory: those of sequence b begin
 for every sequence's last, partial chunk and needs no count that only the device knows.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+
+NARROW_FROM = 128  # channels; with 32 and 16-bit products, Triton 3.6 gave wrong sums on an H200 from the 17th token on
+SCANNED, SCAN_WARPS = 32, 8  # columns of the memory that a program carries through a prompt
+TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -126,3 +134,30 @@ def scan_kernel(
         s = tl.dot((new * till_end[None, :]).to(DOT), key, s, input_precision="tf32x3")
         base, token, left = base + heads, token + C, left - C
     tl.store(memory, s, mask=inside)
+
+
+def run_chunks(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor, out: Tensor
+) -> None:
+    """`gated_delta_prefill` into `out`."""
+    batch, heads, K, V = state.shape
+    tokens, shared = v.shape[0], heads // q.shape[1]
+    alike = q.dtype == k.dtype == v.dtype and min(K, V) >= NARROW_FROM
+    dtype = v.dtype if alike else torch.float32
+    wide = dtype == torch.float32
+    C, levels = (32, 5) if wide else (64, 6)
+    BK, BV = (max(16, power_of_two(n)) for n in (K, V))
+    slots = tokens // C + batch
+    w, u, p = (torch.empty(slots, heads, C, n, dtype=dtype, device=v.device) for n in (BK, V, C))
+    gates = torch.empty(slots, heads, 2, C, dtype=torch.float32, device=v.device)
+    # float16 holds the inverse, whose entries are at most 1, better than bfloat16
+    inverse = tl.float32 if wide else tl.float16
+    chunk_kernel[slots, heads](
+        q, k, v, decay, beta, starts, w, u, p, gates, batch, tokens, heads, shared, K, V,
+        C, levels, BK, min(BV, 128), TL_DTYPES[dtype], inverse, num_warps=4,
+    )  # fmt: skip
+    width = min(BV, SCANNED)
+    scan_kernel[cdiv(V, width), heads, batch](
+        state, q, k, w, u, p, gates, out, starts, tokens, heads, shared, K, V, C, BK, width, TL_DTYPES[dtype],
+        num_warps=SCAN_WARPS, num_stages=2,
+    )  # fmt: skip

@@ -18,8 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
-
 WIDTH = 128  # channels of keys and values
 ARRIVE, WAIT = gl.constexpr("barrier.cluster.arrive.release.aligned;"), gl.constexpr("barrier.cluster.wait.acquire.aligned;")
 MOST_PROGRAMS = 8  # of a cluster
@@ -177,19 +175,7 @@ def layer_step(
     _keep(conv, cv, xv, last_v, C, cv >= 0)
 
 
-def fits_step(qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, state: Tensor) -> bool:
-    """Whether the kernel here serves a step: bf16 heads of 128 channels, up to 8 value heads on a key head."""
-    return (
-        not INTERPRETED
-        and {qkv.dtype, z.dtype, a.dtype, b.dtype, conv.dtype} == {torch.bfloat16}
-        and state.shape[2:] == (WIDTH, WIDTH)
-        and state.shape[1] // _key_heads(qkv, state) in (1, 2, 4, 8)
-        and capability(qkv.device) == HOPPER
-        and not (z.data_ptr() | state.data_ptr()) % 16
-    )
-
-
-def _key_heads(qkv: Tensor, state: Tensor) -> int:
+def key_heads_of(qkv: Tensor, state: Tensor) -> int:
     _, heads, key_width, value_width = state.shape
     return (qkv.shape[1] - heads * value_width) // (2 * key_width)
 
@@ -199,7 +185,7 @@ def step_hopper(
     norm: Tensor, unit_eps: float, eps: float, out: Tensor,
 ) -> None:  # fmt: skip
     """`delta_layer_step` into `out`."""
-    (batch, heads), key_heads = state.shape[:2], _key_heads(qkv, state)
+    (batch, heads), key_heads = state.shape[:2], key_heads_of(qkv, state)
     shared = heads // key_heads
     split = SPLIT if batch * heads <= SPLIT_HEADS and SPLIT * shared <= MOST_PROGRAMS else 1
     early = _latest.get(state.device) != state.data_ptr()

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from auraflux.ops.delta.cuda.inverse import LINE, exp2, inverse, log2, running_sums
 from auraflux.ops.delta.cuda.layouts import BF, COL, F32, HALVES, HF, M64, ROW, C, publish
 from auraflux.ops.delta.cuda.scan import scan_tiles
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import described
 from auraflux.ops.hopper.sizes import cdiv
 
@@ -131,19 +131,6 @@ def chunk_tiles(
     publish()
     tma.async_copy_shared_to_global(ps, [slot * 64, 0], tiles.index(0))
     tma.store_wait(0)
-
-
-def fits_hopper(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> bool:
-    """Whether the kernels here serve a prompt: bf16 heads of 128 channels, gates in float32, at least one whole chunk."""
-    return (
-        not INTERPRETED
-        and state.shape[2:] == (WIDTH, WIDTH)
-        and v.shape[0] >= C.value
-        and q.dtype == k.dtype == v.dtype == torch.bfloat16
-        and decay.dtype == beta.dtype == torch.float32
-        and capability(v.device) == HOPPER
-        and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    )
 
 
 @cache

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.device import INTERPRETED
+from auraflux.ops.hopper.device import interpreted
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.quant import QTensor
 
@@ -58,10 +58,13 @@ def write_out(packed, scales, biases, out, words, BITS: tl.constexpr, GROUP: tl.
     tl.store(out.to(tl.pointer_type(tl.int32)) + to, pairs.reshape(BLOCK * EACH), mask=to < words * EACH)
 
 
-def fits_written(weight: QTensor, dtype: torch.dtype) -> bool:
-    """Whether a weight is written out here: 4 or 8 bits, all in bf16."""
-    kinds = {dtype, weight.scales.dtype, *(() if weight.biases is None else (weight.biases.dtype,))}
-    return not INTERPRETED and weight.bits in (4, 8) and weight.biases is not None and kinds == {torch.bfloat16}
+def not_written(weight: QTensor, dtype: torch.dtype) -> str | None:
+    """Why a weight is not written out here; None if it is."""
+    if weight.bits not in (4, 8) or weight.biases is None:
+        return "not 4 or 8 affine bits"
+    if {dtype, weight.scales.dtype, weight.biases.dtype} != {torch.bfloat16}:
+        return "not all in bf16"
+    return "its PTX is not interpreted" if interpreted() else None
 
 
 def written(weight: QTensor) -> Tensor:

@@ -21,7 +21,6 @@ from auraflux.ops.linear.cuda.row_copies import (
     row_pitch,
     scale_piece,
     scale_pitch,
-    served,
 )
 from auraflux.quant import QTensor
 
@@ -175,7 +174,7 @@ def matmul_codes(
     memory._keep_alive()
 
 
-def _plan(tokens: int, weight: QTensor) -> tuple[int, int, int | None] | None:
+def plan_for(tokens: int, weight: QTensor) -> tuple[int, int, int | None] | None:
     """Parts of eight columns, blocks of 16 rows of a program, a cap on registers; None where a shape does not go."""
     rows = weight.shape[0]
     parts = 4 if weight.bits == 8 and weight.group < 128 else 2
@@ -200,15 +199,10 @@ def _shared_nbytes(tokens: int, weight: QTensor, parts: int, block: int) -> int:
     return WARPS * (codes + x + 16 * size * block * scale_pitch(mine, held)) + 2048
 
 
-def fits_some(x: Tensor, weight: QTensor) -> bool:
-    """Whether `multiply_some` serves a product."""
-    return 1 < x.shape[0] <= MOST_TOKENS and served(x, weight) and weight.shape[1] > 0 and _plan(x.shape[0], weight) is not None
-
-
-def multiply_some(x: Tensor, weight: QTensor, out: Tensor) -> None:
+def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     """Up to MOST_TOKENS tokens times a weight, into bf16 [T, N]."""
     tokens, (rows, width) = x.shape[0], weight.shape
-    plan = _plan(tokens, weight)
+    plan = plan_for(tokens, weight)
     assert plan is not None
     parts, block, cap = plan
     sizes = tokens, rows, width, weight.bits, weight.group, parts, block, 1 if tokens <= 8 else 2, WARPS, 1

@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, SHARED_NBYTES, capability, multiprocessors
+from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_lengths, pass_unit, sizes_of, store_sums, take_tokens
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, FENCE, MEET, room, threads
@@ -178,26 +178,6 @@ def matmul_batch(
     memory._keep_alive()
 
 
-def fits_batch(x: Tensor, weights: Sequence[QTensor]) -> bool:
-    """Whether `multiply_batch` serves tokens and weights of one width: 4 bits in groups of 64, all in bf16."""
-    return (
-        not INTERPRETED
-        and 1 < x.shape[0] <= MOST_TOKENS
-        and 0 < len(weights) <= MOST_WEIGHTS
-        and x.dtype is torch.bfloat16
-        and capability(x.device) == HOPPER
-        and not x.data_ptr() % 16
-        and all(
-            weight.format == (4, 64, 1, torch.bfloat16)
-            and weight.biases is not None
-            and weight.shape[0] > 0
-            and not (weight.packed.data_ptr() | weight.scales.data_ptr() | weight.biases.data_ptr()) % 16
-            for weight in weights
-        )
-        and _programs_of(x, weights) is not None
-    )
-
-
 @cache
 def _programs(tokens: int, rows: tuple[int, ...], width: int, processors: int) -> int | None:
     """How many programs share K; None where it cannot be shared out so, or where other kernels are as quick."""
@@ -210,6 +190,11 @@ def _programs(tokens: int, rows: tuple[int, ...], width: int, processors: int) -
     return None if many or sizes.nbytes + 2048 > SHARED_NBYTES else programs
 
 
+def slower(x: Tensor, weights: Sequence[QTensor]) -> str | None:
+    """Why other kernels are as quick, or why this does not run."""
+    return None if _programs_of(x, weights) is not None else "the width is not shared out evenly, or the rows are too many"
+
+
 def _programs_of(x: Tensor, weights: Sequence[QTensor]) -> int | None:
     return _programs(x.shape[0], tuple(weight.shape[0] for weight in weights), x.shape[1], multiprocessors(x.device))
 
@@ -218,7 +203,7 @@ def _tiles(tokens: int) -> int:
     return power_of_two(cdiv(tokens, 8))
 
 
-def multiply_batch(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], normed: Normed | None = None) -> None:
+def multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], normed: Normed | None = None) -> None:
     """Tokens times up to MOST_WEIGHTS weights of one width in one launch.
 
     normed  x is first added to and normalised: what is added, the norm in float32, where the sum goes, eps

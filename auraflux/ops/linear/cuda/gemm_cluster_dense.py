@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_left, pass_lengths, sizes_of, store_normed, store_sums, take_tokens
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, MEET, put_sums, room, threads, times, words_at
@@ -101,23 +100,7 @@ def scores_batch(
     memory._keep_alive()
 
 
-def fits_scores(x: Tensor, norm: Tensor, weights: list[Tensor]) -> bool:
-    """Whether `multiply_scores` serves tokens and one or two dense weights: all in bf16, the norm in float32."""
-    tokens, width = x.shape
-    return (
-        not INTERPRETED
-        and 1 < tokens <= MOST_TOKENS
-        and len(weights) in (1, 2)
-        and width in WIDTHS
-        and norm.dtype is torch.float32
-        and capability(x.device) == HOPPER
-        and all(tensor.dtype is torch.bfloat16 and not tensor.data_ptr() % 16 for tensor in (x, *weights))
-    )
-
-
-def multiply_scores(
-    x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[Tensor]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def multiply(x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Tokens [T, H]: the norm, the sum it was made of, and the products with one or two weights."""
     tokens, width = x.shape
     h, total = torch.empty_like(x), torch.empty_like(x)

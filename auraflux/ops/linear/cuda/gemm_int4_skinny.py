@@ -4,12 +4,11 @@ y[m, n] = Σ_k x[m, k] (code[n, k] scale[n, k/64] + bias[n, k/64]); codes eight 
 `matvec_int4.py`, which is for one token, each warp has a ring of its own, here of codes and tokens.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, SHARED_NBYTES, capability
+from auraflux.ops.hopper.device import SHARED_NBYTES
 from auraflux.ops.linear.cuda.int4_mma import (
     AWAIT,
     COMMIT,
@@ -31,7 +30,7 @@ from auraflux.ops.linear.cuda.int4_mma import (
     wait_ptx,
     word_at,
 )
-from auraflux.ops.linear.cuda.matvec_int4 import fits_stream, multiply_stream, operands
+from auraflux.ops.linear.cuda.matvec_int4 import operands
 from auraflux.quant import QTensor
 
 MOST_TOKENS = 16
@@ -123,7 +122,7 @@ def matmul16(x, w, s, b, y, M, N, K: gl.constexpr, R: gl.constexpr, TILES: gl.co
     memory._keep_alive()
 
 
-def _plan(tokens: int, rows: int, width: int) -> tuple[int, int, int | None] | None:
+def plan_for(tokens: int, rows: int, width: int) -> tuple[int, int, int | None] | None:
     """Blocks of rows a program, slots of a ring, a cap on registers; None where a shape does not go."""
     if rows % 64 or width % 256:
         return None
@@ -140,27 +139,10 @@ def _plan(tokens: int, rows: int, width: int) -> tuple[int, int, int | None] | N
     return block, deep, None
 
 
-def fits_hopper(x: Tensor, weight: QTensor) -> bool:
-    """Whether the kernels here serve a product: 4 bits in groups of 64, all in bf16, whole runs of groups and of rows."""
-    tokens = x.shape[0]
-    return (
-        not INTERPRETED
-        and 0 < tokens <= MOST_TOKENS
-        and weight.format == (4, 64, 1, torch.bfloat16)
-        and x.dtype is torch.bfloat16
-        and capability(x.device) == HOPPER
-        and not (x.data_ptr() | weight.packed.data_ptr() | weight.scales.data_ptr()) % 16
-        and (fits_stream(*weight.shape) if tokens == 1 else _plan(tokens, *weight.shape) is not None)
-    )
-
-
-def multiply_hopper(x: Tensor, weight: QTensor, out: Tensor) -> None:
+def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     """Up to MOST_TOKENS tokens times a weight, into bf16 [T, N]."""
     tokens, (rows, width) = x.shape[0], weight.shape
-    if tokens == 1:
-        multiply_stream(x, [weight], [out])
-        return
-    plan = _plan(tokens, rows, width)
+    plan = plan_for(tokens, rows, width)
     assert plan is not None
     block, deep, cap = plan
     sizes = tokens, rows, width, block, 1 if tokens <= 8 else 2, WARPS, deep

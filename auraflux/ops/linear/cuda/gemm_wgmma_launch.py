@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.elementwise import silu
 from auraflux.ops.hopper.launch import described
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
@@ -142,27 +142,6 @@ def add_shares(
     tl.store(y0 + to, found.to(y0.dtype.element_ty), mask=(row < rows0)[:, None] & (token < tokens)[None, :])
 
 
-def fits_tiles(x: Tensor, weights: Sequence[QTensor], gated: bool = False) -> bool:
-    """Whether the kernels here serve products: 4 or 8 bits, all in bf16, tokens from the second to as many as pay."""
-    every = gated and all(weight.bits == 4 for weight in weights)
-    return (
-        not INTERPRETED
-        and x.shape[0] > 1
-        and (every or x.shape[0] <= MOST_TOKENS)
-        and x.dtype is torch.bfloat16
-        and capability(x.device) == HOPPER
-        and not x.data_ptr() % 16
-        and all(
-            weight.bits in BITS
-            and weight.shape[0]
-            and weight.biases is not None
-            and weight.scales.dtype is torch.bfloat16
-            and not weight.packed.data_ptr() % 16
-            for weight in weights
-        )
-    )
-
-
 @cache
 def plan(tokens: int, rows: tuple[int, ...], width: int, bits: int, processors: int) -> Plan:
     """The quickest way by what was measured: programs in rounds of as many as there are multiprocessors."""
@@ -194,7 +173,7 @@ def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return described(x, [rows, columns], tile_layout(kind, rows, columns))
 
 
-def multiply_hopper_tiles(
+def multiply(
     x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: Normed | None = None
 ) -> None:
     """Tokens times up to MOST_TOGETHER weights of one format and width; gated: silu(first) * second, into one out.

@@ -142,7 +142,7 @@ def _ordered(x: Tensor, bits: int) -> Tensor:
     return out
 
 
-def multiply_one(x: Tensor, weight: QTensor, bias: Tensor | None, out: Tensor) -> None:
+def multiply(x: Tensor, weight: QTensor, bias: Tensor | None, out: Tensor) -> None:
     rows, width = weight.shape
     shape = _shape(rows, weight, x.device)
     grid = (cdiv(rows, shape["ROWS"]),)
@@ -150,7 +150,7 @@ def multiply_one(x: Tensor, weight: QTensor, bias: Tensor | None, out: Tensor) -
     one_token[grid](ordered, *operands(weight), bias, out, rows, width, **constants(weight), **shape)
 
 
-def multiply_one_gated(x: Tensor, gate: QTensor, up: QTensor, out: Tensor) -> None:
+def multiply_gated(x: Tensor, gate: QTensor, up: QTensor, out: Tensor) -> None:
     rows, width = gate.shape
     shape = _shape(2 * rows, gate, x.device)
     grid = (cdiv(rows, shape["ROWS"]),)
@@ -159,7 +159,7 @@ def multiply_one_gated(x: Tensor, gate: QTensor, up: QTensor, out: Tensor) -> No
     one_token_gated[grid](ordered, *both, out, rows, width, **constants(gate), **shape)
 
 
-def multiply_one_three(x: Tensor, weights: list[QTensor], biases: list[Tensor | None], outs: list[Tensor]) -> None:
+def multiply_three(x: Tensor, weights: list[QTensor], biases: list[Tensor | None], outs: list[Tensor]) -> None:
     shape = _shape(sum(weight.shape[0] for weight in weights), weights[0], x.device)
     each = [(*operands(w), bias, out, w.shape[0]) for w, bias, out in zip(weights, biases, outs, strict=True)]
     grid = (sum(cdiv(weight.shape[0], shape["ROWS"]) for weight in weights),)

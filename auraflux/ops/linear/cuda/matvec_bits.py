@@ -20,8 +20,7 @@ from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.bit_planes import column_starts, word_count
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, put, run, shared
 from auraflux.ops.linear.cuda.matvec_bits_warp import added, ask, ask_lines, ask_x, block_sums, runs_of, weigh
-from auraflux.ops.linear.cuda.matvec_int8 import multiply_bytes, suits_bytes
-from auraflux.ops.linear.cuda.row_copies import chosen, passed, served
+from auraflux.ops.linear.cuda.row_copies import chosen, passed
 from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # that one launch multiplies one token by
@@ -128,17 +127,6 @@ def matvec_codes(
     memory._keep_alive()
 
 
-def fits_codes_one(x: Tensor, weights: Sequence[QTensor], added: Sequence[Tensor | None] = ()) -> bool:
-    """Whether `multiply_codes_one` serves one token times weights of one format."""
-    return (
-        x.shape[0] == 1
-        and 0 < len(weights) <= MOST_WEIGHTS
-        and 0 < x.shape[1] <= WIDEST
-        and len({vector is None for vector in added}) <= 1
-        and all(served(x, weight) for weight in weights)
-    )
-
-
 def _shape(weights: Sequence[QTensor]) -> tuple[int, int, int, int, int]:
     """Blocks of 16 rows of a program, parts of a run, warps, parts in flight, columns in turns."""
     first, rows = weights[0], [weight.shape[0] for weight in weights]
@@ -152,7 +140,7 @@ def _shape(weights: Sequence[QTensor]) -> tuple[int, int, int, int, int]:
     return block, parts, 8 if eight else 4, deep, gang
 
 
-def multiply_codes_one(
+def multiply(
     x: Tensor,
     weights: Sequence[QTensor],
     outs: Sequence[Tensor],
@@ -164,9 +152,6 @@ def multiply_codes_one(
     added   vectors to add, one for each weight, or none at all
     gated   silu(first product) * second, into one out
     """
-    if suits_bytes(x, weights):
-        multiply_bytes(x, weights, outs, added, gated)
-        return
     args: list[Any] = []
     for number in range(MOST_WEIGHTS):
         args += passed(weights[number]) if number < len(weights) else [None] * 3

@@ -37,7 +37,7 @@ def normed_rows(
     tl.store(out + row, tl.sum(unit.to(tl.float32) * mine, 0))
 
 
-def multiply_normed(
+def multiply(
     x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weights: list[Tensor]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """One token: the norm, the sum it was made of, and the products with one or two weights."""

@@ -39,7 +39,6 @@ from auraflux.ops.linear.cuda.int4_mma import (
     wait_ptx,
     word_at,
 )
-from auraflux.ops.linear.cuda.matvec_int4_tma import multiply_ring, suits_ring
 from auraflux.ops.linear.cuda.row_copies import chosen
 from auraflux.quant import QTensor
 
@@ -232,12 +231,7 @@ def matvec(
     memory._keep_alive()
 
 
-def fits_stream(rows: int, width: int) -> bool:
-    """Whether `multiply_stream` serves a weight of this shape: whole tiles of rows, whole runs of groups."""
-    return rows % 16 == 0 and width % 256 == 0 and width <= WIDEST
-
-
-def multiply_stream(
+def multiply(
     x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: Normed | None = None
 ) -> None:
     """One token times up to MOST_WEIGHTS weights of one width in one launch; gated: silu(first) * second, into one out.
@@ -245,9 +239,6 @@ def multiply_stream(
     normed  x is first added to and normalised: what is added or None, the norm in float32, where the sum goes, eps
     """
     width, processors = weights[0].shape[1], multiprocessors(x.device)
-    if len(weights) == 1 and normed is None and not gated and suits_ring(weights[0], processors):
-        multiply_ring(x, weights[0], outs[0], processors)
-        return
     rows = [weight.shape[0] for weight in weights]
     warps, deep, cap = _room(rows, width, gated, processors)
     tiles = _tiles(rows, width, gated)

@@ -91,17 +91,20 @@ def matvec_ring(
     memory._keep_alive()
 
 
-def suits_ring(weight: QTensor, processors: int) -> bool:
-    """Whether a weight is so wide that few programs of `matvec_int4` fit, and has stages enough for all multiprocessors."""
+def slower(weight: QTensor, processors: int) -> str | None:
+    """Why `matvec_int4` is quicker, unless a weight is so wide that few of its programs fit; or why this does not run."""
     rows, width = weight.shape
     count = cdiv(rows // 8, processors)
-    if width < LEAST_WIDTH or width % UNIT or rows % 8 or count < LEAST_STAGES:
-        return False
-    fits = DEEP * width // 2 * 9 + count * WARPS * 32 + 2048 <= SHARED_NBYTES
-    return fits and weight.biases is not None and not weight.biases.data_ptr() % 16
+    if width < LEAST_WIDTH or width % UNIT:
+        return f"width {width} is below {LEAST_WIDTH}, or no multiple of {UNIT}"
+    if rows % 8 or count < LEAST_STAGES:
+        return f"{rows} rows are not {LEAST_STAGES} stages of 8 for every multiprocessor"
+    if DEEP * width // 2 * 9 + count * WARPS * 32 + 2048 > SHARED_NBYTES:
+        return "its stages do not fit into shared memory"
+    return None if weight.biases is not None and not weight.biases.data_ptr() % 16 else "the biases are not aligned"
 
 
-def multiply_ring(x: Tensor, weight: QTensor, out: Tensor, processors: int) -> None:
+def multiply(x: Tensor, weight: QTensor, out: Tensor, processors: int) -> None:
     """One token times a weight, into bf16 [1, N]."""
     rows, width = weight.shape
     sizes = rows, width, cdiv(rows // 8, processors), DEEP, WARPS

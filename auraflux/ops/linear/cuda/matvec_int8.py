@@ -150,12 +150,14 @@ def _shape_of(x: Tensor, weights: Sequence[QTensor]) -> tuple[int, int, int, int
     return _shape(first.bits, first.group, first.shape[1], rows, multiprocessors(x.device))
 
 
-def suits_bytes(x: Tensor, weights: Sequence[QTensor]) -> bool:
-    """Whether `multiply_bytes` is the faster one for weights that `multiply_codes_one` serves."""
-    return _shape_of(x, weights) is not None
+def slower(x: Tensor, weights: Sequence[QTensor]) -> str | None:
+    """Why `matvec_bits` is quicker."""
+    if weights[0].biases is None:
+        return "codes without biases are no whole numbers"
+    return None if _shape_of(x, weights) is not None else "too few rows or columns for programs of several blocks"
 
 
-def multiply_bytes(
+def multiply(
     x: Tensor,
     weights: Sequence[QTensor],
     outs: Sequence[Tensor],

@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability
 from auraflux.ops.linear.cuda.bit_planes import copy_part_ptx, word_count
 from auraflux.ops.linear.cuda.int4_mma import bf16_at, word_at
 from auraflux.quant import QTensor
@@ -145,24 +144,6 @@ def lines_at(at, FURTHER: gl.constexpr, AFFINE: gl.constexpr, WHOLE: gl.constexp
         word = _scales_at(at, WHOLE, 2)
         s0, s1, b0, b1 = _power_at(word, 0), _power_at(word, 1), 0.0, 0.0
     return s0, s1, b0, b1
-
-
-def served(x: Tensor, weight: QTensor) -> bool:
-    """Whether kernels made of these parts read a weight: bf16, blocks of 16 rows, rows in whole 16 bytes."""
-    rows, width = weight.shape
-    biases = weight.scales if weight.biases is None else weight.biases
-    return (
-        not INTERPRETED
-        and x.dtype is torch.bfloat16
-        and weight.lanes == 1
-        and weight.scales.dtype is (torch.uint8 if weight.biases is None else torch.bfloat16)
-        and (weight.bits, weight.group) in SERVED
-        and capability(x.device) == HOPPER
-        and rows > 0
-        and rows % 16 == 0
-        and width * weight.bits % 128 == 0
-        and not (x.data_ptr() | weight.packed.data_ptr() | weight.scales.data_ptr() | biases.data_ptr()) % 16
-    )
 
 
 def passed(weight: QTensor) -> list[Tensor | None]:

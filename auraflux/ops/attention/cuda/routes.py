@@ -1,0 +1,239 @@
+"""Which kernel attends on CUDA: the first below that does not refuse.
+
+Plain Triton serves everything. On Hopper few new tokens read keys once for all heads that share them, and divide the keys
+among programs; many keep the tensor cores busy with tiles of queries. Latents are the same with all heads on one key.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
+from auraflux.ops.attention.cuda.split_kv import TILE
+from auraflux.ops.attention.pages import KVPages, LatentPages
+from auraflux.ops.hopper.device import interpreted, multiprocessors, not_hopper
+from auraflux.ops.linear.cuda.codes import check_order
+from auraflux.ops.linear.cuda.dense import dequantized
+from auraflux.ops.linear.cuda.dequantize import not_written, written
+from auraflux.ops.routes import Route, Routes
+from auraflux.quant import QTensor
+
+BF16 = torch.bfloat16
+HALVES = (torch.bfloat16, torch.float16)
+WIDTHS = (64, 128, 256)  # of heads
+MOST_POSITIONS = 1 << 31  # of a pool over all key heads, which TMA counts in 32 bits
+CODES = ((4, 64, 1, BF16), (8, 64, 1, BF16))
+
+EMPTY = "nothing is asked for"
+UNALIGNED = "an address is not a multiple of 16 bytes"
+
+
+class Attend(NamedTuple):
+    """`attention`: what it is called with, and where results go."""
+
+    q: Tensor
+    pages: KVPages
+    starts: Tensor
+    scale: float
+    window: int | None
+    sinks: Tensor | None
+    softcap: float | None
+    out: Tensor
+
+
+class AttendLatent(NamedTuple):
+    """`latent_attention`: what it is called with, and where results go."""
+
+    q_latent: Tensor
+    q_rope: Tensor
+    pages: LatentPages
+    starts: Tensor
+    scale: float
+    out: Tensor
+
+
+class HeadProducts(NamedTuple):
+    """Tokens [T, H, A] times a part of each head's rows of a weight: `used` of `rows`, after `skip`.
+
+    query  carried into the latent space, [T, H, C]; else brought back from it, [T, H, used]
+    """
+
+    x: Tensor
+    weight: Tensor | QTensor
+    rows: int
+    skip: int
+    used: int
+    query: bool
+    out: Tensor
+
+
+def _not_by_tma(call: Attend) -> str | None:
+    """Why TMA does not bring tiles of keys and values."""
+    q, pages = call.q, call.pages
+    if not call.out.numel():
+        return EMPTY
+    if q.dtype is not pages.k.dtype or q.dtype not in HALVES:
+        return "queries and keys are not of one 16-bit type"
+    pool, key_heads, page, width = pages.k.shape
+    if width not in WIDTHS or pages.v.shape[3] != width:
+        return f"heads of {width} and {pages.v.shape[3]}; it is for 64, 128 or 256"
+    if page % TILE or pool * key_heads * page >= MOST_POSITIONS:
+        return f"{pool} pages of {page} are not whole tiles of {TILE}, or too many"
+    if (q.data_ptr() | pages.k.data_ptr() | pages.v.data_ptr()) % 16:
+        return UNALIGNED
+    return not_hopper(q.device)
+
+
+def _refuses_decode(call: Attend) -> str | None:
+    tokens, heads, _ = call.q.shape
+    sequences, key_heads = len(call.pages.table), call.pages.k.shape[1]
+    if tokens > 2 * sequences:
+        # more tokens of a sequence share the reading of keys in the other kernels
+        return f"{tokens} new tokens of {sequences} sequences; it is for up to two of each"
+    if heads // key_heads > decode.MOST_COLUMNS:
+        return f"{heads // key_heads} heads share a key; it is for up to {decode.MOST_COLUMNS}"
+    return _not_by_tma(call)
+
+
+def _refuses_prefill(call: Attend) -> str | None:
+    (tokens, heads, _), (sequences, table_width) = call.q.shape, call.pages.table.shape
+    key_heads, page = call.pages.k.shape[1:3]
+    rows = tokens * (heads // key_heads)
+    if rows < prefill.ROWS * sequences:
+        return f"{rows} rows of queries for {sequences} sequences; it takes {prefill.ROWS} of each at a time"
+    if call.scale <= 0:
+        return "the scale is not positive"
+    if reason := _not_by_tma(call):
+        return reason
+    programs = 2 * (rows // prefill.ROWS) * key_heads
+    if programs < multiprocessors(call.q.device) and table_width * page > prefill.SHORT:
+        return "too few programs for so many keys: flash_paged divides the keys"
+    return None
+
+
+def _refuses_latent(call: AttendLatent) -> str | None:
+    if not call.out.numel():
+        return EMPTY
+    tensors = call.q_latent, call.q_rope, call.pages.latent, call.pages.rope
+    if any(x.dtype is not BF16 for x in tensors):
+        return "not all in bf16"
+    if (call.q_latent.shape[2], call.q_rope.shape[2]) != (mla_rows.LATENT, mla_rows.ROPE):
+        return f"latents of {call.q_latent.shape[2]} with keys of {call.q_rope.shape[2]}; it is for 512 with 64"
+    if call.pages.pool[1] % TILE:
+        return f"pages of {call.pages.pool[1]} are not whole tiles of {TILE}"
+    if any(x.data_ptr() % 16 for x in tensors):
+        return UNALIGNED
+    tokens, heads, _ = call.q_latent.shape
+    if heads % mla_rows.HEADS and tokens > 2 * len(call.pages.table):
+        # many tokens with few heads share the reading of latents in the other kernel
+        return f"{tokens} new tokens with {heads} heads"
+    return not_hopper(call.q_latent.device)
+
+
+def _refuses_mla_columns(call: AttendLatent) -> str | None:
+    if call.q_latent.shape[1] > mla_columns.MOST_COLUMNS:
+        return f"{call.q_latent.shape[1]} heads; it is for up to {mla_columns.MOST_COLUMNS}"
+    return _refuses_latent(call)
+
+
+def _refuses_codes(call: HeadProducts) -> str | None:
+    """Why tokens and a format are not for the kernels that read codes; and what each of the two needs besides."""
+    x, weight = call.x, call.weight
+    if not isinstance(weight, QTensor) or weight.biases is None or weight.format not in CODES:
+        return "the weight is not of 4 or 8 affine bits in groups of 64, in bf16"
+    if not 0 < len(x) <= mla_products_codes.MOST_TOKENS or x.dtype is not BF16:
+        return f"{len(x)} tokens; it is for up to {mla_products_codes.MOST_TOKENS} in bf16"
+    if (weight.packed.data_ptr() | weight.scales.data_ptr() | weight.biases.data_ptr()) % 16:
+        return UNALIGNED
+    width = weight.shape[1]
+    if call.query:
+        if call.used % 16 or not 16 <= call.used <= 256 or width // 64 not in (2, 4, 8):
+            return f"{call.used} rows of {width} are not whole steps, or warps have not all groups"
+    elif x.data_ptr() % 16 or x.stride(1) % 8 or call.used % 64 or width not in (128, 256, 512):
+        return f"{call.used} rows of {width} are not whole tiles, or values are not aligned"
+    return not_hopper(x.device)
+
+
+def _refuses_bmm(call: HeadProducts) -> str | None:
+    if not call.out.numel():
+        return EMPTY
+    if interpreted() or call.x.dtype is torch.float32:
+        return "float32 stays in Triton: cuBLAS would round it"
+    return (
+        "the weight is of another type" if isinstance(call.weight, Tensor) and call.weight.dtype is not call.x.dtype else None
+    )
+
+
+def _never(call: object) -> None:
+    return None
+
+
+def _decode(call: Attend) -> None:
+    decode.attend_decode(*call)
+
+
+def _prefill(call: Attend) -> None:
+    prefill.attend_prefill(*call)
+
+
+def _flash(call: Attend) -> None:
+    q, pages, starts, scale, window, sinks, softcap, out = call
+    flash_paged.attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap)
+
+
+def _mla_columns(call: AttendLatent) -> None:
+    mla_columns.attend_columns(*call)
+
+
+def _mla_rows(call: AttendLatent) -> None:
+    mla_rows.attend_rows(*call)
+
+
+def _flash_latent(call: AttendLatent) -> None:
+    q_latent, q_rope, pages, starts, scale, out = call
+    flash_paged.attend(q_latent, q_rope, (pages.latent, pages.rope), pages, starts, scale, out)
+
+
+def _codes(call: HeadProducts) -> None:
+    assert isinstance(call.weight, QTensor)
+    if call.query:
+        mla_products_codes.carry_codes(call.x, call.weight, call.rows, call.out)
+    else:
+        mla_products_codes.bring_codes(call.x, call.weight, call.skip, call.out)
+
+
+def _bmm(call: HeadProducts) -> None:
+    x, weight = call.x, call.weight
+    if isinstance(weight, QTensor):
+        check_order(weight)
+        weight = dequantized(weight, x.dtype) if not_written(weight, x.dtype) else written(weight)
+    part = weight.view(x.shape[1], call.rows, -1)[:, call.skip : call.skip + call.used]
+    torch.bmm(x.transpose(0, 1), part if call.query else part.transpose(1, 2), out=call.out.transpose(0, 1))
+
+
+def _tiles(call: HeadProducts) -> None:
+    mla_products.multiply(call.x, call.weight, call.out, call.rows, call.skip, call.used, call.query)
+
+
+ATTENTION: Routes[Attend, None] = Routes(
+    Route("decode", _refuses_decode, _decode),
+    Route("prefill", _refuses_prefill, _prefill),
+    Route("flash_paged", _never, _flash),
+)
+LATENT: Routes[AttendLatent, None] = Routes(
+    Route("mla_columns", _refuses_mla_columns, _mla_columns),
+    Route("mla_rows", _refuses_latent, _mla_rows),
+    Route("flash_paged", _never, _flash_latent),
+)
+HEAD_PRODUCTS: Routes[HeadProducts, None] = Routes(
+    Route("mla_products_codes", _refuses_codes, _codes),
+    Route("cuBLAS for each head", _refuses_bmm, _bmm),
+    Route("mla_products", _never, _tiles),
+)
+ROUTES = {
+    "attention": ATTENTION,
+    "latent_attention": LATENT,
+    "latent_query": HEAD_PRODUCTS,
+    "latent_output": HEAD_PRODUCTS,
+}

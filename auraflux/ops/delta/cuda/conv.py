@@ -1,0 +1,106 @@
+"""The short convolution over a delta layer's inputs, four taps and silu, in plain Triton."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops.hopper.elementwise import silu
+from auraflux.ops.hopper.sizes import cdiv
+
+
+@triton.jit
+def _convolve(x0, x1, x2, x3, weight, column, inside, channels):
+    total = x0.to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    total += x1.to(tl.float32) * tl.load(weight + channels + column, mask=inside, other=0.0).to(tl.float32)
+    total += x2.to(tl.float32) * tl.load(weight + 2 * channels + column, mask=inside, other=0.0).to(tl.float32)
+    total += x3.to(tl.float32) * tl.load(weight + 3 * channels + column, mask=inside, other=0.0).to(tl.float32)
+    return silu(total)
+
+
+@triton.jit
+def _serial_kernel(x, state, weight, starts, out, tokens, channels, BC: tl.constexpr):
+    b, column = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = column < channels
+    start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
+    memory = state + b.to(tl.int64) * 3 * channels + column
+    x0 = tl.load(memory, mask=inside, other=0.0)
+    x1 = tl.load(memory + channels, mask=inside, other=0.0)
+    x2 = tl.load(memory + 2 * channels, mask=inside, other=0.0)
+    where = start.to(tl.int64) * channels + column
+    for _ in range(start, end):
+        x3 = tl.load(x + where, mask=inside, other=0.0)
+        y = _convolve(x0, x1, x2, x3, weight, column, inside, channels)
+        tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
+        x0, x1, x2 = x1, x2, x3
+        where += channels
+    tl.store(memory, x0, mask=inside)
+    tl.store(memory + channels, x1, mask=inside)
+    tl.store(memory + 2 * channels, x2, mask=inside)
+
+
+@triton.jit
+def _input(x, state, b, age, token, start, column, inside, channels):
+    """The input `age` tokens before one: of x, or of the state where the sequence does not reach back so far."""
+    back = token - age
+    ours = (back >= start)[:, None]
+    where = back.to(tl.int64)[:, None] * channels + column[None, :]
+    older = (b.to(tl.int64) * 3 + 3 + back - start)[:, None] * channels + column[None, :]
+    new = tl.load(x + where, mask=inside & ours, other=0.0)
+    return tl.where(ours, new, tl.load(state + older, mask=inside & ~ours, other=0.0))
+
+
+@triton.jit
+def _tile_kernel(
+    x, state, weight, starts, out, sequences, tokens, channels, STEPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = (token < tokens)[:, None] & (column < channels)[None, :]
+    b = _sequence_of(token, starts, sequences, STEPS)
+    start = tl.load(starts + b)
+    x0 = _input(x, state, b, 3, token, start, column, inside, channels)
+    x1 = _input(x, state, b, 2, token, start, column, inside, channels)
+    x2 = _input(x, state, b, 1, token, start, column, inside, channels)
+    x3 = _input(x, state, b, 0, token, start, column, inside, channels)
+    y = _convolve(x0, x1, x2, x3, weight, column[None, :], (column < channels)[None, :], channels)
+    where = token.to(tl.int64)[:, None] * channels + column[None, :]
+    tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sequence_of(token, starts, sequences, STEPS: tl.constexpr):
+    """The last sequence that begins at or before each token: the one that has it, as those before it are empty."""
+    low, high = token * 0, token * 0 + sequences - 1
+    for _ in tl.static_range(STEPS):
+        middle = (low + high + 1) // 2
+        before = tl.load(starts + middle) <= token
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, tl.maximum(middle - 1, low))
+    return low
+
+
+@triton.jit
+def _keep_kernel(x, state, starts, tokens, channels, BC: tl.constexpr):
+    """Move the last three inputs of a sequence to its state."""
+    b, column = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, place = column < channels, tl.arange(0, 4)
+    start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
+    last = _input(x, state, b + place * 0, 2, end - 1 + place, start, column, (place < 3)[:, None] & inside[None, :], channels)
+    where = (b.to(tl.int64) * 3 + place)[:, None] * channels + column[None, :]
+    tl.debug_barrier()
+    tl.store(state + where, last, mask=(place < 3)[:, None] & inside[None, :])
+
+
+def convolve_serially(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, out: Tensor) -> None:
+    """One program walks along a sequence's tokens."""
+    (tokens, channels), batch = x.shape, len(state)
+    _serial_kernel[batch, cdiv(channels, 256)](x, state, weight, starts, out, tokens, channels, 256, num_warps=2)
+
+
+def convolve_tiles(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, out: Tensor) -> None:
+    """All tokens at once; a second launch keeps the last inputs."""
+    (tokens, channels), batch = x.shape, len(state)
+    grid = (cdiv(tokens, 16), cdiv(channels, 128))
+    steps = (batch - 1).bit_length()
+    _tile_kernel[grid](x, state, weight, starts, out, batch, tokens, channels, steps, 16, 128, num_warps=4)
+    _keep_kernel[batch, cdiv(channels, 256)](x, state, starts, tokens, channels, 256, num_warps=4)

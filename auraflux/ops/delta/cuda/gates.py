@@ -1,0 +1,30 @@
+"""How strongly each head of a delta layer forgets and writes, in plain Triton."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from auraflux.ops.hopper.elementwise import sigmoid
+from auraflux.ops.hopper.sizes import cdiv
+
+
+@triton.jit
+def _gates_kernel(a, b, a_log, dt_bias, decay, beta, size, heads, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, head = place < size, place % heads
+    rate = tl.exp(tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32))
+    x = tl.load(a + place, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
+    # log(1 + e) keeps the digits of a small e when what was lost in 1 + e is put right
+    e = tl.exp(-tl.abs(x))
+    sum = 1.0 + e
+    softplus = tl.maximum(x, 0.0) + tl.where(sum == 1.0, e, tl.log(sum) * (e / tl.where(sum == 1.0, 1.0, sum - 1.0)))
+    tl.store(decay + place, tl.exp(-rate * softplus), mask=inside)
+    y = tl.load(b + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(beta + place, sigmoid(y), mask=inside)
+
+
+def make_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, decay: Tensor, beta: Tensor) -> None:
+    """`delta_gates` into `decay` and `beta`."""
+    if size := a.numel():
+        _gates_kernel[(cdiv(size, 512),)](a, b, a_log, dt_bias, decay, beta, size, a.shape[1], 512, num_warps=4)

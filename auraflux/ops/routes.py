@@ -1,0 +1,119 @@
+"""Which of several kernels runs: a list of routes in order, of which the first that does not refuse a call is taken.
+
+A table is all there is to know about the choice. `explain` goes through it without running anything, which is what
+`auraflux ops --explain` and `docs/kernels.md` show.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from auraflux.ops._dispatch import Declined, Op
+
+Call = TypeVar("Call")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Route(Generic[Call, Result]):
+    """One way to carry out a call.
+
+    name     of the kernel, or what is done
+    refuses  why the call is not for it, in a few words; None if it is
+    run      carries the call out
+    then     where it is done by other tables: those, and what they are called with
+    """
+
+    name: str
+    refuses: Callable[[Call], str | None]
+    run: Callable[[Call], Result]
+    then: Callable[[Call], "list[tuple[Routes[Any, Any], Any]]"] | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a table says of a call: the route that is taken, and why those above it were not.
+
+    then  the verdicts of the tables that the route itself asks
+    """
+
+    taken: str | None
+    refused: tuple[tuple[str, str], ...]
+    then: tuple["Verdict", ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The routes that are taken, one inside the other."""
+        inside = ", ".join(dict.fromkeys(verdict.path for verdict in self.then))
+        return f"{self.taken} ({inside})" if inside else str(self.taken)
+
+
+class _Told(Exception):
+    """Carries a verdict out of a kernel that was asked for it instead of being run."""
+
+    def __init__(self, verdict: Verdict):
+        self.verdict = verdict
+
+
+_telling: ContextVar[bool] = ContextVar("telling", default=False)
+
+
+class Routes(Generic[Call, Result]):
+    """The routes of one or more ops, the preferred first."""
+
+    def __init__(self, *routes: Route[Call, Result]):
+        self.routes = routes
+
+    def __call__(self, call: Call) -> Result:
+        if _telling.get():
+            raise _Told(self.explain(call))
+        for route in self.routes:
+            if route.refuses(call) is None:
+                return route.run(call)
+        raise Declined(self.explain(call).refused[-1][1])
+
+    def explain(self, call: Call) -> Verdict:
+        """What would be done, without doing it."""
+        refused: list[tuple[str, str]] = []
+        for route in self.routes:
+            reason = route.refuses(call)
+            if reason is None:
+                then = route.then(call) if route.then is not None else []
+                return Verdict(route.name, tuple(refused), tuple(table.explain(inner) for table, inner in then))
+            refused.append((route.name, reason))
+        return Verdict(None, tuple(refused))
+
+    def __iter__(self) -> Iterator[Route[Call, Result]]:
+        return iter(self.routes)
+
+
+def routes_of(op: Op, backend: str) -> Routes[Any, Any] | None:
+    """The table that an op's kernel asks; None where it has no choice."""
+    name = f"auraflux.ops.{op.family}.{backend}.routes"
+    try:
+        tables: dict[str, Routes[Any, Any]] = importlib.import_module(name).ROUTES
+    except ModuleNotFoundError as err:
+        # families without a choice have one module, or none of this name
+        if err.name is None or not name.startswith(err.name):
+            raise
+        return None
+    return tables.get(op.name)
+
+
+def verdict_of(op: Op, backend: str, arguments: dict[str, Any]) -> Verdict | None:
+    """What an op's table says of a call; None where there is no table, or nothing to do."""
+    kernel = op.kernel(backend)
+    if kernel is None or routes_of(op, backend) is None:
+        return None
+    token = _telling.set(True)
+    try:
+        kernel(**arguments)
+    except _Told as told:
+        return told.verdict
+    except Declined as reason:
+        return Verdict(None, (("every kernel", str(reason)),))
+    finally:
+        _telling.reset(token)
+    return None

@@ -1,0 +1,102 @@
+"""The tables that choose kernels: what they say, that every route is taken by something, and that a page tells of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from auraflux.ops._cases import Case
+from auraflux.ops._dispatch import Declined
+from auraflux.ops.routes import Route, Routes, Verdict, routes_of
+from auraflux.quant import QTensor
+
+pytest.importorskip("triton")
+from auraflux.cli.kernels_page import kernels_page
+from auraflux.ops.explain import all_verdicts, chosen_ops, taken
+from auraflux.ops.hopper.device import assume_hopper, not_hopper
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def below(limit: int) -> Routes[int, str]:
+    def refuses(number: int) -> str | None:
+        return None if number < limit else f"{number} is not below {limit}"
+
+    return Routes(Route(f"below {limit}", refuses, lambda number: f"{number} by the small one"))
+
+
+def test_the_first_that_does_not_refuse_runs():
+    table = Routes(*below(2), *below(9), *below(5))
+    assert table(1) == "1 by the small one"
+    assert table.explain(3) == Verdict("below 9", (("below 2", "3 is not below 2"),))
+    assert table.explain(9).taken is None
+    with pytest.raises(Declined, match="9 is not below 5"):
+        table(9)
+
+
+def test_what_a_route_asks_is_explained_too():
+    inner = below(4)
+    outer: Routes[int, str] = Routes(
+        Route("half of it", lambda number: None, lambda number: inner(number // 2), lambda number: [(inner, number // 2)])
+    )
+    assert outer(6) == "3 by the small one"
+    assert outer.explain(6).path == "half of it (below 4)"
+
+
+def test_a_machine_without_a_gpu_can_be_asked():
+    device = torch.device("cpu")
+    assert not_hopper(device) is not None
+    with assume_hopper():
+        assert not_hopper(device) is None
+    assert not_hopper(device) is not None
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[Case, Verdict]:
+    return all_verdicts()
+
+
+def empty(rows: int, width: int, bits: int) -> QTensor:
+    """A weight that nobody reads; memory is not touched."""
+    scales, biases = (torch.empty(rows, width // 64, dtype=torch.bfloat16) for _ in range(2))
+    return QTensor(torch.empty(rows, width * bits // 32, dtype=torch.int32), scales, biases, bits, 64, (rows, width))
+
+
+# shapes too large for a case: tokens, rows, width, bits
+LARGE = {
+    "matvec_int4_tma": (1, 8192, 16384, 4),
+    "matvec_int8": (1, 8192, 8192, 8),
+    "dequantized in bf16, then cuBLAS": (2000, 4096, 4096, 4),
+}
+
+
+def large(name: str) -> Verdict:
+    from auraflux.ops.linear.cuda.call import Call
+    from auraflux.ops.linear.cuda.routes import PRODUCTS
+
+    tokens, rows, width, bits = LARGE[name]
+    with assume_hopper():
+        return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=torch.bfloat16), [empty(rows, width, bits)]))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_weights_take_their_route(name: str):
+    assert large(name).taken == name
+
+
+def test_every_route_is_taken_by_something(verdicts: dict[Case, Verdict]):
+    tables = {id(table): table for op in chosen_ops() if (table := routes_of(op, "cuda")) is not None}
+    names = {(op.family, route.name) for op in chosen_ops() for route in tables[id(routes_of(op, "cuda"))]}
+    reached = {(case.op.family, name) for case, verdict in verdicts.items() for name in taken(verdict)}
+    reached |= {("linear", name) for name in LARGE}
+    assert names - reached == set()
+
+
+def test_every_refusal_is_a_few_words(verdicts: dict[Case, Verdict]):
+    reasons = {reason for verdict in verdicts.values() for _, reason in verdict.refused}
+    assert reasons
+    assert [reason for reason in reasons if not 3 < len(reason) <= 140 or reason.endswith(".") or "\n" in reason] == []
+
+
+def test_the_page_about_kernels_is_not_stale(verdicts: dict[Case, Verdict]):
+    assert (DOCS / "kernels.md").read_text() == kernels_page(chosen_ops(), verdicts), "run `make docs`"
