@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUESTION ?= Why is the sky blue? Answer in two sentences.
-PYTEST := $(BIN)/python -m pytest --quiet
+PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile
 
 .PHONY: install demo test test-all check fix bench docs clean
 

@@ -2,6 +2,10 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # workers share the cores: whoever waits there must not spin. Read when the first library with threads is loaded
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 

@@ -47,6 +47,86 @@ def test_imports_go_one_way():
     assert wrong == []
 
 
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(source: str, modules: set[str]) -> set[str]:
+    """Those of some modules that one imports: at its top, in functions, and for type checkers only."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # `from package import name` means the module of that name where there is one
+            full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else str(node.module) for name in full.values()}
+    return found & modules
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules each of which leads to all others of its group (Tarjan's strongly connected components)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in order:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], order[other])
+        if lowest[module] == order[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1 or module in graph[module]:
+                found.append(sorted(group))
+
+    for module in sorted(graph):
+        if module not in order:
+            visit(module)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("graph", "wanted"),
+    [
+        ({"a": "bc", "b": "c", "c": ""}, []),
+        ({"a": "a"}, [["a"]]),
+        ({"a": "b", "b": "a", "c": "ab"}, [["a", "b"]]),
+        ({"a": "b", "b": "cd", "c": "a", "d": "e", "e": "fd", "f": ""}, [["a", "b", "c"], ["d", "e"]]),
+    ],
+)
+def test_circles_are_found(graph: dict[str, str], wanted: list[list[str]]):
+    assert circles({module: set(others) for module, others in graph.items()}) == wanted
+
+
+def test_imports_are_found_wherever_they_stand():
+    modules = {"p", "p.a", "p.b", "p.c", "p.d", "p.e"}
+    source = """
+from p import a, name
+import p.b
+from p.c import thing
+if TYPE_CHECKING:
+    from p.d import Thing
+def late():
+    from p import e
+    import numpy
+"""
+    assert imported_modules(source, modules) == modules
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    modules = {module_name(path): path for path in MODULES}
+    graph = {name: imported_modules(path.read_text(), set(modules)) for name, path in modules.items()}
+    assert circles(graph) == []
+
+
 def test_every_part_has_a_level():
     assert {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} <= set(LEVELS)
 
@@ -117,11 +197,3 @@ def test_compiled_cpu_code_does_not_depend_on_cuda_sources():
     assert [name_of(path) for path in sources if backend_of(path) == "cuda"] == []
     used = {path for path in MODULES if path.is_relative_to(ROOT / "ops") and backend_of(path) == "cpu"}
     assert used <= set(sources)
-
-
-def test_readme_lists_every_op():
-    from auraflux.ops import all_ops
-
-    readme = (ROOT.parent / "README.md").read_text()
-    rows = [f"| {op.family} | `{op.name}` | {', '.join(op.origins)} |" for op in all_ops()]
-    assert [row for row in rows if row not in readme] == []

@@ -17,8 +17,8 @@ from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import pool_tokens
 from auraflux.run.scheduler import Scheduler
-from auraflux.weights.checkpoint import Stored
 from auraflux.weights.loader import ROUTERS, Weights
+from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")
 THERE = re.compile(r"(switch_mlp|experts)\.gate_proj\.weight$")

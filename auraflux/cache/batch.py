@@ -125,6 +125,12 @@ class Batch:
             self.sequences[0].shorten(self.extra)
         self.extra = None
 
+    def cut_back(self, lengths: list[int]) -> None:
+        """Take back tokens that did not get through all layers: sequences are as long as they were, or shorter."""
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            if sequence.length > length:
+                sequence.truncate(length)
+
     def extend(self, counts: list[int], extra: int | None = None) -> None:
         """Make room for so many new tokens of each sequence; every layer must then be given them. All or nothing.
 

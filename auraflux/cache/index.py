@@ -1,14 +1,17 @@
 """What kernels read about the sequences of a step, as tensors that stay where they are from step to step."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from auraflux.cache.pages import LayerGroup
-
 ALIGNED = 4  # int32 numbers; kernels read from multiples of 16 bytes faster
+
+
+class Paged(Protocol):
+    """Layers that share a page table, as far as an index cares; `size` tokens fill a page."""
+
+    size: int
 
 
 class StepIndex:
@@ -32,7 +35,7 @@ class StepIndex:
         self.lengths, self.starts, self.positions = lengths[:count], starts[: count + 1], positions[:count]
         self.parts, self.end = extra[:3], extra[3:4]
         self.slots, self._slot = torch.zeros(2, dtype=torch.int64, device=device), 0
-        self._tables: dict[LayerGroup, tuple[Tensor, list[tuple[Any, int] | None]]] = {}
+        self._tables: dict[Paged, tuple[Tensor, list[tuple[Any, int] | None]]] = {}
 
     def write(self, lengths: list[int], starts: list[int], positions: list[int], extra: int = 0) -> None:
         """Set the numbers of a step; positions only where each sequence has one new token."""
@@ -47,14 +50,14 @@ class StepIndex:
             self.slots.fill_(slot)
             self._slot = slot
 
-    def table(self, group: "LayerGroup") -> Tensor:
+    def table(self, group: Paged) -> Tensor:
         """The page table of a group, int32 [B, M]."""
         if group not in self._tables:
             pages = torch.zeros(self.count, -(-self.reach // group.size), dtype=torch.int32, device=self.device)
             self._tables[group] = pages, [None] * self.count
         return self._tables[group][0]
 
-    def refresh(self, group: "LayerGroup", rows: list[Any]) -> None:
+    def refresh(self, group: Paged, rows: list[Any]) -> None:
         """Bring the table of a group up to date with what sequences hold; what has not changed is not sent again."""
         table, known = self.table(group), self._tables[group][1]
         for b, row in enumerate(rows):

@@ -1,20 +1,31 @@
 """What a model says of its layers, and which kind of cache each gets."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer
+from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recent import RecentLayer
-from auraflux.cache.recurrent import RecurrentLayer
+from auraflux.cache.recurrent import RecurrentLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
 from auraflux.cache.turboquant import CodedLayer
 from auraflux.ops.turboquant.rotation import NARROWEST, WIDEST
 
-if TYPE_CHECKING:
-    from auraflux.cache.cache import Cache
+
+class Room(Protocol):
+    """Where layers are built: a cache, as far as shapes know it."""
+
+    settings: CacheSettings
+    dtype: torch.dtype
+
+    @property
+    def states(self) -> StateGroup: ...
+
+    def group(self, span: int | None) -> LayerGroup:
+        """The group of layers whose queries see `span` positions."""
 
 
 def _width_refusal(width: int) -> str | None:
@@ -55,15 +66,15 @@ class AttentionShape:
             return f"its keys are {self.width} wide and its values {self.value_width}, and codes need one width."
         return _width_refusal(self.width)
 
-    def build(self, cache: "Cache", bits: Bits | None) -> DenseLayer | CodedLayer | RecentLayer:
-        group, newest = cache.group(self.window), cache.settings.newest
+    def build(self, room: Room, bits: Bits | None) -> DenseLayer | CodedLayer | RecentLayer:
+        group, newest = room.group(self.window), room.settings.newest
         # a window that is newest as a whole is never read as codes
         if bits is None or (self.window is not None and self.window <= newest):
-            return DenseLayer(group, self.heads, self.width, self.value_width or self.width, cache.dtype)
-        coded = CodedLayer(group, self.heads, self.width, bits, cache.settings.seed, cache.settings.sparse_v)
+            return DenseLayer(group, self.heads, self.width, self.value_width or self.width, room.dtype)
+        coded = CodedLayer(group, self.heads, self.width, bits, room.settings.seed, room.settings.sparse_v)
         if newest == 0:
             return coded
-        return RecentLayer(coded, DenseLayer(cache.group(newest), self.heads, self.width, self.width, cache.dtype))
+        return RecentLayer(coded, DenseLayer(room.group(newest), self.heads, self.width, self.width, room.dtype))
 
 
 @dataclass(frozen=True)
@@ -94,10 +105,10 @@ class LatentShape:
             return f"sparse_v={settings.sparse_v} skips values, and a latent has been read as a key already."
         return _width_refusal(self.width)
 
-    def build(self, cache: "Cache", bits: Bits | None) -> LatentLayer | CodedLatentLayer:
+    def build(self, room: Room, bits: Bits | None) -> LatentLayer | CodedLatentLayer:
         if bits is None:
-            return LatentLayer(cache.group(None), self.width, self.rope, cache.dtype)
-        return CodedLatentLayer(cache.group(None), self.width, self.rope, bits[0], cache.settings.seed, cache.dtype)
+            return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
+        return CodedLatentLayer(room.group(None), self.width, self.rope, bits[0], room.settings.seed, room.dtype)
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,6 @@ class RecurrentShape:
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
         return "a recurrent state has no codes."
 
-    def build(self, cache: "Cache", bits: Bits | None) -> RecurrentLayer:
+    def build(self, room: Room, bits: Bits | None) -> RecurrentLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
-        return RecurrentLayer(cache.states, *sizes, self.dtype or cache.dtype)
+        return RecurrentLayer(room.states, *sizes, self.dtype or room.dtype)

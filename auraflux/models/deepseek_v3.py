@@ -12,16 +12,16 @@ from torch import Tensor
 
 from auraflux.cache import Batch, LatentShape
 from auraflux.errors import FormatError
-from auraflux.models import llama, qwen3_moe
 from auraflux.models.config import Keys
-from auraflux.models.llama import MLP, Stream
-from auraflux.models.qwen3_moe import Mixture, Plain, announce
+from auraflux.models.decoder import Decoder, FeedForward, Mixer, Stream, without_frequencies
+from auraflux.models.mixture import Mixture
+from auraflux.models.mlp import MLP, AddedMLP
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Routing, add_norm_linears, latent_output, latent_query, linear
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import Stored
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
+from auraflux.weights.stored import Stored
 
 LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says
 
@@ -130,47 +130,31 @@ def _routing(keys: Keys) -> Routing:
     )
 
 
-class Model(qwen3_moe.Model):
-    """Embedding, layers, norm and head."""
-
-    config: Any
+class Model(Decoder[Config]):
+    """Latent attention, then an MLP in the first layers and experts in the others."""
 
     def __init__(self, config: Config, weights: Weights):
-        self.config, self.dtype = config, weights.dtype
-        self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
-        self.layers = [Layer(config, weights, index) for index in range(config.layers)]
-        self.norm = weights.vector("model.norm.weight", config.hidden)
-        self.head = llama.head(weights, self.table, config.vocab, config.hidden, config.tied)
-        announce(self.layers)
+        super().__init__(config, weights)
         for index in range(config.layers, config.layers + config.extra):
             weights.skip_under(f"model.layers.{index}.")
 
+    def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
+        return Attention(self.config, weights, f"{name}.self_attn")
 
-class Layer(qwen3_moe.Layer):
-    """Latent attention, then an MLP or experts."""
-
-    def __init__(self, config: Config, weights: Weights, index: int):
-        name, self.eps = f"model.layers.{index}", config.eps
-        self.mixer_norm = weights.vector(f"{name}.input_layernorm.weight", config.hidden)
-        self.mlp_norm = weights.vector(f"{name}.post_attention_layernorm.weight", config.hidden)
-        self.mixer = Attention(config, weights, f"{name}.self_attn")
-        if config.mixtures[index]:
-            self.mlp = _mixture(config, weights, f"{name}.mlp")
-        else:
-            self.mlp = Plain(MLP(weights, f"{name}.mlp", config.hidden, config.inner))
-
-
-def _mixture(config: Config, weights: Weights, name: str) -> Mixture:
-    shared = None
-    if config.shared_inner:
-        shared = MLP(weights, f"{name}.shared_experts", config.hidden, config.shared_inner).as_expert()
-    return Mixture(
-        config.routing,
-        weights.matrix(f"{name}.gate", config.experts, config.hidden),
-        load_experts(weights, name, config.experts, config.hidden, config.expert_inner),
-        choice_bias=weights.vector(f"{name}.gate.e_score_correction_bias", config.experts),
-        shared=shared,
-    )
+    def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
+        config, name = self.config, f"{name}.mlp"
+        if not config.mixtures[index]:
+            return AddedMLP(weights, name, config.hidden, config.inner)
+        shared = None
+        if config.shared_inner:
+            shared = MLP(weights, f"{name}.shared_experts", config.hidden, config.shared_inner).as_expert()
+        return Mixture(
+            config.routing,
+            weights.matrix(f"{name}.gate", config.experts, config.hidden),
+            load_experts(weights, name, config.experts, config.hidden, config.expert_inner),
+            choice_bias=weights.vector(f"{name}.gate.e_score_correction_bias", config.experts),
+            shared=shared,
+        )
 
 
 class Attention:
@@ -283,7 +267,7 @@ def _stack(weights: Weights, name: str, heads: int, rows: int, width: int) -> St
     return kept.joined() if isinstance(kept, QTensor) else kept.flatten(0, 1)
 
 
-rename = llama.rename
+rename = without_frequencies
 
 
 def make_caches(config: Config) -> list[LatentShape]:

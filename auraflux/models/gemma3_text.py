@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch
-from auraflux.models import llama
+from auraflux.models import attention, mlp
+from auraflux.models.attention import Heads
 from auraflux.models.config import Keys
-from auraflux.models.llama import Stream
+from auraflux.models.decoder import Decoder, FeedForward, Mixer, Residual, Stream
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import add_norm_linears, geglu, linear, rms_norm
 from auraflux.weights.loader import Weights
@@ -89,17 +90,25 @@ def _rope(keys: Keys, kind: str) -> dict[str, Any]:
     return {**rope_settings(keys), "rope_theta": keys.get("rope_theta", 1000000.0)}
 
 
-class Model(llama.Model):
-    """Embedding, layers, norm and head."""
+class Model(Decoder[Config]):
+    """Attention, then an MLP, each between two norms."""
+
+    norms = "input_layernorm", "pre_feedforward_layernorm"
 
     def __init__(self, config: Config, weights: Weights):
         super().__init__(config, weights)
-        self.norm = 1 + self.norm
         # rounded to the dtype of the activations, as transformers does
         self.scale = torch.tensor(config.hidden**0.5, dtype=weights.dtype).item()
 
-    def make_layer(self, weights: Weights, index: int) -> "Layer":
-        return Layer(self.config, weights, index)
+    def make_norm(self, weights: Weights, name: str) -> Tensor:
+        # added here and not by the loader: `convert` writes w, which is what mlx-lm keeps too
+        return 1 + super().make_norm(weights, name)
+
+    def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
+        return Attention(self.config, weights, name, index, self.make_norm(weights, f"{name}.post_attention_layernorm"))
+
+    def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
+        return MLP(self.config, weights, name, self.make_norm(weights, f"{name}.post_feedforward_layernorm"))
 
     def embedded(self, ids: Tensor) -> Tensor:
         return super().embedded(ids) * self.scale
@@ -110,45 +119,38 @@ class Model(llama.Model):
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
-class Layer:
-    """Attention, then an MLP, each between two norms."""
+class Attention(attention.Attention):
+    """Attention whose result is normalised.
 
-    def __init__(self, config: Config, weights: Weights, index: int):
-        name, self.eps = f"model.layers.{index}", config.eps
-        self.attention_norm, self.attended_norm, self.mlp_norm, self.mixed_norm = (
-            1 + weights.vector(f"{name}.{norm}_layernorm.weight", config.hidden)
-            for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        )
-        self.attention = llama.Attention(
-            weights,
-            f"{name}.self_attn",
-            config.hidden,
-            llama.Heads(config.heads, config.kv_heads, config.head_width),
-            config.rotations[config.kinds[index]].to(weights.device),
-            config.eps,
-            config.scale,
-            config.softcap,
-            shift=1.0,
-        )
-        self.mlp = MLP(weights, f"{name}.mlp", config.hidden, config.inner)
+    norm  [H]  over the result
+    """
 
-    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
-        x, attended = self.attention(Stream(x, delta, self.attention_norm, self.eps), batch, store)
-        attended = rms_norm(attended, self.attended_norm, self.eps)
-        x, mixed = self.mlp.of_stream(Stream(x, attended, self.mlp_norm, self.eps))
-        return x, rms_norm(mixed, self.mixed_norm, self.eps)
+    def __init__(self, config: Config, weights: Weights, name: str, index: int, norm: Tensor):
+        heads = Heads(config.heads, config.kv_heads, config.head_width)
+        turn = config.rotations[config.kinds[index]].to(weights.device)
+        scores = config.scale, config.softcap
+        super().__init__(weights, f"{name}.self_attn", config.hidden, heads, turn, config.eps, *scores)
+        assert self.norms is not None
+        self.norms, self.norm = (1 + self.norms[0], 1 + self.norms[1]), norm
 
-    def remember(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
-        self.attention.remember(Stream(x, delta, self.attention_norm, self.eps), batch, store)
+    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        total, attended = super().__call__(stream, batch, store)
+        return total, rms_norm(attended, self.norm, self.eps)
 
 
-class MLP(llama.MLP):
-    """down(gelu(gate x) * up x)."""
+class MLP(mlp.MLP):
+    """down(gelu(gate x) * up x), normalised.
 
-    def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+    norm  [H]  over the result
+    """
+
+    def __init__(self, config: Config, weights: Weights, name: str, norm: Tensor):
+        super().__init__(weights, f"{name}.mlp", config.hidden, config.inner)
+        self.norm, self.eps = norm, config.eps
+
+    def __call__(self, stream: Stream) -> Residual:
         total, (gate, up) = add_norm_linears(*stream, (self.gate, self.up))
-        return total, linear(geglu(gate, up), self.down)
+        return total, rms_norm(linear(geglu(gate, up), self.down), self.norm, self.eps)
 
 
 def rename(name: str) -> str | None:

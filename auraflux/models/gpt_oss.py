@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from auraflux.cache import AttentionShape
-from auraflux.models import llama, qwen3_moe
+from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.qwen3_moe import Mixture, announce
+from auraflux.models.decoder import Decoder, FeedForward, Mixer, without_frequencies
+from auraflux.models.mixture import Mixture
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Clamp, Routing
 from auraflux.weights.experts import load_experts
@@ -61,39 +62,26 @@ class Config:
         )
 
 
-class Model(qwen3_moe.Model):
-    """Embedding, layers, norm and head."""
-
-    config: Any
-
-    def __init__(self, config: Config, weights: Weights):
-        self.config, self.dtype = config, weights.dtype
-        self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
-        self.layers = [Layer(config, weights, f"model.layers.{index}") for index in range(config.layers)]
-        self.norm = weights.vector("model.norm.weight", config.hidden)
-        self.head = llama.head(weights, self.table, config.vocab, config.hidden, config.tied)
-        announce(self.layers)
-
-
-class Layer(qwen3_moe.Layer):
+class Model(Decoder[Config]):
     """Attention with sinks, then experts with biases."""
 
-    def __init__(self, config: Config, weights: Weights, name: str):
-        self.eps, hidden, count = config.eps, config.hidden, config.experts
-        self.mixer_norm = weights.vector(f"{name}.input_layernorm.weight", hidden)
-        self.mlp_norm = weights.vector(f"{name}.post_attention_layernorm.weight", hidden)
-        heads = llama.Heads(config.heads, config.kv_heads, config.head_width)
-        turn = config.rotation.to(weights.device)
-        self.mixer = llama.Attention(weights, f"{name}.self_attn", hidden, heads, turn, sinks=True)
-        self.mlp = Mixture(
+    def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
+        config = self.config
+        heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        return Attention(weights, f"{name}.self_attn", config.hidden, heads, turn, sinks=True)
+
+    def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
+        config, name = self.config, f"{name}.mlp"
+        count, hidden = config.experts, config.hidden
+        return Mixture(
             config.routing,
-            weights.matrix(f"{name}.mlp.router", count, hidden),
-            load_experts(weights, f"{name}.mlp", count, hidden, config.inner, stacks="experts", clamp=config.clamp),
-            router_bias=weights.bias(f"{name}.mlp.router", count),
+            weights.matrix(f"{name}.router", count, hidden),
+            load_experts(weights, name, count, hidden, config.inner, stacks="experts", clamp=config.clamp),
+            router_bias=weights.bias(f"{name}.router", count),
         )
 
 
-rename = llama.rename
+rename = without_frequencies
 
 
 def make_caches(config: Config) -> list[AttentionShape]:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch, RecurrentShape
 from auraflux.models import qwen3_moe
+from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.llama import Attention, Heads, Stream
-from auraflux.models.qwen3_moe import Layer, MixtureConfig, load_mlp, sparse_layers
+from auraflux.models.decoder import Mixer, Stream
+from auraflux.models.qwen3_moe import MixtureConfig, sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing, add_norm_linears, delta_gates, gated_rms_norm, linear, qk_norm
 from auraflux.weights.loader import Weights, dense
@@ -101,22 +102,21 @@ def _kinds(keys: Keys) -> tuple[str, ...]:
 
 
 class Model(qwen3_moe.Model):
-    """Embedding, layers, norm and head."""
+    """Qwen3's, with Gated DeltaNet in place of most attention."""
+
+    config: Config
 
     def __init__(self, config: Config, weights: Weights):
         self.shift = _norm_shift(config, weights)
         super().__init__(config, weights)
 
-    def make_layer(self, weights: Weights, index: int) -> Layer:
-        config, name = self.config, f"model.layers.{index}"
-        mixer: Attention | Delta
+    def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
+        config = self.config
         if config.kinds[index] == DELTA:
-            mixer = Delta(weights, f"{name}.linear_attn", config.hidden, config.delta, config.eps)
-        else:
-            heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
-            home = f"{name}.self_attn"
-            mixer = Attention(weights, home, config.hidden, heads, turn, config.eps, gated=True, shift=self.shift)
-        return Layer(weights, name, config.hidden, config.eps, mixer, load_mlp(config, weights, index), self.shift)
+            return Delta(weights, f"{name}.linear_attn", config.hidden, config.delta, config.eps)
+        heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        options: dict[str, Any] = {"gated": True, "shift": self.shift}
+        return Attention(weights, f"{name}.self_attn", config.hidden, heads, turn, config.eps, **options)
 
 
 def _norm_shift(config: Config, weights: Weights) -> float:

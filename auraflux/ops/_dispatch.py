@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from auraflux.errors import BackendError, InputError
+from auraflux.ops._recording import recorder
 
 log = logging.getLogger("auraflux")
 
@@ -51,10 +52,6 @@ def _settle_torch() -> None:
 _settle_torch()
 
 
-# what each thread records, see `simd/record.py`; checks read values that need not be read again
-watched: dict[int, Any] = {}
-
-
 class Declined(Exception):
     """A kernel will not serve this call; the message says why."""
 
@@ -77,7 +74,8 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.check is not None:
-            if watched and (recording := watched.get(threading.get_ident())) is not None:
+            if recorder and (recording := recorder.recording) is not None:
+                # checks read values that need not be read again
                 with recording.paused():
                     self.check(*args, **kwargs)
             else:

@@ -1,32 +1,22 @@
 """A model with its cache: tokens go in, scores of the next token come out."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache, CacheSettings, Sequence
 from auraflux.errors import CacheFull
-from auraflux.ops import exact
 from auraflux.quant import QTensor
 from auraflux.run.device import device_memory, sent
-from auraflux.run.graph import Decoder
+from auraflux.run.graph import Replayer
+from auraflux.run.runner import Model, Runner
 
 # tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
 SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 # sequences of steps of writing there; weights are read once whatever the number
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 REACHES = (1024, 4096, 16384)  # of their indexes, as few for the same reason; then every power of two
-
-
-class Model(Protocol):
-    """What every family's model can do."""
-
-    config: Any
-
-    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
-    def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Engine:
@@ -37,7 +27,7 @@ class Engine:
     tokens     of all of them together; by default as many as they have when each fills its context
     kept       parked sequences more for which windows have room
     chunk      tokens that go through the model together, over all sequences
-    exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    exact      multiply float32 activations, see `Runner`
     graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
     """
 
@@ -57,12 +47,13 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        self.model, self.chunk, self.exact = model, chunk, exact
+        self.model, self.chunk = model, chunk
         with device_memory():
             sizes: dict[str, Any] = {"sequences": sequences, "tokens": tokens, "kept": kept, "chunk": chunk}
             self.cache = Cache(shapes, settings, context=context, **sizes, dtype=dtype, device=device)
         self.device, self.graphs = torch.device(device), graphs
-        self.decoder = Decoder(self)
+        self.runner = Runner(model, self.cache, exact)
+        self.replayer = Replayer(self.runner, graphs)
 
     def step(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         """Give each sequence of a batch its next tokens: the final hidden states [T, H].
@@ -75,11 +66,11 @@ class Engine:
                 replays = self._make_room(batch, [len(each) for each in ids])
                 tokens = [token for each in ids for token in each]
                 flat = sent(tokens + tokens[-1:] * (batch.extra or 0), self.device)
-                hidden = self.decoder.read(batch, flat) if replays else self.forward(flat, batch)
+                hidden = self.replayer.read(batch, flat) if replays else self.runner.forward(flat, batch)
                 batch.drop_extra()
                 return hidden[: len(tokens)]
         except BaseException:
-            self.undo(batch, before)
+            batch.cut_back(before)
             raise
 
     def _make_room(self, batch: Batch, counts: list[int]) -> bool:
@@ -99,7 +90,7 @@ class Engine:
     def _size_of(self, batch: Batch, counts: list[int]) -> int | None:
         """Of what size a prompt's step is that can be replayed, its tokens or more; None for other steps."""
         # more than the largest size takes a GPU longer than its Python
-        if len(counts) > 1 or not 1 < counts[0] <= min(self.chunk, SIZES[-1]) or not self.decoder.reads:
+        if len(counts) > 1 or not 1 < counts[0] <= min(self.chunk, SIZES[-1]) or not self.replayer.reads:
             return None
         size = self._size(counts[0])
         return size if batch.sequences[0].length + size <= batch.context else None
@@ -107,29 +98,13 @@ class Engine:
     def _size(self, tokens: int) -> int:
         return next((size for size in SIZES if tokens <= size < self.chunk), min(self.chunk, SIZES[-1]))
 
-    @staticmethod
-    def undo(batch: Batch, lengths: list[int]) -> None:
-        """Take back tokens that did not get through all layers."""
-        for sequence, length in zip(batch.sequences, lengths, strict=True):
-            if sequence.length > length:
-                sequence.truncate(length)
-
     def score(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32."""
-        with exact(self.exact):
-            return self.model.logits(hidden)
+        return self.runner.score(hidden)
 
     def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """One token of each sequence: the scores of the next, [B, V]."""
-        return self.decoder(batch, ids)
-
-    def forward(self, flat: Tensor, batch: Batch) -> Tensor:
-        """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
-        with exact(self.exact):
-            if not batch.silent:
-                return self.model(flat, batch, self.cache)
-            self.model.remember(flat, batch, self.cache)
-            return torch.empty(0, device=self.device)
+        return self.replayer.decode(batch, ids)
 
     def read(self, sequences: list[Sequence], pieces: list[list[int]]) -> None:
         """Take in the next tokens of prompts, no more than `chunk` together."""
@@ -139,7 +114,7 @@ class Engine:
 
     def sooner_apart(self, tokens: int) -> bool:
         """Whether prompts with so many tokens are read sooner one by one: steps of one are replayed, those of several not."""
-        return self.decoder.reads and tokens <= SIZES[-1]
+        return self.replayer.reads and tokens <= SIZES[-1]
 
     def writing(self, sequences: list[Sequence]) -> Batch:
         """Make a batch for steps of one token each. On a GPU it is filled up to one of few sizes, so that steps recur."""
@@ -153,7 +128,7 @@ class Engine:
 
     def _batch_for(self, sequence: Sequence, ids: list[int], silent: bool = False) -> Batch:
         """Make a batch for a prompt. Where its pieces are replayed, they and those of others of its kind read one index."""
-        if not self.decoder.reads:
+        if not self.replayer.reads:
             return self.cache.batch([sequence], silent=silent)
         rest = len(ids) % self.chunk
         longest = sequence.length + len(ids) - rest + (self._size(rest) if rest else 0)

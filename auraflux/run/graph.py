@@ -10,16 +10,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
 from auraflux.run.device import device_memory
-
-if TYPE_CHECKING:
-    from auraflux.run.engine import Engine
+from auraflux.run.runner import Runner
 
 log = logging.getLogger("auraflux")
 
@@ -53,48 +51,48 @@ class Step:
     batch: Batch | None = None
 
 
-class Decoder:
+class Replayer:
     """Gives each sequence of a batch one token, or one sequence a piece of a prompt, by replay where that can be."""
 
-    def __init__(self, engine: "Engine"):
-        self.engine = engine
+    def __init__(self, runner: Runner, graphs: bool):
+        self.runner = runner
         # why steps of decoding, and those of prompts, are not replayed; None if they are
-        self.refused: str | None = None if engine.graphs else SWITCHED_OFF
+        self.refused: str | None = None if graphs else SWITCHED_OFF
         self.unread: str | None = None
         self._steps: dict[object, Step] = {}
-        self._capture = CudaCapture() if engine.device.type == "cuda" else _record
+        self._capture = CudaCapture() if runner.device.type == "cuda" else _record
 
     @property
     def reads(self) -> bool:
         """Whether prompts go through `read`: where they are replayed, and where they would be, so that results are the same."""
-        return self.engine.device.type == "cuda" and self.unread is None and self.refused in (None, SWITCHED_OFF)
+        return self.runner.device.type == "cuda" and self.unread is None and self.refused in (None, SWITCHED_OFF)
 
-    def __call__(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
+    def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """Scores of the next token, [B, V]; tokens may be on the device still."""
         before = [sequence.length for sequence in batch.sequences]
         try:
             with device_memory():
                 return self._decode(batch, ids)
         except BaseException:
-            self.engine.undo(batch, before)
+            batch.cut_back(before)
             raise
 
     @property
     def ahead(self) -> bool:
         """Whether a step may begin before its tokens are known here: a GPU goes on while Python does other things."""
-        return self.engine.device.type == "cuda"
+        return self.runner.device.type == "cuda"
 
     def _decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         batch.extend([1] * len(batch.sequences))
         tokens = torch.as_tensor(ids)
         if batch.fillers:
             tokens = torch.nn.functional.pad(tokens, (0, batch.fillers))
-        scores = self._replayed(batch, tokens, lambda step: self.engine.score(self.engine.forward(step.ids, batch)))
+        scores = self._replayed(batch, tokens, lambda step: self.runner.score(self.runner.forward(step.ids, batch)))
         return scores[: len(batch.sequences)]
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
-        return self._replayed(batch, ids, lambda step: self.engine.forward(step.ids, batch))
+        return self._replayed(batch, ids, lambda step: self.runner.forward(step.ids, batch))
 
     def _replayed(self, batch: Batch, ids: Tensor, work: Callable[[Step], Tensor]) -> Tensor:
         step = self._step(batch, len(ids))
@@ -114,7 +112,7 @@ class Decoder:
         key = batch.index, places, batch.silent, () if batch.single else tuple(batch.counts)
         step = self._steps.pop(key, None)
         if step is None:
-            ids, positions = (torch.zeros(tokens, dtype=kind, device=self.engine.device) for kind in (torch.int64, torch.int32))
+            ids, positions = (torch.zeros(tokens, dtype=kind, device=self.runner.device) for kind in (torch.int64, torch.int32))
             step = Step(ids, positions)
             if len(self._steps) == KEPT:
                 del self._steps[next(iter(self._steps))]
@@ -125,7 +123,7 @@ class Decoder:
         """Run a step, and record it if it is time to."""
         refused = self.refused if batch.single else self.refused or self.unread
         # the first run compiles what is not compiled yet; none of that belongs in a recording
-        if refused is not None or not step.compiled or not all(layer.steady(batch) for layer in self.engine.cache.layers):
+        if refused is not None or not step.compiled or not all(layer.steady(batch) for layer in self.runner.cache.layers):
             step.compiled = True
             return work()
         try:

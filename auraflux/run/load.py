@@ -17,12 +17,13 @@ from auraflux.run.language import LanguageModel
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.tokenizer import Tokenizer
-from auraflux.weights.checkpoint import Checkpoint, open_checkpoint
+from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
 from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.fingerprint import fingerprint
 from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
+from auraflux.weights.stored import Checkpoint
 
 SHARE = 4  # unless a context is given, a sequence that fills it takes at most this part of the free memory
 

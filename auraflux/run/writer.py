@@ -51,7 +51,7 @@ class Writer:
         chosen = sampler(self._scores)
         arriving, likelihoods = Arriving(chosen), sampler.likelihoods
         self._scores = None
-        if self.engine.decoder.ahead:
+        if self.engine.replayer.ahead:
             self._go_on(chosen, [job for job in running if job.unread == 0 and job not in live])
         tokens = arriving.wait()
         scored = {} if likelihoods is None else likelihoods.read(tokens)

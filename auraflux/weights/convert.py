@@ -22,9 +22,9 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor, check_format
-from auraflux.weights.checkpoint import Checkpoint, Stored
 from auraflux.weights.loader import ROUTERS, Rename, Weights, dense, is_blank
 from auraflux.weights.rounding import quantize_large
+from auraflux.weights.stored import Checkpoint, Stored
 
 SHARD_NBYTES = 1 << 30
 # families whose language model lies within another in mlx-lm, and what it calls those that come alone

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from auraflux.ops.moe.experts import Clamp, Experts
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import Stored
 from auraflux.weights.loader import Source, Weights, dense
+from auraflux.weights.stored import Stored
 from auraflux.weights.streamed import LayerExperts, Resident
 
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)

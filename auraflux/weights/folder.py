@@ -11,9 +11,9 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import Stored
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.json_file import read_json
+from auraflux.weights.stored import Stored
 
 PARTS = (".scales", ".biases")
 # gpt-oss as OpenAI published it: nibbles and exponents of MXFP4, both as bytes

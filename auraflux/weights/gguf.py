@@ -16,9 +16,9 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
-from auraflux.weights.checkpoint import Stored
 from auraflux.weights.expert_files import ExpertFiles
 from auraflux.weights.gguf_words import FREQUENCIES, architecture, make_config, tensor_name
+from auraflux.weights.stored import Stored
 
 MAGIC = b"GGUF"
 DENSE = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}

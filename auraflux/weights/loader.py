@@ -14,9 +14,9 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import Checkpoint, Stored
 from auraflux.weights.expert_store import ExpertStore, map_experts
 from auraflux.weights.rounding import quantize_large
+from auraflux.weights.stored import Checkpoint, Stored
 
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
 Rename = Callable[[str], str | None]

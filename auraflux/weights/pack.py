@@ -17,12 +17,12 @@ import numpy as np
 from auraflux.errors import FormatError
 from auraflux.quant import check_format
 from auraflux.weights import expert_files
-from auraflux.weights.checkpoint import Checkpoint
 from auraflux.weights.convert import Family, Shards, check_paths, copy_others, mlx_config, put_in_place
 from auraflux.weights.disk import sync
 from auraflux.weights.expert_files import write_format, write_layer
 from auraflux.weights.journal import NAME, Journal, digest, discard, stamps
 from auraflux.weights.packing import Layer, Packing, write_file
+from auraflux.weights.stored import Checkpoint
 
 SHARD_NBYTES = 1 << 28  # of the other weights; as much of them is in memory
 PARTIAL = ".partial"

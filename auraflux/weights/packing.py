@@ -21,12 +21,12 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.ops.moe.experts import Clamp, Experts
 from auraflux.quant import QTensor
-from auraflux.weights.checkpoint import Checkpoint, Stored
 from auraflux.weights.convert import Shards, Writing, blank
 from auraflux.weights.disk import forget
 from auraflux.weights.expert_files import KINDS, PARTS, ExpertFile, ExpertFiles, stride_of
 from auraflux.weights.loader import Rename, Source, is_blank
 from auraflux.weights.rounding import one_thread_each
+from auraflux.weights.stored import Checkpoint, Stored
 from auraflux.weights.streamed import LayerExperts, Resident
 
 EXPERTS = re.compile(r"\.(switch_mlp|experts)\.")

@@ -13,9 +13,9 @@ from auraflux.cache.cache import LayerShape
 from auraflux.errors import SettingsError
 from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import memory_bits
-from auraflux.weights.checkpoint import Checkpoint
 from auraflux.weights.gguf import DENSE, GGUFFile
 from auraflux.weights.loader import ROUTERS, Rename
+from auraflux.weights.stored import Checkpoint
 
 KV = ("none", "k8v8", "k8v4", "k4v4", "k4v2", "k3v3")
 CONTEXTS = (4096, 32768, 131072)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops import Clamp, Experts, Routing, SharedExpert, combine, expert_mlp, expert_parts, mixture, route, sum_parts
-from auraflux.ops._dispatch import watched
+from auraflux.ops._recording import recorder
 from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.bank import Bank
 from auraflux.weights.expert_files import ExpertFile
@@ -190,7 +190,7 @@ class Streamed:
 
     def _ask(self, ids: Tensor) -> Asked:
         """Look at the experts of all tokens, and count those that are here."""
-        if (recording := watched.get(threading.get_ident())) is not None:
+        if (recording := recorder.recording) is not None:
             recording.spoil("experts are read from disk as they are chosen")
         flat = ids.flatten().tolist()
         wanted = list(dict.fromkeys(reversed(flat)))[::-1]

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from auraflux.cache import Batch, Cache, CacheSettings, RecurrentShape
 from auraflux.run.engine import Engine
-from auraflux.run.graph import Decoder
+from auraflux.run.graph import Replayer
 from tests.models.oracles import error, prefill, save, tokens
 from tests.models.test_gpu import engine_for, use_every_expert
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
@@ -38,7 +38,7 @@ def test_extra_tokens_come_to_nothing(name: str, kv: str, tmp_path: Path, monkey
     torch.manual_seed(0)
     source = MODELS[name]()
     engine, text = engines(save(source, tmp_path), kv)[False], tokens(source, sum(PIECES) + 3)
-    engine.exact = True
+    engine.runner.exact = True
     plain = said(engine, text)
     sizes = []
     size_of = Engine._size_of
@@ -48,7 +48,7 @@ def test_extra_tokens_come_to_nothing(name: str, kv: str, tmp_path: Path, monkey
         return sizes[-1]
 
     monkeypatch.setattr(Engine, "_size_of", noted)
-    monkeypatch.setattr(Decoder, "reads", True)
+    monkeypatch.setattr(Replayer, "reads", True)
     assert error(said(engine, text), plain) < (1e-5 if kv == "none" else 1e-3)
     assert sizes == SIZES
 
@@ -85,9 +85,9 @@ def test_a_replay_of_prompts_is_what_was_recorded(name: str, kv: str, tmp_path: 
             if other is not None:
                 other.close()
         found[graphs] = torch.stack(scores)
-        steps = engine.decoder._steps.values()
+        steps = engine.replayer._steps.values()
         recorded = {len(step.ids) for step in steps if step.recording and len(step.ids) > 1}
-        assert recorded == ({32, 256} if graphs else set()), engine.decoder.unread
+        assert recorded == ({32, 256} if graphs else set()), engine.replayer.unread
     assert torch.equal(found[True], found[False])
 
 
@@ -99,17 +99,17 @@ def test_an_engine_that_is_gone_does_not_spoil_the_recordings_of_the_next(tmp_pa
     engines = [engine_for(folder, "none", "cuda", torch.bfloat16, bits=4, sequences=3) for _ in range(2)]
     for engine in engines[:1] * 3 + engines[1:]:
         prefill(engine, engine.cache.open(), text)
-    assert any(step.recording for step in engines.pop(0).decoder._steps.values())
-    forward = engine.forward
+    assert any(step.recording for step in engines.pop(0).replayer._steps.values())
+    forward = engine.runner.forward
 
     def collecting(flat: Tensor, batch: Batch) -> Tensor:
         if gc.isenabled():
             gc.collect()
         return forward(flat, batch)
 
-    monkeypatch.setattr(engine, "forward", collecting)
+    monkeypatch.setattr(engine.runner, "forward", collecting)
     prefill(engine, engine.cache.open(), text)
-    assert engine.decoder.unread is None
+    assert engine.replayer.unread is None
 
 
 @pytest.mark.gpu
@@ -121,7 +121,7 @@ def test_on_a_gpu_extra_tokens_come_to_nothing(name: str, tmp_path: Path):
     folder, text = save(source, tmp_path), tokens(source, sum(PIECES) + 3)
     engine = engine_for(folder, "none", "cuda", torch.bfloat16)
     filled = said(engine, text)
-    engine.decoder.unread = "pieces are read as they are"
+    engine.replayer.unread = "pieces are read as they are"
     assert error(filled, said(engine, text)) < 0.02
 
 

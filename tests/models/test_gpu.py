@@ -14,7 +14,7 @@ from auraflux.models import family
 from auraflux.ops import use_backend
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.run.engine import Engine
-from auraflux.run.graph import Decoder
+from auraflux.run.graph import Replayer
 from auraflux.run.request import Request
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
@@ -111,11 +111,11 @@ def test_steps_that_begin_before_their_tokens_are_known_change_nothing(
     ahead, turns = (
         engine_for(folder, "k8v4", "cuda", torch.bfloat16, bits=4, sequences=3, graphs=graphs) for graphs in (True, False)
     )
-    assert ahead.decoder.ahead
+    assert ahead.replayer.ahead
     # the second time all steps are recorded
     found = [written(ahead, prompts, sampling) for _ in range(2)]
-    assert ahead.decoder.refused is None
-    monkeypatch.setattr(Decoder, "ahead", False)
+    assert ahead.replayer.refused is None
+    monkeypatch.setattr(Replayer, "ahead", False)
     assert found == [written(turns, prompts, sampling)] * 2
 
 
@@ -142,6 +142,6 @@ def test_a_long_prompt_is_read_by_replays_of_a_piece(name: str, kv: str, tmp_pat
             scores += [engine.decode(batch, [token])[0] for token in text[:3]]
             sequence.close()
         found[graphs] = torch.stack(scores)
-        recorded = [step for step in engine.decoder._steps.values() if step.recording and len(step.ids) == PIECE]
-        assert bool(recorded) == graphs, engine.decoder.unread
+        recorded = [step for step in engine.replayer._steps.values() if step.recording and len(step.ids) == PIECE]
+        assert bool(recorded) == graphs, engine.replayer.unread
     assert torch.equal(found[True], found[False])

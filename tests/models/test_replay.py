@@ -48,5 +48,5 @@ def test_a_replayed_step_is_the_step(name: str, kv: str, tmp_path: Path):
             prefill(engine, sequence, text[:length])
         batch = engine.cache.batch(pair)
         found[graphs] = torch.stack([engine.decode(batch, [token, token // 2]) for token in text[PROMPT:]])
-        assert (engine.decoder.refused is None) == graphs, engine.decoder.refused
+        assert (engine.replayer.refused is None) == graphs, engine.replayer.refused
     assert torch.equal(found[True], found[False])

@@ -181,7 +181,7 @@ def test_what_fits_is_mapped_and_replayed():
     assert model.experts is not None
     assert model.experts.share.mapped
     list(model.tokens(text[:9], max_tokens=8, temperature=0))
-    assert model.engine.decoder.refused is None
+    assert model.engine.replayer.refused is None
     assert model.stats.experts is None
     direct = load(folder, expert_memory=ExpertSettings(budget(folder)["all"] * 2, "direct"), context=128)
     assert direct.experts is not None

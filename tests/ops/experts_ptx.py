@@ -198,7 +198,7 @@ def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[
         if name == "moe/cuda/int4_quads":
             kernels |= {key: found[key] for key in ("W", "TILE")}
         made |= found
-        kernels |= {key: found[key] for key in ("assign_pairs", "up_stream", "down_stream", "_sizes") if key in found}
+        kernels |= {key: found[key] for key in ("assign_pairs", "up_stream", "down_stream", "ring_sizes") if key in found}
     inside = kernels["up_stream"].__globals__
     inside |= {"_count_stage": machine.count_stage, "_await_stages": machine.await_stages}
     return kernels

@@ -105,19 +105,22 @@ def test_stages_go_through_rings(experts: int, hidden: int, inner: int, routing:
     ],
 )
 def test_large_experts_on_the_gpu(experts: int, hidden: int, inner: int, routing: Routing, own: bool, tokens: int):
-    from auraflux.ops.moe.cuda.matvec_tma_launch import LEAST_WEIGHTS, fits_ring, ring_hopper
+    from auraflux.ops.moe.cuda.call import Mixture
+    from auraflux.ops.moe.cuda.matvec_tma_launch import LEAST_WEIGHTS, mix
+    from auraflux.ops.moe.cuda.routes import MIXTURES
 
     torch.manual_seed(tokens)
     with torch.device("cuda"):
         made, (x, h, beside) = random_experts(experts, hidden, inner), torch.randn(3, tokens, hidden).bfloat16()
         shared = one_of(random_experts(1, hidden, inner)) if own else beside
         gate, bias = torch.randn(tokens).bfloat16(), torch.randn(experts) * 0.1 if routing.scoring == "sigmoid" else None
-        assert fits_ring(x, routing, made) == (hidden * inner >= LEAST_WEIGHTS)
+        taken = MIXTURES.explain(Mixture(x, torch.empty(tokens, experts), routing, made, h, bias, shared, gate)).taken
+        assert (taken == "matvec_tma") == (hidden * inner >= LEAST_WEIGHTS)
         for _ in range(3):
             scores = torch.randn(tokens, experts) * 2
             # of equal scores the first is chosen
             scores[:, ::2] = scores[:, 1::2]
-            found = ring_hopper(x, scores, routing, bias, made, h, shared, gate).float()
+            found = mix(x, scores, routing, bias, made, h, shared, gate).float()
             expected = mixture_by_steps(x, scores, routing, made, h, bias, shared, gate).float()
             assert relative_rms(found - h.float(), expected - h.float()) <= 2 * TOL
-            assert torch.equal(found, ring_hopper(x, scores, routing, bias, made, h, shared, gate).float())
+            assert torch.equal(found, mix(x, scores, routing, bias, made, h, shared, gate).float())

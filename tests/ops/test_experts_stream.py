@@ -63,11 +63,11 @@ def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -
     lists = blocks.placed, blocks.owner
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        sizes = {"H": hidden, "INNER": inner, "D": kernels["_sizes"](hidden)[1]}
+        sizes = {"H": hidden, "INNER": inner, "D": kernels["ring_sizes"](hidden)[1]}
         kernels["up_stream"](inputs, *lists, *gate, *up, hiddens, blocks.pairs, k, blocks.most, **sizes)
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        sizes = {"INNER": inner, "HIDDEN": hidden, "D": kernels["_sizes"](inner)[1], "SKEWED": SKEW}
+        sizes = {"INNER": inner, "HIDDEN": hidden, "D": kernels["ring_sizes"](inner)[1], "SKEWED": SKEW}
         kernels["down_stream"](hiddens, *lists, *down, results, blocks.pairs, blocks.most, **sizes)
     assert results is not None
     return device.get(results, parts)

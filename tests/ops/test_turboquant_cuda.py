@@ -20,8 +20,9 @@ from auraflux.ops.turboquant.cases import CASES
 from auraflux.ops.turboquant.codebook import BITS, boundaries, codebook, nearest
 from auraflux.ops.turboquant.cuda import attend_launch
 from auraflux.ops.turboquant.cuda.attend_launch import ALONE, CUTS, Cut, depth, level_words, plan_for, splits_for
-from auraflux.ops.turboquant.cuda.encode_prefill import appends
+from auraflux.ops.turboquant.cuda.call import Append
 from auraflux.ops.turboquant.cuda.hadamard import levels_for
+from auraflux.ops.turboquant.cuda.routes import APPEND
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference import append_codes, rotate, turboquant_attention
 from auraflux.ops.turboquant.rotation import rotation
@@ -294,7 +295,7 @@ def test_many_tokens_have_the_codes_of_the_reference(bits: tuple[int, int]):
     args = append([1300], [1111], 8, 128, dtype=torch.bfloat16, bits=bits, page=64, arrangement=Arrangement.PAIRS)
     args["k"], args["v"] = unusual(args["k"]), unusual(args["v"])
     mine = moved(args, "cuda")
-    assert appends(mine["k"], mine["v"], mine["pages"])
+    assert APPEND.explain(Append(**mine)).taken == "encode_prefill"
     append_codes.reference(**args)
     append_codes(**mine)
     _hold_codes(mine["pages"], args["pages"])

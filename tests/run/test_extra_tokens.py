@@ -4,7 +4,7 @@ import pytest
 
 import auraflux
 from auraflux.run.engine import SIZES, Engine
-from auraflux.run.graph import Decoder
+from auraflux.run.graph import Replayer
 from tests.models.oracles import prefill
 from tests.run.tiny import tiny
 
@@ -14,20 +14,20 @@ TEXT = [3 + n % 20 for n in range(300)]
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine that reads prompts as on a GPU."""
-    monkeypatch.setattr(Decoder, "reads", True)
+    monkeypatch.setattr(Replayer, "reads", True)
     return auraflux.load(tiny(), quantize=4, context=300, device="cpu", graphs=False, sequences=1).engine
 
 
 def sizes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the steps that will be taken."""
     seen: list[int] = []
-    forward = engine.forward
+    forward = engine.runner.forward
 
     def noted(flat, batch):
         seen.append(len(flat))
         return forward(flat, batch)
 
-    monkeypatch.setattr(engine, "forward", noted)
+    monkeypatch.setattr(engine.runner, "forward", noted)
     return seen
 
 
@@ -85,7 +85,7 @@ def test_a_step_that_is_stopped_leaves_the_sequence_as_it_was(engine: Engine, mo
         def stop(flat, batch):
             raise KeyboardInterrupt
 
-        patch.setattr(engine, "forward", stop)
+        patch.setattr(engine.runner, "forward", stop)
         with pytest.raises(KeyboardInterrupt):
             prefill(engine, sequence, TEXT[:70])
     assert (sequence.length, engine.cache.nbytes) == (40, held)

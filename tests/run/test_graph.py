@@ -20,7 +20,7 @@ def engine(**options) -> Engine:
 
 
 def recordings(made: Engine) -> int:
-    return sum(step.recording is not None for step in made.decoder._steps.values())
+    return sum(step.recording is not None for step in made.replayer._steps.values())
 
 
 def written(made: Engine, order: list[list[int]], steps: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ def test_batches_of_one_size_share_a_recording():
     assert written(replayed, order, 8) == written(plain, order, 8)
     assert recordings(replayed) == 2
     assert recordings(plain) == 0
-    assert plain.decoder.refused == "it is switched off"
+    assert plain.replayer.refused == "it is switched off"
 
 
 def test_a_longer_text_is_recorded_anew():
@@ -71,17 +71,17 @@ def test_a_gpu_without_memory_is_told_in_a_sentence_and_the_text_goes_on(monkeyp
     made = engine(graphs=False)
     sequence = made.cache.open()
     prefill(made, sequence, IDS)
-    batch, forward = made.cache.batch([sequence]), made.forward
+    batch, forward = made.cache.batch([sequence]), made.runner.forward
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 20, 1 << 30))
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setattr(made, "forward", fail)
+    monkeypatch.setattr(made.runner, "forward", fail)
     with pytest.raises(DeviceMemoryError, match=r"no memory left: 0\.0 of its 1\.1 GB are free.*--context"):
         made.decode(batch, [5])
     assert sequence.length == len(IDS)
-    monkeypatch.setattr(made, "forward", forward)
+    monkeypatch.setattr(made.runner, "forward", forward)
     assert made.decode(batch, [5]).isfinite().all()
 
 
@@ -101,11 +101,11 @@ def test_a_prompt_that_cannot_be_recorded_is_read_all_the_same(fault: str, monke
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return SimpleNamespace(spoiled="something was read"), work()
 
-    monkeypatch.setattr(made.decoder, "_capture", capture)
+    monkeypatch.setattr(made.replayer, "_capture", capture)
     found = read_in_pieces(made, monkeypatch, 4)
     assert torch.equal(found, read_in_pieces(plain, monkeypatch, 4))
-    assert made.decoder.unread in ("something was read", "the GPU has no memory for it")
-    assert made.decoder.refused is None
+    assert made.replayer.unread in ("something was read", "the GPU has no memory for it")
+    assert made.replayer.refused is None
     assert recordings(made) == 0
 
 
@@ -117,13 +117,13 @@ def test_pieces_of_a_prompt_are_replayed_with_their_own_positions(monkeypatch: p
         result = work()
 
         def replay() -> None:
-            (step,) = (step for step in made.decoder._steps.values() if step.recording is not None)
+            (step,) = (step for step in made.replayer._steps.values() if step.recording is not None)
             asked.append(step.positions.tolist())
             result.copy_(work())
 
         return SimpleNamespace(spoiled=None, replay=replay), result
 
-    monkeypatch.setattr(made.decoder, "_capture", capture)
+    monkeypatch.setattr(made.replayer, "_capture", capture)
     monkeypatch.setattr(made, "_batch_for", lambda sequence, ids: made.cache.batch([sequence], len(ids)))
     monkeypatch.setattr(plain, "_batch_for", lambda sequence, ids: plain.cache.batch([sequence], len(ids)))
     assert torch.equal(read_in_pieces(made, monkeypatch, 5), read_in_pieces(plain, monkeypatch, 5))

@@ -9,7 +9,7 @@ import torch
 import auraflux
 from auraflux.cache import Batch
 from auraflux.errors import CacheFull, ContextError, FormatError, InputError, SettingsError
-from auraflux.run.graph import Decoder
+from auraflux.run.graph import Replayer
 from auraflux.run.language import LanguageModel
 from tests.run.tiny import tiny
 
@@ -20,7 +20,7 @@ IDS = [5, 80, 301, 17, 44, 120, 9]
 def model(request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
     """A model whose steps follow their tokens, and one that begins them before, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "ahead", request.param == "ahead")
+        patch.setattr(Replayer, "ahead", request.param == "ahead")
         yield auraflux.load(tiny(), kv="k8v4", exact=True, context=256, device="cpu")
 
 
@@ -72,7 +72,7 @@ def test_an_interrupted_step_is_taken_back(model: LanguageModel, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model.engine.model.layers[1].mlp), "of_stream", interrupt)
+        patch.setattr(type(model.engine.model.layers[1].mlp), "__call__", interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(model.tokens([*IDS, 3, 4], max_tokens=8))
     assert list(model.tokens(IDS, max_tokens=8)) == wanted
@@ -133,7 +133,7 @@ def test_the_token_that_ended_a_text_need_not_be_read_again(model: LanguageModel
     assert list(model.tokens(IDS, max_tokens=8)) == whole[:end]
     monkeypatch.setattr(model.scheduler, "ends", frozenset())
     assert list(model.tokens(again, max_tokens=4)) == wanted
-    begun = model.engine.decoder.ahead
+    begun = model.engine.replayer.ahead
     assert model.stats.reused_tokens == len(IDS) + end + begun
 
 
@@ -217,5 +217,5 @@ def test_replayed_steps_are_the_same_steps(kv: str):
     loaded = {graphs: auraflux.load(tiny(), graphs=graphs, **options) for graphs in (True, False)}
     tokens = {graphs: list(model.tokens(IDS, max_tokens=150)) for graphs, model in loaded.items()}
     assert tokens[True] == tokens[False]
-    assert loaded[True].engine.decoder.refused is None
-    assert loaded[False].engine.decoder.refused == "it is switched off"
+    assert loaded[True].engine.replayer.refused is None
+    assert loaded[False].engine.replayer.refused == "it is switched off"

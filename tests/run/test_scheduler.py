@@ -14,7 +14,7 @@ from auraflux.cache import Cache, CacheSettings
 from auraflux.errors import BusyError, CacheFull
 from auraflux.models import family
 from auraflux.run.engine import Engine
-from auraflux.run.graph import Decoder
+from auraflux.run.graph import Replayer
 from auraflux.run.job import Job
 from auraflux.run.request import Request
 from auraflux.run.sampling import Sampling
@@ -91,7 +91,7 @@ def _all(part) -> int:
 @pytest.fixture(params=["by turns", "ahead"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps that follow their tokens, and such that begin before, as on a GPU."""
-    monkeypatch.setattr(Decoder, "ahead", request.param == "ahead")
+    monkeypatch.setattr(Replayer, "ahead", request.param == "ahead")
 
 
 @pytest.mark.usefixtures("order")
@@ -138,9 +138,11 @@ def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
 def test_the_second_turn_of_a_chat_computes_only_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch):
     made, text = scheduler_for(name), model_of(name)[2]
     computed: list[int] = []
-    forward = made.engine.forward
-    monkeypatch.setattr(made.engine, "forward", lambda flat, batch: [computed.append(len(flat)), forward(flat, batch)][1])
-    monkeypatch.setattr(made.engine.decoder, "refused", "counted")
+    forward = made.engine.runner.forward
+    monkeypatch.setattr(
+        made.engine.runner, "forward", lambda flat, batch: [computed.append(len(flat)), forward(flat, batch)][1]
+    )
+    monkeypatch.setattr(made.engine.replayer, "refused", "counted")
     question = text[:140]
     (answer,) = finish(made, submit(made, [question]))
     again = [*question, *answer, *text[350:370]]

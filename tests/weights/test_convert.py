@@ -293,4 +293,7 @@ def tiny(kind: str):
 def test_families_that_both_load(kind: str, tmp_path):
     source = save(tiny(kind), tmp_path / "hf")
     target = run(source, tmp_path / "mlx", bits=6, group=32)
-    assert close(mlx_scores(target), scores(target), 1e-3)
+    mine = scores(target)
+    assert close(mlx_scores(target), mine, 1e-3)
+    # mlx-lm has some matrices turned over, which are then rounded in other groups
+    assert close(mine, scores(source, bits=6, group=32), 0.01)

@@ -31,6 +31,8 @@ from numba.extending import intrinsic
 from numba.np.ufunc import parallel
 from torch import Tensor
 
+from auraflux.ops._recording import recorder
+
 KEPT_CACHES = 4
 
 # its names are made when it is imported, out of sight of type checkers
@@ -131,19 +133,10 @@ with _our_cache():
             _call(function, args, job, jobs)
 
 
-class _Recorder(threading.local):
-    """The recording that this thread makes, see `record.py`; None most of the time."""
-
-    recording: Any = None
-
-
-recorder = _Recorder()
-
-
 def held(values: array) -> int:
     """Address of numbers that a kernel will read; they must stay as long as a recording does."""
-    if recorder.recording is not None:
-        recorder.recording.keep(values)
+    if recorder and (recording := recorder.recording) is not None:
+        recording.keep(values)
     return values.buffer_info()[0]
 
 
@@ -180,8 +173,9 @@ class Kernel:
         packed = array("q", self._pack(*args))
         launch = _launch_here if jobs == 1 else _launch_threads
         launch(self._address or self.address, packed.buffer_info()[0], jobs)
-        if recorder.recording is not None:
-            recorder.recording.add(self._address, packed, jobs)
+        if recorder and (recording := recorder.recording) is not None:
+            assert self._address is not None
+            recording.add(self._address, packed, jobs)
 
 
 def _bits(value: float) -> int:
@@ -275,8 +269,8 @@ def workspace(nbytes: int) -> int:
     Kernels take it as an argument: an array made inside jitted code is freed after its last use by name, which an address
     does not count as.
     """
-    if recorder.recording is not None:
-        return recorder.recording.workspace(nbytes)
+    if recorder and (recording := recorder.recording) is not None:
+        return recording.workspace(nbytes)
     buffer = getattr(_thread, "buffer", None)
     if buffer is None or buffer.numel() < nbytes + LINE:
         buffer = _thread.buffer = torch.empty(nbytes + nbytes // 4 + LINE, dtype=torch.uint8)

@@ -9,10 +9,10 @@ What happens outside of kernels would not be replayed. Torch operations are ther
 harmless, a few are translated to launches, and anything else spoils the recording, with a reason.
 """
 
-import threading
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import numba
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from auraflux.errors import BackendError
-from auraflux.ops import _dispatch
+from auraflux.ops._recording import recorder
 from auraflux.ops.simd.jit import (
     LINE,
     Kernel,
@@ -36,7 +36,6 @@ from auraflux.ops.simd.jit import (
     int64s,
     octets,
     real,
-    recorder,
 )
 
 FIELDS = 3  # of a launch: address of the code, address of its arguments, jobs
@@ -127,7 +126,7 @@ class Recording:
             self.spoiled = reason
 
     def workspace(self, nbytes: int) -> int:
-        """Scratch memory for the launches of one op, as `_jit.workspace` gives it; it stays where it is."""
+        """Scratch memory for the launches of one op, as `jit.workspace` gives it; it stays where it is."""
         if self._scratch is None or self._scratch.numel() < nbytes + LINE:
             self._scratch = torch.empty(max(SCRATCH_NBYTES, 2 * nbytes) + LINE, dtype=torch.uint8)
             self._kept.append(self._scratch)
@@ -232,10 +231,9 @@ def record() -> Iterator[Recording]:
     if recorder.recording is not None:
         raise BackendError("this thread is recording already; launches cannot belong to two recordings.")
     recording = Recording()
-    recorder.recording, _dispatch.watched[threading.get_ident()] = recording, recording
+    recorder[get_ident()] = recording
     try:
         with _Operations(recording), _Reading(recording):
             yield recording
     finally:
-        recorder.recording = None
-        del _dispatch.watched[threading.get_ident()]
+        del recorder[get_ident()]

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from auraflux.ops._recording import recorder
 from auraflux.ops.attention.cpu.decode_tiles import fetch_add
 from auraflux.ops.attention.cpu.softmax import NOTHING, divide, join_row
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, held, int32s, int64s, jit, recorder, workspace
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, held, int32s, int64s, jit, workspace
 
 ITEMS_PER_THREAD = 4
 KEYS_PER_ITEM = 256  # at least, where keys are split

@@ -79,10 +79,6 @@ def not_fused(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> str | None:
     return None if 2 * len(inv_freq) == q.shape[1] // heads - nope else "not all of a key's channels are rotated"
 
 
-def fits_turned(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> bool:
-    return not_fused(q, heads, nope, inv_freq) is None
-
-
 def queries_apart(q: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor]:
     """The two parts of the queries where they lie, and room for the turned ones."""
     both = q.unflatten(1, (heads, -1))

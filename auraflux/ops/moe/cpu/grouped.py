@@ -13,6 +13,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import Declined
+from auraflux.ops._recording import recorder
 from auraflux.ops.activation.cpu import clamped_swiglu, swiglu
 from auraflux.ops.linear.cpu import multiply_dense, same_format
 from auraflux.ops.linear.cpu.products import (
@@ -31,7 +32,7 @@ from auraflux.ops.linear.cpu.products import (
     token_indices,
 )
 from auraflux.ops.moe.experts import Experts
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, recorder, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
 
 TOKENS_AT_ONCE = 512  # bounds the intermediate results: a pair needs 4 * (2 * I + H) bytes

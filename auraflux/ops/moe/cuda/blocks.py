@@ -10,7 +10,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.device import SHARED_NBYTES
 from auraflux.ops.linear.cuda.int4_mma import (
     AWAIT,
     COMMIT,
@@ -210,25 +209,21 @@ def down_block(
     memory._keep_alive()
 
 
-def _nbytes(width: int, tiles: int) -> int:
+def _tiles(pairs: int) -> int:
+    """Of 8 pairs, in a block."""
+    return 1 if pairs <= MOST_PAIRS // 2 else 2
+
+
+def nbytes(experts: Experts, pairs: int) -> int:
+    """Of shared memory for a program."""
+    width, tiles = max(experts.inner, experts.hidden), _tiles(pairs)
     return tiles * 17 * width + WARPS * (RING * 2048 + width) + 2048
 
 
-def fits_blocks(ids: Tensor, experts: Experts) -> bool:
-    """Whether the kernels here serve a mixture that `_cuda_hopper.fits_hopper` says fits: how many pairs, how wide."""
-    tiles = 1 if ids.numel() <= MOST_PAIRS // 2 else 2
-    return (
-        ids.numel() <= MOST_PAIRS
-        and experts.inner % 64 == 0
-        and experts.hidden % 128 == 0
-        and _nbytes(max(experts.inner, experts.hidden), tiles) <= SHARED_NBYTES
-    )
-
-
-def some_hopper(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` for some tokens."""
     k, pairs, inner, hidden = ids.shape[1], ids.numel(), experts.inner, experts.hidden
-    tiles = 1 if pairs <= MOST_PAIRS // 2 else 2
+    tiles = _tiles(pairs)
     group = grouped_at_once if experts.count <= MOST_GROUPED else grouped
     placed, owner = group(ids, experts.count, 8 * tiles)
     between = x.new_empty(pairs, inner)

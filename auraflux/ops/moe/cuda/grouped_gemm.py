@@ -162,7 +162,7 @@ def _group(stack: Stack) -> int:
     return min(64, stack.group) if isinstance(stack, QTensor) else 64
 
 
-def many(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     tokens, k = ids.shape
     inner, hidden, pairs = experts.inner, experts.hidden, tokens * k
     size = next((block for block in BLOCKS if block * USUAL >= pairs), BLOCKS[-1])

@@ -1,4 +1,4 @@
-"""When the kernels of `grouped_wgmma` serve a mixture, and how they are launched."""
+"""How the kernels of `grouped_wgmma` are launched."""
 
 from functools import cache
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from auraflux.ops.hopper.launch import described
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.grouped_gemm import grouped
 from auraflux.ops.moe.cuda.grouped_wgmma import expert_tiles, find_places, order_hidden, order_pairs, spread_parts
-from auraflux.ops.moe.cuda.slots_launch import fits_hopper
 from auraflux.ops.moe.experts import Experts, Stack
 
 INPUTS, GROUP, STAGES = 256, 64, 2  # of a block of K, of a scale; blocks in flight
@@ -36,13 +35,7 @@ SMALLER = ((24, Tile(32, 128, 4, 80)), (64, Tile(64, 128, 4, 104)))
 LARGEST = Tile(128, 256, 8, None)
 
 
-def fits_tiles(x: Tensor, ids: Tensor, experts: Experts) -> bool:
-    pairs, count = ids.numel(), experts.count
-    some = pairs >= max(SOME_PAIRS, SOME_EACH * count) and _tile(pairs, count) is not LARGEST
-    return (some or pairs >= TILED_PAIRS) and fits_hopper(x, experts)
-
-
-def _tile(pairs: int, experts: int) -> Tile:
+def tile_for(pairs: int, experts: int) -> Tile:
     return next((tile for most, tile in SMALLER if pairs <= most * experts), LARGEST)
 
 
@@ -83,7 +76,7 @@ def _multiplied(
 def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The results of pairs by the places of their blocks, [places, hidden], and the pairs of places."""
     k, pairs, inner, hidden = ids.shape[1], ids.numel(), experts.inner, experts.hidden
-    tile = _tile(pairs, experts.count)
+    tile = tile_for(pairs, experts.count)
     placed, owner = grouped(ids, experts.count, tile.pairs)
     places, sizes = len(placed), (tile.pairs, INPUTS, MOVED)
     ordered = x.new_empty(places * hidden // 64, 64)
@@ -97,7 +90,7 @@ def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, T
     return found, placed
 
 
-def tiled(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def multiply(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The results of pairs, [places, hidden], and the place of each pair."""
     found, placed = _placed_results(x, ids, experts)
     spots = torch.empty_like(ids)
@@ -105,7 +98,7 @@ def tiled(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     return found, spots
 
 
-def tiled_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` for thousands of pairs."""
     found, placed = _placed_results(x, ids, experts)
     spread_parts[len(placed), cdiv(experts.hidden, MOVED)](found, placed, parts, ids.numel(), experts.hidden, MOVED)

@@ -92,7 +92,7 @@ def down_few(
     tl.store(out + pair * hidden + row, total, mask=there)
 
 
-def few(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     tokens, k = ids.shape
     inner, hidden = experts.inner, experts.hidden
     between = torch.empty(tokens * k, inner, dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""When the kernels of `matvec_tma` serve a mixture, and how they are launched."""
+"""How the kernels of `matvec_tma` are launched."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec_tma import down_ring, up_ring
-from auraflux.ops.moe.cuda.slots_launch import MOST_CHOICES, aligned, fits_hopper
 from auraflux.ops.moe.cuda.stacks import passed
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
@@ -24,13 +23,13 @@ GROUP = 32  # experts, where they lie in groups
 AROUND = 6144  # bytes of shared memory beside stages, inputs and sums, at most
 
 
-def _up_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
+def up_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
     """Programs of `up_ring`, stages of one, and how many are in flight."""
     count = cdiv(slots * (inner // 8), processors)
     return processors, count, min(UP_DEEP, (SHARED_NBYTES - AROUND - count * (64 * UP_WARPS + 48)) // (9 * hidden))
 
 
-def _down_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
+def down_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[int, int, int]:
     """Programs of `down_ring`, tiles of one, and how many stages are in flight: the same for each team of warps.
 
     A place that teams took in turns would tell one of them that its stage has come when it is the one before that has.
@@ -42,25 +41,7 @@ def _down_sizes(hidden: int, inner: int, slots: int, processors: int) -> tuple[i
     return programs, count, deep // teams * teams
 
 
-def fits_ring(x: Tensor, routing: Routing, experts: Experts) -> bool:
-    """Whether the kernels of `matvec_tma` serve a mixture of few tokens."""
-    hidden, inner, slots = experts.hidden, experts.inner, routing.k + 1
-    if hidden * inner < LEAST_WEIGHTS or inner % 512 or inner > 512 * DOWN_WARPS or slots > MOST_SLOTS:
-        return False
-    if experts.count > MOST_CHOICES or not (routing.groups == 1 or experts.count == GROUP * routing.groups):
-        return False
-    sizes = hidden, inner, slots, multiprocessors(x.device)
-    (_, _, up_deep), (_, tiles, down_deep) = _up_sizes(*sizes), _down_sizes(*sizes)
-    return up_deep >= 2 and down_deep >= 2 and tiles * 8 <= 32 * DOWN_WARPS and fits_hopper(x, experts)
-
-
-def fits_first(shared: SharedExpert, experts: Experts) -> bool:
-    """Whether a shared expert can be one more slot: of the experts' width and format."""
-    weights = (shared.gate, shared.up, shared.down)
-    return shared.gate.shape[0] == experts.inner and all(aligned(weight) for weight in weights)
-
-
-def ring_hopper(
+def mix(
     x: Tensor, scores: Tensor, routing: Routing, bias: Tensor | None, experts: Experts, h: Tensor,
     shared: Tensor | SharedExpert | None, shared_gate: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -69,7 +50,7 @@ def ring_hopper(
     own = shared if isinstance(shared, SharedExpert) else None
     slots = k if own is None else k + 1
     sizes = hidden, inner, slots, multiprocessors(x.device)
-    (up_programs, *up), (down_programs, *down) = _up_sizes(*sizes), _down_sizes(*sizes)
+    (up_programs, *up), (down_programs, *down) = up_sizes(*sizes), down_sizes(*sizes)
     between, out = x.new_empty(tokens * slots, inner), torch.empty_like(x)
     own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
     kept = routing.kept_groups if routing.groups > 1 else 0
@@ -92,9 +73,9 @@ def _builds(hidden: int, inner: int, own: bool, **rule: Any) -> list[Build]:
     scores, slots = "*bf16" if "bias" in rule else "*fp32 *fp32", 9 if own else 8
     parts = ("own", "own_gate", "own_up")
     absent = [{} if own else {f"{part}{more}": None for more in ("", "_scales", "_biases")} for part in parts]
-    _, count, deep = _up_sizes(hidden, inner, slots, 132)
+    _, count, deep = up_sizes(hidden, inner, slots, 132)
     up = {"H": hidden, "K": 8, "COUNT": count, "D": deep, "W": UP_WARPS, **rule, **absent[1], **absent[2]}
-    _, count, deep = _down_sizes(hidden, inner, slots, 132)
+    _, count, deep = down_sizes(hidden, inner, slots, 132)
     down = {"INNER": inner, "K": 8, "COUNT": count, "D": deep, "W": DOWN_WARPS, **rule, **absent[0]}
     down |= {"beside": None, "beside_gate": None, "RENORMALIZE": True}
     first, second = f"*bf16 {scores} {stack} {stack} {three} {three} *bf16", f"*bf16 {scores} fp32 *bf16 {stack} {three} *bf16"

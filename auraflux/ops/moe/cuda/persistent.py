@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, SYNC, WAIT, run, shared, wait_ptx
-from auraflux.ops.moe.cuda.assign import MOST_EXPERTS, MOST_SLOTS, MOST_TOKENS, assign_given
+from auraflux.ops.moe.cuda.assign import assign_given
 from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
 from auraflux.ops.moe.cuda.stacks import passed
 from auraflux.ops.moe.cuda.topk import from_lane
@@ -229,7 +229,7 @@ def down_stream(
     memory._keep_alive()
 
 
-def _sizes(width: int) -> tuple[int, int]:
+def ring_sizes(width: int) -> tuple[int, int]:
     """Programs of a multiprocessor, and quads in flight: a divisor of those in a row; (0, 0) where there is no room."""
     for programs, nbytes in ((2, TWICE_NBYTES), (1, ONCE_NBYTES)):
         for depth in range(DEEPEST, 0, -1):
@@ -239,25 +239,11 @@ def _sizes(width: int) -> tuple[int, int]:
     return 0, 0
 
 
-def fits_stream(x: Tensor, k: int, experts: Experts) -> bool:
-    """Whether the kernels here serve what `_cuda_hopper.fits_hopper` says fits: how many pairs and experts, how wide."""
-    return (
-        x.shape[0] <= MOST_TOKENS
-        and x.shape[0] * k <= MOST_PAIRS
-        and k <= MOST_SLOTS
-        and experts.count <= MOST_EXPERTS
-        and experts.inner % 64 == 0
-        and experts.hidden % 128 == 0
-        and _sizes(experts.inner)[0] > 0
-        and _sizes(experts.hidden)[0] > 0
-    )
-
-
-def streamed(x: Tensor, k: int, placed: Tensor, owner: Tensor, experts: Experts, parts: Tensor) -> None:
+def multiply(x: Tensor, k: int, placed: Tensor, owner: Tensor, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` of pairs that have been assigned to blocks."""
     pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // 8
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
-    (programs, depth), (down_programs, down_depth) = _sizes(hidden), _sizes(inner)
+    (programs, depth), (down_programs, down_depth) = ring_sizes(hidden), ring_sizes(inner)
     up_stream[(programs * processors,)](
         x, placed, owner, *passed(experts.gate), *passed(experts.up), between, pairs, k, most, hidden, inner, depth,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
@@ -268,10 +254,10 @@ def streamed(x: Tensor, k: int, placed: Tensor, owner: Tensor, experts: Experts,
     )  # fmt: skip
 
 
-def streamed_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` for some tokens."""
     placed, owner = assign_given(ids, experts.count)
-    streamed(x, ids.shape[1], placed, owner, experts, parts)
+    multiply(x, ids.shape[1], placed, owner, experts, parts)
 
 
 def _builds() -> list[Build]:
@@ -279,8 +265,8 @@ def _builds() -> list[Build]:
     up, down = f"*bf16 *i32 *i32 {stack} {stack} *bf16 i32:16 i32 i32", f"*bf16 *i32 *i32 {stack} *fp32 i32:16 i32"
     some: list[tuple[object, str, dict[str, int]]] = []
     for hidden, inner in ((2048, 768), (2048, 512), (4096, 1536)):
-        some += [(up_stream, up, {"H": hidden, "INNER": inner, "D": _sizes(hidden)[1]})]
-        some += [(down_stream, down, {"HIDDEN": hidden, "INNER": inner, "D": _sizes(inner)[1], "SKEWED": SKEW})]
+        some += [(up_stream, up, {"H": hidden, "INNER": inner, "D": ring_sizes(hidden)[1]})]
+        some += [(down_stream, down, {"HIDDEN": hidden, "INNER": inner, "D": ring_sizes(inner)[1], "SKEWED": SKEW})]
     return [Build(kernel, types, constants, hot=True, options=options) for kernel, types, constants in some]
 
 

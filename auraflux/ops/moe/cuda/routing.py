@@ -4,11 +4,20 @@ A score and its place make one 64-bit key that orders as the reference does: by 
 place of -inf, and what is past the end lies below all keys.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.elementwise import sigmoid
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.moe.routing import Routing
+
+FEW_TOKENS = 8  # up to here one program chooses for one token
+SEARCHED = 2048  # scores a program looks through, where tokens are more
+COMBINED = 1024  # elements a program adds
 
 LOWEST = tl.constexpr(-(2**63))
 PLACES = tl.constexpr(2**31 - 1)
@@ -149,3 +158,38 @@ def combine_kernel(h, moe, shared, gate, out, width, BLOCK: tl.constexpr):
             more *= sigmoid(tl.load(gate + row).to(tl.float32))
         total += more
     tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
+
+
+def places(experts: int, groups: int) -> int:
+    """Scores of a token as `search` has them: groups, and experts of a group, up to a power of two each."""
+    return power_of_two(groups) * power_of_two(experts // groups)
+
+
+def chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Where the experts of tokens, and what they weigh, are written."""
+    ids = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
+    return ids, torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+
+
+def rank(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`route` for few tokens, and experts in one group."""
+    (tokens, experts), (ids, weights) = logits.shape, chosen(logits, routing.k)
+    size = places(experts, 1)
+    rank_kernel[(tokens,)](
+        logits, bias, ids, weights, experts, routing.k, float(routing.scale), routing.scoring,
+        routing.renormalize and routing.scoring != "chosen", size, not INTERPRETED, num_warps=max(1, size // 32),
+    )  # fmt: skip
+    return ids, weights
+
+
+def search(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`route` by looking for the best expert that is left, k times."""
+    (tokens, experts), groups, k, (ids, weights) = logits.shape, routing.groups, routing.k, chosen(logits, routing.k)
+    size = places(experts, groups)
+    rows = 1 if tokens <= FEW_TOKENS else max(1, SEARCHED // size)
+    route_kernel[(cdiv(tokens, rows),)](
+        logits, bias, ids, weights, tokens, experts, groups, routing.kept_groups, k, float(routing.scale),
+        routing.scoring, routing.renormalize and routing.scoring != "chosen",
+        rows, power_of_two(groups), power_of_two(experts // groups), power_of_two(k), num_warps=max(1, rows * size // 512),
+    )  # fmt: skip
+    return ids, weights

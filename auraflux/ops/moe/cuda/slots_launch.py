@@ -1,4 +1,4 @@
-"""When the kernels of `slots` serve a mixture, and how they are launched."""
+"""How the kernels of `slots` are launched."""
 
 from typing import Any
 
@@ -6,77 +6,28 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
-from auraflux.ops.hopper.sizes import cdiv, once_for_each
+from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.slots import down_slots, up_slots
 from auraflux.ops.moe.cuda.stacks import passed
-from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
+from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
-from auraflux.quant import QTensor
 
-QUAD = 256  # inputs whose codes lie in 128 bytes
 UP_WARPS = 16
 DOWN_WARPS = 8
 MOST_TILES = 5  # of a program of `up_slots`, one lane of a warp for each of their pieces
 MOST_NBYTES = 112 << 10  # of shared memory for tiles; more, and `down_slots` has no room beside them
 MOST_GROUPS = 256  # of 16 rows, all slots together: their codes lie in shared memory at once
 MOST_SLOTS = 32  # one lane for each
-WIDEST = 8192
 MOST_CHOICES = 512  # experts that the lanes of a warp hold the scores of
 
 
-def aligned(stack: Stack) -> bool:
-    """Whether weights have the form the kernels are written for, each expert's arrays where they can be copied in pieces."""
-    return isinstance(stack, QTensor) and _held_well(stack)
-
-
-@once_for_each
-def _held_well(stack: QTensor) -> bool:
-    if stack.format != (4, 64, 1, torch.bfloat16) or stack.biases is None:
-        return False
-    parts, (rows, width) = (stack.packed, stack.scales, stack.biases), stack.shape[-2:]
-    one = [part[0] if len(stack.shape) == 3 else part for part in parts]
-    return (
-        rows % 16 == 0
-        and width % QUAD == 0
-        and width <= WIDEST
-        and all(part.is_contiguous() for part in one)
-        and not (parts[0].data_ptr() | parts[0].stride(0) * 4) % 16
-        and not (parts[1].data_ptr() | parts[2].data_ptr() | parts[1].stride(0) * 2) % 16
-        and parts[1].stride(0) == parts[2].stride(0)
-    )
-
-
-def fits_hopper(x: Tensor, experts: Experts) -> bool:
-    """Whether the kernels here serve a mixture: 4 bits in groups of 64, all in bf16, without biases or clamp."""
-    return (
-        not INTERPRETED
-        and x.dtype is torch.bfloat16
-        and experts.clamp is experts.gate_bias is experts.up_bias is experts.down_bias is None
-        and capability(x.device) == HOPPER
-        and not x.data_ptr() % 16
-        and all(aligned(stack) for stack in (experts.gate, experts.up, experts.down))
-    )
-
-
-def fits_few(x: Tensor, k: int, experts: Experts) -> bool:
-    """Whether the kernels of `slots` serve k slots of few tokens."""
-    return k * (experts.inner // 64) <= MOST_GROUPS and fits_hopper(x, experts)
-
-
-def fits_slot(shared: SharedExpert, k: int, experts: Experts) -> bool:
-    """Whether a shared expert can be one more slot: of the experts' width and format."""
-    weights = (shared.gate, shared.up, shared.down)
-    few = k < MOST_SLOTS and (k + 1) * (experts.inner // 64) <= MOST_GROUPS
-    return few and shared.gate.shape[0] == experts.inner and all(aligned(weight) for weight in weights)
-
-
-def few_hopper(x: Tensor, ids: Tensor, weights: Tensor | None, experts: Experts, out: Tensor) -> Tensor:
+def multiply(x: Tensor, ids: Tensor, weights: Tensor | None, experts: Experts, out: Tensor) -> Tensor:
     """`expert_mlp` for few tokens, or without weights `expert_parts`: each pair reads its expert for itself."""
     return _launch(x, ids.shape[1], experts, (ids, weights, None, None, 1.0, None, None, None), (0, "", False), None, out)
 
 
-def chosen_hopper(
+def mix(
     x: Tensor, scores: Tensor, routing: Routing, bias: Tensor | None, experts: Experts, h: Tensor,
     shared: Tensor | SharedExpert | None, shared_gate: Tensor | None,
 ) -> Tensor:  # fmt: skip

@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops._dispatch import Declined
 from auraflux.ops.hopper.device import FLOATS
 from auraflux.ops.hopper.elementwise import sigmoid, silu
 from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
-from auraflux.ops.linear.cuda.codes import UNITS, check_order, constants, operands
+from auraflux.ops.linear.cuda.codes import UNITS, constants, operands
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
@@ -159,17 +158,17 @@ def summed_by_scores(
 
 
 @once_for_each
-def check_stacks(experts: Experts) -> None:
+def not_served(experts: Experts) -> str | None:
+    """Why no kernel reads these experts."""
     for stack in (experts.gate, experts.up, experts.down):
-        one = stack[0]
         if isinstance(stack, QTensor):
-            check_order(stack)
+            if stack.lanes != 1:
+                return f"{stack.lanes} rows of the weight lie side by side, which is the CPU's order"
         elif stack.dtype not in FLOATS:
-            raise Declined(f"experts of {stack.dtype}")
-        if not one.is_contiguous():
-            raise Declined("the arrays of one expert are not contiguous")
-    if form(experts.gate) != form(experts.up):
-        raise Declined("gate and up are held in different formats")
+            return f"experts of {stack.dtype}"
+        if not stack[0].is_contiguous():
+            return "the arrays of one expert are not contiguous"
+    return "gate and up are held in different formats" if form(experts.gate) != form(experts.up) else None
 
 
 def form(stack: Stack) -> dict[str, int | bool]:

@@ -1,39 +1,15 @@
-"""Codes on CUDA: rows are coded in `append`, attended to in `flash_codes`, and on Hopper from few new tokens, where they lie
-in pairs, in `attend`, and coded latents in `mla_columns`.
+"""Codes on CUDA; `routes.py` says which kernel codes new tokens and attends to codes."""
 
-A pass over the keys reads every value: a threshold only ever allows some to be left out.
-"""
-
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from auraflux.ops.attention.cuda import attention
-from auraflux.ops.attention.cuda.flash import EVERYTHING, Parts, launch_merge, parts_like, shape_for
-from auraflux.ops.hopper.device import INTERPRETED, multiprocessors
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.turboquant.arrangement import Arrangement
-from auraflux.ops.turboquant.codebook import codebook
-from auraflux.ops.turboquant.cuda.append import (
-    append_codes,
-    append_latent_codes,
-    check_width,
-    decode,
-    encode,
-    page_sizes,
-    rope_append_codes,
-    rope_append_latent_codes,
-    rotate,
-    rotated,
-)
-from auraflux.ops.turboquant.cuda.attend_launch import attend_few, serves
+from auraflux.ops._dispatch import Declined
+from auraflux.ops.attention.cuda.flash import Parts
+from auraflux.ops.hopper.device import ready
 from auraflux.ops.turboquant.cuda.builds import KERNELS
-from auraflux.ops.turboquant.cuda.codec import finish_rows
-from auraflux.ops.turboquant.cuda.dequantize import worth_writing, written
-from auraflux.ops.turboquant.cuda.flash_codes import attend_codes, sum_coded
-from auraflux.ops.turboquant.cuda.hadamard import book_for, turn_for
-from auraflux.ops.turboquant.cuda.mla_columns import attend_latent_codes, fits_latent_codes
+from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
+from auraflux.ops.turboquant.cuda.codec_launch import append_latent, decoded, encoded, rotated
+from auraflux.ops.turboquant.cuda.flash_codes_launch import attend_in_blocks, sum_values
+from auraflux.ops.turboquant.cuda.routes import APPEND, ATTEND, ATTEND_LATENT, ROPE_APPEND, ROPE_APPEND_LATENT
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 __all__ = [
@@ -51,23 +27,63 @@ __all__ = [
     "turboquant_values",
 ]
 
+NARROWEST = 32
+
+
+def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
+    ready(x)
+    return rotated(x, seed, inverse, x.dtype)
+
+
+def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+    _check(x, x.shape[-1])
+    return encoded(x, bits, seed)
+
+
+def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+    _check(codes, width)
+    return decoded(codes, norms, bits, width, seed)
+
+
+def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
+    _check(k, k.shape[-1])
+    APPEND(Append(k, v, pages, starts))
+
+
+def rope_append_codes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+) -> Tensor:
+    _check(k, k.shape[-1])
+    return ROPE_APPEND(RopeAppend(q, k, v, pages, starts, inv_freq, positions, norms, eps, mscale, interleaved))
+
+
+def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    _check(latent, latent.shape[-1])
+    append_latent(latent, k_rope, pages, starts)
+
+
+def rope_append_latent_codes(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
+    inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(q, pages.width)
+    turning = inv_freq, positions, mscale, interleaved
+    return ROPE_APPEND_LATENT(RopeAppendLatent(q, kv, heads, nope, pages, starts, norm, eps, turning))
+
 
 def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:
-    check_width(weights, width)
-    (heads, tokens), rows = norms.shape, weights.shape[0]
-    if not tokens:
-        return weights.new_zeros(rows, width)
-    group, padded = rows // heads, power_of_two(width)
-    tiles, keys = cdiv(group, 16), max(16, min(64, 8192 // padded))
-    programs = 8 if INTERPRETED else 4 * multiprocessors(weights.device)
-    shares = max(1, min(cdiv(programs, tiles * heads), cdiv(tokens, keys)))
-    share = cdiv(cdiv(tokens, shares), keys) * keys
-    shares = cdiv(tokens, share)
-    parts = torch.empty(shares, rows, width, device=weights.device)
-    source = weights, codes, norms, codebook(bits, width, weights.device), parts, threshold
-    sizes = {"D": width, "P": padded, "BITS": bits, "M": 16, "N": keys}
-    sum_coded[(tiles, heads, shares)](*source, tokens, share, group, **sizes)
-    return parts.sum(0).to(weights.dtype)
+    _check(weights, width)
+    return sum_values(weights, codes, norms, bits, width, threshold)
 
 
 def turboquant_partials(
@@ -81,16 +97,8 @@ def turboquant_partials(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> Parts:
-    check_width(q, pages.width)
-    (tokens, heads, width), blocks = q.shape, max(1, -(-pages.capacity // block))
-    parts = parts_like(tokens * heads, blocks + (sinks is not None), width, q.device)
-    if tokens:
-        _attend(q, None, pages, starts, scale, window, softcap, block, blocks, parts)
-    if sinks is not None:
-        o, m, l = parts  # noqa: E741
-        o[:, -1], l[:, -1] = 0.0, 1.0
-        m.view(tokens, heads, -1)[..., -1] = sinks
-    return parts
+    _check(q, pages.width)
+    return attend_in_blocks(q, pages, starts, scale, block, window, sinks, softcap)
 
 
 def turboquant_attention(
@@ -103,111 +111,16 @@ def turboquant_attention(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    check_width(q, pages.width)
-    if not q.numel():
-        return torch.empty_like(q)
-    if serves(q, pages):
-        return attend_few(q, pages, starts, scale, window, sinks, softcap)
-    if worth_writing(q, pages):
-        return attention(q, written(pages, starts, window, q.dtype), starts, scale, window, sinks, softcap)
-    return _finish(_attend(q, None, pages, starts, scale, window, softcap), sinks, pages.seed, q)
+    _check(q, pages.width)
+    return ATTEND(Attend(q, pages, starts, scale, window, sinks, softcap))
 
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
-    check_width(q_latent, pages.width)
-    if not q_latent.numel():
-        return torch.empty_like(q_latent)
-    if fits_latent_codes(q_latent, q_rope, pages):
-        return attend_latent_codes(q_latent, q_rope, pages, starts, scale)
-    return _finish(_attend(q_latent, q_rope, pages, starts, scale), None, pages.seed, q_latent)
+    _check(q_latent, pages.width)
+    return ATTEND_LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale))
 
 
-def _attend(
-    q: Tensor,
-    q_rope: Tensor | None,
-    pages: Any,
-    starts: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    block: int = 0,
-    blocks: int = 0,
-    parts: Parts | None = None,
-) -> Parts:
-    """Attend in parts: blocks of `block` positions each, or as many as fill the GPU."""
-    (tokens, heads, width), latent = q.shape, q_rope is not None
-    wide, padded, rope = q.dtype is torch.float32, power_of_two(width), 0 if q_rope is None else q_rope.shape[2]
-    if latent:
-        keys = values = pages.codes, pages.norms, book_for(pages.bits, width, not wide, q.device)
-        key_heads, key_bits, value_bits = 1, pages.bits, pages.bits
-    else:
-        keys = pages.key_codes, pages.key_norms, book_for(pages.key_bits, width, not wide, q.device)
-        values = pages.value_codes, pages.value_norms, book_for(pages.value_bits, width, not wide, q.device)
-        key_heads, key_bits, value_bits = pages.heads, pages.key_bits, pages.value_bits
-    sequences, table_width = pages.table.shape
-    page, group = pages.pool[1], heads // key_heads
-    read = padded if latent else 2 * padded
-    cut = shape_for(
-        tokens, sequences, group, key_heads, (read, padded), wide, table_width * page, q.device, 32 if latent else 64
-    )
-    splits = blocks or cut.splits
-    parts = parts or parts_like(tokens * heads, splits, width, q.device)
-    # in 16 bits the levels are larger by sqrt(D), and float16 holds queries best once they are scaled
-    factor, unit = (1.0, 1.0) if wide or latent else (scale, width**-0.5)
-    if latent and not wide:
-        unit = width**-0.5
-    turned = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
-    attend_codes[(cut.tiles, key_heads, splits)](
-        turned,
-        q_rope,
-        *keys,
-        *values,
-        pages.rope if latent else None,
-        pages.table,
-        pages.lengths,
-        starts,
-        *parts,
-        scale / factor,
-        unit,
-        softcap or 1.0,
-        EVERYTHING if window is None else window,
-        block,
-        sequences,
-        heads,
-        table_width,
-        pages.pool[0],
-        splits,
-        parts[1].shape[1],
-        G=group,
-        HEADS=key_heads,
-        D=width,
-        R=rope,
-        M=cut.rows,
-        N=cut.keys,
-        P=padded,
-        PR=max(16, power_of_two(rope)) if latent else 0,
-        KEY_BITS=key_bits,
-        VALUE_BITS=value_bits,
-        WIDE=wide,
-        LATENT=latent,
-        SOFTCAP=softcap is not None,
-        ALIGNED=page % cut.keys == 0 and block % cut.keys == 0,
-        PAIRS=not latent and pages.arrangement is Arrangement.PAIRS,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **page_sizes(pages),
-    )
-    return parts
-
-
-def _finish(parts: Parts, sinks: Tensor | None, seed: int, like: Tensor) -> Tensor:
-    """Merge parts and turn the rows back, into the shape and dtype of `like`."""
-    out, (rows, blocks, width) = torch.empty_like(like), parts[0].shape
-    turn, matrix = turn_for(width, seed, True, like.device)
-    if matrix:
-        merged = torch.empty(like.shape, device=like.device)
-        launch_merge(parts, sinks, merged, like.shape[1])
-        return rotated(merged, seed, True, like.dtype)
-    sizes = {"D": width, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
-    finish_rows[(rows,)](*parts, sinks, turn, out, like.shape[1], blocks, **sizes)
-    return out
+def _check(first: Tensor, width: int) -> None:
+    ready(first)
+    if width < NARROWEST:
+        raise Declined(f"rows of {width}, fewer than the {NARROWEST} codes that fill whole words at every number of bits")

@@ -1,4 +1,4 @@
-"""Attention over codes in pairs from few new tokens: which calls it serves, and how the work is cut.
+"""Attention over codes in pairs from few new tokens: how the work is cut.
 
 Every new token is attended from on its own: heads that share a key fill the columns of a product, several tokens would not.
 """
@@ -9,11 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from auraflux.ops._dispatch import is_exact
 from auraflux.ops.attention.cuda.flash import EVERYTHING, LOG2E, parts_like
-from auraflux.ops.hopper.device import INTERPRETED, MULTIPROCESSOR_NBYTES, multiprocessors
+from auraflux.ops.hopper.device import MULTIPROCESSOR_NBYTES, multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.turboquant.arrangement import Arrangement, arrangement_for
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.cuda.attend import RING, attend_pairs
 from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_turned
@@ -56,19 +54,6 @@ def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut 
     cut = cut or CUTS[width]
     room = (MULTIPROCESSOR_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - RING.value
     return min(DEEPEST, room // (cut.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
-
-
-def serves(q: Tensor, pages: CodePages) -> bool:
-    """Whether these are few tokens, in pairs, with products in 16 bits, on a GPU that the kernel is made for."""
-    if INTERPRETED or pages.arrangement is not Arrangement.PAIRS or (q.dtype is torch.float32 and is_exact()):
-        return False
-    shape = pages.key_bits, pages.value_bits, pages.width, pages.pool[1]
-    return q.shape[0] <= MOST_TOKENS * len(pages.lengths) and _fits(q.device, *shape)
-
-
-@cache
-def _fits(device: torch.device, *shape: int) -> bool:
-    return arrangement_for(device, *shape) is Arrangement.PAIRS
 
 
 @cache

@@ -69,13 +69,6 @@ def write_pages(
         _write_rows(v_codes, v_norms, v_book, back, v_out, unit, origin, to, row, there, VALUE_BITS, D, P, COLUMNS, PAIRS)
 
 
-def worth_writing(q: Tensor, pages: CodePages) -> bool:
-    """Whether there are new tokens enough, and room for what they see."""
-    sequences, width = pages.table.shape
-    nbytes = 2 * sequences * width * pages.heads * pages.pool[1] * pages.width * q.element_size()
-    return q.shape[0] >= MANY * sequences and nbytes <= MOST_NBYTES
-
-
 @cache
 def _back(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Give the inverse rotation as a matrix [from, to] times sqrt(D): of a Walsh-Hadamard transform, ones and minus ones."""

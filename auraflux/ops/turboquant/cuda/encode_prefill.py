@@ -17,15 +17,12 @@ Vectors with one that does not are coded once more, number by number as the refe
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
-from auraflux.ops.hopper.device import INTERPRETED, capability
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.turboquant.arrangement import HOPPER, Arrangement
 from auraflux.ops.turboquant.cuda.encode_exact import settle, store_one_by_one
 from auraflux.ops.turboquant.cuda.encode_pages import fetch, load_tile, store_pairs, store_rows, words_of
 from auraflux.ops.turboquant.cuda.encode_parts import (
@@ -231,17 +228,6 @@ def sizes(key_bits: int, value_bits: int) -> dict[str, int | float]:
         found |= {f"{side}_BITS": bits, f"{side}_BUCKETS": SEARCH[bits].buckets, f"{side}_STEP": step(bits)}
     table = 0 if max(key_bits, value_bits) <= FEW else 4 * SEARCH[8].buckets + (8 << 8)
     return {**found, "NBYTES": cdiv(TOKENS_NBYTES.value + table, 1024) * 1024}
-
-
-def appends(k: Tensor, v: Tensor, pages: CodePages) -> bool:
-    """Whether these are many tokens, of a kind that the kernel takes."""
-    if pages.arrangement is not Arrangement.PAIRS or {k.dtype, v.dtype} != {torch.bfloat16}:
-        return False
-    fits = pages.width == WIDTH and pages.key_bits in KEY_BITS and pages.value_bits in VALUE_BITS
-    fits = fits and 1 <= len(pages.lengths) <= min(MOST_SEQUENCES, len(k) // TILE)
-    # copied and stored in pieces of 16 bytes
-    fits = fits and all(x.data_ptr() % 16 == 0 for x in (k, v, pages.key_codes, pages.value_codes))
-    return fits and k.numel() >= MANY * WIDTH and not INTERPRETED and capability(k.device)[0] == HOPPER
 
 
 def tile_count(tokens: int, sequences: int) -> int:

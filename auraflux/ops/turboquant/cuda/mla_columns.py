@@ -30,15 +30,16 @@ from auraflux.ops.attention.cuda.split_kv import (
     tiles_of,
     top_of_columns,
 )
-from auraflux.ops.hopper.device import HOPPER, INTERPRETED, capability, multiprocessors
+from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.cuda.hadamard import turn_for
 from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
 from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_turned
-from auraflux.ops.turboquant.cuda.mla_rows import attend_code_rows
 from auraflux.ops.turboquant.pages import LatentCodes
 
 LATENT, ROPE = 512, 64
+BITS = (4, 8)
+MOST_TOKENS = 2  # of a sequence on average
 MOST_COLUMNS = 32
 STAGES = 2  # decoded tiles
 REGISTERS = {8: 104, 16: 112, 32: 136}  # so few that programs that merge find room beside these
@@ -214,36 +215,11 @@ def latent_code_columns(
     )  # fmt: skip
 
 
-def fits_latent_codes(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes) -> bool:
-    """Whether the kernel for Hopper serves a call: few tokens in 16 bits, latents of 512, keys of 64, pages of whole tiles."""
-    return (
-        not INTERPRETED
-        and pages.bits in (4, 8)
-        and (pages.width, pages.rope.shape[2]) == (LATENT, ROPE)
-        and q_latent.dtype in (torch.bfloat16, torch.float16)
-        and q_rope.dtype is pages.rope.dtype is torch.bfloat16
-        and not any(x.data_ptr() % 16 for x in (q_latent, q_rope, pages.codes, pages.rope))
-        and pages.pool[1] % TILE == 0
-        and q_latent.shape[0] <= 2 * pages.table.shape[0]
-        and capability(q_latent.device) == HOPPER
-    )
-
-
-def attend_latent_codes(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
-    """`turboquant_latent_attention` of few tokens."""
-    out = torch.empty_like(q_latent)
-    attend = attend_code_columns if q_latent.shape[1] <= MOST_COLUMNS else attend_code_rows
-    attend(q_latent, q_rope, pages, starts, scale, out)
-    return out
-
-
-def attend_code_columns(
-    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, out: Tensor
-) -> None:
-    """The same of few heads into `out`."""
+def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    """`turboquant_latent_attention` of few tokens and few heads."""
     (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
-    n, device = min(MOST_COLUMNS, max(8, power_of_two(heads))), out.device
-    programs = tokens * cdiv(heads, n)
+    n, out = min(MOST_COLUMNS, max(8, power_of_two(heads))), torch.empty_like(q_latent)
+    programs, device = tokens * cdiv(heads, n), out.device
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, TILE)))
     parts = room_for(tokens * heads, splits, LATENT, torch.float32, device)
     signs, _ = turn_for(LATENT, pages.seed, False, device)
@@ -254,3 +230,4 @@ def attend_code_columns(
         *RINGS[n, pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip
     merge_turned(parts, signs, out, MERGED, early=True)
+    return out

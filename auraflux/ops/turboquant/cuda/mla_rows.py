@@ -182,10 +182,10 @@ def latent_code_rows(
     )  # fmt: skip
 
 
-def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, out: Tensor) -> None:
-    """`turboquant_latent_attention` of few tokens and many heads into `out`."""
+def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    """`turboquant_latent_attention` of few tokens and many heads."""
     (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
-    programs, device = tokens * cdiv(heads, HEADS), out.device
+    out, programs, device = torch.empty_like(q_latent), tokens * cdiv(heads, HEADS), q_latent.device
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, 2 * TILE)))
     # rounded once more, which means of many shares do not show
     parts = room_for(tokens * heads, splits, LATENT, torch.float16, device)
@@ -197,3 +197,4 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
         *RINGS[pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     merge_turned(parts, signs, out, 32, early=False)
+    return out

@@ -3,12 +3,26 @@ one launch. A program takes a head of a token: decoding has few of them, and eac
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.attention.cuda.append import place_token
+from auraflux.ops.hopper.device import not_hopper
 from auraflux.ops.rope.cuda import cos_sin
+from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cuda.codec import encoded_values
-from auraflux.ops.turboquant.cuda.hadamard import half_of_pair, store_half, store_half_units, store_words
+from auraflux.ops.turboquant.cuda.codec_launch import index_of, page_sizes
+from auraflux.ops.turboquant.cuda.hadamard import (
+    half_of_pair,
+    levels_for,
+    store_half,
+    store_half_units,
+    store_words,
+    turn_for,
+)
+from auraflux.ops.turboquant.pages import CodePages
+
+MOST_TOKENS = 64  # that are rotated and coded in one launch
 
 
 @triton.jit
@@ -91,3 +105,41 @@ def turn_and_append(
         store_half_units(v_codes, row, there, codes, VALUE_BITS, D)
     else:
         store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)
+
+
+def append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: CodePages,
+    starts: Tensor,
+    inv_freq: Tensor,
+    positions: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    mscale: float,
+    interleaved: bool,
+) -> Tensor:
+    """Code keys and values into their pages; gives the rotated queries."""
+    tokens, heads, width = k.shape
+    out, early = q.new_empty(q.shape), not_hopper(q.device) is None
+    turn_and_append[(2 * heads + q.shape[1], tokens)](
+        *(q, k, v, out, *(norms or (None, None)), inv_freq, positions),
+        *(inv_freq.shape[0], float(mscale), float(eps), q.stride(1)),
+        *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
+        *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
+        turn_for(width, pages.seed, False, k.device)[0],
+        *index_of(pages, starts),
+        Q_HEADS=q.shape[1],
+        HEADS=heads,
+        D=width,
+        KEY_BITS=pages.key_bits,
+        VALUE_BITS=pages.value_bits,
+        INTERLEAVED=interleaved,
+        PAIRS=pages.arrangement is Arrangement.PAIRS,
+        EARLY=early,
+        num_warps=1,
+        launch_pdl=early,
+        **page_sizes(pages),
+    )
+    return out

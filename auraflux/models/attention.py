@@ -1,0 +1,80 @@
+"""Grouped-query attention, as most families have it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from auraflux.cache import Batch
+from auraflux.models.decoder import Stream
+from auraflux.models.rotation import Rotation
+from auraflux.ops import add_norm_linears, linear, sigmoid_gate, split_q_gate
+from auraflux.weights.loader import Weights
+
+
+@dataclass(frozen=True)
+class Heads:
+    """count of queries, kv of keys and values, all `width` wide."""
+
+    count: int
+    kv: int
+    width: int
+
+
+class Attention:
+    """Grouped-query attention over the cache.
+
+    eps    of norms over each head's query and key; None where there are none
+    scale  of the scores; by default 1/sqrt(width)
+    sinks  whether each head has one
+    gated  whether q_proj holds, beside each head's query, a gate for its output
+    shift  what is missing in the checkpoint's weights of the norms: 1 where they are those of a (1 + w) norm
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        hidden: int,
+        heads: Heads,
+        turn: Rotation,
+        eps: float | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        gated: bool = False,
+        shift: float = 0.0,
+    ):
+        self.heads, self.turn, self.eps, self.softcap, self.gated = heads, turn, eps or 0.0, softcap, gated
+        self.scale = heads.width**-0.5 if scale is None else scale
+        rows = {"q": heads.count * (2 if gated else 1), "k": heads.kv, "v": heads.kv}
+        names = {kind: f"{name}.{kind}_proj" for kind in rows}
+        self.qkv = [weights.matrix(names[kind], n * heads.width, hidden) for kind, n in rows.items()]
+        self.qkv_bias = [weights.bias(names[kind], n * heads.width) for kind, n in rows.items()]
+        self.out = weights.matrix(f"{name}.o_proj", hidden, heads.count * heads.width)
+        self.out_bias = weights.bias(f"{name}.o_proj", hidden)
+        self.norms: tuple[Tensor, Tensor] | None = None
+        if eps is not None:
+            q_norm, k_norm = (weights.vector(f"{name}.{kind}_norm.weight", heads.width, shift=shift) for kind in "qk")
+            self.norms = q_norm, k_norm
+        self.sinks = weights.vector(f"{name}.sinks", heads.count) if sinks else None
+
+    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, q, gate = self.remember(stream, batch, store)
+        out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
+        if gate is not None:
+            out = sigmoid_gate(out, gate)
+        return total, linear(out.view(len(q), -1), self.out, self.out_bias)
+
+    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store keys and values: gives the stream with all that was to be added to it, queries, and gates if there are any."""
+        heads, tokens = self.heads, len(stream.x)
+        total, (q, k, v) = add_norm_linears(*stream, self.qkv, self.qkv_bias)
+        gate = None
+        if self.gated:
+            q, gate = split_q_gate(q, heads.count)
+        else:
+            q = q.view(tokens, -1, heads.width)
+        k, v = (t.view(tokens, -1, heads.width) for t in (k, v))
+        return total, store.append_turned(batch, q, k, v, self.turn, self.norms, self.eps), gate

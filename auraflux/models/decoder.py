@@ -1,0 +1,182 @@
+"""The skeleton of every model: an embedding, layers around a residual stream, a norm, and the scores of the next token.
+
+A layer is a mixer (attention, or what takes its place) and an MLP (or a mixture of experts). Each reads the stream through a
+norm and gives a delta to be added to it. The delta waits for the next norm, since one op adds and normalises: between layers
+stream and delta go together, and the delta is None where nothing waits.
+
+A family supplies `make_mixer` and `make_mlp`, and overrides what else is its own.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from auraflux.cache import Batch, Cache
+from auraflux.ops import add_rms_norm, embed, linear, rms_norm
+from auraflux.weights.loader import Weights
+from auraflux.weights.stored import Stored
+from auraflux.weights.streamed import Guess
+
+Residual = tuple[Tensor, Tensor | None]  # the stream and what is still to be added to it, both [T, H]
+
+
+class Stream(NamedTuple):
+    """What a mixer or an MLP reads: the residual stream, what is still to be added to it, and the norm over their sum.
+
+    x      [T, H]
+    delta  [T, H] or None
+    norm   [H]
+    """
+
+    x: Tensor
+    delta: Tensor | None
+    norm: Tensor
+    eps: float
+
+    def normed(self) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        if self.delta is None:
+            return self.x, rms_norm(self.x, self.norm, self.eps)
+        h, total = add_rms_norm(self.delta, self.x, self.norm, self.eps)
+        return total, h
+
+
+class Mixer(Protocol):
+    """Attention, or what takes its place: the part of a layer that reads other tokens."""
+
+    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+
+    def remember(self, stream: Stream, batch: Batch, store: Any) -> Any:
+        """Store what later tokens will read; the rest of the work may be left out."""
+
+
+class FeedForward(Protocol):
+    """An MLP or a mixture of experts: the part of a layer that sees each token by itself."""
+
+    def __call__(self, stream: Stream) -> Residual:
+        """Give the stream with all that was to be added to it, and what comes next, if it is not added yet."""
+
+    def announce(self, following: Guess | None, norm: Tensor, eps: float) -> Guess | None:
+        """Hear how to guess the next mixture's experts; give how to guess those of the first mixture from this layer on."""
+        return following
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A mixer, then an MLP, each behind a norm."""
+
+    mixer_norm: Tensor
+    mixer: Mixer
+    mlp_norm: Tensor
+    mlp: FeedForward
+    eps: float
+
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:
+        x, delta = self.mixer(Stream(x, delta, self.mixer_norm, self.eps), batch, store)
+        return self.mlp(Stream(x, delta, self.mlp_norm, self.eps))
+
+    def remember(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
+        """Run only the part that stores something."""
+        self.mixer.remember(Stream(x, delta, self.mixer_norm, self.eps), batch, store)
+
+
+class Config(Protocol):
+    """What the skeleton wants to know of a family's config."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def tied(self) -> bool: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class Decoder(ABC, Generic[ConfigT]):
+    """Embedding, layers, norm and head.
+
+    norms  of a layer, as checkpoints name them: before its mixer, and before its MLP
+    shift  of the norms' weights, see `Weights.vector`
+    """
+
+    norms = "input_layernorm", "post_attention_layernorm"
+    shift = 0.0
+
+    def __init__(self, config: ConfigT, weights: Weights):
+        self.config, self.dtype = config, weights.dtype
+        self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
+        self.layers = [self._layer(weights, index) for index in range(config.layers)]
+        self.norm = self.make_norm(weights, "model.norm")
+        self.head = self._head(weights)
+        self._announce()
+
+    @abstractmethod
+    def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
+        """Attention, or what takes its place, of the layer under a name such as model.layers.3."""
+
+    @abstractmethod
+    def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
+        """The MLP or mixture of the layer under a name such as model.layers.3."""
+
+    def make_norm(self, weights: Weights, name: str) -> Tensor:
+        """The weight of a norm over the stream, [H]."""
+        return weights.vector(f"{name}.weight", self.config.hidden, shift=self.shift)
+
+    def _layer(self, weights: Weights, index: int) -> Layer:
+        name = f"model.layers.{index}"
+        mixer_norm, mlp_norm = (self.make_norm(weights, f"{name}.{norm}") for norm in self.norms)
+        mixer, mlp = self.make_mixer(weights, name, index), self.make_mlp(weights, name, index)
+        return Layer(mixer_norm, mixer, mlp_norm, mlp, self.config.eps)
+
+    def _head(self, weights: Weights) -> Stored:
+        """The matrix that scores the next token: the embedding's own where the two are tied."""
+        if not self.config.tied:
+            return weights.matrix("lm_head", self.config.vocab, self.config.hidden)
+        weights.skip("lm_head.weight")
+        return self.table
+
+    def _announce(self) -> None:
+        """Tell each mixture how to guess what the next one will ask for."""
+        guess: Guess | None = None
+        for layer in reversed(self.layers):
+            guess = layer.mlp.announce(guess, layer.mlp_norm, layer.eps)
+
+    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
+        x, delta = self.through(ids, batch, cache, len(self.layers))
+        return Stream(x, delta, self.norm, self.config.eps).normed()[1]
+
+    def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None:
+        """Run tokens after which nobody asks what follows: of the last layer only what it keeps is wanted."""
+        carried = self.through(ids, batch, cache, len(self.layers) - 1)
+        self.layers[-1].remember(*carried, batch, cache.layers[-1])
+
+    def through(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+        """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""
+        x, delta = self.embedded(ids), None
+        for layer, store in zip(self.layers[:count], cache.layers, strict=False):
+            x, delta = layer(x, delta, batch, store)
+        return x, delta
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Begin the stream: [T] -> [T, H]."""
+        return embed(ids, self.table).to(self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score the next token: [N, H] -> [N, V] float32."""
+        return linear(hidden, self.head).float()
+
+
+def without_frequencies(name: str) -> str | None:
+    """Keep a tensor's name, but for the rotary frequencies in old checkpoints, which configs tell as well."""
+    return None if re.search(r"rotary_emb\.inv_freq$", name) else name

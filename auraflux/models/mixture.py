@@ -1,0 +1,45 @@
+"""A mixture of experts, whatever its family chooses them by."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from auraflux.models.decoder import FeedForward, Residual, Stream
+from auraflux.ops import Routing, SharedExpert, add_norm_scores, linear, rms_norm, route
+from auraflux.weights.stored import Stored
+from auraflux.weights.streamed import Guess, LayerExperts, Mix
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture(FeedForward):
+    """Experts of which each token goes to a few, and an MLP that all tokens go to where there is one.
+
+    router       [E, H]  scores the experts; router_bias [E] or None
+    choice_bias  [E]     or None, see `route`
+    shared_gate  [1, H]  weighs the shared MLP, token by token; None adds it as it is
+    """
+
+    routing: Routing
+    router: Stored
+    experts: LayerExperts
+    router_bias: Tensor | None = None
+    choice_bias: Tensor | None = None
+    shared: SharedExpert | None = None
+    shared_gate: Stored | None = None
+
+    def __call__(self, stream: Stream) -> Residual:
+        """Give the stream with all that is added to it, [T, H]."""
+        weights = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+        biases = (self.router_bias, None)[: len(weights)]
+        h, residual, products = add_norm_scores(*stream, weights, biases)
+        gate = None if self.shared_gate is None else products[1].view(-1)
+        return self.experts.mix(Mix(h, products[0], self.routing, self.choice_bias, residual, self.shared, gate)), None
+
+    def announce(self, following: Guess | None, norm: Tensor, eps: float) -> Guess:
+        """Hear how to guess the experts of the next mixture; give how to guess those of this one."""
+        self.experts.announce(following)
+        return lambda residual: self.choose(rms_norm(residual, norm, eps))
+
+    def choose(self, x: Tensor) -> Tensor:
+        """The experts that x [T, H] goes to: [T, k]."""
+        return route(linear(x, self.router, self.router_bias), self.routing, self.choice_bias)[0]

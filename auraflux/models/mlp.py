@@ -1,0 +1,31 @@
+"""The gated MLP that most families have."""
+
+from auraflux.models.decoder import FeedForward, Residual, Stream
+from auraflux.ops import SharedExpert, add_norm_gate_up, combine, linear
+from auraflux.weights.loader import Weights
+
+
+class MLP(FeedForward):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
+        self.gate = weights.matrix(f"{name}.gate_proj", inner, hidden)
+        self.up = weights.matrix(f"{name}.up_proj", inner, hidden)
+        self.down = weights.matrix(f"{name}.down_proj", hidden, inner)
+
+    def as_expert(self) -> SharedExpert:
+        """The weights, for a mixture to add it to its experts."""
+        return SharedExpert(self.gate, self.up, self.down)
+
+    def __call__(self, stream: Stream) -> Residual:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, inner = add_norm_gate_up(*stream, self.gate, self.up)
+        return total, linear(inner, self.down)
+
+
+class AddedMLP(MLP):
+    """An MLP among mixtures: as they do, it adds what it gives to the stream itself."""
+
+    def __call__(self, stream: Stream) -> Residual:
+        """Give the stream with all that is added to it, [T, H]."""
+        return combine(*super().__call__(stream)), None

@@ -1,0 +1,342 @@
+"""Which kernels take tokens through their experts on CUDA: the first below that do not refuse.
+
+A few pairs (a token and one of its experts) read their experts each for itself; for one or two tokens the kernels choose the
+experts, too. Some pairs are brought into blocks of 8 or 16 of one expert, thousands into tiles for wgmma. What is not 4 bits in
+groups of 64 has a matvec for a few pairs and a grouped GEMM for more.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors, not_hopper
+from auraflux.ops.hopper.sizes import once_for_each
+from auraflux.ops.linear.cuda.call import Call as Product
+from auraflux.ops.linear.cuda.routes import PRODUCTS
+from auraflux.ops.moe import reference
+from auraflux.ops.moe.cuda import (
+    assign,
+    blocks,
+    grouped_gemm,
+    grouped_wgmma_launch,
+    matvec,
+    matvec_tma_launch,
+    persistent,
+    routing,
+    slots_launch,
+)
+from auraflux.ops.moe.cuda.call import Choice, Mixture, Pairs
+from auraflux.ops.moe.cuda.stacks import not_served, summed, summed_by_scores
+from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
+from auraflux.ops.routes import Route, Routes
+from auraflux.quant import QTensor
+
+BF16 = torch.bfloat16
+INT4 = (4, 64, 1, BF16)  # the commonest format: 4 bits in groups of 64
+WIDEST = 8192
+FEW_PAIRS = 32  # up to here each reads its expert for itself
+MOST_EXPERTS = 4096  # that a program chooses among
+MOST_RANKED = 512  # experts; up to here each is compared with each where tokens are few
+
+NOT_INT4 = "weights are not 4 bits in groups of 64, scales in bf16"
+UNALIGNED = "an address is not a multiple of 16 bytes"
+NO_ROOM = "its stages do not fit into shared memory"
+Next = list[tuple[Routes[Any, Any], Any]]
+
+
+def _not_few(call: Pairs | Mixture) -> str | None:
+    return None if 0 < call.pairs <= FEW_PAIRS else f"{call.pairs} pairs; it is for 1 to {FEW_PAIRS}"
+
+
+def _not_copied(stack: Stack) -> str | None:
+    """Why weights are not copied in pieces of 16 bytes, codes of 16 rows and 256 inputs at a time."""
+    return _not_tiled(stack) if isinstance(stack, QTensor) else NOT_INT4
+
+
+@once_for_each
+def _not_tiled(stack: QTensor) -> str | None:
+    if stack.format != INT4 or stack.biases is None:
+        return NOT_INT4
+    rows, width = stack.shape[-2:]
+    if rows % 16 or width % 256:
+        return f"{rows} x {width} is not whole tiles of 16 x 256"
+    if width > WIDEST:
+        return f"width {width} is above {WIDEST}"
+    parts = stack.packed, stack.scales, stack.biases
+    if not all((part[0] if len(stack.shape) == 3 else part).is_contiguous() for part in parts):
+        return "the arrays of one expert are not contiguous"
+    packed, scales, biases = parts
+    if (packed.data_ptr() | packed.stride(0) * 4) % 16 or (scales.data_ptr() | biases.data_ptr() | scales.stride(0) * 2) % 16:
+        return "an address, or a step of the first dimension, is not a multiple of 16 bytes"
+    return None if scales.stride(0) == biases.stride(0) else "scales and biases do not lie equally far apart"
+
+
+def _not_int4(x: Tensor, experts: Experts) -> str | None:
+    """Why tokens and experts are not in the commonest format."""
+    if x.dtype is not BF16:
+        return "activations are not bf16"
+    if not (experts.clamp is experts.gate_bias is experts.up_bias is experts.down_bias is None):
+        return "experts have biases or a clamp"
+    if reason := not_hopper(x.device) or (UNALIGNED if x.data_ptr() % 16 else None):
+        return reason
+    return _not_copied(experts.gate) or _not_copied(experts.up) or _not_copied(experts.down)
+
+
+def _not_in_slots(call: Pairs | Mixture) -> str | None:
+    """Why the hidden vectors of a token's experts do not lie in shared memory together."""
+    if call.k * (call.experts.inner // 64) > slots_launch.MOST_GROUPS:
+        return f"{call.k} hidden vectors of {call.experts.inner}; it is for {64 * slots_launch.MOST_GROUPS} elements in all"
+    return _not_int4(call.x, call.experts)
+
+
+def _not_persistent(call: Pairs | Mixture) -> str | None:
+    experts = call.experts
+    if call.tokens > assign.MOST_TOKENS or call.pairs > persistent.MOST_PAIRS:
+        most = assign.MOST_TOKENS, persistent.MOST_PAIRS
+        return f"{call.tokens} tokens, {call.pairs} pairs; it is for up to {most[0]}, {most[1]}"
+    if call.k > assign.MOST_SLOTS or experts.count > assign.MOST_EXPERTS:
+        return f"{call.k} of {experts.count} experts; it is for up to {assign.MOST_SLOTS} of {assign.MOST_EXPERTS}"
+    if reason := _not_int4(call.x, experts):
+        return reason
+    return None if persistent.ring_sizes(experts.inner)[0] and persistent.ring_sizes(experts.hidden)[0] else NO_ROOM
+
+
+def _refuses_nothing(call: Pairs) -> str | None:
+    return "there is something to multiply" if call.pairs * call.experts.hidden else None
+
+
+def _refuses_slots(call: Pairs) -> str | None:
+    return _not_few(call) or _not_in_slots(call) or ("the sums are added to" if call.added[0] is not None else None)
+
+
+def _refuses_wgmma(call: Pairs) -> str | None:
+    made, pairs, count = grouped_wgmma_launch, call.pairs, call.experts.count
+    if pairs < made.TILED_PAIRS:
+        some = max(made.SOME_PAIRS, made.SOME_EACH * count)
+        if pairs < some:
+            return f"{pairs} pairs of {count} experts; it is for {min(some, made.TILED_PAIRS)} and more"
+        if made.tile_for(pairs, count) is made.LARGEST:
+            return f"{pairs} pairs of {count} experts do not fill its largest tiles; {made.TILED_PAIRS} do"
+    return _not_int4(call.x, call.experts)
+
+
+def _refuses_blocks(call: Pairs) -> str | None:
+    if call.pairs > blocks.MOST_PAIRS:
+        return f"{call.pairs} pairs; it is for up to {blocks.MOST_PAIRS}"
+    if reason := _not_int4(call.x, call.experts):
+        return reason
+    return NO_ROOM if blocks.nbytes(call.experts, call.pairs) > SHARED_NBYTES else None
+
+
+def _never(call: Pairs) -> None:
+    return None
+
+
+def _nothing(call: Pairs) -> Tensor:
+    return torch.zeros_like(call.x) if call.parts is None else call.parts
+
+
+def _slots(call: Pairs) -> Tensor:
+    out = torch.empty_like(call.x) if call.parts is None else call.parts
+    return slots_launch.multiply(call.x, call.ids, call.weights, call.experts, out)
+
+
+def _wgmma(call: Pairs) -> Tensor:
+    if call.parts is not None:
+        grouped_wgmma_launch.write_parts(call.x, call.ids, call.experts, call.parts)
+        return call.parts
+    found, spots = grouped_wgmma_launch.multiply(call.x, call.ids, call.experts)
+    return _summed(call, found, spots)
+
+
+def _by_parts(
+    call: Pairs,
+    write_parts: Callable[[Tensor, Tensor, Experts, Tensor], None],
+    dtype: torch.dtype = torch.float32,
+    early: bool = False,
+) -> Tensor:
+    parts = call.parts
+    if parts is None:
+        parts = call.x.new_empty(*call.ids.shape, call.experts.hidden, dtype=dtype)
+    write_parts(call.x, call.ids, call.experts, parts)
+    return parts if call.parts is not None else _summed(call, parts, None, early)
+
+
+def _summed(call: Pairs, parts: Tensor, spots: Tensor | None, early: bool = False) -> Tensor:
+    assert call.weights is not None
+    return summed(parts, spots, call.ids, call.weights, call.experts.count, call.x.dtype, call.added, early)
+
+
+def _refuses_residual(call: Mixture) -> str | None:
+    """Why few pairs are not multiplied and added to the residual stream by one kernel."""
+    return _not_few(call) or (None if call.h.dtype is call.x.dtype else "the residual stream is not in x's dtype")
+
+
+def _refuses_mix_tma(call: Mixture) -> str | None:
+    if reason := _refuses_residual(call):
+        return reason
+    made, rule, experts = matvec_tma_launch, call.routing, call.experts
+    hidden, inner, slots = experts.hidden, experts.inner, call.k + 1
+    if hidden * inner < made.LEAST_WEIGHTS:
+        return f"experts of {hidden} x {inner} are small: slots has more tiles under way"
+    if inner % 512 or inner > 512 * made.DOWN_WARPS:
+        return f"inner width {inner} is no multiple of 512, or above {512 * made.DOWN_WARPS}"
+    if slots > made.MOST_SLOTS or experts.count > slots_launch.MOST_CHOICES:
+        return f"{call.k} of {experts.count} experts; it is for up to {made.MOST_SLOTS - 1} of {slots_launch.MOST_CHOICES}"
+    if rule.groups != 1 and experts.count != made.GROUP * rule.groups:
+        return f"{experts.count} experts in {rule.groups} groups; it is for groups of {made.GROUP}"
+    sizes = hidden, inner, slots, multiprocessors(call.x.device)
+    (_, _, up_deep), (_, tiles, down_deep) = made.up_sizes(*sizes), made.down_sizes(*sizes)
+    if up_deep < 2 or down_deep < 2 or tiles * 8 > 32 * made.DOWN_WARPS:
+        return NO_ROOM
+    return _not_int4(call.x, experts)
+
+
+def _refuses_mix_slots(call: Mixture) -> str | None:
+    if reason := _refuses_residual(call):
+        return reason
+    if call.routing.groups != 1 or call.experts.count > slots_launch.MOST_CHOICES:
+        most = slots_launch.MOST_CHOICES
+        return f"{call.experts.count} experts in {call.routing.groups} groups; it is for up to {most} in one"
+    return _not_in_slots(call)
+
+
+def _refuses_steps(call: Mixture) -> str | None:
+    if call.h.dtype is not call.x.dtype or not call.x.numel():
+        return None
+    return (
+        None
+        if not _not_few(call) and not _not_in_slots(call)
+        else "results are added to the residual stream as they are summed"
+    )
+
+
+def _refuses_mix_persistent(call: Mixture) -> str | None:
+    if call.pairs <= FEW_PAIRS:
+        return f"{call.pairs} pairs; it is for more than {FEW_PAIRS}"
+    return f"experts lie in {call.routing.groups} groups" if call.routing.groups != 1 else _not_persistent(call)
+
+
+def _refuses_route_first(call: Mixture) -> str | None:
+    return not_served(call.experts)
+
+
+def _not_beside(call: Mixture) -> str | None:
+    """Why the shared expert is not one more expert of every token: it is of their width and format."""
+    shared, inner = call.shared, call.experts.inner
+    if not isinstance(shared, SharedExpert):
+        return "there are no weights of a shared expert"
+    if shared.gate.shape[0] != inner:
+        return f"the shared expert is {shared.gate.shape[0]} wide inside, the others {inner}"
+    return _not_copied(shared.gate) or _not_copied(shared.up) or _not_copied(shared.down)
+
+
+def _not_in_slot(call: Mixture) -> str | None:
+    """Why the shared expert is not in a slot beside the others."""
+    if call.k >= slots_launch.MOST_SLOTS or (call.k + 1) * (call.experts.inner // 64) > slots_launch.MOST_GROUPS:
+        return f"there is no slot for it beside {call.k} experts"
+    return _not_beside(call)
+
+
+def _shared(call: Mixture, refused: str | None) -> Tensor | SharedExpert | None:
+    """The shared expert where it goes along with the others, else its result."""
+    return call.shared if refused is None else reference.shared_result(call.x, call.shared)
+
+
+def _mix_tma(call: Mixture) -> Tensor:
+    shared = _shared(call, _not_beside(call))
+    return matvec_tma_launch.mix(call.x, call.scores, call.routing, call.bias, call.experts, call.h, shared, call.shared_gate)
+
+
+def _mix_slots(call: Mixture) -> Tensor:
+    shared = _shared(call, _not_in_slot(call))
+    return slots_launch.mix(call.x, call.scores, call.routing, call.bias, call.experts, call.h, shared, call.shared_gate)
+
+
+def _mix_by_steps(call: Mixture) -> Tensor:
+    return reference.mixture_by_steps(
+        call.x, call.scores, call.routing, call.experts, call.h, call.bias, call.shared, call.shared_gate
+    )
+
+
+def _mix_persistent(call: Mixture) -> Tensor:
+    added = call.h, reference.shared_result(call.x, call.shared), call.shared_gate
+    ids, placed, owner = assign.assign_chosen(call.scores, call.routing, call.bias)
+    parts = call.x.new_empty(*ids.shape, call.experts.hidden, dtype=torch.float32)
+    persistent.multiply(call.x, call.k, placed, owner, call.experts, parts)
+    return summed_by_scores(parts, ids, call.scores, call.routing, call.x.dtype, added)
+
+
+def _route_first(call: Mixture) -> Tensor:
+    added = call.h, reference.shared_result(call.x, call.shared), call.shared_gate
+    ids, weights = reference.route(call.scores, call.routing, call.bias)
+    return EXPERTS(Pairs(call.x, ids, call.experts, weights=weights, added=added))
+
+
+def _then_shared(call: Mixture, refused: str | None = "") -> Next:
+    """The products of a shared expert that does not go along with the others."""
+    shared = call.shared
+    if refused is None or not isinstance(shared, SharedExpert):
+        return []
+    inside = call.x.new_empty(call.tokens, shared.gate.shape[0])
+    first, second = Product(call.x, (shared.gate, shared.up), gated=True), Product(inside, [shared.down])
+    return [(PRODUCTS, first), (PRODUCTS, second)]
+
+
+def _then_experts(call: Mixture, added: Tensor | None = None) -> Next:
+    ids = call.x.new_empty(call.tokens, call.k, dtype=torch.int32)
+    pairs = Pairs(call.x, ids, call.experts, added=(added, None, None))
+    return [(CHOICES, Choice(call.scores, call.routing, call.bias)), (EXPERTS, pairs), *_then_shared(call)]
+
+
+def _refuses_no_choice(call: Choice) -> str | None:
+    return "there are tokens" if call.logits.shape[0] else None
+
+
+def _refuses_rank(call: Choice) -> str | None:
+    tokens, experts = call.logits.shape
+    if tokens > routing.FEW_TOKENS or experts > MOST_RANKED:
+        return f"{tokens} tokens, {experts} experts; it is for up to {routing.FEW_TOKENS}, {MOST_RANKED}"
+    return None if call.routing.groups == 1 else f"experts lie in {call.routing.groups} groups"
+
+
+def _refuses_search(call: Choice) -> str | None:
+    experts, groups = call.logits.shape[1], call.routing.groups
+    if routing.places(experts, groups) > MOST_EXPERTS:
+        return f"{experts} experts in {groups} groups, more than {MOST_EXPERTS}"
+    return None
+
+
+def _no_choice(call: Choice) -> tuple[Tensor, Tensor]:
+    return routing.chosen(call.logits, call.routing.k)
+
+
+CHOICES: Routes[Choice, tuple[Tensor, Tensor]] = Routes(
+    Route("nothing to choose", _refuses_no_choice, _no_choice),
+    Route("rank_kernel", _refuses_rank, lambda call: routing.rank(*call)),
+    Route("route_kernel", _refuses_search, lambda call: routing.search(*call)),
+)
+EXPERTS: Routes[Pairs, Tensor] = Routes(
+    Route("nothing to multiply", _refuses_nothing, _nothing),
+    Route("slots", _refuses_slots, _slots),
+    Route("matvec", _not_few, lambda call: _by_parts(call, matvec.write_parts)),
+    Route("grouped_wgmma", _refuses_wgmma, _wgmma),
+    Route("persistent", _not_persistent, lambda call: _by_parts(call, persistent.write_parts, early=True)),
+    Route("blocks", _refuses_blocks, lambda call: _by_parts(call, blocks.write_parts)),
+    Route("grouped_gemm", _never, lambda call: _by_parts(call, grouped_gemm.write_parts, call.x.dtype)),
+)
+MIXTURES: Routes[Mixture, Tensor] = Routes(
+    Route("matvec_tma", _refuses_mix_tma, _mix_tma, lambda call: _then_shared(call, _not_beside(call))),
+    Route("slots", _refuses_mix_slots, _mix_slots, lambda call: _then_shared(call, _not_in_slot(call))),
+    Route("step by step", _refuses_steps, _mix_by_steps, _then_experts),
+    Route("persistent", _refuses_mix_persistent, _mix_persistent, _then_shared),
+    Route("route first", _refuses_route_first, _route_first, lambda call: _then_experts(call, call.h)),
+)
+ROUTES: dict[str, Routes[Any, Any]] = {
+    "route": CHOICES,
+    "expert_mlp": EXPERTS,
+    "expert_parts": EXPERTS,
+    "mixture": MIXTURES,
+}

@@ -1,0 +1,114 @@
+"""Rows rotated, coded and decoded on CUDA, one or a few to a program: launches of what `codec` holds."""
+
+import torch
+from torch import Tensor
+
+from auraflux.ops.hopper.device import INTERPRETED
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.cuda.codec import append_coded, append_coded_latent, decode_rows, encode_rows, rotate_rows
+from auraflux.ops.turboquant.cuda.hadamard import levels_for, turn_for
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
+
+ROWS_TOGETHER = 16  # encoded by one program where there are many
+MANY_PROGRAMS = 2 if INTERPRETED else 64
+
+
+def rotated(x: Tensor, seed: int, inverse: bool, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    out, width = torch.empty(x.shape, dtype=dtype, device=x.device), x.shape[-1]
+    turn, matrix = turn_for(width, seed, inverse, x.device)
+    if x.numel():
+        sizes = {**_row(width), "MATRIX": matrix, "INVERSE": inverse}
+        rotate_rows[(x.numel() // width,)](x, turn, out, factor, **sizes)
+    return out
+
+
+def _row(width: int, rows: int = 1) -> dict[str, int]:
+    """How rows are laid out: their width, the power of two that holds it and whole groups of codes, and warps."""
+    padded = max(32, power_of_two(width)) if width & (width - 1) else width
+    return {"D": width, "P": padded, "num_warps": 1 if rows * padded <= 256 else 4}
+
+
+def encoded(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    codes = torch.empty(*x.shape[:-1], row_words(bits, width), dtype=torch.int32, device=x.device)
+    norms = torch.empty(x.shape[:-1], device=x.device)
+    turn, matrix = turn_for(width, seed, False, x.device)
+    if rows := norms.numel():
+        together = _together(rows, matrix)
+        sizes = {**_row(width, together), "BITS": bits, "MATRIX": matrix, "R": together}
+        encode_rows[(cdiv(rows, together),)](x, turn, *levels_for(bits, width, x.device), codes, norms, rows, **sizes)
+    return codes, norms
+
+
+def _together(rows: int, matrix: bool) -> int:
+    """How many rows one program encodes: several where that leaves enough programs."""
+    return 1 if matrix or rows < ROWS_TOGETHER * MANY_PROGRAMS else ROWS_TOGETHER
+
+
+def decoded(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+    out = torch.empty(*norms.shape, width, device=codes.device)
+    turn, matrix = turn_for(width, seed, True, codes.device)
+    if out.numel():
+        book = codebook(bits, width, codes.device)
+        decode_rows[(norms.numel(),)](codes, norms, turn, book, out, BITS=bits, MATRIX=matrix, **_row(width))
+    return out
+
+
+def append(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
+    """Code keys and values into their pages."""
+    tokens, heads, width = k.shape
+    turn, matrix = turn_for(width, pages.seed, False, k.device)
+    pairs = pages.arrangement is Arrangement.PAIRS
+    # values in pairs are stored token by token: neighbours change bits of the same words
+    together = 1 if pairs else _together(tokens * heads, matrix)
+    groups = tokens // together + (2 * len(pages.lengths) if together > 1 else 0)
+    append_coded[(groups, heads, 2)](
+        k,
+        v,
+        *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
+        *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
+        turn,
+        *index_of(pages, starts),
+        HEADS=heads,
+        KEY_BITS=pages.key_bits,
+        VALUE_BITS=pages.value_bits,
+        MATRIX=matrix,
+        PAIRS=pairs,
+        R=together,
+        **page_sizes(pages),
+        **_row(width, together),
+    )
+
+
+def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
+    """Code latents into their pages, and store rotated keys as they are."""
+    (tokens, width), rope = latent.shape, k_rope.shape[1]
+    if not tokens:
+        return
+    turn, matrix = turn_for(width, pages.seed, False, latent.device)
+    append_coded_latent[(tokens,)](
+        latent,
+        k_rope,
+        pages.codes,
+        pages.norms,
+        *levels_for(pages.bits, width, latent.device),
+        pages.rope,
+        turn,
+        *index_of(pages, starts),
+        R=rope,
+        PR=power_of_two(rope),
+        BITS=pages.bits,
+        MATRIX=matrix,
+        **page_sizes(pages),
+        **_row(width),
+    )
+
+
+def index_of(pages: CodePages | LatentCodes, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
+    return pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]
+
+
+def page_sizes(pages: CodePages | LatentCodes) -> dict[str, int]:
+    return {"PAGE": pages.pool[1], "S": power_of_two(pages.table.shape[0])}

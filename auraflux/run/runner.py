@@ -1,0 +1,43 @@
+"""Tokens through a model and its cache, one step after the other: what an engine and its replays both run."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import Batch, Cache
+from auraflux.ops import exact
+
+
+class Model(Protocol):
+    """What every family's model can do."""
+
+    config: Any
+
+    def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
+    def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Runner:
+    """A model with its cache.
+
+    exact  multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    """
+
+    def __init__(self, model: Model, cache: Cache, exact: bool):
+        self.model, self.cache, self.exact = model, cache, exact
+        self.device = cache.device
+
+    def forward(self, flat: Tensor, batch: Batch) -> Tensor:
+        """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
+        with exact(self.exact):
+            if not batch.silent:
+                return self.model(flat, batch, self.cache)
+            self.model.remember(flat, batch, self.cache)
+            return torch.empty(0, device=self.device)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V] float32."""
+        with exact(self.exact):
+            return self.model.logits(hidden)

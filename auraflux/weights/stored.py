@@ -1,0 +1,45 @@
+"""`Checkpoint`: weights as they lie on disk, by name; `Stored` is one of them."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from auraflux.quant import QTensor
+from auraflux.weights.expert_files import ExpertFiles
+
+Stored = Tensor | QTensor
+
+
+class Checkpoint(Protocol):
+    """Weights on disk. Files are mapped; nothing is read before `load`.
+
+    form     "hf": Hugging Face's names and conventions; "mlx": mlx-lm's; "gguf": those of Hugging Face, made from a GGUF file
+    config   config.json, or what a GGUF file says in its words
+    notes    what a user should know about how the weights were taken, one sentence each
+    experts  packed ones, which are not among the tensors; None where there are none
+    """
+
+    path: Path
+    form: str
+    config: dict[str, Any]
+    notes: list[str]
+    experts: ExpertFiles | None
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor on disk, by name; codes, scales and biases of one weight are one."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the matrix it stands for."""
+
+    def files(self) -> list[Path]:
+        """All that the weights and their description are read from."""
+
+    def load(self, name: str) -> Stored:
+        """The tensor, mapped where its bytes can be used as they are. Quantized weights come with their rows in order."""
+
+    def load_one(self, name: str, index: int) -> Stored:
+        """One matrix of a stack, as `load` gives them; the others are not touched."""
+
+    def release(self, name: str) -> None:
+        """Say that a loaded tensor was copied: its mapped pages need not stay in memory."""
