@@ -11,8 +11,8 @@ HEAD = """\
 
 Where an op has several CUDA kernels, one table says which of them a call takes: the first that does not refuse
 (`ops/<family>/cuda/routes.py`). `auraflux ops --explain OP CASE` shows the reasons for one case; no GPU is needed for that.
-Below are the routes of every such op in their order, and the cases of the test suite that take them on an H200. A route in
-brackets is one that another asks in its turn. Written by `make docs`.
+Below are the routes of every such op in their order, and the quick cases of the test suite that take them on an H200. A route
+in brackets is one that another asks in its turn. Written by `make docs`.
 """
 
 

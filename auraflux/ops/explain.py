@@ -33,6 +33,7 @@ def cases_of(op: Op) -> list[Case]:
 
 
 def all_verdicts() -> dict[Case, Verdict]:
-    """What the tables say of every case that is not slow."""
-    found = ((case, explained(case)) for op in chosen_ops() for case in cases_of(op) if not case.slow)
+    """What the tables say of every case whose arguments are quickly made: not of slow ones and those of the benchmark."""
+    quick = (case for op in chosen_ops() for case in cases_of(op) if not case.slow and not case.bench)
+    found = ((case, explained(case)) for case in quick)
     return {case: verdict for case, verdict in found if verdict is not None}

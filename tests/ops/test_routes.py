@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from auraflux.ops import append_codes, mixture
+from auraflux.ops import append_codes, mixture, turboquant_attention
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.routes import Route, Routes, Verdict, routes_of, verdict_of
+from auraflux.ops.turboquant._inputs import attend
 from auraflux.quant import QTensor
 
 pytest.importorskip("triton")
@@ -89,6 +90,11 @@ def long_prompt() -> Verdict | None:
     return explained(next(case for case in cases_of(append_codes) if case.slow))
 
 
+def many_queries() -> Verdict | None:
+    with assume_hopper():
+        return verdict_of(turboquant_attention, "cuda", attend([200], [150], (2, 1), 64, (8, 4), page=64, dtype=BF16))
+
+
 # routes that only arguments too large for a quick case take
 LARGE: dict[tuple[str, str], Callable[[], Verdict | None]] = {
     ("linear", "matvec_int4_tma"): partial(product, 1, 8192, 16384),
@@ -96,6 +102,7 @@ LARGE: dict[tuple[str, str], Callable[[], Verdict | None]] = {
     ("linear", "dequantized in bf16, then cuBLAS"): partial(product, 2000, 4096, 4096),
     ("moe", "matvec_tma"): wide_experts,
     ("turboquant", "encode_prefill"): long_prompt,
+    ("turboquant", "dequantized, then attention"): many_queries,
 }
 
 

@@ -128,6 +128,7 @@ CASES = [
     Case(short_conv, "512-tokens", lambda: conv(512, channels=8192), bench=True),
     Case(short_conv, "ragged", lambda: conv(1, 0, 2, 3, 4, 7, channels=333)),
     Case(short_conv, "batch", lambda: conv(*[1] * 12, channels=1100)),
+    Case(short_conv, "long", lambda: conv(40, 3, channels=70)),
     Case(short_conv, "empty", lambda: conv(0, 0, channels=63)),
     Case(short_conv, "bf16", lambda: conv(2, 9, channels=100, dtype=BF16), tol=4e-3),
     Case(delta_gates, "one-token", lambda: gates(1, 32), bench=True),

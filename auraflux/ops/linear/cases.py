@@ -279,6 +279,7 @@ CASES = [
         for bits, width in ((8, 768), (2, 576))
     ],
     Case(gate_up_swiglu, "one-token", lambda: pair(1, 1536, 576, 4), exact=False, tol=2e-2, flops=flops, bench=True),
+    Case(gate_up_swiglu, "one-odd-token", lambda: pair(1, 63, 192, 3), flops=flops),
     Case(gate_up_swiglu, "many-tokens", lambda: pair(21, 128, 192, 4), flops=flops),
     Case(gate_up_swiglu, "mixed-bits", lambda: pair(3, 63, 128, 4, up_bits=8), flops=flops),
     Case(gate_up_swiglu, "row-order", lambda: pair(2, 100, 128, 4, lanes=1), flops=flops),

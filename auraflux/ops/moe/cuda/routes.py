@@ -310,7 +310,7 @@ def _refuses_search(call: Choice) -> str | None:
 
 
 def _no_choice(call: Choice) -> tuple[Tensor, Tensor]:
-    return routing.chosen(call.logits, call.routing.k)
+    return routing.chosen(0, call.routing.k, call.logits.device)
 
 
 CHOICES: Routes[Choice, tuple[Tensor, Tensor]] = Routes(

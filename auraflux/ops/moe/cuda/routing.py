@@ -165,16 +165,17 @@ def places(experts: int, groups: int) -> int:
     return power_of_two(groups) * power_of_two(experts // groups)
 
 
-def chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def chosen(tokens: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the experts of tokens, and what they weigh, are written."""
-    ids = torch.empty(logits.shape[0], k, dtype=torch.int32, device=logits.device)
-    return ids, torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    return ids, torch.empty(tokens, k, dtype=torch.float32, device=device)
 
 
 def rank(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """`route` for few tokens, and experts in one group."""
-    (tokens, experts), (ids, weights) = logits.shape, chosen(logits, routing.k)
-    size = places(experts, 1)
+    tokens, experts = logits.shape
+    ids, weights = chosen(tokens, routing.k, logits.device)
+    size = power_of_two(experts)
     rank_kernel[(tokens,)](
         logits, bias, ids, weights, experts, routing.k, float(routing.scale), routing.scoring,
         routing.renormalize and routing.scoring != "chosen", size, not INTERPRETED, num_warps=max(1, size // 32),
@@ -184,12 +185,14 @@ def rank(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor,
 
 def search(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """`route` by looking for the best expert that is left, k times."""
-    (tokens, experts), groups, k, (ids, weights) = logits.shape, routing.groups, routing.k, chosen(logits, routing.k)
-    size = places(experts, groups)
+    (tokens, experts), groups, k = logits.shape, routing.groups, routing.k
+    ids, weights = chosen(tokens, k, logits.device)
+    shape = power_of_two(groups), power_of_two(experts // groups), power_of_two(k)
+    size = shape[0] * shape[1]
     rows = 1 if tokens <= FEW_TOKENS else max(1, SEARCHED // size)
     route_kernel[(cdiv(tokens, rows),)](
         logits, bias, ids, weights, tokens, experts, groups, routing.kept_groups, k, float(routing.scale),
         routing.scoring, routing.renormalize and routing.scoring != "chosen",
-        rows, power_of_two(groups), power_of_two(experts // groups), power_of_two(k), num_warps=max(1, rows * size // 512),
+        rows, *shape, num_warps=max(1, rows * size // 512),
     )  # fmt: skip
     return ids, weights

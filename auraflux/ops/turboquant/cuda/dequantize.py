@@ -14,14 +14,13 @@ from torch import Tensor
 
 from auraflux.ops.attention.cuda.flash import EVERYTHING
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cuda.hadamard import book_for, codes_of, pairs_as_rows
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference_codec import rotate
 
-MANY = 16 if INTERPRETED else 128  # new tokens of a sequence, on the average
+MANY, MANY_INTERPRETED = 128, 16  # new tokens of a sequence, on the average
 MOST_NBYTES = 1 << 30  # that are written out
 ELEMENTS = 1 << 13  # of a program's rows
 

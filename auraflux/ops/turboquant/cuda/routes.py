@@ -13,7 +13,7 @@ from torch import Tensor
 from auraflux.ops._dispatch import is_exact
 from auraflux.ops.attention.cuda import attention, split_latent
 from auraflux.ops.attention.cuda.mla_rope_append import MOST_TURNED
-from auraflux.ops.hopper.device import not_hopper
+from auraflux.ops.hopper.device import interpreted, not_hopper
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import norm_rope, rope
 from auraflux.ops.routes import Route, Routes
@@ -75,8 +75,9 @@ def _refuses_attend(call: Attend) -> str | None:
 
 def _refuses_dequantized(call: Attend) -> str | None:
     pages, tokens = call.pages, call.q.shape[0]
-    if tokens < dequantize.MANY * pages.lengths.shape[0]:
-        return f"{tokens} new tokens; it is for {dequantize.MANY} of a sequence and more"
+    many = dequantize.MANY_INTERPRETED if interpreted() else dequantize.MANY
+    if tokens < many * pages.lengths.shape[0]:
+        return f"{tokens} new tokens; it is for {many} of a sequence and more"
     _, heads, page, _ = pages.key_codes.shape
     nbytes = 2 * pages.table.numel() * heads * page * pages.width * call.q.element_size()
     return f"{nbytes >> 20} MiB would be written out" if nbytes > dequantize.MOST_NBYTES else None
