@@ -3,12 +3,13 @@
 import json
 from dataclasses import asdict
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from auraflux.cli.failure import Failure
-from auraflux.errors import InputError
+from auraflux.errors import BackendError, InputError
 
 if TYPE_CHECKING:
     from auraflux.ops._dispatch import Op
@@ -52,6 +53,9 @@ def ops(check: bool, explain: tuple[str, str] | None, as_json: bool) -> None:
 
 def _explain(name: str, wanted: str, as_json: bool) -> None:
     from auraflux.ops.explain import cases_of, chosen_ops, explained
+
+    if find_spec("triton") is None:
+        raise BackendError("CUDA kernels are written in Triton, which is not installed: pip install 'auraflux[cuda]'.")
 
     op = _named(name, {op.name: op for op in chosen_ops()}, "op with a choice of kernels")
     cases = {case.name: case for case in cases_of(op)}

@@ -175,11 +175,10 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
 
 def _warm_up(loaded: "LanguageModel") -> None:
     """Let kernels be compiled and steps recorded before the first client waits for it."""
-    scheduler, most = loaded.scheduler, loaded.context - 8
+    scheduler, written = loaded.scheduler, 8
     for texts, tokens in _usual_loads(loaded):
-        if texts <= scheduler.parallel and most > 0:
-            prompts = [[number] * min(tokens, most) for number in range(texts)]
-            loaded.generate_batch(prompts, max_tokens=8, endless=True)
+        if texts <= scheduler.parallel and tokens + written <= loaded.context:
+            loaded.generate_batch([[number] * tokens for number in range(texts)], max_tokens=written, endless=True)
             loaded.reset()
     scheduler.counts = type(scheduler.counts)()
 

@@ -126,3 +126,23 @@ def test_check_counts_a_crash_as_wrong(one_op):
     assert done.exit_code == 1
     (row,) = json.loads(done.stdout)
     assert row["checked"]["cpu"]["wrong"]["short"] == "RuntimeError: out of luck"
+
+
+def test_a_case_is_explained():
+    pytest.importorskip("triton")
+    done = CliRunner().invoke(main, ["ops", "--explain", "add_norm_linears", "bf16-4-4096"])
+    assert done.exit_code == 0
+    *above, chosen = done.output.strip().splitlines()
+    assert chosen.strip().startswith("> ")
+    assert all(line.strip().startswith("- ") and ": " in line for line in above[1:])
+    found = json.loads(CliRunner().invoke(main, ["ops", "--explain", "add_norm_linears", "bf16-4-4096", "--json"]).output)
+    assert found["bf16-4-4096"]["taken"] == chosen.strip().removeprefix("> ")
+
+
+@pytest.mark.parametrize(("words", "known"), [(["linar", "x"], "linear"), (["linear", "4bit"], "4bit-1")])
+def test_what_cannot_be_explained_is_told(words: list[str], known: str):
+    pytest.importorskip("triton")
+    done = CliRunner().invoke(main, ["ops", "--explain", *words])
+    assert done.exit_code == 1
+    assert done.output.startswith("error: there is no ")
+    assert known in done.output

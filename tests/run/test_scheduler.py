@@ -107,6 +107,19 @@ def test_a_text_is_what_it_is_alone(name: str, kv: str):
     assert nothing_leaks(made)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe"])
+def test_prompts_may_be_read_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, where steps of one prompt are replayed and those of several are not."""
+    steps: list[int] = []
+    read = Engine.read
+    monkeypatch.setattr(Engine, "sooner_apart", lambda self, tokens: True)
+    monkeypatch.setattr(Engine, "read", lambda self, some, pieces: steps.append(len(some)) or read(self, some, pieces))
+    scheduler, prompts = scheduler_for(name), prompts_of(name)
+    assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
+    assert set(steps) == {1}
+    assert nothing_leaks(scheduler)
+
+
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("kv", ["k8v4"])
 @pytest.mark.parametrize("name", MODELS)
