@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,8 +60,9 @@ class Ours:
         self._end()
         self.scheduler.prefixes.clear()
         settings = Sampling(endless=True)
-        # no two of them the same
-        texts = [tuple(ids[i:] + ids[:i]) for i in range(self.batch)]
+        vocab = self.engine.model.config.vocab
+        # nothing in common: tokens of texts that are alike go to the same experts
+        texts = [tuple(ids), *(_text(len(ids), vocab, seed) for seed in range(1, self.batch))]
         self._jobs = [self.scheduler.submit(Request(text, settings), self._events.append) for text in texts]
         while any(job.sequence is None or job.unread for job in self._jobs):
             self.scheduler.turn(write=False)
@@ -129,10 +131,10 @@ def measure(
     """Time all contenders in turn at each length, `repeat` times over, and give the best of each."""
     for each in contenders:
         tell(f"{each.name}: warming up")
-        each.read(_text(WARM_UP, vocab))
+        each.read(list(_text(WARM_UP, vocab)))
         each.write(WARM_UP)
     for length in lengths:
-        ids = _text(length, vocab)
+        ids = list(_text(length, vocab))
         best: dict[str, tuple[float, float]] = {}
         for round_ in range(repeat):
             for each in contenders:
@@ -153,8 +155,9 @@ def check_lengths(lengths: list[int], tokens: int, context: int) -> None:
         raise ContextError(f"a text of {most} tokens does not fit the context of {context}. Give --context {most} or more.")
 
 
-def _text(length: int, vocab: int) -> list[int]:
-    return random.Random(length).choices(range(vocab), k=length)
+@cache
+def _text(length: int, vocab: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(f"{length} {seed}").choices(range(vocab), k=length))
 
 
 def _seconds(work: Callable[[Any], None], argument: Any) -> float:

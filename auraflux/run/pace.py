@@ -10,7 +10,7 @@ PAUSE_S, WORTH_S = 0.5, 0.1
 # tokens read at a time while texts are written; up to 256 a GPU's weights take longer than tokens
 LEAST = {"cpu": 16, "cuda": 256}
 MOST = {"cpu": 128, "cuda": 2048}
-SPREAD = {"cpu": 16, "cuda": 8}  # turns over which waiting prompts are spread then
+SPREAD = 16  # turns over which waiting prompts are spread then
 TOGETHER = 8  # prompts whose pieces go through the model as one
 
 
@@ -36,7 +36,7 @@ class Pace:
             least = min(max(unit, int(self._rate * WORTH_S)), most)
             most = max(least, min(most, int(self._rate * PAUSE_S)))
         # few sizes, so that steps recur
-        share = unread // SPREAD[self.device] // unit * unit
+        share = unread // SPREAD // unit * unit
         return min(max(least, min(share, most)), self.chunk)
 
     def shares(self, wanted: list[int], budget: int) -> list[int]:

@@ -10,7 +10,7 @@ step is given. So a job whose pages were taken away, or whose step was interrupt
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -254,34 +254,42 @@ class Scheduler:
 
     def _read(self, beside_writing: bool) -> bool:
         """Read the next pieces of prompts; False where a job was taken off meanwhile."""
+        for chosen in self._pieces(beside_writing):
+            try:
+                self._take_in(chosen)
+            except CacheFull as err:
+                self._make_room(err)
+                return False
+            except Exception as err:
+                self._fail([job for job, _ in chosen], err)
+        return True
+
+    def _read_ahead(self) -> None:
+        """Read before the tokens of texts that end are known; whatever is wrong is met again in the next turn."""
+        with suppress(Exception):
+            for chosen in self._pieces(beside_writing=False):
+                self._take_in(chosen)
+
+    def _pieces(self, beside_writing: bool) -> list[list[tuple[Job, int]]]:
+        """The prompts to read next, and how many tokens of each; those of a list go through the model together."""
         reading = [job for job in self._running if job.unread > 0]
         if not reading:
-            return True
+            return []
         writing = len(self._running) - len(reading) if beside_writing else 0
         budget = self.pace.budget(sum(job.unread for job in reading), writing)
         shares = self.pace.shares([job.piece for job in reading], budget)
         chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
-        if self.engine.sooner_apart(sum(shares)):
-            return all(self._read_pieces([each]) for each in chosen)
-        return self._read_pieces(chosen)
+        return [[each] for each in chosen] if self.engine.sooner_apart(sum(shares)) else [chosen]
 
-    def _read_pieces(self, chosen: list[tuple[Job, int]]) -> bool:
+    def _take_in(self, chosen: list[tuple[Job, int]]) -> None:
         pieces = [job.ids[job.held.length : job.held.length + share] for job, share in chosen]
-        try:
-            with self.pace.measured(sum(share for _, share in chosen)):
-                self.engine.read([job.held for job, _ in chosen], pieces)
-        except CacheFull as err:
-            self._make_room(err)
-            return False
-        except Exception as err:
-            self._fail([job for job, _ in chosen], err)
-            return True
+        with self.pace.measured(sum(share for _, share in chosen)):
+            self.engine.read([job.held for job, _ in chosen], pieces)
         for job, _ in chosen:
             if job.held.length in job.marks:
                 job.held.checkpoint()
             if job.unread == 0 and job.kept is None:
                 job.kept = self.prefixes.note(job.ids[:-1], job.held)
-        return True
 
     def _write(self) -> bool:
         """Choose the next token of every text whose prompt is read; False where a job was taken off first."""
@@ -290,7 +298,7 @@ class Scheduler:
                 self._writer.step([job for job in self._running if job.unread == 0])
             if not self._writer.ready or self._misled():
                 return True
-            chosen = self._writer.choose(self._running)
+            chosen = self._writer.choose(self._running, self._read_ahead)
         except CacheFull as err:
             self._make_room(err)
             return False

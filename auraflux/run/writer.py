@@ -1,6 +1,6 @@
 """Texts that grow by a token a step: their batch, their scores, and the step that a GPU begins before its tokens are known."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -43,8 +43,11 @@ class Writer:
             self.live = self._in_places(jobs)
             self._scores = self.engine.decode(self._batch_of(self.live), [job.ids[-1] for job in self.live])
 
-    def choose(self, running: Iterable[Job]) -> Chosen:
-        """Choose a token for every live job. A GPU meanwhile begins the next step, with jobs that have become ready."""
+    def choose(self, running: Iterable[Job], meanwhile: Callable[[], None]) -> Chosen:
+        """Choose a token for every live job. A GPU meanwhile begins the next step, with jobs that have become ready.
+
+        meanwhile  gives it something else to do where all of them end with this token
+        """
         assert self._batch is not None
         assert self._scores is not None
         live, sampler = self.live, self._batch[2]
@@ -53,6 +56,8 @@ class Writer:
         self._scores = None
         if self.engine.replayer.ahead:
             self._go_on(chosen, [job for job in running if job.unread == 0 and job not in live])
+            if not self.ready:
+                meanwhile()
         tokens = arriving.wait()
         scored = {} if likelihoods is None else likelihoods.read(tokens)
         return [(job, token, scored.get(number)) for number, (job, token) in enumerate(zip(live, tokens, strict=True))]

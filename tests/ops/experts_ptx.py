@@ -189,7 +189,7 @@ def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[
     codes_at, kernels = made["codes_at"], {}
     made |= {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
     made |= dict.fromkeys(("Build", "passed", "assign_given", "Experts", "Routing", "Tensor", "torch", "multiprocessors"), list)
-    made |= {"Build": lambda *args, **options: None, "cdiv": lambda a, b: -(-a // b)}
+    made |= {"NamedTuple": object, "Blocks": object, "Build": lambda *args, **options: None, "cdiv": lambda a, b: -(-a // b)}
     for name in ("hopper/copy", "linear/cuda/int4_groups", "moe/cuda/int4_quads", "moe/cuda/assign", "moe/cuda/persistent"):
         # both have warps of their own, and codes of their own
         names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "moe/cuda/persistent"}

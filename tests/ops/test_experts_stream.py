@@ -21,13 +21,16 @@ SKEW = 3
 class Blocks:
     """Pairs in blocks on a device: what `assign_pairs` left there."""
 
-    def __init__(self, ids: torch.Tensor, experts: int, scores: torch.Tensor | None = None, bias=None, scoring: str = ""):
-        self.device, (tokens, k) = Device(), ids.shape
-        self.pairs, self.most = tokens * k, min(tokens * k, tokens * k // 8 + experts)
-        filled = [torch.full((count,), -7).int() for count in (8 * self.most, 2 * self.most + 1)]
+    def __init__(
+        self, ids: torch.Tensor, experts: int, octets: int, scores: torch.Tensor | None = None, bias=None, scoring: str = ""
+    ):
+        self.device, (tokens, k), self.octets, self.size = Device(), ids.shape, octets, 8 * octets
+        self.pairs, self.most = tokens * k, min(tokens * k, tokens * k // self.size + experts)
+        filled = [torch.full((count,), -7).int() for count in (self.size * self.most, 2 * self.most + 1)]
         self.chosen, self.placed, self.owner = (placed(self.device, one) for one in (ids, *filled))
         given = placed(self.device, scores), placed(self.device, bias)
         rule = {"K": k, "E": 0 if scores is None else -(-experts // 32) * 32, "SCORING": scoring, "PASSES": -(-tokens // 32)}
+        rule["SIZE"] = self.size
         kernel = block_kernels(self.device, 32, 1, 0)["assign_pairs"]
         kernel(*given, self.chosen, self.placed, self.owner, tokens, experts, self.most, **rule)
         self.ids = self.device.get(self.chosen, ids)
@@ -35,7 +38,7 @@ class Blocks:
 
     def check(self, experts: int) -> None:
         """Every pair of an expert is in one of its blocks, and blocks are full but for an expert's last."""
-        pairs, owners = self.lists[0].view(-1, 8), self.lists[1]
+        pairs, owners = self.lists[0].view(-1, self.size), self.lists[1]
         count = int(owners[self.most])
         assert (owners[self.most + 1 :] == 0).all()
         assert (owners[count : self.most] == experts).all()
@@ -44,7 +47,7 @@ class Blocks:
             blocks = pairs[:count][owners[:count] == expert]
             there = blocks[blocks < self.pairs]
             assert sorted(there.tolist()) == (flat == expert).nonzero().flatten().tolist()
-            assert len(blocks) == -(-len(there) // 8)
+            assert len(blocks) == -(-len(there) // self.size)
 
 
 def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -> torch.Tensor:
@@ -63,22 +66,23 @@ def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -
     lists = blocks.placed, blocks.owner
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        sizes = {"H": hidden, "INNER": inner, "D": kernels["ring_sizes"](hidden)[1]}
+        sizes = {"H": hidden, "INNER": inner, "D": kernels["ring_sizes"](hidden, blocks.octets)[1], "OCTETS": blocks.octets}
         kernels["up_stream"](inputs, *lists, *gate, *up, hiddens, blocks.pairs, k, blocks.most, **sizes)
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        sizes = {"INNER": inner, "HIDDEN": hidden, "D": kernels["ring_sizes"](inner)[1], "SKEWED": SKEW}
+        sizes = {"INNER": inner, "HIDDEN": hidden, "D": kernels["ring_sizes"](inner, blocks.octets)[1], "SKEWED": SKEW}
+        sizes["OCTETS"] = blocks.octets
         kernels["down_stream"](hiddens, *lists, *down, results, blocks.pairs, blocks.most, **sizes)
     assert results is not None
     return device.get(results, parts)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(5, 128, 8), (40, 20, 3), (128, 5, 2)])
-def test_pairs_are_brought_into_blocks(tokens: int, experts: int, k: int):
+@pytest.mark.parametrize(("tokens", "experts", "k", "octets"), [(5, 128, 8, 1), (40, 20, 3, 1), (128, 5, 2, 1), (100, 7, 3, 2)])
+def test_pairs_are_brought_into_blocks(tokens: int, experts: int, k: int, octets: int):
     torch.manual_seed(tokens)
     ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]).int()
     ids[0, 0], ids[1, 1] = -1, experts
-    Blocks(ids, experts).check(experts)
+    Blocks(ids, experts, octets).check(experts)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -87,29 +91,31 @@ def test_experts_are_chosen_by_scores(scoring: str):
     torch.manual_seed(2)
     scores, bias = torch.randn(33, 40), torch.randn(40) * 0.1 if scoring == "sigmoid" else None
     scores = scores if scoring == "sigmoid" else scores.bfloat16()
-    blocks = Blocks(torch.full((33, 6), -9).int(), 40, scores, bias, scoring)
+    blocks = Blocks(torch.full((33, 6), -9).int(), 40, 1, scores, bias, scoring)
     assert torch.equal(blocks.ids, route.reference(scores, Routing(6, scoring, True), bias)[0])
     blocks.check(40)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    ("experts", "hidden", "inner", "tokens", "k", "programs"),
+    ("experts", "hidden", "inner", "tokens", "k", "octets", "programs"),
     [
-        (4, 256, 256, 3, 2, 3),
+        (4, 256, 256, 3, 2, 1, 3),
         # experts of several blocks, programs of several experts
-        (3, 512, 256, 14, 2, 2),
-        pytest.param(5, 512, 768, 12, 3, 4, marks=pytest.mark.slow),
+        (3, 512, 256, 14, 2, 1, 2),
+        (2, 256, 256, 20, 2, 2, 2),
+        pytest.param(5, 512, 768, 12, 3, 1, 4, marks=pytest.mark.slow),
+        pytest.param(3, 512, 768, 40, 2, 2, 4, marks=pytest.mark.slow),
         # more quads than warps
-        pytest.param(2, 2560, 512, 5, 2, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2560, 512, 5, 2, 1, 2, marks=pytest.mark.slow),
     ],
 )
-def test_blocks_stream_through_programs(experts: int, hidden: int, inner: int, tokens: int, k: int, programs: int):
+def test_blocks_stream_through_programs(experts: int, hidden: int, inner: int, tokens: int, k: int, octets: int, programs: int):
     torch.manual_seed(hidden)
     made, x = layer(experts, hidden, inner, lanes=1), torch.randn(tokens, hidden).bfloat16()
     ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]).int()
     ids[0, 0] = -1
-    parts = parts_of(Blocks(ids, experts), x, made, programs)
+    parts = parts_of(Blocks(ids, experts, octets), x, made, programs)
     expected = torch.full_like(parts, 7.0)
     expert_parts.reference(x, ids, made, expected)
     assert (parts[0, 0] == 7).all()

@@ -42,7 +42,7 @@ def test_a_prompt_has_all_of_a_turn_while_nobody_writes():
 def test_prompts_are_spread_over_turns_while_texts_are_written(unread: int):
     budget = Pace(512).budget(unread, writing=3)
     assert pace.LEAST["cpu"] <= budget <= 512
-    assert budget <= max(pace.LEAST["cpu"], -(-unread // pace.SPREAD["cpu"]))
+    assert budget <= max(pace.LEAST["cpu"], -(-unread // pace.SPREAD))
 
 
 def test_a_slow_machine_reads_less_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,29 @@ def test_prompts_may_be_read_one_by_one(name: str, monkeypatch: pytest.MonkeyPat
     scheduler, prompts = scheduler_for(name), prompts_of(name)
     assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
     assert set(steps) == {1}
+    assert nothing_leaks(scheduler)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_gpu_reads_on_while_texts_end(full: bool, monkeypatch: pytest.MonkeyPatch):
+    """Texts of one token: the next prompt is being read before the first one's token is told of, unless there is no room."""
+    happened: list[str] = []
+    monkeypatch.setattr(Replayer, "ahead", True)
+    scheduler, (first, second, *_) = scheduler_for("llama"), [prompt[:30] for prompt in prompts_of("llama")]
+    read = scheduler.engine.read
+
+    def reading(sequences: list[Any], pieces: list[list[int]]) -> None:
+        happened.append("read")
+        if full and happened.count("read") == 2:
+            raise CacheFull("no page is free.")
+        read(sequences, pieces)
+
+    monkeypatch.setattr(scheduler.engine, "read", reading)
+    monkeypatch.setattr(scheduler.pace, "shares", lambda wanted, budget: [wanted[0]] + [0] * (len(wanted) - 1))
+    requests = [Request(tuple(prompt), replace(SETTINGS, max_tokens=1)) for prompt in (first, second)]
+    jobs = [scheduler.submit(request, lambda event: happened.append("told")) for request in requests]
+    assert finish(scheduler, jobs) == [tokens[:1] for tokens in wanted("llama", "k8v4", [first, second])]
+    assert happened == ["read", "read", "told", *["read"] * full, "told"]
     assert nothing_leaks(scheduler)
 
 

@@ -1,11 +1,10 @@
 """Choosing the experts of some tokens on Hopper and bringing their pairs into blocks, in one program.
 
-A pair is a token and one of its slots; a block is of up to 8 pairs of one expert. A warp chooses for one token at a time, and
-pairs are counted in shared memory.
-
-placed  [8 most]      the pairs of each block, the number of pairs where there is none
-owner   [2 most + 1]  each block's expert; then how many blocks there are; then zeros, for `persistent` to count in
+A pair is a token and one of its slots; a block is of one or two octets of pairs of one expert. A warp chooses for one token at
+a time, and pairs are counted in shared memory.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +19,33 @@ from auraflux.ops.moe.cuda.topk import choose, from_lane, load_scores
 from auraflux.ops.moe.routing import Routing
 
 W = gl.constexpr(32)  # warps
-MOST_TOKENS = 128  # four for each warp
+MOST_TOKENS = 256  # eight for each warp
 MOST_SLOTS = 32  # of a token, one for each lane
 MOST_EXPERTS = 512  # that the lanes of a warp hold the scores of
-SIZE = gl.constexpr(8)  # pairs of a block
+
+
+class Blocks(NamedTuple):
+    """Pairs by their experts.
+
+    placed  [8 octets most]  the pairs of each block, the number of pairs where there is none
+    owner   [2 most + 1]     each block's expert; then how many blocks there are; then zeros, for `persistent` to count in
+    octets  of a block
+    """
+
+    placed: Tensor
+    owner: Tensor
+    octets: int
 
 
 @gluon.jit
 def assign_pairs(
     scores, bias, ids, placed, owner, tokens, experts, most,
-    K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, PASSES: gl.constexpr,
+    K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, PASSES: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Choose by `scores` and leave the choice in `ids`, or, where scores are None, take what is there."""
+    """Choose by `scores` and leave the choice in `ids`, or, where scores are None, take what is there.
+
+    SIZE  pairs of a block
+    """
     T: gl.constexpr = 32 * W
     tid = gl.arange(0, T, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
@@ -78,34 +92,34 @@ def assign_pairs(
 
 
 def _launch(
-    scores: Tensor | None, rule: tuple[int, str], bias: Tensor | None, ids: Tensor, experts: int
-) -> tuple[Tensor, Tensor]:
-    tokens, k = ids.shape
-    most = min(tokens * k, tokens * k // SIZE.value + experts)
-    placed, owner = ids.new_empty(most * SIZE.value), ids.new_empty(2 * most + 1)
+    scores: Tensor | None, rule: tuple[int, str], bias: Tensor | None, ids: Tensor, experts: int, octets: int
+) -> Blocks:
+    (tokens, k), size = ids.shape, 8 * octets
+    most = min(tokens * k, tokens * k // size + experts)
+    placed, owner = ids.new_empty(most * size), ids.new_empty(2 * most + 1)
     assign_pairs[(1,)](
-        scores, bias, ids, placed, owner, tokens, experts, most, k, *rule, cdiv(tokens, W.value),
+        scores, bias, ids, placed, owner, tokens, experts, most, k, *rule, cdiv(tokens, W.value), size,
         num_warps=W.value, launch_pdl=True,
     )  # fmt: skip
-    return placed, owner
+    return Blocks(placed, owner, octets)
 
 
-def assign_given(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def assign_given(ids: Tensor, experts: int, octets: int) -> Blocks:
     """Blocks of pairs whose experts are given; an id that is none of an expert has no place in them."""
-    return _launch(None, (0, ""), None, ids, experts)
+    return _launch(None, (0, ""), None, ids, experts, octets)
 
 
-def assign_chosen(scores: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def assign_chosen(scores: Tensor, routing: Routing, bias: Tensor | None, octets: int) -> tuple[Tensor, Blocks]:
     """The choice of each token, and the blocks of its pairs."""
     tokens, experts = scores.shape
     ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=scores.device)
-    return ids, *_launch(scores, (cdiv(experts, 32) * 32, routing.scoring), bias, ids, experts)
+    return ids, _launch(scores, (cdiv(experts, 32) * 32, routing.scoring), bias, ids, experts, octets)
 
 
 def _builds() -> list[Build]:
-    ints, given = "i32 i32:16 i32", {"scores": None, "bias": None, "K": 8, "E": 0, "SCORING": "", "PASSES": 2}
-    chosen = {"bias": None, "K": 8, "E": 128, "SCORING": "softmax", "PASSES": 1}
-    biased = {"K": 8, "E": 256, "SCORING": "sigmoid", "PASSES": 4}
+    ints, given = "i32 i32:16 i32", {"scores": None, "bias": None, "K": 8, "E": 0, "SCORING": "", "PASSES": 2, "SIZE": 8}
+    chosen = {"bias": None, "K": 8, "E": 128, "SCORING": "softmax", "PASSES": 1, "SIZE": 8}
+    biased = {"K": 8, "E": 256, "SCORING": "sigmoid", "PASSES": 8, "SIZE": 16}
     return [
         Build(assign_pairs, f"*bf16 *i32 *i32 *i32 {ints}", chosen, hot=True, options={"num_warps": W.value}),
         Build(assign_pairs, f"*fp32 *fp32 *i32 *i32 *i32 {ints}", biased, hot=True, options={"num_warps": W.value}),

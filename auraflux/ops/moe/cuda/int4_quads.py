@@ -4,7 +4,8 @@ A quad is four groups of 64 codes of 16 rows, with their scales and biases; more
 tensor has one element per thread.
 
 - Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133, see `linear.cuda.int4_groups`.
-- Vectors lie in shared memory as operands of `mma.m16n8k16`, made once for all rows.
+- Vectors lie in shared memory as operands of `mma.m16n8k16`, made once for all rows: an octet of them takes 17 bytes for each
+  input, and a block's second octet follows its first.
 - A group's bias times its sum of inputs is a product too, of four inputs a quad. Sums of inputs are float32, so each stands
   there three times: its bf16, that of what is left, and that of what is left then.
 """
@@ -20,44 +21,48 @@ W = gl.constexpr(8)  # warps of a program
 TILE = gl.constexpr(2048 + 256)  # bytes of a quad: codes, then scales, then biases
 
 
-def _codes_ptx() -> str:
-    """Out: 4 sums for each of two groups. In: codes of rows g and g + 8, 8 pairs of x of each."""
+def _codes_ptx(groups: int, octets: int) -> str:
+    """Out: 4 sums for each group and octet. In: codes of rows g and g + 8 of each group, 8 pairs of x of each and octet."""
     text = "{.reg .b32 a0,a1,a2,a3,u0,v0,w0,z0,u1,v1,w1,z1; .reg .f32 o; mov.f32 o,0f00000000;"
-    for j in range(2):
-        text += f"mov.b64 {{u{j},w{j}}},${8 + 2 * j}; mov.b64 {{v{j},z{j}}},${9 + 2 * j};"
+    first = 4 * groups * octets
+    for j in range(groups):
+        text += f"mov.b64 {{u{j},w{j}}},${first + 2 * j}; mov.b64 {{v{j},z{j}}},${first + 2 * j + 1};"
     for step in range(4):
-        for j in range(2):
+        for j in range(groups):
             for i, word in enumerate("uvwz"):
                 text += f"shr.u32 {word}{j},{word}{j},8;" if step == 2 else ""
                 text += f"and.b32 a{i},{word}{j},{hex(0xF000F << step % 2 * 4)};"
-            c, x = ",".join(f"${4 * j + i}" for i in range(4)), 12 + 8 * j + 2 * step
-            text += f"{MMA} {{{c}}},{{a0,a1,a2,a3}},{{${x},${x + 1}}},{{{c if step else 'o,o,o,o'}}};"
+            for n in range(j * octets, (j + 1) * octets):
+                c, x = ",".join(f"${4 * n + i}" for i in range(4)), first + 2 * groups + 8 * n + 2 * step
+                text += f"{MMA} {{{c}}},{{a0,a1,a2,a3}},{{${x},${x + 1}}},{{{c if step else 'o,o,o,o'}}};"
     return text + "}"
 
 
-CODES, CODES_REGISTERS = gl.constexpr(_codes_ptx()), gl.constexpr("=&f," * 8 + "l," * 4 + "r," * 15 + "r")
+# two groups of one octet, or one of two: as many registers as the products need, and no more
+CODES, CODES_REGISTERS = gl.constexpr(_codes_ptx(2, 1)), gl.constexpr("=&f," * 8 + "l," * 4 + "r," * 15 + "r")
+CODES_2, CODES_2_REGISTERS = gl.constexpr(_codes_ptx(1, 2)), gl.constexpr("=&f," * 8 + "l," * 2 + "r," * 15 + "r")
 BIASES = gl.constexpr(MMA + " {$0,$1,$2,$3},{$4,$5,$4,$5},{$6,$7},{$8,$9,$10,$11};")
 BIASES_REGISTERS = gl.constexpr("=&f," * 4 + "r," * 4 + "f,f,f,f")
 
 
 @gluon.constexpr_function
-def _fetch_ptx(row_nbytes, quad, halves):
+def _fetch_ptx(row_nbytes, halves):
     """128 bytes of each of 16 rows, and 8 of scales or biases; where `halves`, rows 8 to 15 begin at $4."""
     text = "{.reg .pred p; setp.ne.b32 p,$7,0; mov.b32 $0,0;"
     for i in range(4):
         half, row = (i // 2, i % 2 * 4) if halves else (0, 4 * i)
-        source = f"[${3 + half}+{row * row_nbytes + quad * 128}]"
+        source = f"[${3 + half}+{row * row_nbytes}]"
         text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],{source},16;"
-    return text + f"@p cp.async.ca.shared.global [$5],[$6+{quad * 8}],8;}}"
+    return text + "@p cp.async.ca.shared.global [$5],[$6],8;}"
 
 
 @gluon.jit
-def fetch_quad(to, lane, source, there, K: gl.constexpr, QUAD: gl.constexpr, HALVES: gl.constexpr):
-    """A quad of 16 rows, the QUAD-th from `source` on: a lane's first codes, those of row 8, its first scales or biases."""
+def fetch_quad(to, lane, source, there, K: gl.constexpr, HALVES: gl.constexpr):
+    """Ask for a quad of 16 rows; `source`: a lane's first codes, those of row 8, its first scales or biases."""
     r, chunk = lane // 8, lane % 8
     even, odd = to + r * 128 + (chunk ^ r) * 16, to + r * 128 + (chunk ^ (r + 4)) * 16
     args = [even, odd, source[0], source[1], to + 2048 + lane * 8, source[2], there.to(gl.int32)]
-    text: gl.constexpr = _fetch_ptx(K // 2, QUAD, HALVES)
+    text: gl.constexpr = _fetch_ptx(K // 2, HALVES)
     gl.inline_asm_elementwise(text, "=r,r,r,l,l,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
@@ -148,35 +153,40 @@ def quad_at(at, lane):
 
 
 @gluon.jit
-def add_quad(acc, total, quad, inputs, sums):
-    """Add products of codes to `acc`, of biases to `total`: rows g and g + 8 at vectors 2t and 2t + 1."""
+def add_quad(acc, total, quad, inputs, sums, K: gl.constexpr, OCTETS: gl.constexpr):
+    """Add products of codes to `acc`, of biases to `total`: of each octet, rows g and g + 8 at vectors 2t and 2t + 1."""
+    GROUPS: gl.constexpr = 2 // OCTETS  # whose products are made together
+    text: gl.constexpr = CODES if OCTETS == 1 else CODES_2
+    registers: gl.constexpr = CODES_REGISTERS if OCTETS == 1 else CODES_2_REGISTERS
     words = quad[0]
-    for half in gl.static_range(2):
+    for first in gl.static_range(0, 4, GROUPS):
         args = []
-        for i in gl.static_range(4):
-            args += [words[4 * half + i]]
-        for j in gl.static_range(2):
-            x = _eight_at(inputs + (2 * half + j) * 1024)
+        for i in gl.static_range(2 * GROUPS):
+            args += [words[2 * first + i]]
+        for n in gl.static_range(GROUPS * OCTETS):
+            x = _eight_at(inputs + n % OCTETS * (17 * K) + (first + n // OCTETS) * 1024)
             for i in gl.static_range(8):
                 args += [x[i]]
-        c = gl.inline_asm_elementwise(CODES, CODES_REGISTERS, args, (gl.float32,) * 8, is_pure=True, pack=1)
-        for j in gl.static_range(2):
-            s0 = _low(quad[1][half]) if j == 0 else _high(quad[1][half])
-            s1 = _low(quad[2][half]) if j == 0 else _high(quad[2][half])
-            acc = (
-                gl.fma(s0, c[4 * j], acc[0]), gl.fma(s0, c[4 * j + 1], acc[1]),
-                gl.fma(s1, c[4 * j + 2], acc[2]), gl.fma(s1, c[4 * j + 3], acc[3]),
-            )  # fmt: skip
-    x0, x1 = _two_at(sums)
-    args = [quad[3], quad[4], x0, x1, total[0], total[1], total[2], total[3]]
-    total = gl.inline_asm_elementwise(BIASES, BIASES_REGISTERS, args, (gl.float32,) * 4, is_pure=True, pack=1)
-    return acc, total
+        c = gl.inline_asm_elementwise(text, registers, args, (gl.float32,) * 8, is_pure=True, pack=1)
+        for j in gl.static_range(GROUPS):
+            s0 = _low(quad[1][first // 2]) if (first + j) % 2 == 0 else _high(quad[1][first // 2])
+            s1 = _low(quad[2][first // 2]) if (first + j) % 2 == 0 else _high(quad[2][first // 2])
+            more = ()
+            for n in gl.static_range(4 * OCTETS):
+                more += (gl.fma(s0 if n % 4 < 2 else s1, c[4 * OCTETS * j + n], acc[n]),)  # type: ignore[assignment]
+            acc = more
+    rest = ()
+    for n in gl.static_range(OCTETS):
+        x0, x1 = _two_at(sums + n * (17 * K))
+        args = [quad[3], quad[4], x0, x1, total[4 * n], total[4 * n + 1], total[4 * n + 2], total[4 * n + 3]]
+        rest += gl.inline_asm_elementwise(BIASES, BIASES_REGISTERS, args, (gl.float32,) * 4, is_pure=True, pack=1)
+    return acc, rest
 
 
 @gluon.jit
-def both(acc, total):
+def both(acc, total, OCTETS: gl.constexpr):
     """What products of codes and of biases come to."""
-    return (
-        gl.fma(acc[0], OF_CODES, total[0]), gl.fma(acc[1], OF_CODES, total[1]),
-        gl.fma(acc[2], OF_CODES, total[2]), gl.fma(acc[3], OF_CODES, total[3]),
-    )  # fmt: skip
+    found = ()
+    for n in gl.static_range(4 * OCTETS):
+        found += (gl.fma(acc[n], OF_CODES, total[n]),)  # type: ignore[assignment]
+    return found

@@ -1,9 +1,9 @@
 """Four-bit experts for some tokens on Hopper: programs that stay, each with an equal piece of all rows of all blocks.
 
-A block is of up to 8 pairs (token, slot) of one expert, see `assign`. A stage is as many rows of a block as eight warps
-multiply side by side: in `up_stream` each has 8 rows of gate and the same 8 of up, one tile of the tensor cores, so that what
-belongs together is in one thread; in `down_stream` 16 rows. Codes stream through a ring of quads that every warp has for
-itself, on from one stage to the next; a block's vectors lie in shared memory for all of its stages (`int4_quads`).
+A block is of up to 8 or 16 pairs (token, slot) of one expert, one or two octets, see `assign`. A stage is as many rows of a
+block as eight warps multiply side by side: in `up_stream` each has 8 rows of gate and the same 8 of up, one tile of the tensor
+cores, so that what belongs together is in one thread; in `down_stream` 16 rows. Codes stream through a ring of quads that every
+warp has for itself, on from one stage to the next; a block's vectors lie in shared memory for all of its stages (`int4_quads`).
 
 `down_stream` starts wherever a program of `up_stream` has ended. It does not wait for all of them: warps count their stages,
 and a block's hidden vectors are read when its count is complete. All programs that count have started by then, so none of
@@ -17,13 +17,14 @@ from triton.experimental.gluon import language as gl
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, SYNC, WAIT, run, shared, wait_ptx
-from auraflux.ops.moe.cuda.assign import assign_given
+from auraflux.ops.moe.cuda.assign import Blocks, assign_given
 from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
 from auraflux.ops.moe.cuda.stacks import passed
 from auraflux.ops.moe.cuda.topk import from_lane
 from auraflux.ops.moe.experts import Experts
 
-MOST_PAIRS = 1024  # 8 for each of 128 experts
+MOST_PAIRS, MOST_EACH = 1024, 14  # in all, or of each expert on average
+CROWDED = 6  # pairs of an expert on average, above which blocks are of two octets
 DEEPEST = 4  # quads of a warp in flight
 TWICE_NBYTES = 113 << 10  # of shared memory, for two programs on a multiprocessor
 ONCE_NBYTES = 226 << 10
@@ -64,25 +65,38 @@ def _await_stages(at, count):
 
 
 @gluon.jit
-def _inputs(to, x, pair, pairs, k, warp, lane, FIRST: gl.constexpr, K: gl.constexpr):
-    """A block's vectors, from the FIRST-th quad of each warp on."""
-    for n in gl.static_range(FIRST, (K // 256 + W - 1) // W):
-        put_inputs(to, load_inputs(x, pair, pairs, k, n * W + warp, lane, K), n * W + warp, lane, K)
+def _pairs_of(placed, block, most, lane, OCTETS: gl.constexpr):
+    """A lane's pair in each octet of a block."""
+    found = ()
+    for n in gl.static_range(OCTETS):
+        found += (gl.load(placed + gl.minimum(block, most - 1) * (8 * OCTETS) + n * 8 + lane // 4),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _inputs(to, x, pair, pairs, k, warp, lane, FIRST: gl.constexpr, K: gl.constexpr, OCTETS: gl.constexpr):
+    """A block's vectors, but for the FIRST quads of each warp and the first octet."""
+    EACH: gl.constexpr = (K // 256 + W - 1) // W
+    for i in gl.static_range(FIRST, EACH * OCTETS):
+        quad = i % EACH * W + warp
+        put_inputs(to + i // EACH * (17 * K), load_inputs(x, pair[i // EACH], pairs, k, quad, lane, K), quad, lane, K)
 
 
 @gluon.jit
 def _add_quads(
-    acc, total, ring, inputs, sums, part, source, more, lane, K: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr
+    acc, total, ring, inputs, part, source, more, lane,
+    K: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr, OCTETS: gl.constexpr,
 ):  # fmt: skip
     """Add a warp's D quads in flight to its sums, and ask for those at `source` in their places."""
-    for d in gl.static_range(D):
+    for d in range(D):
+        spot, n = ring + d * TILE, part * D + d
         run(wait_ptx(D - 1), lane)
-        quad = quad_at(ring + d * TILE, lane)
+        quad = quad_at(spot, lane)
         run(SYNC, lane)
-        fetch_quad(ring + d * TILE, lane, source, more & (lane >= 0), K, d, HALVES)
+        fetch_quad(spot, lane, (source[0] + d * 128, source[1] + d * 128, source[2] + d * 8), more & (lane >= 0), K, HALVES)
         run(COMMIT, lane)
-        n = part * D + d
-        acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums + n * 256 + lane * 8)
+        sums = inputs + 16 * K + n * 256 + lane * 8
+        acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums, K, OCTETS)
     return acc, total
 
 
@@ -121,42 +135,43 @@ def _down_sources(
 def up_stream(
     x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
     up, up_scales, up_biases, up_step, up_scale_step, out, pairs, k, most,
-    H: gl.constexpr, INNER: gl.constexpr, D: gl.constexpr,
+    H: gl.constexpr, INNER: gl.constexpr, D: gl.constexpr, OCTETS: gl.constexpr,
 ):  # fmt: skip
     """silu(gate x) * up x of all blocks; a stage is 64 elements of a block, D quads of each warp are in flight."""
     PARTS: gl.constexpr = H // 256 // D
     PER: gl.constexpr = INNER // 64
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
-    memory, inputs = shared(17 * H + W * D * TILE, tid)
-    sums, ring = inputs + 16 * H, inputs + 17 * H + warp * (D * TILE)
+    memory, inputs = shared(17 * H * OCTETS + W * D * TILE, tid)
+    ring = inputs + 17 * H * OCTETS + warp * (D * TILE)
     run(AWAIT, tid)
     stages = gl.load(owner + most) * PER
     begin, end = _share(stages, gl.program_id(0), 0), _share(stages, gl.program_id(0) + 1, 0)
     block0 = begin // PER
     owners = gl.load(owner + gl.minimum(block0 + lane, most - 1))
-    pair = gl.load(placed + gl.minimum(block0, most - 1) * 8 + lane // 4)
+    pair = _pairs_of(placed, block0, most, lane, OCTETS)
     # before the codes, behind which they would have to wait
-    raw = load_inputs(x, pair, pairs, k, warp, lane, H)
+    raw = load_inputs(x, pair[0], pairs, k, warp, lane, H)
     source = _up_sources(
         begin, block0, owners, warp, lane, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
         up, up_scales, up_biases, up_step, up_scale_step, H, PER,
     )  # fmt: skip
     for d in gl.static_range(D):
-        fetch_quad(ring + d * TILE, lane, source, (begin < end) & (lane >= 0), H, d, True)
+        ahead = (source[0] + d * 128, source[1] + d * 128, source[2] + d * 8)
+        fetch_quad(ring + d * TILE, lane, ahead, (begin < end) & (lane >= 0), H, True)
         run(COMMIT, lane)
     put_inputs(inputs, raw, warp, lane, H)
-    _inputs(inputs, x, pair, pairs, k, warp, lane, 1, H)
+    _inputs(inputs, x, pair, pairs, k, warp, lane, 1, H, OCTETS)
     gl.thread_barrier()
     for block in range(block0, (end + PER - 1) // PER):
         if block > block0:
-            pair = gl.load(placed + gl.minimum(block, most - 1) * 8 + _again(lane) // 4)
+            pair = _pairs_of(placed, block, most, _again(lane), OCTETS)
             gl.thread_barrier()
-            _inputs(inputs, x, pair, pairs, k, warp, _again(lane), 0, H)
+            _inputs(inputs, x, pair, pairs, k, warp, _again(lane), 0, H, OCTETS)
             gl.thread_barrier()
         for s in range(gl.maximum(begin, block * PER), gl.minimum(end, (block + 1) * PER)):
             zero = (tid * 0).to(gl.float32)
-            acc, total = (zero,) * 4, (zero,) * 4
+            acc, total = (zero,) * (4 * OCTETS), (zero,) * (4 * OCTETS)
             for part in range(PARTS):
                 more = s < end
                 if part == PARTS - 1:
@@ -167,11 +182,12 @@ def up_stream(
                     )  # fmt: skip
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
-                acc, total = _add_quads(acc, total, ring, inputs, sums, part, source, more, lane, H, D, True)
-            r, thread = both(acc, total), _again(tid)
-            for n in gl.static_range(2):
-                mine = from_lane(pair, thread % 4 * 8 + n * 4)
-                value = r[n] / (1.0 + gl.exp(-r[n])) * r[n + 2]
+                acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, H, D, True, OCTETS)
+            r, thread = both(acc, total, OCTETS), _again(tid)
+            for n in gl.static_range(2 * OCTETS):
+                mine = gl.load(placed + (block * OCTETS + n // 2) * 8 + thread % 4 * 2 + n % 2)
+                gated = r[n // 2 * 4 + n % 2]
+                value = gated / (1.0 + gl.exp(-gated)) * r[n // 2 * 4 + n % 2 + 2]
                 at = mine.to(gl.int64) * INNER + (s % PER * 64 + thread // 4)
                 gl.store(out + at, value.to(out.dtype.element_ty), mine < pairs)
             _count_stage(owner + (most + 1 + block) + thread * 0, thread % 32)
@@ -181,34 +197,35 @@ def up_stream(
 @gluon.jit
 def down_stream(
     x, placed, owner, down, scales, biases, step, scale_step, out, pairs, most,
-    INNER: gl.constexpr, HIDDEN: gl.constexpr, D: gl.constexpr, SKEWED: gl.constexpr,
+    INNER: gl.constexpr, HIDDEN: gl.constexpr, D: gl.constexpr, SKEWED: gl.constexpr, OCTETS: gl.constexpr,
 ):  # fmt: skip
     """Results of all blocks; a stage is 128 elements of a block."""
     PARTS: gl.constexpr = INNER // 256 // D
     PER: gl.constexpr = HIDDEN // 128
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
-    memory, inputs = shared(17 * INNER + W * D * TILE, tid)
-    sums, ring = inputs + 16 * INNER, inputs + 17 * INNER + warp * (D * TILE)
+    memory, inputs = shared(17 * INNER * OCTETS + W * D * TILE, tid)
+    ring = inputs + 17 * INNER * OCTETS + warp * (D * TILE)
     stages = gl.load(owner + most) * PER
     begin, end = _share(stages, gl.program_id(0), SKEWED), _share(stages, gl.program_id(0) + 1, SKEWED)
     block0 = begin // PER
     owners = gl.load(owner + gl.minimum(block0 + lane, most - 1))
     source = _down_sources(begin, block0, owners, warp, lane, down, scales, biases, step, scale_step, INNER, PER)
     for d in gl.static_range(D):
-        fetch_quad(ring + d * TILE, lane, source, (begin < end) & (lane >= 0), INNER, d, False)
+        ahead = (source[0] + d * 128, source[1] + d * 128, source[2] + d * 8)
+        fetch_quad(ring + d * TILE, lane, ahead, (begin < end) & (lane >= 0), INNER, False)
         run(COMMIT, lane)
     run(LAUNCH, lane)
     for block in range(block0, (end + PER - 1) // PER):
-        pair = gl.load(placed + gl.minimum(block, most - 1) * 8 + _again(lane) // 4)
+        pair = _pairs_of(placed, block, most, _again(lane), OCTETS)
         gl.thread_barrier()
         # as many as warps of `up_stream` have stages of a block
         _await_stages(owner + (most + 1 + gl.minimum(block, most - 1)) + _again(lane) * 0, lane * 0 + INNER // 8)
-        _inputs(inputs, x, pair, pairs, 1, warp, _again(lane), 0, INNER)
+        _inputs(inputs, x, pair, pairs, 1, warp, _again(lane), 0, INNER, OCTETS)
         gl.thread_barrier()
         for s in range(gl.maximum(begin, block * PER), gl.minimum(end, (block + 1) * PER)):
             zero = (tid * 0).to(gl.float32)
-            acc, total = (zero,) * 4, (zero,) * 4
+            acc, total = (zero,) * (4 * OCTETS), (zero,) * (4 * OCTETS)
             for part in range(PARTS):
                 more = s < end
                 if part == PARTS - 1:
@@ -218,55 +235,65 @@ def down_stream(
                     )
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
-                acc, total = _add_quads(acc, total, ring, inputs, sums, part, source, more, lane, INNER, D, False)
-            r = both(acc, total)
-            for n in gl.static_range(4):
-                mine = from_lane(pair, lane % 4 * 8 + n % 2 * 4)
-                at = mine.to(gl.int64) * HIDDEN + (s % PER * 128 + warp * 16 + lane // 4 + n // 2 * 8)
+                acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, INNER, D, False, OCTETS)
+            r = both(acc, total, OCTETS)
+            for n in gl.static_range(4 * OCTETS):
+                mine = gl.load(placed + (block * OCTETS + n // 4) * 8 + lane % 4 * 2 + n % 2)
+                at = mine.to(gl.int64) * HIDDEN + (s % PER * 128 + warp * 16 + lane // 4 + n % 4 // 2 * 8)
                 gl.store(out + at, r[n], mine < pairs)
     # so that whoever waits for this kernel has waited for the one before
     run(WAIT, lane)
     memory._keep_alive()
 
 
-def ring_sizes(width: int) -> tuple[int, int]:
+def ring_sizes(width: int, octets: int = 1) -> tuple[int, int]:
     """Programs of a multiprocessor, and quads in flight: a divisor of those in a row; (0, 0) where there is no room."""
     for programs, nbytes in ((2, TWICE_NBYTES), (1, ONCE_NBYTES)):
         for depth in range(DEEPEST, 0, -1):
-            room = 17 * width + W.value * depth * TILE.value + 2048 <= nbytes
+            room = 17 * width * octets + W.value * depth * TILE.value + 2048 <= nbytes
             if room and width // 256 % depth == 0 and (depth > 1 or width == 256):
                 return programs, depth
     return 0, 0
 
 
-def multiply(x: Tensor, k: int, placed: Tensor, owner: Tensor, experts: Experts, parts: Tensor) -> None:
+def octets_for(pairs: int, experts: Experts) -> int:
+    """Octets of a block: two where most experts have more pairs than one would hold."""
+    crowded = pairs > CROWDED * experts.count
+    return 2 if crowded and ring_sizes(experts.hidden, 2)[0] and ring_sizes(experts.inner, 2)[0] else 1
+
+
+def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` of pairs that have been assigned to blocks."""
-    pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // 8
+    placed, owner, octets = blocks
+    pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // (8 * octets)
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
-    (programs, depth), (down_programs, down_depth) = ring_sizes(hidden), ring_sizes(inner)
+    (programs, depth), (down_programs, down_depth) = ring_sizes(hidden, octets), ring_sizes(inner, octets)
     up_stream[(programs * processors,)](
-        x, placed, owner, *passed(experts.gate), *passed(experts.up), between, pairs, k, most, hidden, inner, depth,
+        x, placed, owner, *passed(experts.gate), *passed(experts.up), between, pairs, k, most,
+        hidden, inner, depth, octets,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     down_stream[(down_programs * processors,)](
-        between, placed, owner, *passed(experts.down), parts, pairs, most, inner, hidden, down_depth, SKEW,
+        between, placed, owner, *passed(experts.down), parts, pairs, most,
+        inner, hidden, down_depth, SKEW, octets,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
 
 
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` for some tokens."""
-    placed, owner = assign_given(ids, experts.count)
-    multiply(x, ids.shape[1], placed, owner, experts, parts)
+    blocks = assign_given(ids, experts.count, octets_for(ids.numel(), experts))
+    multiply(x, ids.shape[1], blocks, experts, parts)
 
 
 def _builds() -> list[Build]:
     stack, options = "*i32 *bf16 *bf16 i32:16 i32:16", {"num_warps": W.value, "maxnreg": REGISTERS}
     up, down = f"*bf16 *i32 *i32 {stack} {stack} *bf16 i32:16 i32 i32", f"*bf16 *i32 *i32 {stack} *fp32 i32:16 i32"
     some: list[tuple[object, str, dict[str, int]]] = []
-    for hidden, inner in ((2048, 768), (2048, 512), (4096, 1536)):
-        some += [(up_stream, up, {"H": hidden, "INNER": inner, "D": ring_sizes(hidden)[1]})]
-        some += [(down_stream, down, {"HIDDEN": hidden, "INNER": inner, "D": ring_sizes(inner)[1], "SKEWED": SKEW})]
+    for hidden, inner, octets in ((2048, 768, 1), (2048, 768, 2), (2048, 512, 2), (4096, 1536, 1)):
+        deep = ring_sizes(hidden, octets)[1], ring_sizes(inner, octets)[1]
+        some += [(up_stream, up, {"H": hidden, "INNER": inner, "D": deep[0], "OCTETS": octets})]
+        some += [(down_stream, down, {"HIDDEN": hidden, "INNER": inner, "D": deep[1], "SKEWED": SKEW, "OCTETS": octets})]
     return [Build(kernel, types, constants, hot=True, options=options) for kernel, types, constants in some]
 
 

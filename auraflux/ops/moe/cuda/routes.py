@@ -93,9 +93,9 @@ def _not_in_slots(call: Pairs | Mixture) -> str | None:
 
 def _not_persistent(call: Pairs | Mixture) -> str | None:
     experts = call.experts
-    if call.tokens > assign.MOST_TOKENS or call.pairs > persistent.MOST_PAIRS:
-        most = assign.MOST_TOKENS, persistent.MOST_PAIRS
-        return f"{call.tokens} tokens, {call.pairs} pairs; it is for up to {most[0]}, {most[1]}"
+    most = max(persistent.MOST_PAIRS, persistent.MOST_EACH * experts.count)
+    if call.tokens > assign.MOST_TOKENS or call.pairs > most:
+        return f"{call.tokens} tokens, {call.pairs} pairs; it is for up to {assign.MOST_TOKENS}, {most}"
     if call.k > assign.MOST_SLOTS or experts.count > assign.MOST_EXPERTS:
         return f"{call.k} of {experts.count} experts; it is for up to {assign.MOST_SLOTS} of {assign.MOST_EXPERTS}"
     if reason := _not_int4(call.x, experts):
@@ -263,9 +263,10 @@ def _mix_by_steps(call: Mixture) -> Tensor:
 
 def _mix_persistent(call: Mixture) -> Tensor:
     added = call.h, reference.shared_result(call.x, call.shared), call.shared_gate
-    ids, placed, owner = assign.assign_chosen(call.scores, call.routing, call.bias)
+    octets = persistent.octets_for(call.pairs, call.experts)
+    ids, blocks = assign.assign_chosen(call.scores, call.routing, call.bias, octets)
     parts = call.x.new_empty(*ids.shape, call.experts.hidden, dtype=torch.float32)
-    persistent.multiply(call.x, call.k, placed, owner, call.experts, parts)
+    persistent.multiply(call.x, call.k, blocks, call.experts, parts)
     return summed_by_scores(parts, ids, call.scores, call.routing, call.x.dtype, added)
 
 
