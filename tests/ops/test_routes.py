@@ -1,25 +1,29 @@
 """The tables that choose kernels: what they say, that every route is taken by something, and that a page tells of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from auraflux.ops import append_codes, mixture, turboquant_attention
+from auraflux import ops
+from auraflux.ops import append_codes, expert_mlp, mixture, turboquant_attention
 from auraflux.ops._cases import Case
-from auraflux.ops._dispatch import Declined
+from auraflux.ops._dispatch import Declined, families
+from auraflux.ops.assumed import assume_hopper
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.routes import Route, Routes, Verdict, routes_of, verdict_of
+from auraflux.ops.routes import Route, Routes, Verdict, verdict_of
 from auraflux.ops.turboquant._inputs import attend
 from auraflux.quant import QTensor
 
 pytest.importorskip("triton")
 from auraflux.cli.kernels_page import kernels_page
-from auraflux.ops.explain import all_verdicts, cases_of, chosen_ops, explained, taken
-from auraflux.ops.hopper.device import assume_hopper, not_hopper
+from auraflux.ops.explain import BACKENDS, all_verdicts, cases_of, explained, taken
+from auraflux.ops.hopper.device import not_hopper
 
 BF16 = torch.bfloat16
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,8 +63,16 @@ def test_a_machine_without_a_gpu_can_be_asked():
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> dict[Case, Verdict]:
+def verdicts() -> dict[str, dict[Case, Verdict]]:
     return all_verdicts()
+
+
+def tables_of(backend: str) -> Iterator[tuple[str, Routes[Any, Any]]]:
+    """Every table of a backend with its family, those too that only other tables ask."""
+    for family in families():
+        module = f"auraflux.ops.{family}.{backend}.routes"
+        if (Path(ops.__path__[0]) / family / backend / "routes.py").exists():
+            yield from ((family, table) for table in vars(import_module(module)).values() if isinstance(table, Routes))
 
 
 def empty(*shape: int, bits: int = 4) -> QTensor:
@@ -113,17 +125,32 @@ def test_large_arguments_take_their_route(family: str, name: str):
     assert name in taken(verdict)
 
 
-def test_every_route_is_taken_by_something(verdicts: dict[Case, Verdict]):
-    names = {(op.family, route.name) for op in chosen_ops() for route in routes_of(op, "cuda") or ()}
-    reached = {(case.op.family, name) for case, verdict in verdicts.items() for name in taken(verdict)}
-    assert names - reached - set(LARGE) == set()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_route_is_taken_by_something(backend: str, verdicts: dict[str, dict[Case, Verdict]]):
+    names = {(family, route.name) for family, table in tables_of(backend) for route in table}
+    reached = {(case.op.family, name) for case, verdict in verdicts[backend].items() for name in taken(verdict)}
+    assert names - reached - (set(LARGE) if backend == "cuda" else set()) == set()
 
 
-def test_every_refusal_is_a_few_words(verdicts: dict[Case, Verdict]):
-    reasons = {reason for verdict in verdicts.values() for _, reason in verdict.refused}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_refusal_is_a_few_words(backend: str, verdicts: dict[str, dict[Case, Verdict]]):
+    reasons = {reason for verdict in verdicts[backend].values() for _, reason in verdict.refused}
     assert reasons
     assert [reason for reason in reasons if not 3 < len(reason) <= 140 or reason.endswith(".") or "\n" in reason] == []
 
 
-def test_the_page_about_kernels_is_not_stale(verdicts: dict[Case, Verdict]):
-    assert (DOCS / "kernels.md").read_text() == kernels_page(chosen_ops(), verdicts), "run `make docs`"
+def test_what_a_cpu_takes():
+    found = {case.name: explained(case, "cpu") for case in cases_of(expert_mlp) if case.name in ("mixed-bits", "uneven-bits")}
+    paths = {name: verdict.path for name, verdict in found.items() if verdict is not None}
+    one_list, apart = "gate and up in one list", "gate and up apart"
+    assert paths == {name: f"{how} (activations in float32)" for name, how in zip(paths, (one_list, apart), strict=True)}
+
+
+def test_a_shared_expert_of_their_width_goes_along_with_the_others():
+    paths = {case.name: verdict.path for case in cases_of(mixture) if (verdict := explained(case)) is not None}
+    assert paths["shared-weights-bf16"] == "slots"
+    assert paths["wide-shared-bf16"].startswith("slots (")
+
+
+def test_the_page_about_kernels_is_not_stale(verdicts: dict[str, dict[Case, Verdict]]):
+    assert (DOCS / "kernels.md").read_text() == kernels_page(verdicts["cuda"]), "run `make docs`"
