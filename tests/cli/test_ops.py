@@ -156,7 +156,7 @@ def explained(*words: str) -> dict:
 
 def test_a_case_is_explained_for_a_cpu():
     found = explained("linear", "4bit-1", "--device", "cpu")
-    assert [inner["taken"] for inner in found["4bit-1"]["then"]] == ["activations in float32"]
+    assert [inner["taken"] for inner in found["4bit-1"]["then"]] == ["activations in int8"]
 
 
 def test_a_model_is_explained():
