@@ -17,7 +17,7 @@ from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import pool_tokens
 from auraflux.run.scheduler import Scheduler
-from auraflux.weights.loader import ROUTERS, Weights
+from auraflux.weights.loader import ROUTERS, Source, Weights
 from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")
@@ -41,7 +41,8 @@ class RandomWeights(Weights):
         if bits is not None:
             check_format(bits, group)
         super().__init__(Nothing(), lambda name: name, bits=bits, group=group, dtype=dtype, device=device)  # type: ignore[arg-type]
-        self._generator = torch.Generator(device).manual_seed(seed)
+        # the meta device has no generator, and takes the CPU's
+        self._generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
 
     def has(self, name: str) -> bool:
         return THERE.search(name) is not None
@@ -67,6 +68,21 @@ class RandomWeights(Weights):
 
     def _normal(self, sizes: list[int]) -> Tensor:
         return torch.randn(sizes, device=self.device, generator=self._generator)
+
+
+class Outlines(RandomWeights):
+    """The same without memory, on the meta device, laid out as the kernels of a CPU ("cpu") or of a GPU ("cuda") read them."""
+
+    def __init__(self, bits: int | None, group: int, layout: str):
+        super().__init__(bits, group, activation_dtype(torch.device(layout)), torch.device("meta"))
+        self.layout = layout
+
+    def stack(self, name: str, count: int, source: Source) -> Stored:
+        """All experts' matrices of one projection, of which only the first is asked for: the others are like it."""
+        first = self.ready(source.matrix(0))
+        if isinstance(first, Tensor):
+            return first.new_empty(count, *first.shape)
+        return first.stacked(count)
 
 
 def random_language(
@@ -102,8 +118,17 @@ def random_model(
     config: dict[str, Any], bits: int | None, group: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, list[Any]]:
     """A model of a shape (`bench/shapes.py`), and the shapes of its layers' caches."""
+    return _filled(config, RandomWeights(bits, group, dtype, device))
+
+
+def outlined_model(config: dict[str, Any], bits: int | None, group: int, layout: str) -> tuple[Any, list[Any]]:
+    """The same without memory, see `Outlines`."""
+    return _filled(config, Outlines(bits, group, layout))
+
+
+def _filled(config: dict[str, Any], weights: RandomWeights) -> tuple[Any, list[Any]]:
     module = family(config)
     settings = module.Config.from_hf(config)
-    if settings.hidden % group:
-        raise FormatError(f"groups of {group} do not divide the width {settings.hidden}.")
-    return module.Model(settings, RandomWeights(bits, group, dtype, device)), module.make_caches(settings)
+    if settings.hidden % weights.group:
+        raise FormatError(f"groups of {weights.group} do not divide the width {settings.hidden}.")
+    return module.Model(settings, weights), module.make_caches(settings)

@@ -1,21 +1,14 @@
 """`auraflux ops`: the operations, their kernels and where they come from."""
 
 import json
-from dataclasses import asdict
-from difflib import get_close_matches
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from auraflux.cli.failure import Failure
-from auraflux.errors import BackendError, InputError
 
 if TYPE_CHECKING:
     from auraflux.ops._dispatch import Op
-    from auraflux.ops.routes import Verdict
-
-Named = TypeVar("Named")
 
 
 @click.command()
@@ -26,20 +19,36 @@ Named = TypeVar("Named")
     "--explain",
     nargs=2,
     metavar="OP CASE",
-    help="Say which CUDA kernel a case takes on an H200, and why those before it refused; CASE may be 'all'.",
+    help="Say which kernel a case takes, and why those before it refused; CASE may be 'all'. "
+    "'model SHAPE' says it of all ops of a model's steps; shapes are those of 'auraflux bench model'.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="With --explain: kernels of an H200, or of this CPU.",
+)
+@click.option("--kv", metavar="KXVY", help="With --explain model: bits of keys and values in the cache, or none.")
+@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="With --explain model: texts that are written at once.")
+@click.option("--at", type=click.IntRange(min=1), metavar="N", help="With --explain model: tokens of a text; by default 1024.")
+@click.option("--quantize", type=int, metavar="BITS", help="With --explain model: bits of weights; by default 4.")
+@click.option("--exact", is_flag=True, default=None, help="With --explain model: multiply float32 activations, not int8 ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ops(check: bool, explain: tuple[str, str] | None, as_json: bool) -> None:
+def ops(check: bool, explain: tuple[str, str] | None, device: str, as_json: bool, **options: Any) -> None:
     """List the operations, their kernels and the kernels they stand for.
 
     A kernel may decline a call; the reference then runs in its place. Reasons that show only when an op is called are found
-    with --check. Where an op has several kernels, --explain says which one a case takes; no GPU is needed for that.
+    with --check. Where an op has several kernels, --explain says which one a case takes, or a model; no GPU and no weights are
+    needed for that.
     """
+    from auraflux.cli import ops_explain
     from auraflux.ops._dispatch import all_ops
 
     if explain is not None:
-        _explain(*explain, as_json)
+        ops_explain.explain(*explain, device, as_json, options)
         return
+    ops_explain.refuse(options)
     found = all_ops()
     checked = _check(found) if check else {}
     rows = [_row(op, checked.get(op.name)) for op in found]
@@ -49,47 +58,6 @@ def ops(check: bool, explain: tuple[str, str] | None, as_json: bool) -> None:
         _show(rows)
     if wrong := [row["op"] for row in rows for one in row.get("checked", {}).values() if one["wrong"]]:
         raise Failure(f"kernels that differ from their reference: {', '.join(wrong)}.")
-
-
-def _explain(name: str, wanted: str, as_json: bool) -> None:
-    from auraflux.ops.explain import cases_of, chosen_ops, explained
-
-    if find_spec("triton") is None:
-        raise BackendError("CUDA kernels are written in Triton, which is not installed: pip install 'auraflux[cuda]'.")
-
-    op = _named(name, {op.name: op for op in chosen_ops()}, "op with a choice of kernels")
-    cases = {case.name: case for case in cases_of(op)}
-    chosen = [case for case in cases.values() if not case.slow] if wanted == "all" else [_named(wanted, cases, "case of it")]
-    verdicts = {case.name: verdict for case in chosen if (verdict := explained(case)) is not None}
-    if as_json:
-        click.echo(json.dumps({case: asdict(verdict) for case, verdict in verdicts.items()}, indent=2))
-        return
-    for case, verdict in verdicts.items():
-        _show_verdict(f"{op.name} {case}", verdict, alone=wanted != "all")
-
-
-def _named(name: str, known: dict[str, Named], what: str) -> Named:
-    """The one of that name, or an error that names those that are alike."""
-    if name in known:
-        return known[name]
-    alike = get_close_matches(name, known, n=5, cutoff=0.3) or list(known)[:5]
-    raise InputError(f"there is no {what} named {name!r}; there are, for example, {', '.join(alike)}.")
-
-
-def _show_verdict(title: str, verdict: "Verdict", alone: bool) -> None:
-    if not alone:
-        click.echo(f"{title}: {verdict.path}")
-        return
-    click.echo(title)
-    _show_steps(verdict, "  ")
-
-
-def _show_steps(verdict: "Verdict", indent: str) -> None:
-    for route, reason in verdict.refused:
-        click.echo(f"{indent}- {route}: {reason}")
-    click.echo(f"{indent}> {verdict.taken or 'the reference'}")
-    for inner in verdict.then:
-        _show_steps(inner, indent + "    ")
 
 
 def _row(op: "Op", checked: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,23 +1,39 @@
-"""Which kernel each case takes on an H200, asked of the tables without one."""
+"""Which kernel each case takes, asked of the tables: on a CPU, and on an H200 without one."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
-from auraflux.ops._cases import Case, all_cases, in_row_order
+from auraflux.ops._cases import Args, Case, all_cases, in_row_order
 from auraflux.ops._dispatch import Op, all_ops, exact
+from auraflux.ops.assumed import assume_hopper
 from auraflux.ops.routes import Verdict, routes_of, verdict_of
 
-
-def explained(case: Case) -> Verdict | None:
-    """What the table of a case's op says of it; None where the op has no table, or nothing to do."""
-    from auraflux.ops.hopper.device import assume_hopper
-
-    with assume_hopper(), exact(case.exact):
-        return verdict_of(case.op, "cuda", in_row_order(case.args()))
+BACKENDS = ("cuda", "cpu")
 
 
-def chosen_ops() -> list[Op]:
-    """Ops whose CUDA kernel has a choice."""
-    return [op for op in all_ops() if routes_of(op, "cuda") is not None]
+@contextmanager
+def asking(backend: str) -> Iterator[None]:
+    """Ask the tables of a backend inside the block, those of CUDA as if there were an H200."""
+    if backend == "cuda":
+        with assume_hopper():
+            yield
+    else:
+        yield
+
+
+def explained(case: Case, backend: str = "cuda", arguments: Args | None = None) -> Verdict | None:
+    """What the table of a case's op says of it; None where the op has no table, or nothing to do.
+
+    arguments  of the case, where they have been made already
+    """
+    found = case.args() if arguments is None else arguments
+    with asking(backend), exact(case.exact):
+        return verdict_of(case.op, backend, in_row_order(found) if backend == "cuda" else found)
+
+
+def chosen_ops(backend: str = "cuda") -> list[Op]:
+    """Ops whose kernel has a choice."""
+    return [op for op in all_ops() if routes_of(op, backend) is not None]
 
 
 def taken(verdict: Verdict) -> Iterator[str]:
@@ -32,8 +48,15 @@ def cases_of(op: Op) -> list[Case]:
     return [case for case in all_cases() if case.op is op]
 
 
-def all_verdicts() -> dict[Case, Verdict]:
-    """What the tables say of every case whose arguments are quickly made: not of slow ones and those of the benchmark."""
-    quick = (case for op in chosen_ops() for case in cases_of(op) if not case.slow and not case.bench)
-    found = ((case, explained(case)) for case in quick)
-    return {case: verdict for case, verdict in found if verdict is not None}
+def all_verdicts(backends: tuple[str, ...] = BACKENDS) -> dict[str, dict[Case, Verdict]]:
+    """What backends' tables say of every case whose arguments are quickly made: not of slow ones and the benchmark's."""
+    verdicts: dict[str, dict[Case, Verdict]] = {backend: {} for backend in backends}
+    for case in all_cases():
+        asked = [backend for backend in backends if routes_of(case.op, backend) is not None]
+        if not asked or case.slow or case.bench:
+            continue
+        arguments = case.args()
+        for backend in asked:
+            if (verdict := explained(case, backend, arguments)) is not None:
+                verdicts[backend][case] = verdict
+    return verdicts

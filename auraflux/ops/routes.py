@@ -5,12 +5,14 @@ A table is all there is to know about the choice. `explain` goes through it with
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from auraflux.ops._dispatch import Declined, Op
+
+MOST_KNOWN = 4096  # calls whose routes a table remembers
 
 Call = TypeVar("Call")
 Result = TypeVar("Result")
@@ -61,18 +63,35 @@ _telling: ContextVar[bool] = ContextVar("telling", default=False)
 
 
 class Routes(Generic[Call, Result]):
-    """The routes of one or more ops, the preferred first."""
+    """The routes of one or more ops, the preferred first.
 
-    def __init__(self, *routes: Route[Call, Result]):
-        self.routes = routes
+    key  gives of a call all that the routes' refusals look at: calls with one key take one route, which is remembered. It pays
+         where a call goes through many refusals.
+    """
+
+    def __init__(self, *routes: Route[Call, Result], key: Callable[[Call], Hashable] | None = None):
+        self.routes, self.key = routes, key
+        self._known: dict[Hashable, Route[Call, Result]] = {}
 
     def __call__(self, call: Call) -> Result:
         if _telling.get():
             raise _Told(self.explain(call))
+        return (self._first(call) if self.key is None else self._remembered(self.key(call), call)).run(call)
+
+    def _first(self, call: Call) -> Route[Call, Result]:
+        """The first route that does not refuse."""
         for route in self.routes:
             if route.refuses(call) is None:
-                return route.run(call)
+                return route
         raise Declined(self.explain(call).refused[-1][1])
+
+    def _remembered(self, key: Hashable, call: Call) -> Route[Call, Result]:
+        try:
+            return self._known[key]
+        except KeyError:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            return self._known.setdefault(key, self._first(call))
 
     def explain(self, call: Call) -> Verdict:
         """What would be done, without doing it."""

@@ -127,6 +127,10 @@ class QTensor:
             raise FormatError(f"only a stack of matrices with their rows in order can be joined; this is {self!r}.")
         return self._map(lambda t: t.flatten(0, 1), shape=(self.shape[0] * self.shape[1], self.shape[2]))
 
+    def stacked(self, count: int) -> "QTensor":
+        """A stack of so many matrices of this one's shape and format, not filled."""
+        return self._map(lambda t: t.new_empty(count, *t.shape), shape=(count, *self.shape))
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix or stack in plain numbers; by default in the scales' dtype (bf16 for MXFP4), as mlx gives it."""
         rows = self.rows()

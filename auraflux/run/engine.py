@@ -123,7 +123,7 @@ class Engine:
             rows: list[Any] = [sequence.rows[self.cache.states] for sequence in sequences]
             self.cache.states.arrange(rows)
         elif self.device.type == "cuda" and self.cache.fills:
-            fillers = next((size for size in COUNTS if size >= len(sequences)), len(sequences)) - len(sequences)
+            fillers = steps_of(len(sequences)) - len(sequences)
         return self.cache.batch(sequences, fillers=fillers)
 
     def _batch_for(self, sequence: Sequence, ids: list[int], silent: bool = False) -> Batch:
@@ -140,6 +140,11 @@ class Engine:
         batch = self._batch_for(sequence, ids)
         pieces = [ids[start : start + self.chunk] for start in range(0, len(ids), self.chunk)]
         return torch.cat([self.score(self.step(batch, [piece])) for piece in pieces])
+
+
+def steps_of(count: int) -> int:
+    """With how many sequences a GPU takes steps of writing for `count`: few numbers, so that steps recur."""
+    return next((size for size in COUNTS if size >= count), count)
 
 
 def nbytes(model: Any) -> int:

@@ -65,6 +65,8 @@ class Weights:
         self.experts = experts
         self.checkpoint, self.bits, self.group = checkpoint, bits, group
         self.dtype, self.device, self._advance = dtype, torch.device(device), advance
+        # whose kernels read the weights
+        self.layout = self.device.type
         self._sizes = checkpoint.sizes()
         self._stored: dict[str, str] = {}
         for stored in self._sizes:
@@ -149,7 +151,7 @@ class Weights:
     def ready(self, found: Stored, in_order: bool = False) -> Stored:
         """A matrix or stack in the form the device's kernels like."""
         if isinstance(found, QTensor):
-            if self.device.type == "cpu" and not in_order:
+            if self.layout == "cpu" and not in_order:
                 from auraflux.ops.simd.vectors import ISA
 
                 return found.interleave(ISA.lanes)
@@ -158,7 +160,7 @@ class Weights:
 
     def _dense_dtype(self, found: Tensor) -> torch.dtype:
         # CPU kernels read bf16 and f32; on a GPU a matrix has the dtype of the activations
-        if self.device.type == "cpu":
+        if self.layout == "cpu":
             return found.dtype if found.dtype is torch.bfloat16 else torch.float32
         return self.dtype
 

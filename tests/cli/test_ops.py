@@ -146,3 +146,33 @@ def test_what_cannot_be_explained_is_told(words: list[str], known: str):
     assert done.exit_code == 1
     assert done.output.startswith("error: there is no ")
     assert known in done.output
+
+
+def explained(*words: str) -> dict:
+    done = CliRunner().invoke(main, ["ops", "--explain", *words, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_a_case_is_explained_for_a_cpu():
+    found = explained("linear", "4bit-1", "--device", "cpu")
+    assert [inner["taken"] for inner in found["4bit-1"]["then"]] == ["activations in int8"]
+
+
+def test_a_model_is_explained():
+    pytest.importorskip("triton")
+    done = CliRunner().invoke(main, ["ops", "--explain", "model", "llama-8b"])
+    assert done.exit_code == 0, done.output
+    assert "llama-8b on an H200: decode" in done.output
+    assert "llama-8b on an H200: prompt" in done.output
+    assert "> matvec_int4" in done.output
+
+
+@pytest.mark.parametrize(
+    "words", [["linear", "4bit-1", "--kv", "none"], ["linear", "4bit-1", "--batch", "2", "--exact"], ["model", "llama-9b"]]
+)
+def test_options_of_models_are_theirs_alone(words: list[str]):
+    done = CliRunner().invoke(main, ["ops", "--explain", *words])
+    assert done.exit_code == 1
+    assert done.output.startswith("error: ")
+    assert len(done.output.strip().splitlines()) == 1

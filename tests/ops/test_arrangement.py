@@ -12,6 +12,7 @@ from auraflux.cache.shapes import AttentionShape
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
+from auraflux.ops.assumed import assume_hopper
 from auraflux.ops.turboquant._inputs import append, attend, code_pages
 from auraflux.ops.turboquant.arrangement import PAIR_WIDTHS, Arrangement, arrangement_for
 from auraflux.ops.turboquant.codebook import BITS
@@ -98,6 +99,13 @@ def test_only_hopper_gets_pairs(monkeypatch: pytest.MonkeyPatch):
     assert arrangement_for("cuda", 8, 4, 128, 24) is ROWS
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert arrangement_for("cuda", 8, 4, 128, 64) is ROWS
+
+
+def test_an_assumed_hopper_gets_pairs():
+    with assume_hopper():
+        assert arrangement_for("meta", 8, 4, 128, 64) is PAIRS
+        assert arrangement_for("meta", 8, 4, 96, 64) is ROWS
+    assert arrangement_for("meta", 8, 4, 128, 64) is ROWS
 
 
 def decoded(arrangement: Arrangement, monkeypatch: pytest.MonkeyPatch, window: int | None) -> list[torch.Tensor]:

@@ -2,24 +2,34 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from math import prod
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 
-from auraflux.ops import append_codes, mixture, turboquant_attention
+from auraflux import ops
+from auraflux.ops import append_codes, expert_mlp, mixture, turboquant_attention
 from auraflux.ops._cases import Case
-from auraflux.ops._dispatch import Declined
+from auraflux.ops._dispatch import Declined, families
+from auraflux.ops.assumed import assume_hopper
+from auraflux.ops.linear.reference import Weight
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.routes import Route, Routes, Verdict, routes_of, verdict_of
+from auraflux.ops.routes import Route, Routes, Verdict, verdict_of
 from auraflux.ops.turboquant._inputs import attend
 from auraflux.quant import QTensor
 
 pytest.importorskip("triton")
 from auraflux.cli.kernels_page import kernels_page
-from auraflux.ops.explain import all_verdicts, cases_of, chosen_ops, explained, taken
-from auraflux.ops.hopper.device import assume_hopper, not_hopper
+from auraflux.ops.explain import BACKENDS, all_verdicts, cases_of, explained, taken
+from auraflux.ops.hopper.device import not_hopper
+from auraflux.ops.linear.cuda.call import Call, Norm
+from auraflux.ops.linear.cuda.limits import key
+from auraflux.ops.linear.cuda.routes import PRODUCTS
 
 BF16 = torch.bfloat16
 DOCS = Path(__file__).parents[2] / "docs"
@@ -50,6 +60,70 @@ def test_what_a_route_asks_is_explained_too():
     assert outer.explain(6).path == "half of it (below 4)"
 
 
+def test_calls_of_one_key_take_one_route():
+    asked = []
+
+    def refuses(number: int) -> str | None:
+        asked.append(number)
+        return None if number < 10 else "too large"
+
+    table: Routes[int, int] = Routes(Route("small", refuses, lambda number: number), key=lambda number: number // 5)
+    assert [table(number) for number in (1, 2, 7, 3)] == [1, 2, 7, 3]
+    assert asked == [1, 7]
+    for _ in range(2):
+        with pytest.raises(Declined, match="too large"):
+            table(12)
+
+
+def shifted(*shape: int, dtype: torch.dtype, aligned: bool) -> torch.Tensor:
+    """A tensor that nobody reads, at a multiple of 16 bytes or not."""
+    size = prod(shape)
+    whole = torch.empty(size + 64, dtype=dtype)
+    first = -whole.data_ptr() % 64 // whole.element_size() + (0 if aligned else 1)
+    return whole[first : first + size].view(shape)
+
+
+def random_weight(pick: Random, rows: int, width: int) -> Weight:
+    aligned = pick.random() < 0.8
+    if pick.random() < 0.3:
+        return shifted(rows, width, dtype=pick.choice([BF16, BF16, torch.float32]), aligned=aligned)
+    bits, group = pick.choice([(4, 64), (4, 64), (4, 64), (8, 64), (3, 32)])
+    packed = shifted(rows, width * bits // 32, dtype=torch.int32, aligned=aligned)
+    scales = pick.choice([BF16, BF16, torch.float16])
+    tables = [shifted(rows, width // group, dtype=scales, aligned=pick.random() < 0.8) for _ in range(2)]
+    return QTensor(packed, *tables, bits, group, (rows, width))
+
+
+def random_weights(pick: Random) -> list[Weight]:
+    width, count = pick.choice([256, 1024, 2048]), pick.choice([1, 2, 2, 3])
+    weights = [random_weight(pick, pick.choice([16, 128, 200, 5000]), width) for _ in range(count)]
+    return weights[:1] * count if pick.random() < 0.7 else weights
+
+
+def random_product(pick: Random, weights: list[Weight]) -> Call:
+    tokens, width = pick.choice([1, 1, 2, 17, 1500]), weights[0].shape[1]
+    x = shifted(tokens, width, dtype=pick.choice([BF16, BF16, torch.float32]), aligned=pick.random() < 0.7)
+    biases = pick.choice([None, None, [torch.empty(weight.shape[0]) for weight in weights]])
+    scale = torch.empty(width, dtype=pick.choice([torch.float32, torch.float32, BF16]))
+    norm = pick.choice([None, Norm(None, scale, 1e-6), Norm(x, scale, 1e-6)])
+    if len(weights) == 2 and pick.random() < 0.5:
+        return Call(x, weights, gated=True, norm=norm)
+    return Call(x, weights, biases, norm=norm, scored=norm is not None and pick.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_remembered_route_is_the_one_the_table_gives(seed: int):
+    pick, table = Random(seed), Routes(*PRODUCTS, key=PRODUCTS.key)
+    some, found = [random_weights(pick) for _ in range(16)], set()
+    with assume_hopper():
+        for _ in range(1500):
+            call = random_product(pick, pick.choice(some))
+            remembered = table._remembered(key(call), call)
+            assert remembered.name == table.explain(call).taken
+            found.add(remembered.name)
+    assert len(found) > 6
+
+
 def test_a_machine_without_a_gpu_can_be_asked():
     device = torch.device("cpu")
     assert not_hopper(device) is not None
@@ -59,8 +133,19 @@ def test_a_machine_without_a_gpu_can_be_asked():
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> dict[Case, Verdict]:
+def verdicts() -> dict[str, dict[Case, Verdict]]:
     return all_verdicts()
+
+
+def tables_of(backend: str) -> dict[Routes[Any, Any], set[str]]:
+    """Every table of a backend with the families that ask it."""
+    found: dict[Routes[Any, Any], set[str]] = {}
+    for family in families():
+        if (Path(ops.__path__[0]) / family / backend / "routes.py").exists():
+            for table in vars(import_module(f"auraflux.ops.{family}.{backend}.routes")).values():
+                if isinstance(table, Routes):
+                    found.setdefault(table, set()).add(family)
+    return found
 
 
 def empty(*shape: int, bits: int = 4) -> QTensor:
@@ -71,9 +156,6 @@ def empty(*shape: int, bits: int = 4) -> QTensor:
 
 
 def product(tokens: int, rows: int, width: int, bits: int = 4) -> Verdict:
-    from auraflux.ops.linear.cuda.call import Call
-    from auraflux.ops.linear.cuda.routes import PRODUCTS
-
     with assume_hopper():
         return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=BF16), [empty(rows, width, bits=bits)]))
 
@@ -113,17 +195,36 @@ def test_large_arguments_take_their_route(family: str, name: str):
     assert name in taken(verdict)
 
 
-def test_every_route_is_taken_by_something(verdicts: dict[Case, Verdict]):
-    names = {(op.family, route.name) for op in chosen_ops() for route in routes_of(op, "cuda") or ()}
-    reached = {(case.op.family, name) for case, verdict in verdicts.items() for name in taken(verdict)}
-    assert names - reached - set(LARGE) == set()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_route_is_taken_by_something(backend: str, verdicts: dict[str, dict[Case, Verdict]]):
+    reached = {(case.op.family, name) for case, verdict in verdicts[backend].items() for name in taken(verdict)}
+    if backend == "cuda":
+        reached |= set(LARGE)
+    rows = [
+        ({(family, route.name) for family in asking}, route) for table, asking in tables_of(backend).items() for route in table
+    ]
+    assert [route.name for names, route in rows if not names & reached] == []
 
 
-def test_every_refusal_is_a_few_words(verdicts: dict[Case, Verdict]):
-    reasons = {reason for verdict in verdicts.values() for _, reason in verdict.refused}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_refusal_is_a_few_words(backend: str, verdicts: dict[str, dict[Case, Verdict]]):
+    reasons = {reason for verdict in verdicts[backend].values() for _, reason in verdict.refused}
     assert reasons
     assert [reason for reason in reasons if not 3 < len(reason) <= 140 or reason.endswith(".") or "\n" in reason] == []
 
 
-def test_the_page_about_kernels_is_not_stale(verdicts: dict[Case, Verdict]):
-    assert (DOCS / "kernels.md").read_text() == kernels_page(chosen_ops(), verdicts), "run `make docs`"
+def test_what_a_cpu_takes():
+    found = {case.name: explained(case, "cpu") for case in cases_of(expert_mlp) if case.name in ("mixed-bits", "uneven-bits")}
+    paths = {name: verdict.path for name, verdict in found.items() if verdict is not None}
+    one_list, apart = "gate and up in one list", "gate and up apart"
+    assert paths == {name: f"{how} (activations in float32)" for name, how in zip(paths, (one_list, apart), strict=True)}
+
+
+def test_a_shared_expert_of_their_width_goes_along_with_the_others():
+    paths = {case.name: verdict.path for case in cases_of(mixture) if (verdict := explained(case)) is not None}
+    assert paths["shared-weights-bf16"] == "slots"
+    assert paths["wide-shared-bf16"].startswith("slots (")
+
+
+def test_the_page_about_kernels_is_not_stale(verdicts: dict[str, dict[Case, Verdict]]):
+    assert (DOCS / "kernels.md").read_text() == kernels_page(verdicts["cuda"]), "run `make docs`"

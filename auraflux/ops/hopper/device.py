@@ -4,9 +4,6 @@ A wrapper calls `ready` on its first tensor, allocates its results with torch an
 the first import, plain Triton kernels run on CPU tensors, one program after the other: slow, and as right as on a GPU.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -14,6 +11,7 @@ import triton
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.assumed import hopper_assumed
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,25 +20,12 @@ HOPPER = (9, 0)
 SHARED_NBYTES = 227 << 10  # shared memory that a program of Hopper can have
 MULTIPROCESSOR_NBYTES = 228 << 10  # and all programs of a multiprocessor, each with a kilobyte more than it asks for
 INTERPRETED_MULTIPROCESSORS = 4  # few, as wrappers then make few large programs
-
-
-_assumed: ContextVar[bool] = ContextVar("assumed", default=False)
 ASSUMED_MULTIPROCESSORS = 132  # of an H200
-
-
-@contextmanager
-def assume_hopper() -> Iterator[None]:
-    """Let tensors of any device pass for an H200's inside the block, to ask what would be launched; nothing can be."""
-    token = _assumed.set(True)
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
 
 
 def ready(x: Tensor) -> None:
     """Decline what no kernel serves: a GPU that is too old, a tensor that is not on one."""
-    if INTERPRETED or _assumed.get():
+    if INTERPRETED or hopper_assumed():
         return
     if not x.is_cuda:
         raise Declined(f"the first argument is on {x.device}")
@@ -56,12 +41,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels."""
-    return INTERPRETED and not _assumed.get()
+    return INTERPRETED and not hopper_assumed()
 
 
 def not_hopper(device: torch.device) -> str | None:
     """Why kernels that are written in Gluon, for Hopper, do not run on a device; None where they do."""
-    if _assumed.get():
+    if hopper_assumed():
         return None
     if INTERPRETED:
         return "Triton's interpreter does not run Gluon"
@@ -69,7 +54,7 @@ def not_hopper(device: torch.device) -> str | None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    return ASSUMED_MULTIPROCESSORS if _assumed.get() else _multiprocessors(device)
+    return ASSUMED_MULTIPROCESSORS if hopper_assumed() else _multiprocessors(device)
 
 
 @cache

@@ -33,6 +33,11 @@ def layer(*shape: int, **options) -> Experts:
     return Experts(made["gate"], made["up"], made["down"])
 
 
+def uneven(experts: int, hidden: int, inner: int) -> Experts:
+    """Gate of 4 bits, up of 8."""
+    return replace(layer(experts, hidden, inner), up=stack(experts, inner, hidden, 8))
+
+
 def routed(tokens: int, k: int, experts: Experts, dtype: torch.dtype = torch.float32) -> Args:
     ids = torch.stack([torch.randperm(experts.count)[:k] for _ in range(tokens)]) if tokens else torch.empty(0, k)
     weights = torch.rand(tokens, k).softmax(-1)
@@ -142,6 +147,7 @@ EXPERT_CASES = [
     case("more-than-at-once", lambda: routed(600, 2, layer(4, 64, 64))),
     case("crowded", lambda: crowded(40, layer(5, 64, 128))),
     case("mixed-bits", lambda: routed(3, 2, layer(4, 64, 128, down_bits=6))),
+    case("uneven-bits", lambda: routed(3, 2, uneven(4, 64, 128))),
     case("row-order", lambda: routed(9, 3, layer(6, 64, 128, lanes=1))),
     case("blobs", lambda: routed(9, 3, from_blobs(6, 64, 128))),
     case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),

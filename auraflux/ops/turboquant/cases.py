@@ -164,6 +164,7 @@ CASES = [
     Case(turboquant_attention, "sinks", lambda: attend([18, 100], [1, 1], (16, 2), 64, bits=(4, 2), sinks=True)),
     Case(turboquant_attention, "softcap", lambda: attend([65], [5], (4, 4), 256, softcap=3.0)),
     Case(turboquant_attention, "no-tokens", lambda: attend([0, 9, 5], [0, 1, 0], (4, 2), 64)),
+    Case(turboquant_attention, "nothing-new", lambda: attend([9, 5], [0, 0], (4, 2), 64)),
     Case(turboquant_attention, "nothing-visible", lambda: attend([9, 5], [2, 1], (4, 2), 64, window=0)),
     Case(turboquant_attention, "one-position", lambda: attend([1], [1], (8, 8), 128)),
     Case(turboquant_attention, "bf16", lambda: attend([50], [3], (8, 2), 128, dtype=BF16, sinks=True), tol=4e-3),

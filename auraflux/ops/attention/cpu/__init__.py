@@ -1,4 +1,5 @@
-"""Attention on CPU: torch outside, addresses inside. How it computes is in `decode`, `prefill` and `jobs`.
+"""Attention on CPU: torch outside, addresses inside. `routes.py` says which kernels attend; how they compute is in `decode`,
+`prefill` and `jobs`.
 
 The cache is read in its own dtype; queries and results are float32 within.
 """
@@ -7,18 +8,17 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention import reference
-from auraflux.ops.attention.cpu.decode import decode_kernel, decode_scratch
-from auraflux.ops.attention.cpu.decode_tiles import LANES, number_of
+from auraflux.ops.attention.cpu.decode_tiles import number_of
 from auraflux.ops.attention.cpu.jobs import Batch, run
-from auraflux.ops.attention.cpu.mla_products import latent_output, latent_query
+from auraflux.ops.attention.cpu.mla_products import HeadProducts
 from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of, page_row
-from auraflux.ops.attention.cpu.prefill import ROWS, attend_panels, panel_scratch
-from auraflux.ops.attention.cpu.prefill_tiles import PANEL
+from auraflux.ops.attention.cpu.routes import ATTENTION, HEAD_PRODUCTS, Attend, Launch, panels
 from auraflux.ops.attention.cpu.softmax import NOTHING, merge_row
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, jit, like, octets, share, threads
+from auraflux.quant import QTensor
 
 __all__ = [
     "append_kv",
@@ -39,6 +39,7 @@ SUMS_PARALLEL = 1 << 16
 
 
 def _attend(
+    launches: list[Launch],
     q: Tensor,
     q2: Tensor | None,
     pools: tuple[Tensor, Tensor],
@@ -74,13 +75,8 @@ def _attend(
         softcap=float(softcap or 0),
     )
     jobs = threads() if pairs * heads * (width + width2 + value_width) >= PRODUCTS_PARALLEL else 1
-    group = heads // key_heads
-    one_by_one = q2 is None and min(width, value_width) >= LANES and group < PANEL
-    if one_by_one:
-        run(decode_kernel(a.dtype), jobs, batch, group, 1, 1, decode_scratch(group, width, value_width))
-    if tokens > 1 or not one_by_one:
-        scratch = panel_scratch(batch.width_a, batch.width_b, int(width2 > 0))
-        run(attend_panels, jobs, batch, ROWS, 2 if one_by_one else 1, tokens, scratch)
+    for kernel, rows, fewest, most, scratch in launches:
+        run(kernel, jobs, batch, rows, fewest, most, scratch)
     return out
 
 
@@ -93,11 +89,17 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    if window == 0:
+    launches = ATTENTION(_asked(q, pages, window))
+    if not launches:
         count_pairs(pages, starts, q.shape[0], 0)
         return q.new_zeros(*q.shape[:2], pages.v.shape[3])
     reach = None if window is None else window - 1
-    return like(_attend(as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap), q)
+    return like(_attend(launches, as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap), q)
+
+
+def _asked(q: Tensor, pages: KVPages, window: int | None) -> Attend:
+    (tokens, heads, width), k = q.shape, pages.k
+    return Attend(tokens, heads // k.shape[1], (width, pages.v.shape[3]), k.dtype, window)
 
 
 def attention_partials(
@@ -109,8 +111,9 @@ def attention_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    launches = ATTENTION(_asked(q, pages, window))
     rows, width = q.shape[0] * q.shape[1], pages.v.shape[3]
-    if window == 0:
+    if not launches:
         count_pairs(pages, starts, q.shape[0], 0)
         o, l = torch.zeros(rows, 1, width), torch.zeros(rows, 1)  # noqa: E741
         if sinks is None:
@@ -118,13 +121,27 @@ def attention_partials(
         return o, sinks.repeat(q.shape[0]).unsqueeze(1), l + 1
     m, l = torch.empty(rows, 1), torch.empty(rows, 1)  # noqa: E741
     reach = None if window is None else window - 1
-    o = _attend(as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap, (m, l))
+    o = _attend(launches, as_float(q), None, (pages.k, pages.v), pages, starts, scale, reach, sinks, softcap, (m, l))
     return o.view(rows, 1, width), m, l
 
 
 def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
-    pools = pages.latent, pages.rope
-    return like(_attend(as_float(q_latent), as_float(q_rope), pools, pages, starts, scale), q_latent)
+    pools, widths = (pages.latent, pages.rope), (q_latent.shape[2], pages.rope.shape[2])
+    launches = [panels(q_latent.shape[0], widths, joined=q_rope.shape[2] > 0)]
+    return like(_attend(launches, as_float(q_latent), as_float(q_rope), pools, pages, starts, scale), q_latent)
+
+
+def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
+    return _by_head(q_nope, weight, rows, 0, q_nope.shape[2], query=True)
+
+
+def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
+    rows = weight.shape[0] // v.shape[1]
+    return _by_head(v, weight, rows, nope, rows - nope, query=False)
+
+
+def _by_head(x: Tensor, weight: Tensor | QTensor, rows: int, skip: int, used: int, query: bool) -> Tensor:
+    return like(HEAD_PRODUCTS(HeadProducts(as_float(x).contiguous(), weight, rows, skip, used, query)), x)
 
 
 @jit

@@ -5,16 +5,16 @@ of some heads are unpacked together and multiplied as matrices; the whole weight
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import numba
 import torch
 from numba.core import cgutils
 from torch import Tensor
 
-from auraflux.ops._dispatch import Declined
 from auraflux.ops.attention.cpu.decode_tiles import LANES, SIZES, element_of, raw_bits, size_of, typed, widen
 from auraflux.ops.attention.cpu.softmax import ZERO, fill
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, jit, like, share, threads, workspace
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, jit, share, threads, workspace
 from auraflux.ops.simd.vectors import F32, I32, ISA, at, call, fma, load, pick, splat, spread, store, vector
 from auraflux.quant import QTensor
 
@@ -127,11 +127,30 @@ def _unpack_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
     return unpack
 
 
+class HeadProducts(NamedTuple):
+    """Tokens [T, H, A] times a part of each head's rows of a weight: `used` of `rows`, after `skip`.
+
+    query  carried into the latent space, [T, H, C]; else brought back from it, [T, H, used]
+    """
+
+    x: Tensor
+    weight: Tensor | QTensor
+    rows: int
+    skip: int
+    used: int
+    query: bool
+
+
+def misplaced(weight: QTensor) -> str | None:
+    """Why no kernel reads a weight."""
+    if weight.lanes == 1 and weight.biases is not None:
+        return None
+    order = f"{weight.lanes} rows side by side" if weight.lanes > 1 else "rows one by one"
+    return f"{weight.kind} weight with {order}; affine codes with rows one by one are needed"
+
+
 def _form(weight: QTensor) -> tuple[int, int, torch.dtype]:
     """What the kernels for a weight are built from."""
-    if weight.lanes != 1 or weight.biases is None:
-        order = f"{weight.lanes} rows side by side" if weight.lanes > 1 else "rows one by one"
-        raise Declined(f"{weight.kind} weight with {order}; affine codes with rows one by one are needed")
     return weight.bits, weight.group, weight.scales.dtype
 
 
@@ -140,13 +159,19 @@ def _arrays(weight: QTensor) -> tuple[int, int, int]:
     return weight.packed.data_ptr(), weight.scales.data_ptr(), weight.biases.data_ptr()
 
 
-def _few(kernel: Kernel, weight: QTensor, x: Tensor, out: Tensor, nope: int, rows: int, parts: int) -> None:
-    """Multiply a few tokens with `parts` rows of each head."""
+def multiply_codes(call: HeadProducts) -> Tensor:
+    """Multiply a few tokens, each row unpacked when it is used."""
+    weight, x = call.weight, call.x
+    assert isinstance(weight, QTensor)
     (tokens, heads, _), width = x.shape, weight.shape[1]
-    jobs = threads() if heads * parts * width >= WEIGHTS_PARALLEL else 1
+    out = x.new_empty(tokens, heads, width if call.query else call.used)
+    jobs = threads() if heads * call.used * width >= WEIGHTS_PARALLEL else 1
     nbytes = -(-4 * width // LINE) * LINE
-    sizes = tokens, heads, nope, rows, width, workspace(jobs * nbytes), nbytes
+    # without a query, `skip` rows come first; with one, `used` of them do
+    sizes = tokens, heads, call.used if call.query else call.skip, call.rows, width, workspace(jobs * nbytes), nbytes
+    kernel = (_query_kernel if call.query else _output_kernel)(*_form(weight))
     kernel(jobs, *_arrays(weight), x.data_ptr(), out.data_ptr(), *sizes)
+    return out
 
 
 def _head_rows(weight: Tensor | QTensor, heads: slice, rows: int, offset: int, count: int) -> Tensor:
@@ -165,29 +190,12 @@ def _some_heads(weight: Tensor | QTensor, heads: int) -> list[slice]:
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
 
 
-def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:
-    tokens, heads, nope = q_nope.shape
-    width = weight.shape[1]
-    queries = as_float(q_nope).contiguous()
-    out = queries.new_empty(tokens, heads, width)
-    if isinstance(weight, QTensor) and tokens <= FEW:
-        _few(_query_kernel(*_form(weight)), weight, queries, out, nope, rows, nope)
-        return like(out, q_nope)
-    for some in _some_heads(weight, heads):
-        keys = _head_rows(weight, some, rows, 0, nope)
-        out[:, some] = torch.bmm(queries[:, some].transpose(0, 1), keys).transpose(0, 1)
-    return like(out, q_nope)
-
-
-def latent_output(v: Tensor, weight: Tensor | QTensor, nope: int) -> Tensor:
-    tokens, heads, _ = v.shape
-    rows = weight.shape[0] // heads
-    latents = as_float(v).contiguous()
-    out = latents.new_empty(tokens, heads, rows - nope)
-    if isinstance(weight, QTensor) and tokens <= FEW:
-        _few(_output_kernel(*_form(weight)), weight, latents, out, nope, rows, rows - nope)
-        return like(out, v)
-    for some in _some_heads(weight, heads):
-        values = _head_rows(weight, some, rows, nope, rows - nope)
-        out[:, some] = torch.bmm(latents[:, some].transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
-    return like(out, v)
+def multiply_rows(call: HeadProducts) -> Tensor:
+    """Multiply the rows of some heads at a time, unpacked, as matrices."""
+    x, (tokens, heads, _) = call.x, call.x.shape
+    out = x.new_empty(tokens, heads, call.weight.shape[1] if call.query else call.used)
+    for some in _some_heads(call.weight, heads):
+        rows = _head_rows(call.weight, some, call.rows, call.skip, call.used)
+        part = rows if call.query else rows.transpose(1, 2)
+        out[:, some] = torch.bmm(x[:, some].transpose(0, 1), part).transpose(0, 1)
+    return out

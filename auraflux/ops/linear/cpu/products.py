@@ -6,15 +6,15 @@ of a mixture a longer one. Each thread takes the same share of every product's r
 """
 
 from array import array
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numba
 import torch
+from torch import Tensor
 
-from auraflux.ops._dispatch import is_exact
 from auraflux.ops.linear.cpu.microkernels import BLOCK, Form, prepare_token, rows_times_tokens, unpack_rows
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, int32s, int64s, jit, octets, share, threads, workspace
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor
 
@@ -74,19 +74,8 @@ class Driver:
 
 @cache
 def driver(fast: bool, bits: int, group: int, scale_dtype: torch.dtype) -> Driver:
+    """The steps for a weight format; `fast`: with activations rounded to int8."""
     return Driver(Form(fast, bits, group, KINDS[scale_dtype]))
-
-
-_drivers: dict[tuple[Any, ...], Driver] = {}
-
-
-def driver_for(weight: QTensor) -> Driver:
-    """The steps for a weight, under the contract in force."""
-    key = is_exact(), weight.format
-    found = _drivers.get(key)
-    if found is None:
-        found = _drivers[key] = driver(not is_exact(), weight.bits, weight.group, weight.scales.dtype)
-    return found
 
 
 def padded(rows: int) -> int:
@@ -198,3 +187,24 @@ def token_indices(tokens: int) -> int:
     if len(_counting[-1]) < tokens:
         _counting.append(array("q", range(2 * tokens)))
     return _counting[-1].buffer_info()[0]
+
+
+def multiply(steps: Driver, x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+    """Multiply one stack of tokens by weights of one width and format, whose steps these are.
+
+    x       [T, K]  float32
+    returns [T, N] for each weight
+    """
+    tokens = x.shape[0]
+    index, products, results = token_indices(tokens), array("q"), []
+    for weight in weights:
+        rows = weight.shape[0]
+        wide = padded(rows)
+        out = torch.empty(tokens, wide)
+        products.extend((*weight.addresses, index, tokens, out.data_ptr(), rows, 4 * wide))
+        results.append(out)
+    steps(x.data_ptr(), tokens, weights[0], held(products), len(weights))
+    return [
+        out if out.shape[1] == w.shape[0] else out[:, : w.shape[0]].contiguous()
+        for out, w in zip(results, weights, strict=True)
+    ]

@@ -1,9 +1,16 @@
-"""What each kernel for products does not take, in the order of `routes.py`: None, or why a call is not for it."""
+"""What each kernel for products does not take, in the order of `routes.py`: None, or why a call is not for it.
+
+A refusal looks at nothing but what `key` holds.
+"""
+
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
+from auraflux.ops.assumed import hopper_assumed
 from auraflux.ops.hopper.device import multiprocessors, not_hopper
+from auraflux.ops.hopper.sizes import once_for_each
 from auraflux.ops.linear.cuda import (
     gemm_bits_skinny,
     gemm_cluster,
@@ -30,6 +37,31 @@ NOT_PLAIN = "it is not a product alone"
 BIASED = "a bias is added"
 SEVERAL = "there are several weights"
 UNALIGNED = "an address is not a multiple of 16 bytes"
+
+
+_kinds: dict[Hashable, int] = {}  # numbers of quantized weights that are alike
+
+
+@once_for_each
+def _kind(weight: QTensor) -> int:
+    biases = None if weight.biases is None else weight.biases.dtype
+    alike = weight.format, biases, weight.shape, tuple(address % ALIGNED for address in weight.addresses)
+    return _kinds.setdefault(alike, len(_kinds))
+
+
+def key(call: Call) -> Hashable:
+    """All of a call that refusals look at: sizes, dtypes, how addresses are aligned, what is there and what is not."""
+    x, norm = call.x, call.norm
+    weights: list[Hashable] = [
+        _kind(weight) if isinstance(weight, QTensor) else (weight.dtype, weight.shape, weight.data_ptr() % ALIGNED)
+        for weight in call.weights
+    ]
+    return (
+        *(call.tokens, call.width, x.dtype, x.data_ptr() % ALIGNED, x.device, hopper_assumed(), call.gated, call.scored),
+        None if norm is None else (norm.delta is None, norm.weight.dtype),
+        tuple([bias is None for bias in call.biases]) if call.biased else None,
+        *weights,
+    )
 
 
 def _unaligned(*tensors: Tensor | None) -> bool:

@@ -224,6 +224,7 @@ PRODUCTS: Routes[Call, Made] = Routes(
     Route("dequantized, then cuBLAS", limits.refuses_dequantized, _dequantized),
     Route("dense matvec", limits.refuses_dense_one, _dense_one),
     Route("cuBLAS", limits.refuses_nothing, _cublas),
+    key=limits.key,
 )
 ROUTES = dict.fromkeys(
     ("linear", "linears", "add_norm_linears", "add_norm_scores", "add_norm_gate_up", "gate_up_swiglu"), PRODUCTS

@@ -1,11 +1,13 @@
-"""Mixture of experts on CPU: a token at a time, its best experts kept in a short sorted list while its scores go by."""
+"""Mixture of experts on CPU. Experts are chosen a token at a time, the best kept in a short sorted list while its scores go by;
+`routes.py` says how tokens go through them."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.moe.cpu.grouped import expert_mlp, expert_parts, sum_parts
-from auraflux.ops.moe.reference import mixture_by_steps as mixture
+from auraflux.ops.moe.cpu.grouped import sum_experts, sum_parts, write_parts
+from auraflux.ops.moe.cpu.routes import EXPERTS, MIXTURES, Mixture
+from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import SCORINGS, Routing
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, real, share, threads
 from auraflux.ops.simd.math import exp, sigmoid
@@ -143,3 +145,24 @@ def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: T
     optional = 0 if beside is None else beside.data_ptr(), 0 if gates is None else gates.data_ptr()
     _combine(jobs, wide.data_ptr(), routed.data_ptr(), *optional, out.data_ptr(), *h.shape)
     return like(out, h)
+
+
+def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    return sum_experts(EXPERTS(experts), x, ids, weights, experts)
+
+
+def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    write_parts(EXPERTS(experts), x, ids, experts, parts)
+
+
+def mixture(
+    x: Tensor,
+    scores: Tensor,
+    routing: Routing,
+    experts: Experts,
+    h: Tensor,
+    bias: Tensor | None = None,
+    shared: Tensor | SharedExpert | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    return MIXTURES(Mixture(x, scores, routing, experts, h, bias, shared, shared_gate))

@@ -4,21 +4,19 @@ A (token, slot) pair is a row of intermediate results. Pairs are put in the orde
 are adjacent; gate and up of all experts are one list of products (`linear/cpu/products.py`), down another.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import Declined
 from auraflux.ops._recording import recorder
 from auraflux.ops.activation.cpu import clamped_swiglu, swiglu
-from auraflux.ops.linear.cpu import multiply_dense, same_format
 from auraflux.ops.linear.cpu.products import (
     BIASES,
-    BLOCK,
     CODES,
     COUNT,
     FIELDS,
@@ -27,11 +25,11 @@ from auraflux.ops.linear.cpu.products import (
     ROWS,
     SCALES,
     STRIDE,
-    driver_for,
     padded,
     token_indices,
 )
-from auraflux.ops.moe.experts import Experts
+from auraflux.ops.linear.cpu.routes import DRIVERS, PRODUCTS, Call
+from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
 
@@ -140,23 +138,34 @@ def _spread(args, job, jobs):
                 part[i] = result[i]
 
 
-def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    _check_stacks(experts)
+class Steps(NamedTuple):
+    """How pairs go through their experts.
+
+    gate_up  tokens, experts, the plan of pairs, how many: gate's and up's products, [pairs, I] both
+    down     hidden vectors, experts, the plan of pairs: results [pairs, H], or wider where rows are padded
+    """
+
+    gate_up: Callable[[Tensor, Experts, Tensor, int], tuple[Tensor, Tensor]]
+    down: Callable[[Tensor, Experts, Tensor], Tensor]
+
+
+def sum_experts(steps: Steps, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """`expert_mlp`."""
     wide = as_float(x)
     out = torch.empty_like(wide)
     for first in range(0, len(x), TOKENS_AT_ONCE):
         part = slice(first, first + TOKENS_AT_ONCE)
-        _some_tokens(wide[part], ids[part], weights[part], experts, out[part])
+        _some_tokens(steps, wide[part], ids[part], weights[part], experts, out[part])
     return like(out, x)
 
 
-def expert_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
-    _check_stacks(experts)
+def write_parts(steps: Steps, x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+    """`expert_parts`."""
     wide = as_float(x)
-    # cut as in `grouped`: how an expert's tokens are multiplied depends on how many there are
+    # cut as in `sum_experts`: how an expert's tokens are multiplied depends on how many there are
     for first in range(0, len(x), TOKENS_AT_ONCE):
         part = slice(first, first + TOKENS_AT_ONCE)
-        _some_parts(wide[part], ids[part], experts, parts[part])
+        _some_parts(steps, wide[part], ids[part], experts, parts[part])
 
 
 def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,15 +175,6 @@ def sum_parts(parts: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     arrays = (parts.data_ptr(), 4 * hidden, token_indices(tokens * k), weights.data_ptr())
     _weighted_sum(jobs, *arrays, tokens, k, hidden, out.data_ptr())
     return out.to(dtype)
-
-
-def _check_stacks(experts: Experts) -> None:
-    quantized = [isinstance(stack, QTensor) for stack in (experts.gate, experts.up, experts.down)]
-    if any(quantized) and not all(quantized):
-        raise Declined("some projections are quantized, others dense")
-    for stack in (experts.gate, experts.up, experts.down):
-        if isinstance(stack, QTensor) and stack.lanes not in (1, BLOCK):
-            raise Declined(f"rows lie {stack.lanes} side by side; these kernels take 1 or {BLOCK}")
 
 
 def _plan(ids: Tensor, count: int, some: bool) -> tuple[Tensor, int]:
@@ -190,75 +190,105 @@ def _plan(ids: Tensor, count: int, some: bool) -> tuple[Tensor, int]:
     return plan, places
 
 
-def _some_tokens(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
+def _some_tokens(steps: Steps, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, out: Tensor) -> None:
     tokens, k = ids.shape
     plan, places = _plan(ids, experts.count, some=False)
-    results = _down(_hidden(x, experts, plan, tokens * k), experts, plan)
+    results = _through(steps, x, experts, plan, tokens * k)
     jobs = threads() if tokens * k * experts.hidden >= PARALLEL_FROM else 1
     arrays = (results.data_ptr(), 4 * results.shape[1], places, weights.data_ptr())
     _weighted_sum(jobs, *arrays, tokens, k, experts.hidden, out.data_ptr())
 
 
-def _some_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+def _some_parts(steps: Steps, x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     plan, places = _plan(ids, experts.count, some=True)
     found = int(plan[experts.count])
     if found == 0:
         return
-    results = _down(_hidden(x, experts, plan, found), experts, plan)
+    results = _through(steps, x, experts, plan, found)
     jobs = threads() if found * experts.hidden >= PARALLEL_FROM else 1
     arrays = (results.data_ptr(), 4 * results.shape[1], places)
     _spread(jobs, *arrays, ids.numel(), experts.hidden, parts.data_ptr())
 
 
-def _hidden(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
-    """The gated product of each pair, in the order of experts: [pairs, I]."""
-    inner, count, starts = experts.inner, experts.count, plan.data_ptr()
-    index = starts + 8 * (count + 1)
-    if isinstance(experts.gate, QTensor) and isinstance(experts.up, QTensor):
-        wide, most = padded(inner), min(count, pairs)
-        both = torch.empty(2, pairs, wide)
-        products = torch.empty(2, most * FIELDS, dtype=torch.int64)
-        for number, (name, stack) in enumerate((("gate", experts.gate), ("up", experts.up))):
-            to = products.data_ptr() + 8 * FIELDS * most * number
-            where = (index, both.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
-            _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
-            if not same_format(experts.gate, experts.up):
-                driver_for(stack)(x.data_ptr(), len(x), stack, to, most)
-        if same_format(experts.gate, experts.up):
-            driver_for(experts.gate)(x.data_ptr(), len(x), experts.gate, products.data_ptr(), 2 * most)
-        gate, up = both if wide == inner else both[..., :inner].contiguous()
-    else:
-        of_pair = plan[count + 1 : count + 1 + pairs]
-        gate, up = _dense(x[of_pair], experts.gate, plan), _dense(x[of_pair], experts.up, plan)
-    for product, bias in ((gate, experts.gate_bias), (up, experts.up_bias)):
-        if bias is not None:
-            _add_biases(1, starts, count, bias.data_ptr(), inner, product.data_ptr(), 4 * inner)
-    return swiglu(gate, up) if experts.clamp is None else clamped_swiglu(gate, up, experts.clamp.alpha, experts.clamp.limit)
-
-
-def _down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
-    """Each pair's result: [pairs, H], or wider where rows are padded."""
-    pairs, count, starts = len(hidden), experts.count, plan.data_ptr()
-    if isinstance(experts.down, QTensor):
-        wide, most = padded(experts.hidden), min(count, pairs)
-        results = torch.empty(pairs, wide)
-        products = torch.empty(most * FIELDS, dtype=torch.int64)
-        where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr())
-        _list_products(1, starts, count, most, *experts.down.addresses, *experts.strides["down"], *where)
-        driver_for(experts.down)(hidden.data_ptr(), pairs, experts.down, products.data_ptr(), most)
-    else:
-        results = _dense(hidden, experts.down, plan)
-    if experts.down_bias is not None:
-        bias = experts.down_bias.data_ptr()
-        _add_biases(1, starts, count, bias, experts.hidden, results.data_ptr(), 4 * results.shape[1])
+def _through(steps: Steps, x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
+    """Each pair's result in the order of experts: [pairs, H], or wider where rows are padded."""
+    gate, up = steps.gate_up(x, experts, plan, pairs)
+    _add(experts.gate_bias, gate, experts, plan)
+    _add(experts.up_bias, up, experts, plan)
+    clamp = experts.clamp
+    hidden = swiglu(gate, up) if clamp is None else clamped_swiglu(gate, up, clamp.alpha, clamp.limit)
+    results = steps.down(hidden, experts, plan)
+    _add(experts.down_bias, results, experts, plan)
     return results
 
 
-def _dense(rows: Tensor, stack: Any, plan: Tensor) -> Tensor:
+def _add(bias: Tensor | None, products: Tensor, experts: Experts, plan: Tensor) -> None:
+    if bias is not None:
+        sizes = bias.shape[1], products.data_ptr(), 4 * products.shape[1]
+        _add_biases(1, plan.data_ptr(), experts.count, bias.data_ptr(), *sizes)
+
+
+def _coded_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int, together: bool) -> tuple[Tensor, Tensor]:
+    inner, count, starts = experts.inner, experts.count, plan.data_ptr()
+    index, wide, most = starts + 8 * (count + 1), padded(inner), min(count, pairs)
+    both = torch.empty(2, pairs, wide)
+    products = torch.empty(2, most * FIELDS, dtype=torch.int64)
+    for number, name in enumerate(("gate", "up")):
+        stack, to = coded(getattr(experts, name)), products.data_ptr() + 8 * FIELDS * most * number
+        where = (index, both.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
+        _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
+        if not together:
+            DRIVERS(stack)(x.data_ptr(), len(x), stack, to, most)
+    if together:
+        gate = coded(experts.gate)
+        DRIVERS(gate)(x.data_ptr(), len(x), gate, products.data_ptr(), 2 * most)
+    gate_part, up_part = both if wide == inner else both[..., :inner].contiguous()
+    return gate_part, up_part
+
+
+def gate_up_together(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Gate and up of all experts as one list of products."""
+    return _coded_gate_up(x, experts, plan, pairs, together=True)
+
+
+def gate_up_apart(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Gate of all experts as one list of products, up as another."""
+    return _coded_gate_up(x, experts, plan, pairs, together=False)
+
+
+def coded_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
+    """Down of all experts as one list of products."""
+    stack, pairs, count = coded(experts.down), len(hidden), experts.count
+    wide, most = padded(experts.hidden), min(count, pairs)
+    results = torch.empty(pairs, wide)
+    products = torch.empty(most * FIELDS, dtype=torch.int64)
+    where = (token_indices(pairs), results.data_ptr(), experts.hidden, 4 * wide, products.data_ptr())
+    _list_products(1, plan.data_ptr(), count, most, *stack.addresses, *experts.strides["down"], *where)
+    DRIVERS(stack)(hidden.data_ptr(), pairs, stack, products.data_ptr(), most)
+    return results
+
+
+def coded(stack: Stack) -> QTensor:
+    assert isinstance(stack, QTensor)
+    return stack
+
+
+def dense_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """Gate and up, one expert after the other."""
+    rows = x[plan[experts.count + 1 : experts.count + 1 + pairs]]
+    return _dense(rows, experts.gate, plan), _dense(rows, experts.up, plan)
+
+
+def dense_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:
+    """Down, one expert after the other."""
+    return _dense(hidden, experts.down, plan)
+
+
+def _dense(rows: Tensor, stack: Stack, plan: Tensor) -> Tensor:
     """Each expert's dense matrix over its own rows."""
     out = torch.empty(len(rows), stack.shape[1])
     starts = plan[: stack.shape[0] + 1].tolist()
     for expert, (first, last) in enumerate(pairwise(starts)):
         if last > first:
-            out[first:last] = multiply_dense(rows[first:last], stack[expert])
+            out[first:last] = PRODUCTS(Call(rows[first:last], (stack[expert],))).outs[0]
     return out

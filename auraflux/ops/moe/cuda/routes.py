@@ -64,13 +64,15 @@ def _not_tiled(stack: QTensor) -> str | None:
         return f"{rows} x {width} is not whole tiles of 16 x 256"
     if width > WIDEST:
         return f"width {width} is above {WIDEST}"
-    parts = stack.packed, stack.scales, stack.biases
-    if not all((part[0] if len(stack.shape) == 3 else part).is_contiguous() for part in parts):
+    packed, scales, biases = parts = stack.packed, stack.scales, stack.biases
+    several = len(stack.shape) == 3
+    if not all((part[0] if several else part).is_contiguous() for part in parts):
         return "the arrays of one expert are not contiguous"
-    packed, scales, biases = parts
-    if (packed.data_ptr() | packed.stride(0) * 4) % 16 or (scales.data_ptr() | biases.data_ptr() | scales.stride(0) * 2) % 16:
-        return "an address, or a step of the first dimension, is not a multiple of 16 bytes"
-    return None if scales.stride(0) == biases.stride(0) else "scales and biases do not lie equally far apart"
+    # a single matrix is found by its address alone
+    steps = packed.stride(0) * 4 | scales.stride(0) * 2 if several else 0
+    if (packed.data_ptr() | scales.data_ptr() | biases.data_ptr() | steps) % 16:
+        return "an address, or a step from one expert to the next, is not a multiple of 16 bytes"
+    return None if not several or scales.stride(0) == biases.stride(0) else "scales and biases do not lie equally far apart"
 
 
 def _not_int4(x: Tensor, experts: Experts) -> str | None:

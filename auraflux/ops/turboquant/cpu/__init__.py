@@ -1,32 +1,24 @@
 """Codes on CPU: torch outside, addresses inside. Rows are coded in `codec`, attended to in `exact`, `prefill` and
-`attend_int8`."""
+`attend_int8`; `routes.py` says which of these."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from auraflux.ops._dispatch import Declined, is_exact
+from auraflux.ops._dispatch import Declined
 from auraflux.ops.attention.cpu import PRODUCTS_PARALLEL, append_rows
 from auraflux.ops.attention.cpu.decode_tiles import number_of
 from auraflux.ops.attention.cpu.jobs import Batch, run
 from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention.cpu.prefill import ROWS, panel_scratch
-from auraflux.ops.attention.cpu.prefill_tiles import PANEL
 from auraflux.ops.attention.reference_latent import split_latent
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.simd.jit import LINE, as_float, like, threads, workspace
-from auraflux.ops.turboquant.arrangement import Arrangement
-from auraflux.ops.turboquant.cpu.attend import (
-    attend_few_rows,
-    attend_many_rows,
-    attend_one_by_one,
-    build_finish,
-    build_queries,
-)
+from auraflux.ops.turboquant.cpu.attend import build_finish, build_queries
 from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
-from auraflux.ops.turboquant.cpu.codec import CHUNK, scratch_nbytes
+from auraflux.ops.turboquant.cpu.codec import scratch_nbytes
 from auraflux.ops.turboquant.cpu.codec_kernels import (
     build_append,
     build_decode,
@@ -38,6 +30,7 @@ from auraflux.ops.turboquant.cpu.codec_kernels import (
 from auraflux.ops.turboquant.cpu.exact import exact_scratch, sum_values
 from auraflux.ops.turboquant.cpu.items import padded
 from auraflux.ops.turboquant.cpu.mla import attend_codes
+from auraflux.ops.turboquant.cpu.routes import ATTEND, Attend, Launch, not_rows
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
@@ -106,8 +99,8 @@ def rope_append_codes(
 
 
 def _check_rows(pages: CodePages) -> None:
-    if pages.arrangement is not Arrangement.ROWS:
-        raise Declined(f"values in {pages.arrangement.value}, an order for GPUs")
+    if reason := not_rows(pages):
+        raise Declined(reason)
 
 
 def _jobs(coordinates: int) -> int:
@@ -181,14 +174,14 @@ def turboquant_partials(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_rows(pages)
+    launches = ATTEND(Attend(q.shape[0], q.shape[1], pages))
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
     parts = max(1, -(-pages.capacity // block))
     slots = parts + (sinks is not None)
     o, m, l = (torch.empty(tokens, heads, slots, *tail) for tail in ((width,), (), ()))  # noqa: E741
     sums = o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
-    _attend(q, pages, starts, scale, window, softcap, threshold, block, parts, sums, _jobs(pairs * heads * width))
+    _attend(launches, q, pages, starts, scale, window, softcap, threshold, block, parts, sums, _jobs(pairs * heads * width))
     if sinks is not None:
         o[:, :, -1], m[..., -1], l[..., -1] = 0.0, sinks, 1.0
     return o.flatten(0, 1), m.flatten(0, 1), l.flatten(0, 1)
@@ -204,7 +197,7 @@ def turboquant_attention(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    _check_rows(pages)
+    launches = ATTEND(Attend(q.shape[0], q.shape[1], pages))
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
     jobs, parts = _jobs(pairs * heads * width), 1
@@ -213,7 +206,7 @@ def turboquant_attention(
         parts = max(1, min(-(-JOBS_PER_THREAD * jobs // items), pairs // tokens // POSITIONS_PER_JOB))
     o, m, l = (torch.empty(tokens * heads * parts * n) for n in (width, 1, 1))  # noqa: E741
     sums = o.data_ptr(), m.data_ptr(), l.data_ptr()
-    _attend(q, pages, starts, scale, window, softcap, threshold, 0, parts, (*sums, parts), jobs)
+    _attend(launches, q, pages, starts, scale, window, softcap, threshold, 0, parts, (*sums, parts), jobs)
     out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width)
     finishers = _jobs(o.numel())
     sizes = tokens * heads, heads, parts, 0 if sinks is None else sinks.data_ptr()
@@ -223,6 +216,7 @@ def turboquant_attention(
 
 
 def _attend(
+    launches: list[Launch],
     q: Tensor,
     pages: CodePages,
     starts: Tensor,
@@ -237,7 +231,7 @@ def _attend(
 ) -> None:
     """Leave each part's sums, highest scores and sums of weights in `sums`; parts are of `block` positions, or equal."""
     (tokens, heads, width), wide = q.shape, as_float(q)
-    fast, scratch = _fast(pages), _scratch(width)
+    scratch = _scratch(width)
     rows = tokens * heads * padded(width) * 4
     space = workspace(rows + jobs * scratch)
     work = space + rows
@@ -262,25 +256,13 @@ def _attend(
         work,
         scratch,
     )
-    # new tokens from which on their rows fill a panel
-    many = max(-(-PANEL * pages.heads // heads), 2 if fast else 1)
-    for kernel, fewest, most in (
-        (attend_one_by_one, 1, 1 if fast else 0),
-        (attend_few_rows, 2 if fast else 1, many - 1),
-        (attend_many_rows, many, tokens),
-    ):
-        if fewest <= min(most, tokens):
-            kernel(jobs, *step, fewest, most)
+    for kernel, fewest, most in launches:
+        kernel(jobs, *step, fewest, most)
 
 
 def _reach(window: int | None) -> int | None:
     """How far before the first new token a sequence is touched."""
     return None if window is None else max(window - 1, 0)
-
-
-def _fast(pages: CodePages) -> bool:
-    """Whether the fast contract is in force, and rows are of whole chunks."""
-    return not is_exact() and pages.width % CHUNK == 0
 
 
 def _scratch(width: int) -> int:

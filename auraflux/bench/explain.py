@@ -1,0 +1,188 @@
+"""Which kernels the steps of a model take, asked of the tables: without its weights, and for a GPU without one.
+
+A model of a real shape is put together on the meta device, where tensors have shapes and no memory, and goes through a step. No
+op is run: each call is put to the op's table, and what comes next is given a result of the right shape.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from auraflux.bench.random_weights import outlined_model
+from auraflux.cache import Batch, Cache, CacheSettings
+from auraflux.ops._dispatch import Op, exact
+from auraflux.ops.explain import asking
+from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.routes import Verdict, verdict_of
+from auraflux.quant import QTensor
+from auraflux.run.device import CHUNK, activation_dtype
+from auraflux.run.engine import steps_of
+
+Arguments = dict[str, Any]
+GROUP = 64
+
+
+@dataclass(frozen=True)
+class Use:
+    """Calls of one op with arguments of one shape.
+
+    shapes   of tensors and weights, as text
+    calls    of a step
+    verdict  of the op's table; None where it has one kernel and no table
+    """
+
+    op: str
+    shapes: str
+    calls: int
+    verdict: Verdict | None
+
+
+def explain_model(
+    config: dict[str, Any],
+    settings: CacheSettings,
+    backend: str,
+    *,
+    bits: int | None = 4,
+    batch: int = 1,
+    at: int = 1024,
+    exactly: bool = False,
+) -> dict[str, list[Use]]:
+    """The ops of a decode step of so many texts after `at` tokens, and of the last piece of a prompt of as many tokens.
+
+    config  of a shape (`bench/shapes.py`)
+    """
+    with asking(backend), exact(exactly):
+        model, shapes = outlined_model(config, bits, GROUP, backend)
+        dtype = activation_dtype(torch.device(backend))
+        # as far as the index of such a step reaches
+        sizes: dict[str, Any] = {"context": 1 << at.bit_length(), "sequences": batch + 1, "chunk": CHUNK[backend]}
+        cache = Cache(shapes, settings, **sizes, dtype=dtype, device="meta")
+        return {
+            "decode": list(_merged(_step(model, cache, _writing(cache, batch, at, backend), backend))),
+            "prompt": list(_merged(_step(model, cache, _reading(cache, at, CHUNK[backend]), backend))),
+        }
+
+
+def _writing(cache: Cache, count: int, at: int, backend: str) -> Batch:
+    """Texts of `at` tokens that take one more each, filled up as the engine does."""
+    sequences = [cache.open() for _ in range(count)]
+    for sequence in sequences:
+        cache.batch([sequence]).extend([at])
+    fills = backend == "cuda" and cache.fills
+    batch = cache.batch(sequences, fillers=steps_of(count) - count if fills else 0)
+    batch.extend([1] * count)
+    return batch
+
+
+def _reading(cache: Cache, at: int, chunk: int) -> Batch:
+    """The last piece of a prompt."""
+    batch, last = cache.batch([cache.open()]), (at - 1) % chunk + 1
+    if at > last:
+        batch.extend([at - last])
+    batch.extend([last])
+    return batch
+
+
+def _step(model: Any, cache: Cache, batch: Batch, backend: str) -> list[Use]:
+    """The calls of a step, one by one, with those that score what follows."""
+    calls: list[Use] = []
+    with _answered(backend, calls.append):
+        hidden = model(batch.positions, batch, cache)
+        model.logits(hidden if batch.single else hidden[-1:])
+    return calls
+
+
+def _merged(calls: list[Use]) -> Iterator[Use]:
+    """Those that are alike counted, in the order in which they come first."""
+    counts: dict[Use, int] = {}
+    for call in calls:
+        counts[call] = counts.get(call, 0) + call.calls
+    for call, count in counts.items():
+        yield replace(call, calls=count)
+
+
+@contextmanager
+def _answered(backend: str, note: Callable[[Use], None]) -> Iterator[None]:
+    """Put the calls of ops inside the block to their tables, and give results of the right shapes."""
+
+    def call(op: Op, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(inspect.signature(op.reference).bind(*args, **kwargs).arguments)
+        note(Use(op.name, _described(arguments), 1, verdict_of(op, backend, arguments)))
+        with patch.object(Op, "__call__", lambda inner, *a, **k: inner.reference(*a, **k)):
+            return RESULTS.get(op.name, lambda a: op.reference(**a))(arguments)
+
+    with patch.object(Op, "__call__", call):
+        yield
+
+
+def _like(name: str) -> Callable[[Arguments], Tensor]:
+    return lambda arguments: torch.empty_like(arguments[name])
+
+
+def _attended(arguments: Arguments) -> Tensor:
+    q: Tensor = arguments["q"]
+    return q.new_empty(*q.shape[:2], arguments["pages"].v.shape[3])
+
+
+def _embedded(arguments: Arguments) -> Tensor:
+    table = arguments["table"]
+    return torch.empty(len(arguments["ids"]), table.shape[1], device=table.device)
+
+
+def _split(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    q: Tensor = arguments["q"]
+    heads = q.view(len(q), arguments["heads"], -1)
+    return heads[..., : arguments["nope"]], heads[..., arguments["nope"] :].contiguous()
+
+
+def _products(arguments: Arguments) -> tuple[Tensor, ...]:
+    x: Tensor = arguments["x"]
+    return tuple(x.new_empty(len(x), weight.shape[0]) for weight in arguments["weights"])
+
+
+# of ops whose references read what tensors hold, or dequantize weights
+RESULTS: dict[str, Callable[[Arguments], Any]] = {
+    "add_norm_gate_up": lambda arguments: (arguments["x"], *_products({**arguments, "weights": [arguments["gate"]]})),
+    "add_norm_linears": lambda arguments: (arguments["x"], _products(arguments)),
+    "add_norm_scores": lambda arguments: (arguments["x"], arguments["x"], _products(arguments)),
+    "append_codes": lambda arguments: None,
+    "append_kv": lambda arguments: None,
+    "append_latent": lambda arguments: None,
+    "append_latent_codes": lambda arguments: None,
+    "attention": _attended,
+    "delta_layer_step": _like("z"),
+    "embed": _embedded,
+    "gated_delta_prefill": _like("v"),
+    "latent_attention": _like("q_latent"),
+    "linear": lambda arguments: _products({**arguments, "weights": [arguments["weight"]]})[0],
+    "mixture": _like("h"),
+    "rope_append_codes": _like("q"),
+    "rope_append_latent": _split,
+    "rope_append_latent_codes": _split,
+    "short_conv": _like("x"),
+    "turboquant_attention": _like("q"),
+    "turboquant_latent_attention": _like("q_latent"),
+}
+
+
+def _described(arguments: Arguments) -> str:
+    """The shapes of arguments; vectors and numbers are left out, and what is added to x, which has its shape."""
+    return ", ".join(f"{name} {text}" for name, value in arguments.items() if name != "delta" and (text := _shape(value)))
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, QTensor):
+        return f"{'x'.join(map(str, value.shape))} of {value.bits} bits"
+    if isinstance(value, Tensor):
+        return "x".join(map(str, value.shape)) if value.dim() > 1 else ""
+    if isinstance(value, Experts | SharedExpert):
+        return _shape(value.gate)
+    if isinstance(value, list | tuple):
+        return " + ".join(text for each in value if (text := _shape(each)))
+    return ""

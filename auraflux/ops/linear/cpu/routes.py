@@ -1,0 +1,157 @@
+"""Which kernel multiplies tokens by weights on a CPU: the first below that does not refuse.
+
+Codes run compiled drivers (`products.py`), weights of one format in one list. A driver rounds activations to int8 unless exact
+products are wanted; how many tokens it takes at a time, and whether it unpacks rows first, it decides for itself. Dense weights
+are read row by row for few tokens; torch's BLAS multiplies more.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from auraflux.ops._dispatch import is_exact
+from auraflux.ops.linear.cpu.dense import FEW_TOKENS, ROWS_OF, multiply_rows
+from auraflux.ops.linear.cpu.products import BLOCK, Driver, driver, multiply
+from auraflux.ops.linear.reference import Weight
+from auraflux.ops.norm.cpu import add_rms_norm, rms_norm
+from auraflux.ops.routes import Route, Routes
+from auraflux.ops.simd.jit import as_float
+from auraflux.quant import QTensor
+
+
+class Norm(NamedTuple):
+    """x is first added to and normalised.
+
+    delta   [T, K]  what is added, or None
+    weight  [K]
+    """
+
+    delta: Tensor | None
+    weight: Tensor
+    eps: float
+
+
+class Call(NamedTuple):
+    """Tokens times weights.
+
+    x        [T, K]  float32; where there is a norm, of any dtype
+    weights  [N, K] each
+    norm     what x goes through first
+    """
+
+    x: Tensor
+    weights: Sequence[Weight]
+    norm: Norm | None = None
+
+
+class Made(NamedTuple):
+    """Results of a call.
+
+    outs    [T, N] of each weight, float32
+    total   [T, K]  x with what was added to it, where there is a norm
+    normed  [T, K]  what was multiplied, where there is a norm
+    """
+
+    outs: list[Tensor]
+    total: Tensor | None = None
+    normed: Tensor | None = None
+
+
+def misplaced(weight: QTensor) -> str | None:
+    """Why no kernel reads a weight's rows."""
+    if weight.lanes in (1, BLOCK):
+        return None
+    return f"rows lie {weight.lanes} side by side; these kernels take 1 or {BLOCK}"
+
+
+def _refuses_exact(weight: QTensor) -> str | None:
+    return "exact products of float32 are wanted" if is_exact() else None
+
+
+def _never(call: Any) -> None:
+    return None
+
+
+def _driver(weight: QTensor, fast: bool) -> Driver:
+    bits, group, _, scales = weight.format
+    return driver(fast, bits, group, scales)
+
+
+def _refuses_norm_first(call: Call) -> str | None:
+    return "there is no norm" if call.norm is None else None
+
+
+def _norm_first(call: Call) -> Made:
+    assert call.norm is not None
+    delta, weight, eps = call.norm
+    h, total = (rms_norm(call.x, weight, eps), call.x) if delta is None else add_rms_norm(delta, call.x, weight, eps)
+    return Made(PRODUCTS(Call(as_float(h), call.weights)).outs, total, h)
+
+
+def _refuses_codes(call: Call) -> str | None:
+    first = call.weights[0]
+    if not isinstance(first, QTensor):
+        return "a weight is dense"
+    for weight in call.weights[1:]:
+        if not isinstance(weight, QTensor) or weight.format != first.format:
+            return "the weights are not all quantized, and alike"
+    return misplaced(first)
+
+
+def _codes(call: Call) -> Made:
+    weights: Any = call.weights
+    return Made(multiply(DRIVERS(weights[0]), call.x, weights))
+
+
+def _refuses_one_by_one(call: Call) -> str | None:
+    return "there is one weight" if len(call.weights) == 1 else None
+
+
+def _alone(call: Call) -> list[Call]:
+    return [Call(call.x, (weight,)) for weight in call.weights]
+
+
+def _one_by_one(call: Call) -> Made:
+    return Made([PRODUCTS(each).outs[0] for each in _alone(call)])
+
+
+def _refuses_rows(call: Call) -> str | None:
+    weight, tokens = call.weights[0], call.x.shape[0]
+    if isinstance(weight, QTensor):
+        return "the weight is quantized"
+    if weight.dtype not in ROWS_OF:
+        return f"the weight is {str(weight.dtype).removeprefix('torch.')}; it is for bf16 and float32"
+    return None if tokens <= FEW_TOKENS else f"{tokens} tokens; it is for up to {FEW_TOKENS}"
+
+
+def _rows(call: Call) -> Made:
+    weight: Any = call.weights[0]
+    return Made([multiply_rows(call.x, weight)])
+
+
+def _refuses_blas(call: Call) -> str | None:
+    weight = call.weights[0]
+    return misplaced(weight) if isinstance(weight, QTensor) else None
+
+
+def _blas(call: Call) -> Made:
+    weight: Any = call.weights[0]
+    return Made([torch.nn.functional.linear(call.x, as_float(weight))])
+
+
+DRIVERS: Routes[QTensor, Driver] = Routes(
+    Route("activations in int8", _refuses_exact, lambda weight: _driver(weight, fast=True)),
+    Route("activations in float32", _never, lambda weight: _driver(weight, fast=False)),
+)
+PRODUCTS: Routes[Call, Made] = Routes(
+    Route("norm first", _refuses_norm_first, _norm_first, lambda call: [(PRODUCTS, Call(call.x, call.weights))]),
+    Route("codes", _refuses_codes, _codes, lambda call: [(DRIVERS, call.weights[0])]),
+    Route("one by one", _refuses_one_by_one, _one_by_one, lambda call: [(PRODUCTS, each) for each in _alone(call)]),
+    Route("dense rows", _refuses_rows, _rows),
+    Route("BLAS", _refuses_blas, _blas),
+)
+ROUTES = dict.fromkeys(
+    ("linear", "linears", "add_norm_linears", "add_norm_scores", "add_norm_gate_up", "gate_up_swiglu"), PRODUCTS
+)

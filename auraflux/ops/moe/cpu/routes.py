@@ -1,0 +1,101 @@
+"""How tokens go through their experts on a CPU: the first way below that does not refuse.
+
+Quantized experts are lists of products (`linear/cpu/products.py`), gate and up in one list where they are of one format. Dense
+experts are multiplied one after the other.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from auraflux.ops.linear.cpu.routes import DRIVERS, PRODUCTS, misplaced
+from auraflux.ops.linear.cpu.routes import Call as Product
+from auraflux.ops.moe.cpu.grouped import (
+    Steps,
+    coded,
+    coded_down,
+    dense_down,
+    dense_gate_up,
+    gate_up_apart,
+    gate_up_together,
+)
+from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
+from auraflux.ops.moe.reference import mixture_by_steps
+from auraflux.ops.moe.routing import Routing
+from auraflux.ops.routes import Route, Routes
+from auraflux.quant import QTensor
+
+Next = list[tuple[Routes[Any, Any], Any]]
+TOGETHER, APART = Steps(gate_up_together, coded_down), Steps(gate_up_apart, coded_down)
+DENSE = Steps(dense_gate_up, dense_down)
+
+
+class Mixture(NamedTuple):
+    """`mixture`: what it is called with."""
+
+    x: Tensor
+    scores: Tensor
+    routing: Routing
+    experts: Experts
+    h: Tensor
+    bias: Tensor | None = None
+    shared: Tensor | SharedExpert | None = None
+    shared_gate: Tensor | None = None
+
+
+def _stacks(experts: Experts) -> tuple[Stack, Stack, Stack]:
+    return experts.gate, experts.up, experts.down
+
+
+def _misplaced(experts: Experts) -> str | None:
+    reasons = (misplaced(stack) for stack in _stacks(experts) if isinstance(stack, QTensor))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refuses_apart(experts: Experts) -> str | None:
+    for stack in _stacks(experts):
+        if not isinstance(stack, QTensor):
+            return "a projection is dense"
+    return _misplaced(experts)
+
+
+def _refuses_together(experts: Experts) -> str | None:
+    if reason := _refuses_apart(experts):
+        return reason
+    alike = coded(experts.gate).format == coded(experts.up).format
+    return None if alike else "gate and up are not of one format"
+
+
+def _refuses_dense(experts: Experts) -> str | None:
+    if all(isinstance(stack, Tensor) for stack in _stacks(experts)):
+        return None
+    some = any(isinstance(stack, Tensor) for stack in _stacks(experts))
+    return "some projections are quantized, others dense" if some else _misplaced(experts) or "experts are quantized"
+
+
+def _then_drivers(experts: Experts) -> Next:
+    return [(DRIVERS, stack) for stack in _stacks(experts)]
+
+
+def _never(call: Mixture) -> None:
+    return None
+
+
+def _then_experts(call: Mixture) -> Next:
+    tables: Next = [(EXPERTS, call.experts)]
+    if isinstance(call.shared, SharedExpert):
+        inside = call.x.new_empty(call.x.shape[0], call.shared.gate.shape[0])
+        tables.append((PRODUCTS, Product(call.x, (call.shared.gate, call.shared.up))))
+        tables.append((PRODUCTS, Product(inside, (call.shared.down,))))
+    return tables
+
+
+EXPERTS: Routes[Experts, Steps] = Routes(
+    Route("gate and up in one list", _refuses_together, lambda experts: TOGETHER, _then_drivers),
+    Route("gate and up apart", _refuses_apart, lambda experts: APART, _then_drivers),
+    Route("dense experts one by one", _refuses_dense, lambda experts: DENSE),
+)
+MIXTURES: Routes[Mixture, Tensor] = Routes(
+    Route("step by step", _never, lambda call: mixture_by_steps(*call), _then_experts),
+)
+ROUTES: dict[str, Routes[Any, Any]] = {"expert_mlp": EXPERTS, "expert_parts": EXPERTS, "mixture": MIXTURES}
