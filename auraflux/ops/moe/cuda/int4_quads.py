@@ -12,9 +12,11 @@ tensor has one element per thread.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.copy import put_two
-from auraflux.ops.linear.cuda.int4_groups import OF_CODES, load_16, pair_16
-from auraflux.ops.linear.cuda.int4_mma import MMA, codes_at, sum_four, word_at
+from auraflux.ops.hopper.mma import MMA
+from auraflux.ops.hopper.mma_int4 import codes_at
+from auraflux.ops.hopper.mma_int4_groups import OF_CODES, load_16, pair_16
+from auraflux.ops.hopper.reduce import sum_four
+from auraflux.ops.hopper.shared_memory import put_two, word_at
 
 W = gl.constexpr(8)  # warps of a program
 TILE = gl.constexpr(2048 + 256)  # bytes of a quad: codes, then scales, then biases

@@ -1,4 +1,4 @@
-"""How a warp multiplies codes by one token's x as whole numbers on Hopper: PTX for what a thread does, for Gluon kernels.
+"""Products of codes of 2 to 8 bits with one token's x in whole numbers: PTX for what a thread does, for Gluon kernels.
 
 Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
 column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
@@ -13,7 +13,7 @@ column each lane (g, t) has some codes of rows g and g + 8, and the x that belon
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-BYTES_MMA = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
+from auraflux.ops.hopper.mma import MMA_U8_S8
 
 
 @gluon.constexpr_function
@@ -99,7 +99,7 @@ def _columns_ptx(bits, column, gang, first):
         for n in range(gang):
             c, b = ",".join(f"${4 * n + k}" for k in range(4)), x + regs * ((first + n) // 2 % 2) + i
             a = ",".join(f"{r}{n}f{k}" for k in (i, i + 1) for r in "uv")
-            text += f"{BYTES_MMA} {{{c}}},{{{a}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
+            text += f"{MMA_U8_S8} {{{c}}},{{{a}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
     return text + "}"
 
 
@@ -172,7 +172,7 @@ def _sums_ptx(bits, column):
         c = f"${2 * half},${2 * half + 1},d{2 * half},d{2 * half + 1}"
         for i in range(0, regs, 2):
             b = 4 + regs * half + i
-            text += f"{BYTES_MMA} {{{c}}},{{o{i},o{i},o{i + 1},o{i + 1}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
+            text += f"{MMA_U8_S8} {{{c}}},{{o{i},o{i},o{i + 1},o{i + 1}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
     return text + "}"
 
 

@@ -1,4 +1,4 @@
-"""How a warp multiplies codes of 2 to 8 bits on Hopper: PTX for what a thread does, for Gluon kernels.
+"""Products of codes of 2 to 8 bits, and of MXFP4, with tokens in bf16: PTX for what a thread does, for Gluon kernels.
 
 Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
 column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
@@ -16,7 +16,8 @@ column each lane (g, t) has some codes of rows g and g + 8, and the x that belon
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+from auraflux.ops.hopper.mma import MMA
+
 MX_SHIFT = gl.constexpr(2.0**62)  # what is left of 2**126 after x has had its 2**64
 
 

@@ -1,4 +1,4 @@
-"""How a warp multiplies four-bit codes on Hopper: PTX for what a thread does, for Gluon kernels.
+"""Products of four-bit codes with tokens in bf16: PTX for what a thread does, for Gluon kernels.
 
 Every tensor has one element per thread.
 
@@ -13,7 +13,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+from auraflux.ops.hopper.mma import MMA
 
 
 def _group_ptx(tiles: int) -> Any:
@@ -68,11 +68,6 @@ def _normed_x_ptx(added: bool) -> Any:
     return gl.constexpr(text + "}")
 
 
-def _copy_ptx(how: str, size: int) -> Any:
-    copy = f"@p cp.async.{how}.shared.global [$1],[$2],{size};"
-    return gl.constexpr(f"{{.reg .pred p; setp.ne.b32 p,$3,0; {copy} mov.b32 $0,0;}}")
-
-
 def _sum_ptx() -> Any:
     step = f"{MMA} {{$0,$1,d0,d1}},{{one,one,one,one}},"
     text = "{.reg .b32 one; .reg .f32 z,d0,d1; mov.b32 one,0x3F803F80; mov.f32 z,0f00000000;" + step + "{$2,$6},{z,z,z,z};"
@@ -86,21 +81,6 @@ def _registers(tiles: int) -> Any:
 GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
 X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
 NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
-
-
-def _sum_lanes_ptx(*masks: int) -> Any:
-    steps = (f"shfl.sync.bfly.b32 t,$0,{mask},31,0xffffffff; add.f32 $0,$0,t;" for mask in masks)
-    return gl.constexpr("{.reg .f32 t; mov.f32 $0,$1;" + "".join(steps) + "}")
-
-
-SUM_LANES, SUM_FOUR = _sum_lanes_ptx(16, 8, 4, 2, 1), _sum_lanes_ptx(2, 1)
-COPY8, COPY16 = _copy_ptx("ca", 8), _copy_ptx("cg", 16)
-COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
-SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
-# after this x may be read; the next kernel may start at once, since all it reads early is weights
-AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
-WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
-LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
 
 
 @gluon.constexpr_function
@@ -123,22 +103,6 @@ def _halves_ptx(row_nbytes, rows):
         half, at = divmod(4 * i, rows // 2)
         text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],[${3 + half}+{at * row_nbytes}],16;"
     return text + "}"
-
-
-@gluon.constexpr_function
-def wait_ptx(pending):
-    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1"
-
-
-@gluon.jit
-def run(PTX: gl.constexpr, lane):
-    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def copy(PTX: gl.constexpr, to, source, there):
-    args = [to, source.to(gl.int64), there.to(gl.int32)]
-    gl.inline_asm_elementwise(PTX, "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -167,22 +131,6 @@ def codes_at(at):
 
 
 @gluon.jit
-def four_at(at):
-    return gl.inline_asm_elementwise("ld.shared.b64 $0,[$1];", "=l,r,~{memory}", [at], gl.int64, is_pure=False, pack=1)
-
-
-@gluon.jit
-def word_at(at):
-    return gl.inline_asm_elementwise("ld.shared.b32 $0,[$1];", "=r,r,~{memory}", [at], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def put(at, value):
-    text: gl.constexpr = "st.shared.f32 [$1],$2; mov.b32 $0,0;"
-    gl.inline_asm_elementwise(text, "=r,r,f,~{memory}", [at, value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def load_x(PTX: gl.constexpr, REGS: gl.constexpr, first, second):
     return gl.inline_asm_elementwise(PTX, REGS, [first, second], (gl.int32,) * 8, is_pure=False, pack=1)
 
@@ -193,17 +141,6 @@ def load_normed_x(PTX: gl.constexpr, x, norm, delta, total, stores):
     args = [x, norm, delta, total, stores.to(gl.int32)]
     REGS: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&f,l,l,l,l,r,~{memory}"
     return gl.inline_asm_elementwise(PTX, REGS, args, (gl.int32,) * 8 + (gl.float32,), is_pure=False, pack=1)
-
-
-@gluon.jit
-def sum_lanes(value):
-    return gl.inline_asm_elementwise(SUM_LANES, "=&f,f", [value], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def sum_four(value):
-    """The sum over lanes 4g to 4g + 3."""
-    return gl.inline_asm_elementwise(SUM_FOUR, "=&f,f", [value], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -225,17 +162,3 @@ def group_sums(w, x, X, TILES: gl.constexpr):
         ]  # fmt: skip
         sums = gl.inline_asm_elementwise(GROUP16, REGS16, args, (gl.float32,) * 8, is_pure=True, pack=1)
     return sums
-
-
-@gluon.jit
-def bf16_at(value, j: gl.constexpr):
-    return ((value >> (16 * j)).to(gl.int32) << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def shared(NBYTES: gl.constexpr, tid):
-    """The kernel's only shared allocation, so it begins where the dynamic segment does; the store makes Triton declare it."""
-    memory = gl.allocate_shared_memory(gl.int8, [NBYTES // 1024 + 2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    memory.index(NBYTES // 1024 + 1).slice(0, tid.shape[0]).store(tid.to(gl.int8))
-    text: gl.constexpr = "mov.u32 $0,global_smem; // $1"
-    return memory, gl.inline_asm_elementwise(text, "=r,r", [tid], gl.int32, is_pure=False, pack=1)
