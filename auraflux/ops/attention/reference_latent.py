@@ -187,7 +187,7 @@ def rope_append_latent(
     returns ([T, heads, nope], [T, heads, R])  the queries' plain part, whose heads may lie apart, and the rotated one
     """
     q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
-    turning = inv_freq, positions, mscale, interleaved
-    turned = rope.reference(k_rope[:, None], *turning)[:, 0].contiguous()
+    rotation = inv_freq, positions, mscale, interleaved
+    turned = rope.reference(k_rope[:, None], *rotation)[:, 0].contiguous()
     append_latent.reference(rms_norm.reference(latent, norm, eps), turned, pages, starts)
-    return q_nope, rope.reference(q_rope, *turning)
+    return q_nope, rope.reference(q_rope, *rotation)

@@ -27,9 +27,12 @@ ADD_BELOW = gl.constexpr(
 
 
 @gluon.jit
-def sum_over(value, LANES: gl.constexpr):
-    """Sum float32 over each LANES neighbouring lanes, a power of two."""
-    return gl.inline_asm_elementwise(_sum_ptx(LANES), "=&f,f", [value], gl.float32, is_pure=True, pack=1)
+def sum_over(value, LANES: gl.constexpr, PURE: gl.constexpr = True):
+    """Sum float32 over each LANES neighbouring lanes, a power of two.
+
+    PURE  whether the compiler may move or repeat it; not where the result is used by some of the lanes only
+    """
+    return gl.inline_asm_elementwise(_sum_ptx(LANES), "=&f,f", [value], gl.float32, is_pure=PURE, pack=1)
 
 
 @gluon.jit
@@ -51,8 +54,14 @@ def _redux(value, HOW: gl.constexpr):
 
 @gluon.jit
 def highest(value):
-    """Find the largest integer of the warp; the compiler knows that all lanes have the same."""
+    """Find the largest integer of the warp."""
     return _redux(value, "max.s32")
+
+
+@gluon.jit
+def same(value):
+    """Tell the compiler that all lanes have the same integer, so that no branch on it parts them."""
+    return gl.inline_asm_elementwise(_redux_ptx("max.s32"), "=r,r", [value], gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -62,7 +71,7 @@ def lowest(value):
 
 
 @gluon.jit
-def total(value):
+def sum_int(value):
     """Sum integers over the warp."""
     return _redux(value, "add.s32")
 

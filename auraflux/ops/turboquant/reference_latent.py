@@ -57,10 +57,10 @@ def rope_append_latent_codes(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `rope_append_latent`, into pages that keep latents as codes, see `append_latent_codes`."""
     q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
-    turning = inv_freq, positions, mscale, interleaved
-    turned = rope.reference(k_rope[:, None], *turning)[:, 0].contiguous()
+    rotation = inv_freq, positions, mscale, interleaved
+    turned = rope.reference(k_rope[:, None], *rotation)[:, 0].contiguous()
     append_latent_codes.reference(rms_norm.reference(latent, norm, eps), turned, pages, starts)
-    return q_nope, rope.reference(q_rope, *turning)
+    return q_nope, rope.reference(q_rope, *rotation)
 
 
 def _check_turboquant_latent_attention(

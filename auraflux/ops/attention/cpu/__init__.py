@@ -14,11 +14,11 @@ from auraflux.ops.attention.cpu.mla_products import latent_output, latent_query
 from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of, page_row
 from auraflux.ops.attention.cpu.prefill import ROWS, attend_panels, panel_scratch
 from auraflux.ops.attention.cpu.prefill_tiles import PANEL
-from auraflux.ops.attention.cpu.softmax import NOTHING, merge_row
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, jit, like, octets, share, threads
+from auraflux.ops.simd.softmax import NOTHING, merge_row
 
 __all__ = [
     "append_kv",
@@ -193,6 +193,6 @@ def rope_append_latent(
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q_nope, q_rope, latent, k_rope = reference.split_latent.reference(q, kv, heads, nope)
-    turning = inv_freq, positions, mscale, interleaved
-    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
-    return q_nope, rope(q_rope, *turning)
+    rotation = inv_freq, positions, mscale, interleaved
+    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *rotation)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *rotation)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
-from auraflux.ops.attention.cuda.split_kv import TILE
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.hopper.codes import check_order
 from auraflux.ops.hopper.device import interpreted, multiprocessors, not_hopper
+from auraflux.ops.hopper.split_kv import TILE
 from auraflux.ops.linear.cuda.dense import dequantized
 from auraflux.ops.linear.cuda.dequantize import not_written, written
 from auraflux.ops.routes import Route, Routes

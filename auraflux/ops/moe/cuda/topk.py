@@ -145,8 +145,8 @@ def weights_of(
             every = weight * 0.0
             for i in gl.static_range(E // 32):
                 every += gl.exp(xs[i] - top)
-            weight /= sum_over(every, 32)
+            weight /= sum_over(every, 32, False)
     if RENORMALIZE or SCORING == "chosen":
-        total = sum_over(gl.where(lane < K, weight, 0.0), 32)
+        total = sum_over(gl.where(lane < K, weight, 0.0), 32, False)
         weight /= gl.where(total > 0.0, total, 1.0)
     return weight * scale

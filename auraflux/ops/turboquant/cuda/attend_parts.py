@@ -6,15 +6,6 @@ from triton.experimental.gluon import language as gl
 NOTHING = gl.constexpr(-1e30)  # a score of what is not seen; below the maximum at the start
 
 
-SAME = gl.constexpr("redux.sync.max.s32 $0, $1, -1;")
-
-
-@gluon.jit
-def same(number):
-    """Tell the compiler that all lanes have the same number."""
-    return gl.inline_asm_elementwise(SAME, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)
-
-
 @gluon.constexpr_function
 def _pair_ptx(byte, side):
     """Two levels by one byte: address = table + 256 * byte + 4 * lane; the adds fold into the load's own offsets."""

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from auraflux.ops.attention.cuda.append import place_token
-from auraflux.ops.attention.cuda.flash import merged_row
+from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.hopper.softmax import merged_row
 from auraflux.ops.turboquant.cuda.hadamard import (
     CHUNK,
     codes_of,
@@ -19,7 +19,7 @@ from auraflux.ops.turboquant.cuda.hadamard import (
 
 
 @triton.jit
-def turned_by_matrix(x, there, factor, matrix, d, D: tl.constexpr):
+def rotated_by_matrix(x, there, factor, matrix, d, D: tl.constexpr):
     """Multiply rows at x [R, 1], first by `factor` [R, 1] and rounded to float32, by a matrix; sums in float64."""
     acc = tl.zeros([x.shape[0], d.shape[1]], tl.float64)
     for i in range(0, D, CHUNK):
@@ -38,7 +38,7 @@ def rotate_rows(x, turn, out, factor, D: tl.constexpr, P: tl.constexpr, MATRIX: 
     d = tl.arange(0, P)[None, :]
     if MATRIX:
         one = tl.full([1, 1], 1.0, tl.float64)
-        y = turned_by_matrix(x + row * D + tl.zeros([1, 1], tl.int64), one > 0, one, turn, d, D)
+        y = rotated_by_matrix(x + row * D + tl.zeros([1, 1], tl.int64), one > 0, one, turn, d, D)
     else:
         y = tl.load(x + row * D + d).to(tl.float32)
         signs = tl.load(turn + d)
@@ -57,7 +57,7 @@ def encoded(
         found, norm = encoded_values(wide, turn, codes, levels, offset, factor, D, BITS)
     else:
         length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
-        y = turned_by_matrix(x, there, tl.where(length == 0, 0.0, 1.0 / length), turn, d, D)
+        y = rotated_by_matrix(x, there, tl.where(length == 0, 0.0, 1.0 / length), turn, d, D)
         found, level = nearest(y, codes, levels, offset, factor, BITS)
         found, norm = tl.where(d < D, found, 0), norm_of(length, tl.where(d < D, level, 0.0))
     return found, norm

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.flash import EVERYTHING
 from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cuda.hadamard import book_for, codes_of, pairs_as_rows

@@ -20,13 +20,13 @@ CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix turns
 
 
 @cache
-def turn_for(width: int, seed: int, inverse: bool, device: torch.device) -> tuple[Tensor, bool]:
+def rotation_for(width: int, seed: int, inverse: bool, device: torch.device) -> tuple[Tensor, bool]:
     """Give signs [D], or the matrix [from, to] in float32, and whether it is a matrix."""
-    turn = rotation(width, seed, device)
-    if turn.signs is not None:
-        return turn.signs, False
-    assert turn.matrix is not None
-    return (turn.matrix if inverse else turn.matrix.T).contiguous(), True
+    found = rotation(width, seed, device)
+    if found.signs is not None:
+        return found.signs, False
+    assert found.matrix is not None
+    return (found.matrix if inverse else found.matrix.T).contiguous(), True
 
 
 @cache

@@ -16,11 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from auraflux.ops.hopper.ptx import SHARED_BASE
 from auraflux.ops.turboquant.codebook import codebook
 
 # of shared memory, 4 KB each
 TABLE_ROWS = gl.constexpr(8)
-SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
 LANES = gl.constexpr("mov.u32 $0, %laneid; mul.lo.u32 $0, $0, 0x04040404; // $1")
 
 

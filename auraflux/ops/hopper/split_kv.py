@@ -25,7 +25,6 @@ from auraflux.ops.hopper.sizes import power_of_two
 TILE = 64  # positions
 MOST_SPLITS = 128
 WARPS = 4  # of a program that merges
-LOG2E = gl.constexpr(1.4426950408889634)
 ACROSS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of what warps tell each other, [4, columns]
 LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
