@@ -359,6 +359,6 @@ def test_turned_parts_are_merged(splits: int, sinks: bool):
     weight = torch.exp2(m)
     want = (weight[..., None] * y.nan_to_num()).sum(1) / ((weight * l).sum(1, keepdim=True) + torch.exp2(logits))
     out, padded = torch.empty(tokens, heads, width), 1 << (splits - 1).bit_length()
-    sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": attend_launch.TURNED}
-    Emulated("finish_rotated")[(rows, width // attend_launch.TURNED)](y, m, l, sink, out, heads, splits, **sizes)
+    sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": attend_launch.ROTATED_COLUMNS}
+    Emulated("finish_rotated")[(rows, width // attend_launch.ROTATED_COLUMNS)](y, m, l, sink, out, heads, splits, **sizes)
     assert relative_rms(out.view(rows, width), want) < 1e-5

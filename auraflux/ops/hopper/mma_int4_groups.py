@@ -121,7 +121,8 @@ def scales_two(base, lane, LINE: gl.constexpr, APART: gl.constexpr, ROWS: gl.con
 def row_products(words, lines, x, sums, lane, SECOND: gl.constexpr):
     """Multiply a lane's two rows by group t, whose x is in column 2t and, for the second row, in 2t + SECOND.
 
-    words, lines, sums  of `codes_two`, `scales_two` and `sums_16`
+    words, lines  of `codes_two` and `scales_two`
+    sums          of `sums_16`, or None to make them here, which leaves registers to the products
     """
     args = []
     for j in gl.static_range(8):
@@ -132,6 +133,8 @@ def row_products(words, lines, x, sums, lane, SECOND: gl.constexpr):
     mine, r0, r1 = lane % 4 ^ lane // 4 % 4, c[0], c[2 + SECOND]
     for j in gl.static_range(1, 4):
         r0, r1 = gl.where(mine == j, c[4 * j], r0), gl.where(mine == j, c[4 * j + 2 + SECOND], r1)
+    if sums is None:
+        sums = sums_16(x)
     return lines[0] * (r0 * OF_CODES) + lines[2] * sums[0], lines[1] * (r1 * OF_CODES) + lines[3] * sums[SECOND]
 
 

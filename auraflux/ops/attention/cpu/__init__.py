@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention import reference
+from auraflux.ops.attention.cpu.append import append_rows
 from auraflux.ops.attention.cpu.decode import decode_kernel, decode_scratch
 from auraflux.ops.attention.cpu.decode_tiles import LANES, number_of
-from auraflux.ops.attention.cpu.jobs import Batch, run
+from auraflux.ops.attention.cpu.jobs import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.cpu.mla_products import latent_output, latent_query
-from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of, page_row
+from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention.cpu.prefill import ROWS, attend_panels, panel_scratch
 from auraflux.ops.attention.cpu.prefill_tiles import PANEL
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, jit, like, octets, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, like, share, threads
 from auraflux.ops.simd.softmax import NOTHING, merge_row
 
 __all__ = [
@@ -32,9 +33,7 @@ __all__ = [
     "rope_append_latent",
 ]
 
-# below these, waking the threads costs more than the work
-PRODUCTS_PARALLEL = 1 << 18
-BYTES_PARALLEL = 1 << 18
+# below this, waking the threads costs more than the work
 SUMS_PARALLEL = 1 << 16
 
 
@@ -125,35 +124,6 @@ def attention_partials(
 def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
     pools = pages.latent, pages.rope
     return like(_attend(as_float(q_latent), as_float(q_rope), pools, pages, starts, scale), q_latent)
-
-
-@jit
-def _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
-    """Copy one token's rows, one for each head, to its place in the pages."""
-    number, slot = page_row(token, page, table, table_width, lengths, starts, sequences)
-    for head in range(heads):
-        row = (number * heads + head) * page + slot
-        old, new = octets(target + row * nbytes, nbytes), octets(source + (token * heads + head) * nbytes, nbytes)
-        for i in range(nbytes):
-            old[i] = new[i]
-
-
-@Kernel
-def _append_all(args, job, jobs):
-    tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences = arguments(args, 11)
-    for token in share(tokens, job, jobs):
-        _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
-
-
-def append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy new rows to the pools they belong to, in the pools' dtype."""
-    tokens, index = pairs[0][0].shape[0], index_of(pages, starts)
-    count_pairs(pages, starts, tokens, 0)
-    for new, pool in pairs:
-        rows = new if new.dtype is pool.dtype else new.to(pool.dtype)
-        nbytes = pool.shape[-1] * pool.element_size()
-        jobs = threads() if tokens * heads * nbytes >= BYTES_PARALLEL else 1
-        _append_all(jobs, tokens, rows.data_ptr(), pool.data_ptr(), nbytes, heads, *index)
 
 
 def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:

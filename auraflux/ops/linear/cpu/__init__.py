@@ -109,14 +109,10 @@ def shaped(out: Tensor, x: Tensor) -> Tensor:
     return like(out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1]), x)
 
 
-def same_format(a: QTensor, b: QTensor) -> bool:
-    return a.format == b.format
-
-
 def multiply_all(x: Tensor, weights: Sequence[Weight]) -> list[Tensor]:
     """Multiply x [T, K] by each weight; quantized ones of one format in one go."""
     together = [weight for weight in weights if isinstance(weight, QTensor)]
-    if len(together) == len(weights) and all(same_format(together[0], weight) for weight in together):
+    if len(together) == len(weights) and all(weight.format == together[0].format for weight in together):
         return multiply(x, *together)
     return [multiply(x, w)[0] if isinstance(w, QTensor) else multiply_dense(x, w) for w in weights]
 

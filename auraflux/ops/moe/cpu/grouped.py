@@ -15,7 +15,7 @@ from auraflux.errors import InputError
 from auraflux.ops._dispatch import Declined
 from auraflux.ops._recording import recorder
 from auraflux.ops.activation.cpu import clamped_swiglu, swiglu
-from auraflux.ops.linear.cpu import multiply_dense, same_format
+from auraflux.ops.linear.cpu import linear
 from auraflux.ops.linear.cpu.products import (
     BIASES,
     BLOCK,
@@ -215,16 +215,16 @@ def _hidden(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> Tensor:
     inner, count, starts = experts.inner, experts.count, plan.data_ptr()
     index = starts + 8 * (count + 1)
     if isinstance(experts.gate, QTensor) and isinstance(experts.up, QTensor):
-        wide, most = padded(inner), min(count, pairs)
+        wide, most, alike = padded(inner), min(count, pairs), experts.gate.format == experts.up.format
         both = torch.empty(2, pairs, wide)
         products = torch.empty(2, most * FIELDS, dtype=torch.int64)
         for number, (name, stack) in enumerate((("gate", experts.gate), ("up", experts.up))):
             to = products.data_ptr() + 8 * FIELDS * most * number
             where = (index, both.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
             _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
-            if not same_format(experts.gate, experts.up):
+            if not alike:
                 driver_for(stack)(x.data_ptr(), len(x), stack, to, most)
-        if same_format(experts.gate, experts.up):
+        if alike:
             driver_for(experts.gate)(x.data_ptr(), len(x), experts.gate, products.data_ptr(), 2 * most)
         gate, up = both if wide == inner else both[..., :inner].contiguous()
     else:
@@ -260,5 +260,5 @@ def _dense(rows: Tensor, stack: Any, plan: Tensor) -> Tensor:
     starts = plan[: stack.shape[0] + 1].tolist()
     for expert, (first, last) in enumerate(pairwise(starts)):
         if last > first:
-            out[first:last] = multiply_dense(rows[first:last], stack[expert])
+            out[first:last] = linear(rows[first:last], stack[expert])
     return out

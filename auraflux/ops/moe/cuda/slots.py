@@ -24,7 +24,6 @@ from auraflux.ops.hopper.mma_int4_groups import (
     row_products,
     scales_two,
     sum_at,
-    sums_16,
 )
 from auraflux.ops.hopper.ptx import AWAIT, from_lane, run, shared
 from auraflux.ops.hopper.reduce import count_true
@@ -127,7 +126,7 @@ def up_slots(
             group = gl.minimum((warp % 8 + s * 8) * 4, H // 64 - 4)
             words = codes_two(half + group * 32, lane, ROW, 8 * ROW)
             lines = scales_two(half + 16 * ROW + group * 2, lane, LINE, 8 * LINE, 16)
-            sum0, sum1 = row_products(words, lines, pairs[s], sums_16(pairs[s]), lane, 0)
+            sum0, sum1 = row_products(words, lines, pairs[s], None, lane, 0)
             if H % 2048:
                 live = (warp % 8 + s * 8) * 4 < H // 64
                 sum0, sum1 = gl.where(live, sum0, 0.0), gl.where(live, sum1, 0.0)
@@ -244,7 +243,7 @@ def down_slots(
     total0, total1 = result, result
     for i in gl.static_range(MINE):
         unit = held[i] if i < HELD else _unit_at(ring, gl.minimum(warp * MINE + i, SLOTS * PARTS - 1), lane, INNER)
-        sum0, sum1 = row_products(unit[0], unit[1], xs[i], sums_16(xs[i]), lane, 0)
+        sum0, sum1 = row_products(unit[0], unit[1], xs[i], None, lane, 0)
         if SUMS == 1:
             total0, total1 = total0 + sum0, total1 + sum1
         else:
