@@ -1,4 +1,4 @@
-"""Products of four-bit codes with tokens in bf16: PTX for what a thread does, for Gluon kernels.
+"""Products of groups of four-bit codes with tokens in bf16: PTX for what a thread does, for Gluon kernels.
 
 Every tensor has one element per thread.
 
@@ -69,12 +69,14 @@ def _normed_x_ptx(added: bool) -> Any:
 
 
 def _sum_ptx() -> Any:
+    """Sums of x over 64 inputs, by a product with ones. Out: columns 2t and 2t + 1. In: 8 pairs of x."""
     step = f"{MMA} {{$0,$1,d0,d1}},{{one,one,one,one}},"
     text = "{.reg .b32 one; .reg .f32 z,d0,d1; mov.b32 one,0x3F803F80; mov.f32 z,0f00000000;" + step + "{$2,$6},{z,z,z,z};"
     return gl.constexpr(text + "".join(f"{step}{{${2 + j},${6 + j}}},{{$0,$1,d0,d1}};" for j in (1, 2, 3)) + "}")
 
 
 def _registers(tiles: int) -> Any:
+    """Constraints of `_group_ptx`."""
     return gl.constexpr("=&f," * 4 * tiles + "l,l," + "r," * 8 * tiles + "f," * (2 * tiles - 1) + "f")
 
 
@@ -107,6 +109,7 @@ def _halves_ptx(row_nbytes, rows):
 
 @gluon.jit
 def copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
+    """Copy 128 bytes of each of ROWS rows to a slot, chunks swizzled by row, where `there`."""
     r, chunk = lane // 8, lane % 8
     even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
     args = [even, odd, (source + r * (K // 2) + chunk * 16).to(gl.int64), there.to(gl.int32)]
@@ -115,7 +118,7 @@ def copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.constexpr):
-    """128 bytes of each of ROWS rows; half of them begin at `first`, half at `second`."""
+    """Copy the same of rows of which half begin at `first`, half at `second`."""
     r, chunk = lane // 8, lane % 8
     even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
     mine = r * (K // 2) + chunk * 16
@@ -125,19 +128,20 @@ def copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.cons
 
 @gluon.jit
 def codes_at(at):
-    """Rows g and g + 8 of one group, 16 codes each."""
+    """Load 16 codes of row g and of row g + 8 of one group."""
     text: gl.constexpr = "ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+1024];"
     return gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_x(PTX: gl.constexpr, REGS: gl.constexpr, first, second):
+    """Load 16 values of x as 8 pairs (j, j + 4), from global (X_GLOBAL) or shared memory (X_SHARED)."""
     return gl.inline_asm_elementwise(PTX, REGS, [first, second], (gl.int32,) * 8, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_normed_x(PTX: gl.constexpr, x, norm, delta, total, stores):
-    """16 values of x times those of a norm, and the sum of their squares before; delta is added first, the sum stored."""
+    """Load 16 values of x times those of a norm, and the sum of their squares before; delta is added first, the sum stored."""
     args = [x, norm, delta, total, stores.to(gl.int32)]
     REGS: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&f,l,l,l,l,r,~{memory}"
     return gl.inline_asm_elementwise(PTX, REGS, args, (gl.int32,) * 8 + (gl.float32,), is_pure=False, pack=1)
@@ -145,13 +149,14 @@ def load_normed_x(PTX: gl.constexpr, x, norm, delta, total, stores):
 
 @gluon.jit
 def sum_x(x):
+    """Sum x over a group: columns 2t and 2t + 1."""
     args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
     return gl.inline_asm_elementwise(SUM_X, "=&f,=&f,r,r,r,r,r,r,r,r", args, (gl.float32,) * 2, is_pure=True, pack=1)
 
 
 @gluon.jit
 def group_sums(w, x, X, TILES: gl.constexpr):
-    """Σ code x of one group: rows g and g + 8, tokens 2t and 2t + 1 (and those plus 8 when TILES is 2)."""
+    """Sum code * x over one group: rows g and g + 8, tokens 2t and 2t + 1 (and those plus 8 when TILES is 2)."""
     if TILES == 1:
         args = [w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], X[0] * -128.0, X[1] * -128.0]
         sums = gl.inline_asm_elementwise(GROUP8, REGS8, args, (gl.float32,) * 4, is_pure=True, pack=1)

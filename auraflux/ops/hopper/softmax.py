@@ -106,6 +106,7 @@ def launch_merge(parts: Parts, sinks: Tensor | None, out: Tensor | Parts, heads:
 
 
 def parts_like(rows: int, splits: int, width: int, device: torch.device) -> Parts:
+    """Allocate parts [rows, splits, width], [rows, splits] twice."""
     return (
         torch.empty(rows, splits, width, device=device),
         torch.empty(rows, splits, device=device),
