@@ -78,7 +78,7 @@ def norm_rope(
 
 
 def _blocks(width: int, half: int) -> tuple[int, int]:
-    """Channels of the tiles: of one element of each pair, and of what is not turned."""
+    """Channels of the tiles: of one element of each pair, and of what is not rotated."""
     return power_of_two(max(1, half)), power_of_two(width - 2 * half) if width > 2 * half else 0
 
 

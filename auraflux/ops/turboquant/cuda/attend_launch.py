@@ -47,7 +47,7 @@ WIDE_KEYS = 4096
 FEW_KEYS, FEWER_KEYS = range(1024, 2305), range(512, 1024)
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
-ROTATED_COLUMNS = 64  # columns that a program merges where parts come turned back: heads are few, and their parts many
+ROTATED_COLUMNS = 64  # columns that a program merges where parts come rotated back: heads are few, and their parts many
 
 
 def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut | None = None) -> int:

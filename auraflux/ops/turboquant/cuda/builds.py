@@ -93,7 +93,7 @@ def _finish(width: int, splits: int, sequences: int = 1) -> Build:
 
 
 def _turned(splits: int) -> Build:
-    """Parts of rows of width 256 merged, which are turned back already."""
+    """Parts of rows of width 256 merged, which are rotated back already."""
     constants = {"D": 256, "P": splits, "C": min(splits, 32), "N": ROTATED_COLUMNS, "sinks": None}
     return Build(finish_rotated, "*fp32 *fp32 *fp32 *bf16 i32:16 i32", constants, True, _ONE)
 

@@ -47,7 +47,7 @@ def _inverse(square):
 
 
 @gluon.jit
-def _turned(d, inverse, lane):
+def _hadamard(d, inverse, lane):
     """Apply the Walsh-Hadamard transform, without its factor, to a direction rounded to float32, in the reference's order."""
     u0, u1 = (d[0] * inverse).to(gl.float32), (d[1] * inverse).to(gl.float32)
     u2, u3 = (d[2] * inverse).to(gl.float32), (d[3] * inverse).to(gl.float32)
@@ -55,11 +55,11 @@ def _turned(d, inverse, lane):
     z = (a0 + a2, a1 + a3, a0 - a2, a1 - a3)
     for i in gl.static_range(5):
         sign = gl.where((lane >> i) % 2 == 0, 1.0, -1.0)
-        turned = ()
+        sums = ()
         for c in gl.static_range(4):
             args = (z[c], sign)
-            turned += (asm(swap_ptx(1 << i, "fma.rn.f32 $0, $1, $2, t;"), "=f,f,f", args, gl.float32, is_pure=False, pack=1),)
-        z = turned
+            sums += (asm(swap_ptx(1 << i, "fma.rn.f32 $0, $1, $2, t;"), "=f,f,f", args, gl.float32, is_pure=False, pack=1),)
+        z = sums
     return z
 
 
@@ -73,7 +73,7 @@ def _codes_like_reference(
     w0, w1 = word_at(source) ^ sign0, word_at(source + 4) ^ sign1
     d = (_wide(w0, False), _wide(w0, True), _wide(w1, False), _wide(w1, True))
     length, inverse = _inverse(_warp_sum((d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3]), zero))
-    z = _turned(d, inverse, lane)
+    z = _hadamard(d, inverse, lane)
     codes = 0 * lane
     for c in gl.static_range(4):
         found = place_of(z[c], scale, offset, table, BUCKETS)

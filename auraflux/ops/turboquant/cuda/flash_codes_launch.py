@@ -111,9 +111,9 @@ def _attend(
     factor, unit = (1.0, 1.0) if wide or latent else (scale, width**-0.5)
     if latent and not wide:
         unit = width**-0.5
-    turned = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
+    rotated_q = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
     attend_codes[(cut.tiles, key_heads, splits)](
-        turned,
+        rotated_q,
         q_rope,
         *keys,
         *values,
@@ -156,13 +156,13 @@ def _attend(
 
 
 def _finish(parts: Parts, sinks: Tensor | None, seed: int, like: Tensor) -> Tensor:
-    """Merge parts and turn the rows back, into the shape and dtype of `like`."""
+    """Merge parts and rotate the rows back, into the shape and dtype of `like`."""
     out, (rows, blocks, width) = torch.empty_like(like), parts[0].shape
-    turn, matrix = rotation_for(width, seed, True, like.device)
+    rotation, matrix = rotation_for(width, seed, True, like.device)
     if matrix:
         merged = torch.empty(like.shape, device=like.device)
         launch_merge(parts, sinks, merged, like.shape[1])
         return rotated(merged, seed, True, like.dtype)
     sizes = {"D": width, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
-    finish_rows[(rows,)](*parts, sinks, turn, out, like.shape[1], blocks, **sizes)
+    finish_rows[(rows,)](*parts, sinks, rotation, out, like.shape[1], blocks, **sizes)
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.rotation import rotation
 
-CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix turns
+CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix rotates
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Before and after attention over coded latents on Hopper: queries are rotated, shares of results merged and turned back.
+"""Before and after attention over coded latents on Hopper: queries are rotated, shares of results merged and rotated back.
 
 Both kernels may begin before the one before them has ended, and let the next begin.
 """

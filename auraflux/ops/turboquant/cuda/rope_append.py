@@ -1,4 +1,4 @@
-"""New tokens on CUDA: queries and keys are normalised and turned by position, keys and values coded into their pages, all in
+"""New tokens on CUDA: queries and keys are normalised and rotated by RoPE, keys and values coded into their pages, all in
 one launch. A program takes a head of a token: decoding has few of them, and each is short."""
 
 import triton
@@ -38,7 +38,7 @@ def rotated_row(
     x, weight, inv_freq, position, half, mscale, eps,
     kind: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Load a head, normalise it where it has a weight, and turn it: [1, D] float32, rounded to `kind` as if it were stored."""
+    """Load a head, normalise it where it has a weight, and rotate it: [1, D] float32, rounded to `kind` as if stored."""
     d = tl.arange(0, D)[None, :]
     if INTERLEAVED:
         pair, first, other = d // 2, d % 2 == 0, d ^ 1
@@ -55,8 +55,8 @@ def rotated_row(
         factor = 1.0 / tl.sqrt(tl.sum(a * a, 1, keep_dims=True) / D + eps)
         a = (a * factor * tl.load(weight + d).to(tl.float32)).to(kind).to(tl.float32)
         b = (b * factor * tl.load(weight + other).to(tl.float32)).to(kind).to(tl.float32)
-    turned = a * (cosine * mscale) + tl.where(first, -b, b) * (sine * mscale)
-    return tl.where(turns, turned, a).to(kind).to(tl.float32)
+    rotated = a * (cosine * mscale) + tl.where(first, -b, b) * (sine * mscale)
+    return tl.where(turns, rotated, a).to(kind).to(tl.float32)
 
 
 @triton.jit
