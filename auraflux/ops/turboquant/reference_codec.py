@@ -21,7 +21,7 @@ def _check_rotate(x: Tensor, seed: int, inverse: bool = False) -> None:
 
 @op(origins=("fwht_shared",), check=_check_rotate)
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
-    """Turn vectors by the seed's rotation, or rotate them back.
+    """Rotate vectors as the seed says, or back.
 
     x       [..., D]  D from 8 to 1024
     returns [..., D]  in x's dtype
