@@ -77,6 +77,7 @@ def test_keys_are_found_through_the_table(aligned: bool):
 
 
 @pytest.mark.usefixtures("_sound_interpreter")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_parts_of_a_softmax_are_merged(blocks: int):
     torch.manual_seed(blocks)

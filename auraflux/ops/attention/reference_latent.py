@@ -188,6 +188,6 @@ def rope_append_latent(
     """
     q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
     rotation = inv_freq, positions, mscale, interleaved
-    turned = rope.reference(k_rope[:, None], *rotation)[:, 0].contiguous()
-    append_latent.reference(rms_norm.reference(latent, norm, eps), turned, pages, starts)
+    rotated = rope.reference(k_rope[:, None], *rotation)[:, 0].contiguous()
+    append_latent.reference(rms_norm.reference(latent, norm, eps), rotated, pages, starts)
     return q_nope, rope.reference(q_rope, *rotation)
