@@ -182,6 +182,75 @@ def test_cpu_and_cuda_kernels_do_not_know_each_other():
     assert wrong == []
 
 
+# of another family a kernel may import what is no kernel (pages, references), the functions of its ops, and these modules
+SHARED_BY_FAMILIES = {
+    # experts are a longer list of a linear's products, and a shared expert is a call of them
+    ("moe", "linear.cpu.products"),
+    ("moe", "linear.cpu.routes"),
+    ("moe", "linear.cuda.call"),
+    ("moe", "linear.cuda.routes"),
+    # latents are multiplied by parts of a weight, which cuBLAS wants written out
+    ("attention", "linear.cuda.dequantize"),
+    # attention over codes is attention whose keys are decoded on the way: its jobs, tiles and pages are the same
+    ("turboquant", "attention.cpu.append"),
+    ("turboquant", "attention.cpu.decode_tiles"),
+    ("turboquant", "attention.cpu.jobs"),
+    ("turboquant", "attention.cpu.page_index"),
+    ("turboquant", "attention.cpu.prefill"),
+    ("turboquant", "attention.cpu.prefill_tiles"),
+    ("turboquant", "attention.cuda.mla_rope_append"),
+}
+
+
+def borrowed(source: str, family: str, modules: set[str]) -> set[str]:
+    """What a kernel module imports of the kernels of other families: modules, or names of a family's `cpu` or `cuda`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}"
+            parts = (full if full in modules else str(node.module)).split(".")[2:]
+            if full.startswith("auraflux.ops.") and len(parts) > 1 and parts[1] in BACKENDS and parts[0] != family:
+                found.add(".".join([*parts, alias.name][:3]))
+    return found
+
+
+def test_borrowed_names_are_found():
+    modules = {"auraflux.ops.a.cuda.flash"}
+    source = """
+from auraflux.ops.a.cuda import flash, attention
+from auraflux.ops.a.cpu.jobs import run
+from auraflux.ops.a.pages import Pages
+from auraflux.ops.hopper.copy import fetch
+from auraflux.ops.b.cuda.own import mine
+"""
+    assert borrowed(source, "b", modules) == {"a.cuda.flash", "a.cuda.attention", "a.cpu.jobs"}
+
+
+def test_families_do_not_borrow_each_others_kernels():
+    from auraflux.ops import all_ops
+
+    ops = {f"{op.family}.{backend}.{op.name}" for op in all_ops() for backend in BACKENDS}
+    modules, used, wrong = {module_name(path) for path in MODULES}, set(), []
+    for path in [path for path in MODULES if path.is_relative_to(ROOT / "ops") and backend_of(path)]:
+        family = path.relative_to(ROOT / "ops").parts[0]
+        for name in borrowed(path.read_text(), family, modules) - ops:
+            used.add((family, name))
+            if (family, name) not in SHARED_BY_FAMILIES:
+                wrong.append(f"{name_of(path)} imports {name}: put what both need into ops/hopper or ops/simd")
+    assert wrong == []
+    assert used == SHARED_BY_FAMILIES, f"not imported any more: {SHARED_BY_FAMILIES - used}"
+
+
+def test_what_families_share_knows_no_family():
+    from auraflux.ops._dispatch import families
+
+    shared = [path for path in MODULES if path.parent in (ROOT / "ops" / "hopper", ROOT / "ops" / "simd")]
+    known = {f"{name_of(path)} imports {module}" for path in shared for module in op_modules(path)}
+    assert [text for text in known if set(text.split(".")) & set(families())] == []
+
+
 def test_no_kernel_module_has_the_name_of_an_op():
     from auraflux.ops import all_ops
 

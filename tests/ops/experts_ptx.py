@@ -126,9 +126,9 @@ def over_warp(function: Any) -> Any:
 
 def _common(machine: SlotMachine) -> dict[str, Any]:
     """What the kernels share."""
-    made = sources(machine, "linear/cuda/int4_mma.py", "moe/cuda/topk.py")
+    made = sources(machine, "hopper/mma_int4.py", "moe/cuda/topk.py")
     choose, choosing = made["choose"], made["choose"].__globals__
-    choosing |= {"_highest": over_warp(np.max), "_lowest": over_warp(np.min)}
+    choosing |= {"highest": over_warp(np.max), "lowest": over_warp(np.min)}
     made["choose"] = lambda *args: choose(*args[:4], int(np.ravel(args[4])[0]), *args[5:])
     return made
 
@@ -137,7 +137,7 @@ def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[s
     """The kernels of `moe.cuda.slots` for one program."""
     machine = SlotMachine(device, warps, programs, *ids)
     made = _common(machine)
-    for name in ("hopper/copy.py", "linear/cuda/int4_groups.py", "moe/cuda/slots.py"):
+    for name in ("hopper/mma_int4_groups.py", "moe/cuda/slots.py"):
         made |= run_source(name, made)
         made["shared"] = machine.shared
     return made
@@ -190,7 +190,7 @@ def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[
     made |= {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
     made |= dict.fromkeys(("Build", "passed", "assign_given", "Experts", "Routing", "Tensor", "torch", "multiprocessors"), list)
     made |= {"NamedTuple": object, "Blocks": object, "Build": lambda *args, **options: None, "cdiv": lambda a, b: -(-a // b)}
-    for name in ("hopper/copy", "linear/cuda/int4_groups", "moe/cuda/int4_quads", "moe/cuda/assign", "moe/cuda/persistent"):
+    for name in ("hopper/mma_int4_groups", "moe/cuda/int4_quads", "moe/cuda/assign", "moe/cuda/persistent"):
         # both have warps of their own, and codes of their own
         names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "moe/cuda/persistent"}
         found = run_source(f"{name}.py", names)
@@ -247,8 +247,7 @@ def ring_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[s
     """The kernels of `moe.cuda.matvec_tma` for one program."""
     machine = RingMachine(device, warps, programs, *ids)
     made = _common(machine)
-    shared = ("hopper/copy", "linear/cuda/int4_groups", "linear/cuda/tma_stages")
-    for name in (*shared, "moe/cuda/tma_stages", "moe/cuda/topk_warps", "moe/cuda/matvec_tma"):
+    for name in ("hopper/mma_int4_groups", "moe/cuda/tma_stages", "moe/cuda/topk_warps", "moe/cuda/matvec_tma"):
         made |= run_source(f"{name}.py", made)
         made["shared"] = machine.shared
     made["pick"].__globals__.update({"_best": machine.best, "_kept": machine.kept, "_merged": machine.merged})

@@ -22,6 +22,8 @@ GAP = 1 << 18  # between tensors: no 16-bit number takes a program from one to t
 MEMORY_NBYTES = 1 << 25
 SHARED_NBYTES = 1 << 18
 IGNORED = (".reg", "griddepcontrol", "bar.", "cp.async.commit", "cp.async.wait")
+# what kernels are made of, each before those that import from it
+HOPPER = (*(f"hopper/{name}.py" for name in ("ptx", "shared_memory", "reduce", "copy", "mma")),)
 
 
 class Lanes(Values):
@@ -304,7 +306,7 @@ def sources(machine: Machine, *names: str) -> dict[str, Any]:
     given = dict.fromkeys(
         ("Any", "Sequence", "Tensor", "QTensor", "torch", "accumulate", "capability", "cdiv", "multiprocessors"), list
     )
-    for name in names:
+    for name in (*HOPPER, *names):
         made |= run_source(
             name,
             {**given, "Build": lambda *args, **options: None, "INTERPRETED": False, "cache": lambda function: function, **made},

@@ -18,12 +18,12 @@ from auraflux.ops.turboquant.cuda.encode_prefill import _side, sizes, tile_count
 from auraflux.ops.turboquant.cuda.encode_tables import SEARCH, SQUARES, places_for, scaled_middles, sign_words, step
 from auraflux.ops.turboquant.reference import append_codes
 from auraflux.ops.turboquant.rotation import rotation
-from tests.ops.ptx import MASK, PAGE, PLAIN, Device, Lanes, Machine, bits_of, floats
+from tests.ops.ptx import HOPPER, MASK, PAGE, PLAIN, Device, Lanes, Machine, bits_of, floats
 from tests.ops.threads import run_source
 
 CPU = torch.device("cpu")
 LONGEST = 128**0.5  # no coordinate of the vectors that the kernel takes is longer, times sqrt(D)
-FILES = "encode_parts", "encode_pages", "encode_exact", "encode_prefill"
+FILES = *HOPPER, *(f"turboquant/cuda/encode_{name}.py" for name in ("parts", "pages", "exact", "prefill"))
 NAMED = dict.fromkeys(("Any", "Tensor", "CodePages"), Any)  # by annotations
 KINDS = {torch.int32: np.int32, torch.float32: np.float32, torch.bfloat16: np.uint16}
 
@@ -187,7 +187,7 @@ def run(args: dict[str, Any]) -> None:
         machine = Coder(device, 1, program)
         names: dict[str, Any] = {"gl": machine, "asm": machine.inline_asm_elementwise, **NAMED}
         for name in FILES:
-            names |= run_source(f"turboquant/cuda/{name}.py", names)
+            names |= run_source(name, names)
         names["append_many"].__globals__["_memory"] = machine.shared
         with np.errstate(all="ignore"):
             sized = sizes(pages.key_bits, pages.value_bits)

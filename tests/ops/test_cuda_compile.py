@@ -63,6 +63,16 @@ def test_every_kernel_is_listed(family: str):
     assert launched <= listed, f"launched but not in KERNELS: {', '.join(sorted(launched - listed))}"
 
 
+def test_every_kernel_that_families_share_is_listed_by_one():
+    listed = {
+        build.kernel.__name__ for family in FAMILIES for build in importlib.import_module(f"auraflux.ops.{family}.cuda").KERNELS
+    }
+    shared = (ROOT / "auraflux" / "ops" / "hopper").glob("*.py")
+    launched = set().union(*(_launched(file.read_text()) for file in shared))
+    assert launched
+    assert launched <= listed, f"launched but not in KERNELS: {', '.join(sorted(launched - listed))}"
+
+
 def _launched(text: str) -> set[str]:
     """Names that are launched in a source: name[grid](...)."""
     import ast

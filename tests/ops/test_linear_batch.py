@@ -10,8 +10,8 @@ from tests.ops.cluster import run_cluster
 from tests.ops.ptx import Device
 from tests.ops.test_linear_hopper import nothing, put, weight_of
 
-SHARED = "int4_mma", "bit_planes", "row_copies", "gemm_cluster_ptx", "gemm_cluster_parts"
-PARTS = (*(f"linear/cuda/{name}.py" for name in SHARED),)
+SHARED = "row_copies", "gemm_cluster_ptx", "gemm_cluster_parts"
+PARTS = "hopper/mma_bits.py", *(f"linear/cuda/{name}.py" for name in SHARED)
 EPS, TOL, WARPS = 1e-6, 4e-3, 4
 
 

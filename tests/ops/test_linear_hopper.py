@@ -7,9 +7,9 @@ from auraflux.ops._cases import relative_rms
 from auraflux.quant import quantize
 from tests.ops.ptx import Device, Machine, sources
 
-PARTS = "linear/cuda/int4_mma.py", "linear/cuda/bit_planes.py", "linear/cuda/row_copies.py"
+PARTS = "hopper/mma_bits.py", "linear/cuda/row_copies.py"
 PAIRS = *PARTS, "linear/cuda/matvec_bits_warp.py", "linear/cuda/matvec_bits.py"
-BYTES = *PARTS, "linear/cuda/int8_mma.py", "linear/cuda/matvec_int8_warp.py", "linear/cuda/matvec_int8.py"
+BYTES = *PARTS, "hopper/mma_int8.py", "linear/cuda/matvec_int8_warp.py", "linear/cuda/matvec_int8.py"
 TOL = 4e-3
 # bits, group (0: MXFP4), width, parts of a run: whole runs and not, scales in whole words and not
 FORMATS = [

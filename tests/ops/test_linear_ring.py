@@ -13,10 +13,7 @@ TOL = 4e-3
 
 
 RING = (
-    "linear/cuda/int4_mma",
-    "hopper/copy",
-    "linear/cuda/int4_groups",
-    "linear/cuda/tma_stages",
+    "hopper/mma_int4_groups",
     "linear/cuda/matvec_int4_tma",
 )
 

@@ -33,7 +33,7 @@ def multiply(stream: tuple, weights: list, gated: bool, tiles: int) -> tuple[lis
     args += [ends[number] if number < len(outs) - 1 else None for number in range(3)]
     for program in range(ends[-1]):
         # last of all the names that `_nibbles.py` shares with others
-        made = sources(Machine(device, WARPS, program), *PARTS, "linear/cuda/int4_mma.py", "linear/cuda/matvec_int4.py")
+        made = sources(Machine(device, WARPS, program), *PARTS, "hopper/mma_int4.py", "linear/cuda/matvec_int4.py")
         made["matvec"](*args, len(outs), gated, width, tiles, WARPS, DEEP)
     found = [device.get(out, nothing(1, count)).float() for out, count in zip(outs, rows, strict=False)]
     return found, device.get(total, nothing(1, width))

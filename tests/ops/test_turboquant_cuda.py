@@ -133,7 +133,10 @@ def test_parts_with_some_keys_have_a_multiprocessor_each():
     assert plan_for(8, 132, 131072, 64, 4, 4, 128).cut is CUTS[128]
 
 
-PARTS = "_parts", "_ring", "_3_6_bits", "_split", "_merge", "_step", ""
+PARTS = (
+    *("hopper/ptx", "hopper/copy", "hopper/reduce"),
+    *(f"turboquant/cuda/attend{part}" for part in ("_parts", "_ring", "_3_6_bits", "_split", "_merge", "_step", "")),
+)
 
 
 class Emulated:
@@ -146,14 +149,14 @@ class Emulated:
         return partial(self.run, (*grid, 1, 1)[:3])
 
     def run(self, grid: tuple[int, int, int], *args, num_warps=0, maxnreg=0, launch_pdl=False, **constants) -> None:
-        root = Path(attend_launch.__file__).parent
+        root = Path(attend_launch.__file__).parents[2]
         with np.errstate(all="ignore"):
-            launch([root / f"attend{part}.py" for part in PARTS], self.name, grid, *args, **constants)
+            launch([root / f"{part}.py" for part in PARTS], self.name, grid, *args, **constants)
 
 
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch):
-    for name in ("attend_pairs", "finish_pairs", "finish_turned"):
+    for name in ("attend_pairs", "finish_pairs", "finish_rotated"):
         monkeypatch.setattr(attend_launch, name, Emulated(name))
     monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: 3)
 
@@ -356,6 +359,6 @@ def test_turned_parts_are_merged(splits: int, sinks: bool):
     weight = torch.exp2(m)
     want = (weight[..., None] * y.nan_to_num()).sum(1) / ((weight * l).sum(1, keepdim=True) + torch.exp2(logits))
     out, padded = torch.empty(tokens, heads, width), 1 << (splits - 1).bit_length()
-    sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": attend_launch.TURNED}
-    Emulated("finish_turned")[(rows, width // attend_launch.TURNED)](y, m, l, sink, out, heads, splits, **sizes)
+    sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": attend_launch.ROTATED_COLUMNS}
+    Emulated("finish_rotated")[(rows, width // attend_launch.ROTATED_COLUMNS)](y, m, l, sink, out, heads, splits, **sizes)
     assert relative_rms(out.view(rows, width), want) < 1e-5

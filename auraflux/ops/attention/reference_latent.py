@@ -8,7 +8,7 @@ from auraflux.ops._dispatch import check_dense, check_dtype, check_heads, check_
 from auraflux.ops.attention.pages import DTYPES, LatentPages, check_starts, rows_of, spans
 from auraflux.ops.attention.softmax import mean, visible, weigh
 from auraflux.ops.norm.reference import rms_norm
-from auraflux.ops.rope.reference import check_turn, rope
+from auraflux.ops.rope.reference import check_rope, rope
 from auraflux.quant import QTensor
 
 Weight = Tensor | QTensor
@@ -160,7 +160,7 @@ def check_rope_append_latent(
     check_shape("kv", kv, None, width + rope)
     check_shape("norm", norm, width)
     check_shape("q", q, None, heads * (nope + rope))
-    check_turn(q.unflatten(1, (heads, -1))[..., nope:], inv_freq, positions)
+    check_rope(q.unflatten(1, (heads, -1))[..., nope:], inv_freq, positions)
 
 
 def _check_rope_append_latent(
@@ -187,7 +187,7 @@ def rope_append_latent(
     returns ([T, heads, nope], [T, heads, R])  the queries' plain part, whose heads may lie apart, and the rotated one
     """
     q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
-    turning = inv_freq, positions, mscale, interleaved
-    turned = rope.reference(k_rope[:, None], *turning)[:, 0].contiguous()
-    append_latent.reference(rms_norm.reference(latent, norm, eps), turned, pages, starts)
-    return q_nope, rope.reference(q_rope, *turning)
+    rotation = inv_freq, positions, mscale, interleaved
+    rotated = rope.reference(k_rope[:, None], *rotation)[:, 0].contiguous()
+    append_latent.reference(rms_norm.reference(latent, norm, eps), rotated, pages, starts)
+    return q_nope, rope.reference(q_rope, *rotation)

@@ -1,15 +1,44 @@
-"""Copies of TMA to shared memory, and the barriers that know when their bytes have come.
+"""Asynchronous copies to shared memory, by cp.async and by TMA: PTX for what a thread does; one element per thread.
 
-PTX for what a thread does; every tensor has one element per thread.
+- cp.async: a thread copies 4 to 16 bytes. What it has asked for since the last COMMIT is a group, and `wait_ptx` waits until
+  few of its groups are left.
+- TMA: one thread asks for any multiple of 16 bytes. An mbarrier counts the bytes that have come, `expect` says how many will,
+  and any thread can wait for them. A stage that is filled again has a parity that changes with every turn.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
+@gluon.constexpr_function
+def copy_ptx(nbytes):
+    """A copy of 4, 8 or 16 bytes for `copy`; only 16 can pass by the L1 cache."""
+    how = "cg" if nbytes == 16 else "ca"
+    return f"{{.reg .pred p; setp.ne.b32 p,$3,0; @p cp.async.{how}.shared.global [$1],[$2],{nbytes}; mov.b32 $0,0;}}"
+
+
+COPY8, COPY16 = gl.constexpr(copy_ptx(8)), gl.constexpr(copy_ptx(16))
+# end a thread's group of copies; wait for all of its copies
+COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
+WAIT_ALL = gl.constexpr("cp.async.wait_all; mov.b32 $0,0; // $1")
+
+
+@gluon.constexpr_function
+def wait_ptx(pending):
+    """Wait until at most `pending` of each lane's groups are under way, and for the other lanes of the warp; for `run`."""
+    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1"
+
+
+@gluon.jit
+def copy(PTX: gl.constexpr, to, source, there):
+    """Copy a thread's COPY8 or COPY16 bytes from global to shared memory, where `there`."""
+    args = [to, source.to(gl.int64), there.to(gl.int32)]
+    gl.inline_asm_elementwise(PTX, "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def begin_barriers(at, tid, COUNT: gl.constexpr):
-    """Barriers of 8 bytes each, of one arrival: that of the thread which says how many bytes will come."""
+    """Initialise COUNT mbarriers of 8 bytes and one arrival: that of the thread which says how many bytes will come."""
     text: gl.constexpr = (
         "{.reg .pred p; setp.ne.b32 p,$2,0; @p mbarrier.init.shared::cta.b64 [$1],1;"
         "@p fence.proxy.async.shared::cta; mov.b32 $0,0;}"
@@ -21,6 +50,7 @@ def begin_barriers(at, tid, COUNT: gl.constexpr):
 
 @gluon.jit
 def expect(barrier, nbytes, there):
+    """Arrive at an mbarrier and say how many bytes will come, where `there`."""
     text: gl.constexpr = (
         "{.reg .pred p; setp.ne.b32 p,$3,0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _,[$1],$2; mov.b32 $0,0;}"
     )
@@ -30,7 +60,7 @@ def expect(barrier, nbytes, there):
 
 @gluon.jit
 def fetch(to, source, nbytes, barrier, there):
-    """A thread's own piece; places and sizes are multiples of 16."""
+    """Have TMA copy a thread's piece, counted on `barrier`, where `there`; addresses and sizes are multiples of 16."""
     text: gl.constexpr = (
         "{.reg .pred p; setp.eq.b32 p,$5,0; mov.b32 $0,0; @p bra SKIP;"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1],[$2],$3,[$4]; SKIP: }"
@@ -41,6 +71,7 @@ def fetch(to, source, nbytes, barrier, there):
 
 @gluon.jit
 def await_bytes(barrier):
+    """Wait until the bytes of an mbarrier's first turn have come."""
     text: gl.constexpr = (
         "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p,[$1],0; @!p bra AGAIN; mov.b32 $0,0;}"
     )
@@ -48,33 +79,25 @@ def await_bytes(barrier):
 
 
 @gluon.jit
-def count_true(there):
-    """In how many lanes of the warp it holds."""
-    text: gl.constexpr = "{.reg .pred p; .reg .b32 m; setp.ne.b32 p,$1,0; vote.sync.ballot.b32 m,p,0xffffffff; popc.b32 $0,m;}"
-    return gl.inline_asm_elementwise(text, "=r,r", [there.to(gl.int32)], gl.int32, is_pure=False, pack=1)
+def await_stage(barrier, turn, there):
+    """Wait until the bytes of a stage's turn-th filling have come, where `there`."""
+    text: gl.constexpr = (
+        "{.reg .pred p,q; setp.eq.b32 q,$3,0; @q bra DONE;"
+        "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p,[$1],$2; @!p bra AGAIN; DONE: mov.b32 $0,0;}"
+    )
+    args = [barrier, turn & 1, there.to(gl.int32)]
+    gl.inline_asm_elementwise(text, "=r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def put_long(at, value, there):
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$3,0; @p st.shared.b64 [$1],$2; mov.b32 $0,0;}"
-    args = [at, value, there.to(gl.int32)]
-    gl.inline_asm_elementwise(text, "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+def count_read(at, lane, there):
+    """Count a warp that has read its part of a stage, and give how many had before it, -1 where not `there`.
 
-
-@gluon.jit
-def long_at(at):
-    return gl.inline_asm_elementwise("ld.shared.b64 $0,[$1];", "=l,r,~{memory}", [at], gl.int64, is_pure=False, pack=1)
-
-
-@gluon.jit
-def put_two(at, first, second, there):
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$4,0; @p st.shared.v2.b32 [$1],{$2,$3}; mov.b32 $0,0;}"
-    args = [at, first, second, there.to(gl.int32)]
-    gl.inline_asm_elementwise(text, "=r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def put_float(at, value, there):
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$3,0; @p st.shared.f32 [$1],$2; mov.b32 $0,0;}"
-    args = [at, value, there.to(gl.int32)]
-    gl.inline_asm_elementwise(text, "=r,r,f,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+    The last warp may fill the stage again.
+    """
+    text: gl.constexpr = (
+        "{.reg .pred p; .reg .b32 n; setp.ne.b32 p,$2,0; mov.b32 n,-1; bar.warp.sync 0xffffffff;"
+        "@p atom.acq_rel.cta.shared::cta.add.u32 n,[$1],1; shfl.sync.idx.b32 $0,n,0,31,0xffffffff;}"
+    )
+    args = [at, (there & (lane == 0)).to(gl.int32)]
+    return gl.inline_asm_elementwise(text, "=r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)

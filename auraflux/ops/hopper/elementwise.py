@@ -12,4 +12,5 @@ def sigmoid(x):
 
 @triton.jit
 def silu(x):
+    """x / (1 + exp(-x)) in float32."""
     return x / (1.0 + tl.exp(-x))

@@ -41,7 +41,7 @@ def _cos_sin(angle):
 
 
 @jit
-def _turn(x, cosine, sine, out, half):
+def _rotate(x, cosine, sine, out, half):
     for i in range(half):
         out[i] = x[i] * cosine[i] - x[i + half] * sine[i]
     for i in range(half):
@@ -49,7 +49,7 @@ def _turn(x, cosine, sine, out, half):
 
 
 @jit
-def _turn_interleaved(x, cosine, sine, out, half):
+def _rotate_interleaved(x, cosine, sine, out, half):
     for i in range(half):
         a, b = x[2 * i], x[2 * i + 1]
         out[2 * i] = a * cosine[i] - b * sine[i]
@@ -74,9 +74,9 @@ def _tokens(args, job, jobs):
         for head in range(token * heads, (token + 1) * heads):
             x, out = floats(x_at + 4 * head * width, width), floats(out_at + 4 * head * width, width)
             if interleaved:
-                _turn_interleaved(x, cosine, sine, out, half)
+                _rotate_interleaved(x, cosine, sine, out, half)
             else:
-                _turn(x, cosine, sine, out, half)
+                _rotate(x, cosine, sine, out, half)
             for i in range(2 * half, width):
                 out[i] = x[i]
 

@@ -11,10 +11,10 @@ from auraflux.ops.norm.reference import rms_norm
 def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> None:
     check_dense(x=x, inv_freq=inv_freq, positions=positions)
     check_shape("x", x, None, None, None)
-    check_turn(x, inv_freq, positions)
+    check_rope(x, inv_freq, positions)
 
 
-def check_turn(x: Tensor, inv_freq: Tensor, positions: Tensor) -> None:
+def check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor) -> None:
     check_shape("inv_freq", inv_freq, None)
     check_shape("positions", positions, x.shape[0])
     check_dtype("inv_freq", inv_freq, torch.float32)
@@ -38,14 +38,14 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     # the angle is rounded to float32, as checkpoints were trained; its sine and cosine are then exact however large it is
     angles = (positions.float()[:, None] * inv_freq).double()
     cosine, sine = (angles.cos().float() * mscale)[:, None], (angles.sin().float() * mscale)[:, None]
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    rotated, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cosine - b * sine, b * cosine + a * sine), -1).flatten(-2)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((a * cosine - b * sine, b * cosine + a * sine), -1).flatten(-2)
     else:
-        a, b = turned[..., :half], turned[..., half:]
-        turned = torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
-    return torch.cat((turned.to(x.dtype), rest), -1)
+        a, b = rotated[..., :half], rotated[..., half:]
+        rotated = torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
+    return torch.cat((rotated.to(x.dtype), rest), -1)
 
 
 def check_norm_rope(
@@ -61,7 +61,7 @@ def check_norm_rope(
     check_shape("q", q, None, None, None)
     check_heads("q", q)
     check_dense(k=k, inv_freq=inv_freq, positions=positions)
-    check_turn(q, inv_freq, positions)
+    check_rope(q, inv_freq, positions)
     check_shape("k", k, q.shape[0], None, q.shape[2])
     check_dtype("k", k, q.dtype)
     for name, weight in zip(("norms[0]", "norms[1]"), norms or (), strict=False):

@@ -169,14 +169,14 @@ def turboquant_partials(
     out = torch.zeros(tokens, heads, blocks, width, device=q.device)
     highest = torch.full((tokens, heads, blocks), -torch.inf, device=q.device)
     total = torch.zeros(tokens, heads, blocks, device=q.device)
-    turned = rotate.reference(q.float(), pages.seed)
+    rotated = rotate.reference(q.float(), pages.seed)
     reach = None if window is None else max(window - 1, 0)
     for b, start, new, oldest, length in pages.spans(starts, tokens, reach):
         mine = slice(start, start + new)
         for n in range(oldest // block, -(-length // block)):
             first, last = max(n * block, oldest), min((n + 1) * block, length)
             page, slot = pages.rows_of(b, first, last)
-            scores = _scores(turned[mine], pages, page, slot) * scale
+            scores = _scores(rotated[mine], pages, page, slot) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             seen = visible(new, length, first, last, window, q.device)

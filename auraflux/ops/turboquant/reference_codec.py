@@ -21,20 +21,20 @@ def _check_rotate(x: Tensor, seed: int, inverse: bool = False) -> None:
 
 @op(origins=("fwht_shared",), check=_check_rotate)
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
-    """Turn vectors by the seed's rotation, or turn them back.
+    """Rotate vectors as the seed says, or back.
 
     x       [..., D]  D from 8 to 1024
     returns [..., D]  in x's dtype
     """
-    turn = rotation(x.shape[-1], seed, x.device)
-    if turn.signs is not None:
-        turned = hadamard(x.float()) * turn.signs if inverse else hadamard(x.float() * turn.signs)
+    found = rotation(x.shape[-1], seed, x.device)
+    if found.signs is not None:
+        rotated = hadamard(x.float()) * found.signs if inverse else hadamard(x.float() * found.signs)
     else:
-        assert turn.matrix is not None
-        matrix = turn.matrix if inverse else turn.matrix.T
+        assert found.matrix is not None
+        matrix = found.matrix if inverse else found.matrix.T
         # sums in float64, rounded once: no order of summation changes the codes of the result
-        turned = (x.double() @ matrix.double()).float()
-    return turned.to(x.dtype)
+        rotated = (x.double() @ matrix.double()).float()
+    return rotated.to(x.dtype)
 
 
 def _check_encode(x: Tensor, bits: int, seed: int) -> None:

@@ -57,10 +57,10 @@ def rope_append_latent_codes(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `rope_append_latent`, into pages that keep latents as codes, see `append_latent_codes`."""
     q_nope, q_rope, latent, k_rope = split_latent.reference(q, kv, heads, nope)
-    turning = inv_freq, positions, mscale, interleaved
-    turned = rope.reference(k_rope[:, None], *turning)[:, 0].contiguous()
-    append_latent_codes.reference(rms_norm.reference(latent, norm, eps), turned, pages, starts)
-    return q_nope, rope.reference(q_rope, *turning)
+    rotation = inv_freq, positions, mscale, interleaved
+    rotated = rope.reference(k_rope[:, None], *rotation)[:, 0].contiguous()
+    append_latent_codes.reference(rms_norm.reference(latent, norm, eps), rotated, pages, starts)
+    return q_nope, rope.reference(q_rope, *rotation)
 
 
 def _check_turboquant_latent_attention(
@@ -83,15 +83,15 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
     starts   [B + 1]    int32
     returns  [T, H, C]  in q_latent's dtype, for `latent_output`
     """
-    turned, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
-    out = torch.zeros_like(turned)
-    book = codebook(pages.bits, pages.width, turned.device)
+    rotated, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
+    out = torch.zeros_like(rotated)
+    book = codebook(pages.bits, pages.width, rotated.device)
     for b, start, new, first, length in pages.spans(starts, q_latent.shape[0], reach=None):
         page, slot = pages.rows_of(b, first, length)
         mine, norms = slice(start, start + new), pages.norms[page, slot]
         levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
-        scores = torch.einsum("nhc,tc->hnt", turned[mine], levels) * norms
+        scores = torch.einsum("nhc,tc->hnt", rotated[mine], levels) * norms
         scores = (scores + torch.einsum("nhr,tr->hnt", rotated_keys[mine], pages.rope[page, slot].float())) * scale
-        mixed, _, total = weigh(scores, levels * norms[:, None], visible(new, length, first, length, None, turned.device))
+        mixed, _, total = weigh(scores, levels * norms[:, None], visible(new, length, first, length, None, rotated.device))
         out[mine] = mean(mixed, total).transpose(0, 1)
     return rotate.reference(out, pages.seed, inverse=True).to(q_latent.dtype)

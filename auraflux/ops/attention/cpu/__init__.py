@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention import reference
+from auraflux.ops.attention.cpu.append import append_rows
 from auraflux.ops.attention.cpu.decode_tiles import number_of
-from auraflux.ops.attention.cpu.jobs import Batch, run
+from auraflux.ops.attention.cpu.jobs import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.cpu.mla_products import HeadProducts
-from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of, page_row
+from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention.cpu.routes import ATTENTION, HEAD_PRODUCTS, Attend, Launch, panels
-from auraflux.ops.attention.cpu.softmax import NOTHING, merge_row
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, jit, like, octets, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, like, share, threads
+from auraflux.ops.simd.softmax import NOTHING, merge_row
 from auraflux.quant import QTensor
 
 __all__ = [
@@ -32,9 +33,7 @@ __all__ = [
     "rope_append_latent",
 ]
 
-# below these, waking the threads costs more than the work
-PRODUCTS_PARALLEL = 1 << 18
-BYTES_PARALLEL = 1 << 18
+# below this, waking the threads costs more than the work
 SUMS_PARALLEL = 1 << 16
 
 
@@ -144,35 +143,6 @@ def _by_head(x: Tensor, weight: Tensor | QTensor, rows: int, skip: int, used: in
     return like(HEAD_PRODUCTS(HeadProducts(as_float(x).contiguous(), weight, rows, skip, used, query)), x)
 
 
-@jit
-def _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences):
-    """Copy one token's rows, one for each head, to its place in the pages."""
-    number, slot = page_row(token, page, table, table_width, lengths, starts, sequences)
-    for head in range(heads):
-        row = (number * heads + head) * page + slot
-        old, new = octets(target + row * nbytes, nbytes), octets(source + (token * heads + head) * nbytes, nbytes)
-        for i in range(nbytes):
-            old[i] = new[i]
-
-
-@Kernel
-def _append_all(args, job, jobs):
-    tokens, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences = arguments(args, 11)
-    for token in share(tokens, job, jobs):
-        _append(token, source, target, nbytes, heads, page, table, table_width, lengths, starts, sequences)
-
-
-def append_rows(pages: Pages, starts: Tensor, heads: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy new rows to the pools they belong to, in the pools' dtype."""
-    tokens, index = pairs[0][0].shape[0], index_of(pages, starts)
-    count_pairs(pages, starts, tokens, 0)
-    for new, pool in pairs:
-        rows = new if new.dtype is pool.dtype else new.to(pool.dtype)
-        nbytes = pool.shape[-1] * pool.element_size()
-        jobs = threads() if tokens * heads * nbytes >= BYTES_PARALLEL else 1
-        _append_all(jobs, tokens, rows.data_ptr(), pool.data_ptr(), nbytes, heads, *index)
-
-
 def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
     append_rows(pages, starts, k.shape[1], [(k, pages.k), (v, pages.v)])
 
@@ -210,6 +180,6 @@ def rope_append_latent(
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q_nope, q_rope, latent, k_rope = reference.split_latent.reference(q, kv, heads, nope)
-    turning = inv_freq, positions, mscale, interleaved
-    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
-    return q_nope, rope(q_rope, *turning)
+    rotation = inv_freq, positions, mscale, interleaved
+    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *rotation)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *rotation)

@@ -12,9 +12,9 @@ import torch
 
 from auraflux.ops.attention.cpu.decode_tiles import LANES, TOKENS, element_of, score_block, size_of, value_block
 from auraflux.ops.attention.cpu.jobs import finish, opened, slot_of, span, take
-from auraflux.ops.attention.cpu.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.simd.jit import Kernel, floats, int32s, int64s, jit, real
 from auraflux.ops.simd.math import exp
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 
 BLOCK = 64  # at most
 CACHE = 32768  # bytes that a block's keys, and its values, may take

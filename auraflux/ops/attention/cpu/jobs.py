@@ -13,9 +13,10 @@ import numpy as np
 
 from auraflux.ops._recording import recorder
 from auraflux.ops.attention.cpu.decode_tiles import fetch_add
-from auraflux.ops.attention.cpu.softmax import NOTHING, divide, join_row
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, held, int32s, int64s, jit, workspace
+from auraflux.ops.simd.softmax import NOTHING, divide, join_row
 
+PRODUCTS_PARALLEL = 1 << 18  # below this, waking the threads costs more than the work
 ITEMS_PER_THREAD = 4
 KEYS_PER_ITEM = 256  # at least, where keys are split
 

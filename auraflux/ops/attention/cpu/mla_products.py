@@ -13,8 +13,8 @@ from numba.core import cgutils
 from torch import Tensor
 
 from auraflux.ops.attention.cpu.decode_tiles import LANES, SIZES, element_of, raw_bits, size_of, typed, widen
-from auraflux.ops.attention.cpu.softmax import ZERO, fill
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, jit, share, threads, workspace
+from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import F32, I32, ISA, at, call, fma, load, pick, splat, spread, store, vector
 from auraflux.quant import QTensor
 

@@ -14,9 +14,9 @@ import numpy as np
 from auraflux.ops.attention.cpu.decode_tiles import FLOAT, widen_row
 from auraflux.ops.attention.cpu.jobs import finish, opened, slot_of, span, take
 from auraflux.ops.attention.cpu.prefill_tiles import PANEL, TALL, score_panel, value_panel, weigh_panel
-from auraflux.ops.attention.cpu.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.simd.jit import Kernel, floats, int32s, jit, real
 from auraflux.ops.simd.math import bits_of_float
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 
 BLOCK = 96  # whole tiles on every processor
 ROWS = 128

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from auraflux.ops.attention.cuda.append import append_rows, split_rows
 from auraflux.ops.attention.cuda.builds import KERNELS
-from auraflux.ops.attention.cuda.flash import Parts, launch_merge, parts_like
 from auraflux.ops.attention.cuda.flash_paged import attend
-from auraflux.ops.attention.cuda.mla_rope_append import append_turned_latent, not_fused
+from auraflux.ops.attention.cuda.mla_rope_append import not_fused, rope_append
 from auraflux.ops.attention.cuda.routes import ATTENTION, HEAD_PRODUCTS, LATENT, Attend, AttendLatent, HeadProducts
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import rope
 from auraflux.quant import QTensor
@@ -150,9 +150,9 @@ def rope_append_latent(
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ready(q)
-    turning = inv_freq, positions, mscale, interleaved
+    rotation = inv_freq, positions, mscale, interleaved
     if not_fused(q, heads, nope, inv_freq) is None:
-        return append_turned_latent(q, kv, heads, nope, pages, starts, norm, eps, turning)
+        return rope_append(q, kv, heads, nope, pages, starts, norm, eps, rotation)
     q_nope, q_rope, latent, k_rope = split_latent(q, kv, heads, nope)
-    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0], pages, starts)
-    return q_nope, rope(q_rope, *turning)
+    append_latent(rms_norm(latent, norm, eps), rope(k_rope[:, None], *rotation)[:, 0], pages, starts)
+    return q_nope, rope(q_rope, *rotation)

@@ -3,17 +3,7 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE: tl.constexpr, S: tl.constexpr):
-    """Find the page and the slot a new token belongs to; a page outside the pool is given as -1."""
-    b = tl.arange(0, S)
-    start = tl.load(starts + b, mask=b < sequences, other=1 << 30)
-    sequence = tl.sum((start <= token).to(tl.int32), 0) - 1
-    position = tl.load(lengths + sequence) - tl.load(starts + sequence + 1) + token
-    inside = (position >= 0) & (position < table_width * PAGE)
-    page = tl.load(table + sequence.to(tl.int64) * table_width + position // PAGE, mask=inside, other=-1)
-    return tl.where(page < pool, page, -1).to(tl.int64), position % PAGE
+from auraflux.ops.hopper.pages import place_token
 
 
 @triton.jit

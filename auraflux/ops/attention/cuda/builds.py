@@ -4,7 +4,6 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.attention.cuda.append import append_rows, split_rows
 from auraflux.ops.attention.cuda.decode import SHAPES, decode_columns
-from auraflux.ops.attention.cuda.flash import join, merge
 from auraflux.ops.attention.cuda.flash_paged import attend_pages
 from auraflux.ops.attention.cuda.mla_columns import SHAPES as LATENT_SHAPES
 from auraflux.ops.attention.cuda.mla_columns import latent_columns
@@ -13,8 +12,9 @@ from auraflux.ops.attention.cuda.mla_products_codes import HEAD_BUILDS
 from auraflux.ops.attention.cuda.mla_rope_append import TURNED_BUILDS
 from auraflux.ops.attention.cuda.mla_rows import latent_rows
 from auraflux.ops.attention.cuda.prefill import STAGES, prefill_tiles
-from auraflux.ops.attention.cuda.split_kv import merge_shares, tile_layout
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.softmax import join, merge
+from auraflux.ops.hopper.split_kv import merge_shares, tile_layout
 
 
 def _attend_build(kind: str, rows: int, keys: int, whole: bool, latent: bool = False, **options: int) -> Build:

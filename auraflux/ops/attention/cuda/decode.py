@@ -19,10 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.attention.cuda.flash import EVERYTHING
-from auraflux.ops.attention.cuda.split_kv import (
+from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.hopper.split_kv import (
     ACROSS,
-    LOG2E,
     MOST_SPLITS,
     TILE,
     columns,
@@ -33,9 +36,6 @@ from auraflux.ops.attention.cuda.split_kv import (
     tiles_of,
     top_of_columns,
 )
-from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 MOST_COLUMNS = 32
 MERGED = 64  # channels of a program that merges

@@ -4,33 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.flash import (
-    EVERYTHING,
-    LOG2E,
-    Parts,
-    capped,
-    keys_of_split,
-    launch_merge,
-    leave,
-    mix,
-    narrow,
-    parts_like,
-    place_keys,
-    rows_of_tile,
-    shape_for,
-    soften,
-)
 from auraflux.ops.attention.pages import Pages
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.flash import EVERYTHING, keys_of_split, leave, load_rows, mix, narrow, rows_of_tile, shape_for
+from auraflux.ops.hopper.pages import place_keys
 from auraflux.ops.hopper.sizes import power_of_two
-
-
-@triton.jit
-def load_rows(base, row, there, D: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
-    """Load rows of D elements as [rows, P], zeros where there is none."""
-    d = tl.arange(0, P)
-    x = tl.load(base + row[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-    return x.to(tl.float32) if WIDE else x
+from auraflux.ops.hopper.softmax import LOG2E, Parts, capped, launch_merge, parts_like, soften
 
 
 @triton.jit

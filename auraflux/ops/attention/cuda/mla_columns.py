@@ -1,7 +1,7 @@
 """Latent attention for few heads and few tokens on Hopper, in Gluon: the heads of one token are columns, in bf16.
 
-Everything is computed transposed. Latents of 64 positions are rows of the scores' product and, turned, of the results', so that
-no row of the tensor core is empty however few the heads are, and the work takes less time than reading. One warp asks for
+Everything is computed transposed. Latents of 64 positions are rows of the scores' product and, transposed, of the results', so
+that no row of the tensor core is empty however few the heads are, and the work takes less time than reading. One warp asks for
 latents by TMA, those of earlier steps before the kernel launched before this one has ended.
 """
 
@@ -18,9 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from auraflux.ops.attention.cuda.mla_tma import clear, feed
-from auraflux.ops.attention.cuda.split_kv import (
+from auraflux.ops.attention.pages import LatentPages
+from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.hopper.split_kv import (
     ACROSS,
-    LOG2E,
     MOST_SPLITS,
     TILE,
     columns,
@@ -31,9 +34,6 @@ from auraflux.ops.attention.cuda.split_kv import (
     tiles_of,
     top_of_columns,
 )
-from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 MOST_COLUMNS = 32
 LATENT = 512
@@ -99,17 +99,17 @@ def _attend(
 
 @gluon.jit
 def latent_columns(
-    queries, rotated, latents, ropes, plain, turned, table, lengths, starts, out, part_m, part_l,
+    queries, rotated, latents, ropes, q_latent, q_rope, table, lengths, starts, out, part_m, part_l,
     scale, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
     BEFORE: gl.constexpr,
 ):  # fmt: skip
     """All heads of one token, N at most, with one share of its positions; grid (tokens, splits).
 
-    plain, turned  the queries again: all programs together bring them to the cache while they wait for the kernel before
+    q_latent, q_rope  the queries again: all programs together bring them to the cache while they wait for the kernel before
     """
     token, split = gl.program_id(0), gl.program_id(1)
-    _fetch(plain + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
-    _fetch(turned + (token * heads + split % heads) * 64)
+    _fetch(q_latent + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
+    _fetch(q_rope + (token * heads + split % heads) * 64)
     share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
     sequence, begin, _, end, count, old = share
     table += sequence.to(gl.int64) * table_width

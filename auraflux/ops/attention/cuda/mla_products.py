@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.attention.cuda.flash import narrow
+from auraflux.ops.hopper.flash import narrow
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor
 

@@ -10,24 +10,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.attention.cuda.mla_products_ptx import (
-    DONE,
     STEP_NBYTES,
     channel_sums,
     copy_rows,
     four_halves,
     group_products,
-    half_of,
-    pair_at,
     pitch_of,
     put_four,
     put_totals,
     sixteen_at,
     store_eight,
-    wide,
     words_at,
 )
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, sum_lanes
+from auraflux.ops.hopper.copy import WAIT_ALL
+from auraflux.ops.hopper.ptx import AWAIT, bf16_at, run, shared
+from auraflux.ops.hopper.reduce import sum_over
+from auraflux.ops.hopper.shared_memory import float_pair_at
 from auraflux.quant import QTensor
 
 MOST_TOKENS = 64
@@ -60,16 +59,16 @@ def _factors(x, scales, biases, to, g, t, NOPE: gl.constexpr, M: gl.constexpr):
         high = ()
         low = ()
         for e in gl.static_range(4):
-            value = wide(x[4 * (M * PARTS + n) + e])
-            product = value * (wide(scales[4 * n + e]) * LARGER)
+            value = bf16_at(x[4 * (M * PARTS + n) + e], 0)
+            product = value * (bf16_at(scales[4 * n + e], 0) * LARGER)
             first = product.to(gl.bfloat16).to(gl.float32)
             high += (first,)  # type: ignore[assignment]
             low += (product - first,)  # type: ignore[assignment]
-            y += gl.where(there, value * wide(biases[4 * n + e]), 0.0)
+            y += gl.where(there, value * bf16_at(biases[4 * n + e], 0), 0.0)
         at = to + (8 * n + g) * STEP + M * 64 + t * 8
         put_four(at, high, there)
         put_four(at + 32, low, there)
-    return sum_lanes(y)
+    return sum_over(y, 32)
 
 
 @gluon.jit
@@ -114,7 +113,7 @@ def query_codes(
         if T == 4:
             # fewer tokens are one tile
             xs = _inputs(q, tile + 1, tokens, head, g, t, q_pitch, HEADS, NOPE, T)
-        run(DONE, lane)
+        run(WAIT_ALL, lane)
         gl.thread_barrier()
         c = channel_sums(mine, factors + g * 32 + t * 8, BITS, STEPS, PITCH)
         found = ()
@@ -171,15 +170,15 @@ def output_codes(
             group = warp + n * W
             some = sixteen_at(x_at + gl.minimum(group, GROUPS - 1) * GROUP, there)
             put_totals(totals + group * 32 + t * 8, some, (g == 0) & (group < GROUPS))
-        run(DONE, lane)
+        run(WAIT_ALL, lane)
         gl.thread_barrier()
         zero = (tid * 0).to(gl.float32)
         by_code = (zero, zero, zero, zero)
         by_bias = (zero, zero, zero, zero)
         for k in gl.static_range(GROUPS):
-            c, X = group_products(mine + k * (8 * BITS), xs[k], BITS, PITCH), pair_at(totals + k * 32 + t * 8)
-            sa, sb = half_of(s0[k // 2], k % 2), half_of(s1[k // 2], k % 2)
-            ba, bb = half_of(b0[k // 2], k % 2), half_of(b1[k // 2], k % 2)
+            c, X = group_products(mine + k * (8 * BITS), xs[k], BITS, PITCH), float_pair_at(totals + k * 32 + t * 8)
+            sa, sb = bf16_at(s0[k // 2], k % 2), bf16_at(s1[k // 2], k % 2)
+            ba, bb = bf16_at(b0[k // 2], k % 2), bf16_at(b1[k // 2], k % 2)
             by_code = (by_code[0] + sa * c[0], by_code[1] + sa * c[1], by_code[2] + sb * c[2], by_code[3] + sb * c[3])
             by_bias = (by_bias[0] + ba * X[0], by_bias[1] + ba * X[1], by_bias[2] + bb * X[0], by_bias[3] + bb * X[1])
         for i in gl.static_range(4):

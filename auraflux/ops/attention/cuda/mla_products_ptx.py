@@ -9,10 +9,9 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear.cuda.int4_mma import MMA
+from auraflux.ops.hopper.mma import MMA
 
 STEP_NBYTES = 288  # of the factors of 16 rows: 256, and so many more that eight steps can be stored at once
-DONE = gl.constexpr("cp.async.wait_all; mov.b32 $0,0; // $1")
 
 
 @gluon.constexpr_function
@@ -49,18 +48,6 @@ def four_halves(at, STRIDE: gl.constexpr, KEPT: gl.constexpr):
     text: gl.constexpr = _halves_ptx(STRIDE, KEPT)
     kinds: gl.constexpr = (gl.int32,) * 4
     return gl.inline_asm_elementwise(text, "=r,=r,=r,=r,l,~{memory}", [at.to(gl.int64)], kinds, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wide(bits):
-    """A bf16 number in the lower half of a word."""
-    return (bits << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def half_of(word, k: gl.constexpr):
-    """One of the two bf16 numbers in a word."""
-    return ((word >> (16 * k)) << 16).to(gl.float32, bitcast=True)
 
 
 PUT_FOUR = gl.constexpr(
@@ -168,7 +155,6 @@ def _total_ptx() -> Any:
 
 TOTAL, TOTAL_REGS = _total_ptx(), gl.constexpr("=&f,=&f" + ",r" * 8)
 PUT_PAIR = gl.constexpr("{.reg .pred p; setp.ne.b32 p,$4,0; @p st.shared.v2.f32 [$1],{$2,$3}; mov.b32 $0,0;}")
-PAIR = gl.constexpr("ld.shared.v2.f32 {$0,$1},[$2];")
 
 
 @gluon.jit
@@ -178,11 +164,6 @@ def put_totals(to, x, there):
     total = gl.inline_asm_elementwise(TOTAL, TOTAL_REGS, args, (gl.float32,) * 2, is_pure=True, pack=1)
     put = [to, total[0], total[1], there.to(gl.int32)]
     gl.inline_asm_elementwise(PUT_PAIR, "=r,r,f,f,r,~{memory}", put, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pair_at(at):
-    return gl.inline_asm_elementwise(PAIR, "=f,=f,r,~{memory}", [at], (gl.float32,) * 2, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

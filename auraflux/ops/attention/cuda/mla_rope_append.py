@@ -1,4 +1,4 @@
-"""New tokens of latent attention on CUDA: the latent normalised, the key and the queries turned by position, and what is kept
+"""New tokens of latent attention on CUDA: the latent normalised, the key and the queries rotated by RoPE, and what is kept
 stored, all in one launch. One program of a token takes latent and key, the others some of its queries."""
 
 from typing import Any
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.append import place_token
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.hopper.rope import cos_sin, rotate_heads
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.rope.cuda import cos_sin, turn_heads
 
-MOST_TURNED = 64  # tokens; more are taken apart, turned and stored step by step
+MOST_FUSED = 64  # tokens; more are taken apart, rotated and stored step by step
 QUERIES = 8  # heads of a program
 
 
@@ -28,10 +28,10 @@ def normed_latent(kv, norm, eps, C: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def store_turned_key(
+def store_rotated_key(
     k, inv_freq, position, mscale, rope, row, there, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """Turn a token's key, R wide, and store it in its row of a page."""
+    """Rotate a token's key, R wide, and store it in its row of a page."""
     i = tl.arange(0, HALF)
     inside = 2 * i < R
     cosine, sine = cos_sin(position.to(tl.float32) * tl.load(inv_freq + i, mask=inside, other=0.0))
@@ -49,15 +49,15 @@ def store_turned_key(
 
 
 @triton.jit
-def turn_and_append_latent(
+def rotate_and_append_latent(
     q, kv, q_out, norm, inv_freq, positions, mscale, eps, q_pitch, heads, latent, rope, table, lengths, starts, sequences,
     table_width, pool, C: tl.constexpr, R: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Store a token's latent and key, or turn HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
+    """Store a token's latent and key, or rotate HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
     token, block = tl.program_id(0), tl.program_id(1)
     if block > 0:
-        turn_heads(
+        rotate_heads(
             q, None, inv_freq, positions, q_out, block - 1, heads, q_pitch, R, R // 2, mscale, 0.0, INTERLEAVED, HEADS, HALF, 0
         )
         return
@@ -66,43 +66,44 @@ def turn_and_append_latent(
     page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
     row, there, c = page * PAGE + slot, page >= 0, tl.arange(0, P)[None, :]
     tl.store(latent + row * C + c, y.to(latent.dtype.element_ty), mask=(c < C) & there)
-    store_turned_key(source + C, inv_freq, tl.load(positions + token), mscale, rope, row, there, R, HALF, INTERLEAVED)
+    store_rotated_key(source + C, inv_freq, tl.load(positions + token), mscale, rope, row, there, R, HALF, INTERLEAVED)
 
 
-Turning = tuple[Tensor, Tensor, float, bool]
+Rotation = tuple[Tensor, Tensor, float, bool]
 
 
 def not_fused(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> str | None:
     """Why norm, RoPE and storing are not one launch; None if they are."""
-    if not 0 < len(q) <= MOST_TURNED:
-        return f"{len(q)} tokens; it is for up to {MOST_TURNED}"
+    if not 0 < len(q) <= MOST_FUSED:
+        return f"{len(q)} tokens; it is for up to {MOST_FUSED}"
     return None if 2 * len(inv_freq) == q.shape[1] // heads - nope else "not all of a key's channels are rotated"
 
 
 def queries_apart(q: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The two parts of the queries where they lie, and room for the turned ones."""
+    """Give the two parts of the queries where they lie, and room for the rotated ones."""
     both = q.unflatten(1, (heads, -1))
-    plain, turned = both[..., :nope], both[..., nope:]
-    return plain, turned, q.new_empty(turned.shape)
+    plain, rotated = both[..., :nope], both[..., nope:]
+    return plain, rotated, q.new_empty(rotated.shape)
 
 
-def launch_sizes(q_rope: Tensor, kv: Tensor, turning: Turning) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and the constants that both ways of storing latents share."""
+def launch_sizes(q_rope: Tensor, kv: Tensor, rotation: Rotation) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Give the grid, and the constants that both ways of storing latents share."""
     (tokens, heads, rope), latent = q_rope.shape, kv.shape[1] - q_rope.shape[2]
     padded = max(32, power_of_two(latent))
     block = min(QUERIES, power_of_two(heads))
-    sizes = {"R": rope, "P": padded, "HALF": power_of_two(rope // 2), "HEADS": block, "INTERLEAVED": turning[3]}
+    sizes = {"R": rope, "P": padded, "HALF": power_of_two(rope // 2), "HEADS": block, "INTERLEAVED": rotation[3]}
     return (tokens, 1 + cdiv(heads, block)), {**sizes, "num_warps": 1 if padded <= 256 else 4}
 
 
-def append_turned_latent(
-    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float, turning: Turning
-) -> tuple[Tensor, Tensor]:
-    """Store latents and keys as they are; gives the plain parts of the queries, heads apart, and the turned ones."""
-    plain, turned, out = queries_apart(q, heads, nope)
-    grid, sizes = launch_sizes(turned, kv, turning)
-    turn_and_append_latent[grid](
-        *(turned, kv, out, norm, turning[0], turning[1], float(turning[2]), float(eps), turned.stride(1), heads),
+def rope_append(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentPages, starts: Tensor, norm: Tensor, eps: float,
+    rotation: Rotation,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Store latents and keys as they are; gives the plain parts of the queries, heads apart, and the rotated ones."""
+    plain, rotated, out = queries_apart(q, heads, nope)
+    grid, sizes = launch_sizes(rotated, kv, rotation)
+    rotate_and_append_latent[grid](
+        *(rotated, kv, out, norm, rotation[0], rotation[1], float(rotation[2]), float(eps), rotated.stride(1), heads),
         *(pages.latent, pages.rope, pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]),
         C=pages.latent.shape[2],
         PAGE=pages.pool[1],
@@ -112,7 +113,7 @@ def append_turned_latent(
     return plain, out
 
 
-TURNED_TYPES = "*bf16 *bf16 *bf16 *fp32 *fp32 *i32 fp32 fp32 i32:16 i32:16"
-TURNED_SIZES = {"C": 512, "R": 64, "P": 512, "HALF": 32, "HEADS": QUERIES, "INTERLEAVED": True, "PAGE": 64, "S": 1}
+ROTATED_TYPES = "*bf16 *bf16 *bf16 *fp32 *fp32 *i32 fp32 fp32 i32:16 i32:16"
+ROTATED_SIZES = {"C": 512, "R": 64, "P": 512, "HALF": 32, "HEADS": QUERIES, "INTERLEAVED": True, "PAGE": 64, "S": 1}
 _STORED = "*bf16 *bf16 *i32 *i32 *i32 i32 i32 i32"
-TURNED_BUILDS = [Build(turn_and_append_latent, f"{TURNED_TYPES} {_STORED}", TURNED_SIZES, True, {"num_warps": 4})]
+TURNED_BUILDS = [Build(rotate_and_append_latent, f"{ROTATED_TYPES} {_STORED}", ROTATED_SIZES, True, {"num_warps": 4})]

@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from auraflux.ops.attention.cuda.mla_tma import ROWS, clear, feed
-from auraflux.ops.attention.cuda.split_kv import LOG2E, MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.hopper.split_kv import MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
 
 HEADS, LATENT, ROPE = 64, 512, 64  # of a program, and channels
 STAGES = 2

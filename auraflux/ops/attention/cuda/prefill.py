@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from auraflux.ops.attention.cuda.flash import EVERYTHING
 from auraflux.ops.attention.cuda.prefill_tiles import (
     F32,
     KEY,
@@ -34,9 +33,11 @@ from auraflux.ops.attention.cuda.prefill_tiles import (
     tile_at,
 )
 from auraflux.ops.attention.cuda.prefill_unmasked import attend_one, attend_pairs, attend_whole, scores_of
-from auraflux.ops.attention.cuda.split_kv import LOG2E, TILE, columns, tiles_of
 from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.sizes import power_of_two
+from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.hopper.split_kv import TILE, columns, tiles_of
 
 ROWS = 128  # of a program
 STAGES = {64: 6, 128: 6, 256: 2}  # tiles of keys and of values in flight, by width

@@ -4,7 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from auraflux.ops.attention.cuda.split_kv import LIST, columns
+from auraflux.ops.hopper.reduce import same
+from auraflux.ops.hopper.split_kv import LIST, columns
 
 F32 = gl.float32
 SCORES = gl.constexpr(columns(64))
@@ -27,9 +28,7 @@ def rows_of_tile(tile, starts, lengths, sequences, G: gl.constexpr, S: gl.conste
     first = gl.where(b < sequences, start * G // 128 + b, 1 << 30)
     sequence = gl.sum((first <= tile).to(gl.int32), 0) - 1
     if S > 1:
-        # it is the same in all lanes; of this maximum of theirs the compiler knows that, so that no branch after it parts them
-        ptx: gl.constexpr = "redux.sync.max.s32 $0,$1,-1;"
-        sequence = gl.inline_asm_elementwise(ptx, "=r,r", [sequence], gl.int32, is_pure=False, pack=1)
+        sequence = same(sequence)
     start = gl.load(starts + sequence)
     new = gl.load(starts + sequence + 1) - start
     return sequence, start, new, gl.load(lengths + sequence), (tile - start * G // 128 - sequence) * 128

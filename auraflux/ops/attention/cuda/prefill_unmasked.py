@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from auraflux.ops.attention.cuda.prefill_tiles import F32, SCORES, advance, capped, soften
-from auraflux.ops.attention.cuda.split_kv import columns
+from auraflux.ops.hopper.split_kv import columns
 
 
 @gluon.jit

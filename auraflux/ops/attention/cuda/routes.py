@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
-from auraflux.ops.attention.cuda.split_kv import TILE
 from auraflux.ops.attention.pages import KVPages, LatentPages
+from auraflux.ops.hopper.codes import check_order
 from auraflux.ops.hopper.device import interpreted, multiprocessors, not_hopper
-from auraflux.ops.linear.cuda.codes import check_order
-from auraflux.ops.linear.cuda.dense import dequantized
-from auraflux.ops.linear.cuda.dequantize import not_written, written
+from auraflux.ops.hopper.split_kv import TILE
+from auraflux.ops.linear.cuda.dequantize import dense_weight
 from auraflux.ops.routes import Route, Routes
 from auraflux.quant import QTensor
 
@@ -207,7 +206,7 @@ def _bmm(call: HeadProducts) -> None:
     x, weight = call.x, call.weight
     if isinstance(weight, QTensor):
         check_order(weight)
-        weight = dequantized(weight, x.dtype) if not_written(weight, x.dtype) else written(weight)
+        weight = dense_weight(weight, x.dtype)
     part = weight.view(x.shape[1], call.rows, -1)[:, call.skip : call.skip + call.used]
     torch.bmm(x.transpose(0, 1), part if call.query else part.transpose(1, 2), out=call.out.transpose(0, 1))
 

@@ -18,8 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.hopper.ptx import ARRIVE, MEET, run
+
 WIDTH = 128  # channels of keys and values
-ARRIVE, WAIT = gl.constexpr("barrier.cluster.arrive.release.aligned;"), gl.constexpr("barrier.cluster.wait.acquire.aligned;")
 MOST_PROGRAMS = 8  # of a cluster
 SPLIT = 4  # programs of a value head, where a cluster has room for them
 SPLIT_HEADS = 128  # up to so many in all; with more, an H200 is full without
@@ -74,12 +75,6 @@ def _take_ptx(split):
         "MORE: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p,[la],0; @!p bra MORE; mov.u32 r,%cluster_ctarank;"
         f"shl.b32 r,r,2; and.b32 r,r,{-4 * split}; add.u32 la,$1,r; ld.shared.f32 $0,[la]; {add}}}"
     )
-
-
-@gluon.jit
-def _cluster(PTX: gl.constexpr, value):
-    """Arrive at the barrier of the cluster, or wait there."""
-    gl.inline_asm_elementwise(PTX + " mov.u32 $0,$1;", "=r,r,~{memory}", [value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -150,7 +145,7 @@ def layer_step(
     k = gl.convert_layout(_convolved(xk, last_k, taps_k), LK)
     v = gl.convert_layout(_convolved(xv, last_v, taps_v), LV)
     if NC > 1 and NS == 1:
-        _cluster(ARRIVE, n)
+        run(ARRIVE, n)
     kq, unit_k, unit_q = gl.sum(k * q, 0), gl.rsqrt(gl.sum(k * k, 0) + unit_eps), gl.rsqrt(gl.sum(q * q, 0) + unit_eps) * scale
     g = gl.exp(-rate * gl.where(forget > 20.0, forget, gl.log(1.0 + gl.exp(forget))))
     at_k, at_q = gl.sum(S * k[:, None], 0), gl.sum(S * q[:, None], 0)
@@ -169,7 +164,7 @@ def layer_step(
     o = gl.convert_layout(gl.reshape(o2, [G * 128]), LV, assert_trivial=True) * w * (gate / (1.0 + gl.exp(-gate)))
     gl.store(out + first.to(gl.int64) * 128 + column, o.to(out.dtype.element_ty))
     if NC > 1 and NS == 1:
-        _cluster(WAIT, n)
+        run(MEET, n)
     _keep(conv, cq, xq, last_q, C, rank == 0)
     _keep(conv, ck, xk, last_k, C, rank == 0)
     _keep(conv, cv, xv, last_v, C, cv >= 0)

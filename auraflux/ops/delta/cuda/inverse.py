@@ -10,11 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from auraflux.ops.delta.cuda.layouts import A64, F32, HF, M64, publish
+from auraflux.ops.hopper.mma import MMA_F16, MMA_F16_K8, TRANSPOSE
 
 WARP = "mov.u32 w,%tid.x; shr.u32 w,w,5; and.b32 w,w,3;"
-PRODUCT16 = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-PRODUCT8 = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
-TURN = "movmatrix.sync.aligned.m8n8.trans.b16"
 
 
 def _block(names: tuple[str, ...], places: tuple[int, ...]) -> str:
@@ -29,10 +27,10 @@ def _block(names: tuple[str, ...], places: tuple[int, ...]) -> str:
 def _doubled(keep: str) -> str:
     """Blocks twice as large in both blocks of 8: x + (x a, kept where it joins two) x."""
     return (
-        f"{PRODUCT16} {{y0,y1,y2,y3}},{{x0,z,z,x3}},{{at0,at3}},{{n,n,n,n}};"
-        f"{TURN} xt0,x0; {TURN} xt3,x3; cvt.rn.f16x2.f32 y,y1,y0; selp.b32 s0,y,0,{keep};"
+        f"{MMA_F16} {{y0,y1,y2,y3}},{{x0,z,z,x3}},{{at0,at3}},{{n,n,n,n}};"
+        f"{TRANSPOSE} xt0,x0; {TRANSPOSE} xt3,x3; cvt.rn.f16x2.f32 y,y1,y0; selp.b32 s0,y,0,{keep};"
         f"cvt.rn.f16x2.f32 y,y3,y2; selp.b32 s3,y,0,{keep};"
-        f"{PRODUCT16} {{f0,f1,f6,f7}},{{s0,z,z,s3}},{{xt0,xt3}},{{f0,f1,f6,f7}};"
+        f"{MMA_F16} {{f0,f1,f6,f7}},{{s0,z,z,s3}},{{xt0,xt3}},{{f0,f1,f6,f7}};"
         "cvt.rn.f16x2.f32 x0,f1,f0; cvt.rn.f16x2.f32 x3,f7,f6;"
     )
 
@@ -46,8 +44,8 @@ def _diagonal() -> str:
     )
     # lower left: the inverse of its right lower neighbour, times it, times the inverse of its left upper neighbour
     join = (
-        f"{PRODUCT8} {{y0,y1,y2,y3}},{{z,x3}},{{at1}},{{n,n,n,n}}; {TURN} xt0,x0; cvt.rn.f16x2.f32 y,y3,y2;"
-        f"{PRODUCT8} {{y0,y1,y2,y3}},{{z,y}},{{xt0}},{{n,n,n,n}}; cvt.rn.f16x2.f32 x1,y3,y2;"
+        f"{MMA_F16_K8} {{y0,y1,y2,y3}},{{z,x3}},{{at1}},{{n,n,n,n}}; {TRANSPOSE} xt0,x0; cvt.rn.f16x2.f32 y,y3,y2;"
+        f"{MMA_F16_K8} {{y0,y1,y2,y3}},{{z,y}},{{xt0}},{{n,n,n,n}}; cvt.rn.f16x2.f32 x1,y3,y2;"
     )
     spread = "".join(
         f"selp.b32 ${4 * n},x0,0,d{n}; selp.b32 ${4 * n + 1},x1,0,d{n}; mov.b32 ${4 * n + 2},0;selp.b32 ${4 * n + 3},x3,0,d{n};"
@@ -59,7 +57,8 @@ def _diagonal() -> str:
         # how far a lane's pair is from the diagonal, in pairs of rows
         "mov.u32 w,%tid.x; shr.u32 v,w,3; xor.b32 m,w,v; and.b32 m,m,3; shr.u32 v,w,2; and.b32 v,v,1; setp.eq.u32 odd,v,1;"
         f"setp.eq.u32 same,m,0; setp.eq.u32 next,m,1; setp.ge.u32 far,m,2; {WARP} {_block(('a0', 'a1', 'a3'), (0, 1, 3))}"
-        f"{TURN} at0,a0; {TURN} at1,a1; {TURN} at3,a3; {start} {_doubled('next')} {_doubled('far')} {join} {spread}}}"
+        f"{TRANSPOSE} at0,a0; {TRANSPOSE} at1,a1; {TRANSPOSE} at3,a3;"
+        f"{start} {_doubled('next')} {_doubled('far')} {join} {spread}}}"
     )
 
 

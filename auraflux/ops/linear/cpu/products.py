@@ -84,7 +84,7 @@ def padded(rows: int) -> int:
 
 
 @jit
-def _turn(source, target, first, rows, count):
+def _transpose(source, target, first, rows, count):
     """Put BLOCK rows of `count` elements side by side; rows past the end repeat the last one."""
     for lane in range(BLOCK):
         start = count * min(first + lane, rows - 1)
@@ -95,11 +95,11 @@ def _turn(source, target, first, rows, count):
 @jit
 def _turn_scales(source, target, first, rows, count, nbytes):
     if nbytes == 1:
-        _turn(octets(source, rows * count), octets(target, BLOCK * count), first, rows, count)
+        _transpose(octets(source, rows * count), octets(target, BLOCK * count), first, rows, count)
     elif nbytes == 2:
-        _turn(halves(source, rows * count), halves(target, BLOCK * count), first, rows, count)
+        _transpose(halves(source, rows * count), halves(target, BLOCK * count), first, rows, count)
     else:
-        _turn(int32s(source, rows * count), int32s(target, BLOCK * count), first, rows, count)
+        _transpose(int32s(source, rows * count), int32s(target, BLOCK * count), first, rows, count)
 
 
 @numba.njit(inline="always")
@@ -168,7 +168,7 @@ def build_multiply(spec: Form) -> Kernel:
                     scales = codes + codes_nbytes
                     biases = scales + scales_nbytes
                     first = block * BLOCK
-                    _turn(int32s(table[p + CODES], rows * words), int32s(codes, words * BLOCK), first, rows, words)
+                    _transpose(int32s(table[p + CODES], rows * words), int32s(codes, words * BLOCK), first, rows, words)
                     _turn_scales(table[p + SCALES], scales, first, rows, groups, scale_nbytes)
                     if has_biases:
                         _turn_scales(table[p + BIASES], biases, first, rows, groups, scale_nbytes)

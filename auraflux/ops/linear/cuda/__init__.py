@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.hopper.codes import check_order
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.linear.cuda.builds import KERNELS
 from auraflux.ops.linear.cuda.call import Call, Norm
-from auraflux.ops.linear.cuda.codes import check_order
 from auraflux.ops.linear.cuda.dense import dequantized, take
 from auraflux.ops.linear.cuda.routes import PRODUCTS
 from auraflux.ops.linear.reference import Weight

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops.hopper.codes import constants, operands, weights_at
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.linear.cuda.codes import constants, operands, weights_at
 from auraflux.quant import QTensor
 
 BLOCK = 1024  # elements of a row that a program writes

@@ -13,6 +13,7 @@ from torch import Tensor
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import interpreted
 from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.linear.cuda.dense import dequantized
 from auraflux.quant import QTensor
 
 BLOCK = 512  # words of a program
@@ -73,6 +74,11 @@ def written(weight: QTensor) -> Tensor:
         grid = (cdiv(words, BLOCK),)
         write_out[grid](weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4)
     return out
+
+
+def dense_weight(weight: QTensor, dtype: torch.dtype) -> Tensor:
+    """Give a weight as numbers, by the kernel above where it serves."""
+    return dequantized(weight, dtype) if not_written(weight, dtype) else written(weight)
 
 
 WRITTEN_BUILDS = [

@@ -1,4 +1,4 @@
-"""2 to 16 tokens times a quantized weight on Hopper: how a warp multiplies codes is in `bit_planes.py`.
+"""2 to 16 tokens times a quantized weight on Hopper: how a warp multiplies codes is in `hopper/mma_bits.py`.
 
 As in `matvec_bits.py`, warps split K and each streams codes into its own ring, here with the x that belong to them. A column of
 an `mma` is a token.
@@ -9,10 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.copy import COMMIT, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.mma_bits import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
+from auraflux.ops.hopper.ptx import AWAIT, SYNC, run, shared
+from auraflux.ops.hopper.shared_memory import put, word_at
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.linear.cuda.bit_planes import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, COPY16, SYNC, copy, put, run, shared, wait_ptx, word_at
 from auraflux.ops.linear.cuda.row_copies import (
     copy_part,
     copy_scales,

@@ -21,11 +21,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.ptx import ARRIVE, AWAIT, FENCE, MEET, run
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_lengths, pass_unit, sizes_of, store_sums, take_tokens
-from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, FENCE, MEET, room, threads
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, COPY8, COPY16, copy, run, wait_ptx
+from auraflux.ops.linear.cuda.gemm_cluster_ptx import room, threads
 from auraflux.ops.linear.cuda.row_copies import chosen
 from auraflux.quant import QTensor
 

@@ -10,10 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.copy import COMMIT, COPY16, copy, wait_ptx
+from auraflux.ops.hopper.mma import times
+from auraflux.ops.hopper.ptx import ARRIVE, AWAIT, MEET, run
+from auraflux.ops.hopper.shared_memory import four_words_at, put_four_floats
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_left, pass_lengths, sizes_of, store_normed, store_sums, take_tokens
-from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, MEET, put_sums, room, threads, times, words_at
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, COPY16, copy, run, wait_ptx
+from auraflux.ops.linear.cuda.gemm_cluster_ptx import room, threads
 
 MOST_TOKENS = 64
 WIDTHS = (2048, 4096)
@@ -42,10 +45,15 @@ def _multiply(base, lane, up, across, S: gl.constexpr):
     acc = ((lane * 0).to(gl.float32),) * (4 * TILES)
     for q in gl.static_range(GROUPS):
         at = mine + q * 128
-        a0, a1, a2, a3 = words_at(at), words_at(at + 8 * S.pitch), words_at(at + 16), words_at(at + 8 * S.pitch + 16)
+        a0, a1, a2, a3 = (
+            four_words_at(at),
+            four_words_at(at + 8 * S.pitch),
+            four_words_at(at + 16),
+            four_words_at(at + 8 * S.pitch + 16),
+        )
         new = ()
         for m in gl.static_range(TILES):
-            b0, b1 = words_at(x_mine + (8 * m * S.half + q * 128)), words_at(x_mine + (8 * m * S.half + q * 128 + 16))
+            b0, b1 = four_words_at(x_mine + (8 * m * S.half + q * 128)), four_words_at(x_mine + (8 * m * S.half + q * 128 + 16))
             c = (acc[4 * m], acc[4 * m + 1], acc[4 * m + 2], acc[4 * m + 3])
             for j in gl.static_range(4):
                 c = times(c, (a0[j], a1[j], a2[j], a3[j]), b0[j], b1[j])
@@ -87,7 +95,7 @@ def scores_batch(
     gl.thread_barrier()
     for n in gl.static_range(TILES):
         some = (acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
-        put_sums(base + (across * S.units + up * TILES + n) * 512 + lane * 16, some)
+        put_four_floats(base + (across * S.units + up * TILES + n) * 512 + lane * 16, some)
     gl.thread_barrier()
     # all programs are there
     run(MEET, lane)

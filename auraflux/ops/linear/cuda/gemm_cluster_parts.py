@@ -9,23 +9,19 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.reduce import sum_over
+from auraflux.ops.hopper.shared_memory import four_floats_at, put_float, put_four_floats, put_four_words, word_at
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import (
     load_eight,
     load_words,
     paired,
-    put_if,
     put_pairs,
-    put_sums,
-    put_words,
     send,
     send_sums,
     store_words,
-    sum_over,
-    sums_at,
     unit_of,
     weighed,
 )
-from auraflux.ops.linear.cuda.int4_mma import word_at
 
 BACK = gl.constexpr(2.0**64)  # what weights made of codes are too small by
 AT_ONCE = gl.constexpr(8)  # 16 bytes of the stream that a thread has asked for
@@ -125,10 +121,10 @@ def take_tokens(base, tid, x, delta, norm, total, tokens, rank, turn, turns, S: 
             found = weighed(first[n % SOME], second[n % SOME], weights, not S.dense)
             words = (found[4], found[5], found[6], found[7])
             store_words(total + (mine * S.width + k), words, (mine < tokens) & (mine % turns == turn))
-            put_if(base + S.lengths + (mine * S.parts + c // LANES) * 4, sum_over(found[8], LANES), c % LANES == 0)
+            put_float(base + S.lengths + (mine * S.parts + c // LANES) * 4, sum_over(found[8], LANES), c % LANES == 0)
             sums += (words,)  # type: ignore[assignment]
         if S.dense:
-            put_words(base + S.tokens_at + mine * S.half + c * 16, found)
+            put_four_words(base + S.tokens_at + mine * S.half + c * 16, found)
         else:
             to = base + S.tokens_at + c // 8 * S.group + c % 8 // 4 * S.half + mine * 16 + c % 4 * 4
             put_pairs(to, found, 2 * S.half)
@@ -137,9 +133,9 @@ def take_tokens(base, tid, x, delta, norm, total, tokens, rank, turn, turns, S: 
 
 @gluon.jit
 def _added(at, COUNT: gl.constexpr, STEP: gl.constexpr):
-    a0, a1, a2, a3 = sums_at(at)
+    a0, a1, a2, a3 = four_floats_at(at)
     for v in gl.static_range(1, COUNT):
-        b0, b1, b2, b3 = sums_at(at + v * STEP)
+        b0, b1, b2, b3 = four_floats_at(at + v * STEP)
         a0, a1, a2, a3 = a0 + b0, a1 + b1, a2 + b2, a3 + b3
     return a0, a1, a2, a3
 
@@ -151,7 +147,7 @@ def pass_unit(found, base, lane, rank, unit, S: gl.constexpr):
     if S.programs > 1:
         send_sums(to, unit // S.mine, found)
     else:
-        put_sums(to, found)
+        put_four_floats(to, found)
 
 
 @gluon.jit
@@ -177,7 +173,7 @@ def pass_lengths(base, tid, rank, S: gl.constexpr):
         if S.programs > 1:
             send(to, other % S.programs, found, other < S.programs)
         else:
-            put_if(to, found, other < 1)
+            put_float(to, found, other < 1)
 
 
 @gluon.jit

@@ -8,12 +8,8 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear.cuda.int4_mma import MMA
+from auraflux.ops.hopper.ptx import SHARED_BASE
 
-ARRIVE = gl.constexpr("barrier.cluster.arrive.release.aligned; mov.b32 $0,0; // $1")
-MEET = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.b32 $0,0; // $1")
-FENCE = gl.constexpr("fence.proxy.async.shared::cta; mov.b32 $0,0; // $1")
-MULTIPLY = gl.constexpr(f"{MMA} {{$0,$1,$2,$3}},{{$4,$5,$6,$7}},{{$8,$9}},{{$10,$11,$12,$13}};")
 F32, I32 = gl.float32, gl.int32
 
 
@@ -69,20 +65,7 @@ def room(NBYTES: gl.constexpr, tid, PROGRAMS: gl.constexpr):
     ROWS: gl.constexpr = NBYTES // (tid.shape[0] // PROGRAMS) + 2
     memory = gl.allocate_shared_memory(gl.int8, [ROWS, tid.shape[0]], _bytes(PROGRAMS))
     memory.index(ROWS - 1).store(tid.to(gl.int8))
-    text: gl.constexpr = "mov.u32 $0,global_smem; // $1"
-    return memory, gl.inline_asm_elementwise(text, "=r,r", [tid], I32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def words_at(at):
-    text: gl.constexpr = "ld.shared.v4.b32 {$0,$1,$2,$3},[$4];"
-    return gl.inline_asm_elementwise(text, "=r,=r,=r,=r,r,~{memory}", [at], (I32,) * 4, is_pure=False, pack=1)
-
-
-@gluon.jit
-def sums_at(at):
-    text: gl.constexpr = "ld.shared.v4.f32 {$0,$1,$2,$3},[$4];"
-    return gl.inline_asm_elementwise(text, "=f,=f,=f,=f,r,~{memory}", [at], (F32,) * 4, is_pure=False, pack=1)
+    return memory, gl.inline_asm_elementwise(SHARED_BASE, "=r,r", [tid], I32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -97,13 +80,6 @@ def load_eight(at):
     text: gl.constexpr = "ld.global.nc.v4.f32 {$0,$1,$2,$3},[$8]; ld.global.nc.v4.f32 {$4,$5,$6,$7},[$8+16];"
     REGS: gl.constexpr = "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,l,~{memory}"
     return gl.inline_asm_elementwise(text, REGS, [at.to(gl.int64)], (F32,) * 8, is_pure=False, pack=1)
-
-
-@gluon.jit
-def put_words(at, v):
-    text: gl.constexpr = "st.shared.v4.b32 [$1],{$2,$3,$4,$5}; mov.b32 $0,0;"
-    args = [at, v[0], v[1], v[2], v[3]]
-    gl.inline_asm_elementwise(text, "=r,r,r,r,r,r,~{memory}", args, I32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -128,26 +104,6 @@ def paired(v):
     return gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r,r,r,r", args, (I32,) * 4, is_pure=True, pack=1)
 
 
-@gluon.constexpr_function
-def _sum_ptx(lanes):
-    masks = [lanes >> i for i in range(1, lanes.bit_length())]
-    steps = (f"shfl.sync.bfly.b32 t,$0,{mask},31,0xffffffff; add.f32 $0,$0,t;" for mask in masks)
-    return "{.reg .f32 t; mov.f32 $0,$1;" + "".join(steps) + "}"
-
-
-@gluon.jit
-def sum_over(value, LANES: gl.constexpr):
-    """The sum over each LANES neighbours."""
-    return gl.inline_asm_elementwise(_sum_ptx(LANES), "=&f,f", [value], F32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def put_sums(at, v):
-    text: gl.constexpr = "st.shared.v4.f32 [$1],{$2,$3,$4,$5}; mov.b32 $0,0;"
-    args = [at, v[0], v[1], v[2], v[3]]
-    gl.inline_asm_elementwise(text, "=r,r,f,f,f,f,~{memory}", args, I32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def send_sums(at, rank, v):
     """Four numbers to where `at` is in another program of the cluster."""
@@ -169,24 +125,10 @@ def send(at, rank, value, there):
 
 
 @gluon.jit
-def put_if(at, value, there):
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$3,0; @p st.shared.f32 [$1],$2; mov.b32 $0,0;}"
-    gl.inline_asm_elementwise(text, "=r,r,f,r,~{memory}", [at, value, there.to(I32)], I32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def store_words(at, v, there):
     text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$6,0; @p st.global.v4.b32 [$1],{$2,$3,$4,$5}; mov.b32 $0,0;}"
     args = [at.to(gl.int64), v[0], v[1], v[2], v[3], there.to(I32)]
     gl.inline_asm_elementwise(text, "=r,l,r,r,r,r,r,~{memory}", args, I32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def times(c, a, b0, b1):
-    """16 rows times 16 inputs of eight tokens, onto their sums."""
-    args = [a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]]
-    REGS: gl.constexpr = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
-    return gl.inline_asm_elementwise(MULTIPLY, REGS, args, (F32,) * 4, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Four-bit affine products for 2 to 16 tokens on Hopper: how a warp multiplies codes is in `int4_mma.py`.
+"""Four-bit affine products for 2 to 16 tokens on Hopper: how a warp multiplies codes is in `hopper/mma_int4.py`.
 
 y[m, n] = Σ_k x[m, k] (code[n, k] scale[n, k/64] + bias[n, k/64]); codes eight to a word, low nibble first. As in
 `matvec_int4.py`, which is for one token, each warp has a ring of its own, here of codes and tokens.
@@ -8,28 +8,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.device import SHARED_NBYTES
-from auraflux.ops.linear.cuda.int4_mma import (
-    AWAIT,
-    COMMIT,
-    COPY8,
-    COPY16,
-    SYNC,
-    X_SHARED,
-    bf16_at,
-    codes_at,
-    copy,
-    copy_halves,
-    four_at,
-    group_sums,
-    load_x,
-    put,
-    run,
-    shared,
-    sum_x,
-    wait_ptx,
-    word_at,
-)
+from auraflux.ops.hopper.mma_int4 import X_SHARED, codes_at, copy_halves, group_sums, load_x, sum_x
+from auraflux.ops.hopper.ptx import AWAIT, SYNC, bf16_at, run, shared
+from auraflux.ops.hopper.shared_memory import long_at, put, word_at
 from auraflux.ops.linear.cuda.matvec_int4 import operands
 from auraflux.quant import QTensor
 
@@ -85,8 +68,8 @@ def matmul16(x, w, s, b, y, M, N, K: gl.constexpr, R: gl.constexpr, TILES: gl.co
         bs = ()
         for r in gl.static_range(2 * R):
             at = scales + ((g + 8 * r) * MINE + i) * 8
-            ss += (four_at(at),)  # type: ignore[assignment]
-            bs += (four_at(at + BIASES),)  # type: ignore[assignment]
+            ss += (long_at(at),)  # type: ignore[assignment]
+            bs += (long_at(at + BIASES),)  # type: ignore[assignment]
         for j in gl.static_range(4):
             xs = ()
             X = ()

@@ -10,18 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops.hopper.codes import HALF_SHIFT, UNITS, code_value, constants, operands, unit_bits, weight_line
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.elementwise import silu
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.linear.cuda.codes import (
-    HALF_SHIFT,
-    UNITS,
-    code_value,
-    constants,
-    operands,
-    unit_bits,
-    weight_line,
-)
 from auraflux.quant import QTensor
 
 MOST_ROWS = 4  # of a program

@@ -1,4 +1,4 @@
-"""One token times quantized weights on Hopper: how a warp multiplies codes is in `bit_planes.py`.
+"""One token times quantized weights on Hopper: how a warp multiplies codes is in `hopper/mma_bits.py`.
 
 y[n] = Σ_k x[k] (code[n, k] scale[n, k/group] + bias[n, k/group])
 
@@ -16,9 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.copy import COMMIT
+from auraflux.ops.hopper.mma_bits import column_starts, word_count
+from auraflux.ops.hopper.ptx import AWAIT, run, shared
+from auraflux.ops.hopper.shared_memory import put
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.linear.cuda.bit_planes import column_starts, word_count
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, put, run, shared
 from auraflux.ops.linear.cuda.matvec_bits_warp import added, ask, ask_lines, ask_x, block_sums, runs_of, weigh
 from auraflux.ops.linear.cuda.row_copies import chosen, passed
 from auraflux.quant import QTensor

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear.cuda.bit_planes import MX_SHIFT, column_sums, load_x, words_at
-from auraflux.ops.linear.cuda.int4_mma import COMMIT, SYNC, run, wait_ptx, word_at
+from auraflux.ops.hopper.copy import COMMIT, wait_ptx
+from auraflux.ops.hopper.mma_bits import MX_SHIFT, column_sums, load_x, words_at
+from auraflux.ops.hopper.ptx import SYNC, run
+from auraflux.ops.hopper.shared_memory import word_at
 from auraflux.ops.linear.cuda.row_copies import copy_part, copy_scales, lines_at, row_pitch, scale_piece, scale_pitch
 
 

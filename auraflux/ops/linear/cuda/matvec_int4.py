@@ -1,4 +1,4 @@
-"""One token times four-bit weights on Hopper, if asked from the residual stream on; a warp multiplies as in `int4_mma.py`.
+"""One token times four-bit weights on Hopper, if asked from the residual stream on; see `hopper/mma_int4.py`.
 
 - An `mma` has eight columns and one token needs one, so column c gets the x of group c: eight groups share their x registers.
 - Warps split K and never wait for each other: each fills its own ring in shared memory by `cp.async`.
@@ -15,30 +15,22 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.copy import COMMIT, COPY8, copy, wait_ptx
 from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.linear.cuda.int4_mma import (
+from auraflux.ops.hopper.mma_int4 import (
     ADDED_X,
-    AWAIT,
-    COMMIT,
-    COPY8,
     NORMED_X,
-    SYNC,
     X_GLOBAL,
-    bf16_at,
     codes_at,
-    copy,
     copy_halves,
     group_sums,
     load_normed_x,
     load_x,
-    put,
-    run,
-    shared,
-    sum_lanes,
     sum_x,
-    wait_ptx,
-    word_at,
 )
+from auraflux.ops.hopper.ptx import AWAIT, SYNC, bf16_at, run, shared
+from auraflux.ops.hopper.reduce import sum_over
+from auraflux.ops.hopper.shared_memory import put, word_at
 from auraflux.ops.linear.cuda.row_copies import chosen
 from auraflux.quant import QTensor
 
@@ -209,7 +201,7 @@ def matvec(
         put(ring + (n * W + warp) * 256 + lane * 4, found[2 * n])
         put(ring + (n * W + warp) * 256 + lane * 4 + 128, found[2 * n + 1])
     if norm is not None:
-        put(ring + TILES * W * 256 + warp * 4, sum_lanes(squares))
+        put(ring + TILES * W * 256 + warp * 4, sum_over(squares, 32))
     gl.thread_barrier()
     tile_at = ring + tid // ROWS % TILES * (W * 256) + tid % ROWS * 16
     out = _added(tile_at, W)

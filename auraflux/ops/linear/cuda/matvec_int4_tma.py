@@ -1,4 +1,4 @@
-"""One token times wide four-bit weights on Hopper: programs that stay, with a ring that TMA fills (`tma_stages.py`).
+"""One token times wide four-bit weights on Hopper: programs that stay, with a ring that TMA fills.
 
 A stage is 8 rows, one piece of memory each of codes, scales and biases; a program has a stage of every num_programs. Warps
 share the inputs: each multiplies some of the first half of the rows beside as many of the second. The last warp that has
@@ -10,12 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.copy import begin_barriers, expect, fetch, put_float
+from auraflux.ops.hopper.copy import await_stage, begin_barriers, count_read, expect, fetch
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.mma_int4_groups import codes_two, load_16, pair_16, row_products, scales_two, sums_16
+from auraflux.ops.hopper.ptx import AWAIT, run, shared
+from auraflux.ops.hopper.reduce import sum_four
+from auraflux.ops.hopper.shared_memory import float_at, put_float
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.linear.cuda.int4_groups import add_four, codes_two, float_at, load_16, pair_16
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared
-from auraflux.ops.linear.cuda.tma_stages import await_stage, count_read, lines_two, multiplied_two, sums_16
 from auraflux.quant import QTensor
 
 WARPS = 16
@@ -72,15 +73,15 @@ def matvec_ring(
         for k in gl.static_range(SETS):
             unit = gl.minimum(warp + k * W, UNITS - 1)
             words += (codes_two(stage + unit * 128, lane, K // 2, UNITS * 128),)  # type: ignore[assignment]
-            lines += (lines_two(stage + 4 * K + unit * 8, lane, K // 32, UNITS * 8),)  # type: ignore[assignment]
+            lines += (scales_two(stage + 4 * K + unit * 8, lane, K // 32, UNITS * 8, 8),)  # type: ignore[assignment]
         last = count_read(counts + i % D * 4, lane, lane >= 0) == (i // D + 1) * W - 1
         if i + D < count:
             _ask(ring, bars, w, s, b, i + D, lane * 0 + i % D, lane, last, K)
         total = zero
         for k in gl.static_range(SETS):
-            sum0, sum1 = multiplied_two(words[k], lines[k], pairs[k], totals[k], lane, 1)
+            sum0, sum1 = row_products(words[k], lines[k], pairs[k], totals[k], lane, 1)
             total += gl.where(warp + k * W < UNITS, sum0 + sum1, 0.0) if (k + 1) * W > UNITS else sum0 + sum1
-        put_float(sums + (i * W + warp) * 32 + lane // 4 * 4, add_four(total), lane % 4 == 0)
+        put_float(sums + (i * W + warp) * 32 + lane // 4 * 4, sum_four(total), lane % 4 == 0)
     gl.thread_barrier()
     for r in gl.static_range((COUNT * 8 + 32 * W - 1) // (32 * W)):
         n, row = tid // 8 + r * 4 * W, tid % 8

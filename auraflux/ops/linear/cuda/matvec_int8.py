@@ -13,10 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.copy import COMMIT
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.mma_int8 import shifts
+from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, WAIT, run, shared
+from auraflux.ops.hopper.shared_memory import put
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, WAIT, put, run, shared
-from auraflux.ops.linear.cuda.int8_mma import shifts
 from auraflux.ops.linear.cuda.matvec_int8_warp import added, ask, ask_lines, ask_x, block_sums, cut_of, inputs, weigh
 from auraflux.ops.linear.cuda.row_copies import chosen, passed
 from auraflux.quant import QTensor

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear.cuda.int4_mma import COMMIT, SYNC, run, sum_four, wait_ptx, word_at
-from auraflux.ops.linear.cuda.int8_mma import byte_sums, byte_words_at, column_of, raw_x, rounded, sums_of_x
+from auraflux.ops.hopper.copy import COMMIT, wait_ptx
+from auraflux.ops.hopper.mma_int8 import byte_sums, byte_words_at, column_of, raw_x, rounded, sums_of_x
+from auraflux.ops.hopper.ptx import SYNC, run
+from auraflux.ops.hopper.reduce import sum_four
+from auraflux.ops.hopper.shared_memory import word_at
 from auraflux.ops.linear.cuda.row_copies import copy_part, copy_scales, lines_at, row_pitch, scale_piece, scale_pitch
 
 

@@ -9,8 +9,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear.cuda.bit_planes import copy_part_ptx, word_count
-from auraflux.ops.linear.cuda.int4_mma import bf16_at, word_at
+from auraflux.ops.hopper.copy import copy, copy_ptx
+from auraflux.ops.hopper.mma_bits import copy_part_ptx, word_count
+from auraflux.ops.hopper.ptx import bf16_at
+from auraflux.ops.hopper.shared_memory import short_at, word_at
 from auraflux.quant import QTensor
 
 # bits and groups; those of 3, 5 and 6 bits in 32 have no whole words for each lane
@@ -35,12 +37,6 @@ def scale_piece(row_nbytes, part_nbytes):
 @gluon.constexpr_function
 def scale_pitch(parts, part_nbytes):
     return (parts * part_nbytes + 15) // 32 * 32 + 16
-
-
-@gluon.constexpr_function
-def _copy_ptx(nbytes):
-    how = "cg" if nbytes == 16 else "ca"
-    return f"{{.reg .pred p; setp.ne.b32 p,$3,0; @p cp.async.{how}.shared.global [$1],[$2],{nbytes}; mov.b32 $0,0;}}"
 
 
 @gluon.jit
@@ -99,21 +95,14 @@ def copy_scales(
             # from the word on in which a part begins
             at -= row * ROW % 4
         source = gl.where(row < 8, (first + (row * ROW + at)).to(gl.int64), (second + ((row - 8) * ROW + at)).to(gl.int64))
-        args = [to + row * PITCH + i * HELD + byte, source, ((at < ROW) & (e < 16 * EACH)).to(gl.int32)]
-        gl.inline_asm_elementwise(_copy_ptx(SIZE), "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _short_at(at):
-    text: gl.constexpr = "{.reg .b16 h; ld.shared.b16 h,[$1]; cvt.u32.u16 $0,h;}"
-    return gl.inline_asm_elementwise(text, "=r,r,~{memory}", [at], gl.int32, is_pure=False, pack=1)
+        copy(copy_ptx(SIZE), to + row * PITCH + i * HELD + byte, source, (at < ROW) & (e < 16 * EACH))
 
 
 @gluon.jit
 def _scales_at(at, WHOLE: gl.constexpr, NBYTES: gl.constexpr):
     """Four or two bytes; where scales are not whole words, they may lie in two."""
     if WHOLE:
-        word = word_at(at) if NBYTES == 4 else _short_at(at)
+        word = word_at(at) if NBYTES == 4 else short_at(at)
     else:
         text: gl.constexpr = "{.reg .b32 a,b; ld.shared.b32 a,[$1]; ld.shared.b32 b,[$1+4]; shf.r.wrap.b32 $0,a,b,$2;}"
         args = [at - at % 4, at % 4 * 8]

@@ -15,6 +15,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._recording import recorder
 from auraflux.ops.activation.cpu import clamped_swiglu, swiglu
+from auraflux.ops.linear.cpu import linear
 from auraflux.ops.linear.cpu.products import (
     BIASES,
     CODES,
@@ -28,7 +29,7 @@ from auraflux.ops.linear.cpu.products import (
     padded,
     token_indices,
 )
-from auraflux.ops.linear.cpu.routes import DRIVERS, PRODUCTS, Call
+from auraflux.ops.linear.cpu.routes import DRIVERS
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
@@ -290,5 +291,5 @@ def _dense(rows: Tensor, stack: Stack, plan: Tensor) -> Tensor:
     starts = plan[: stack.shape[0] + 1].tolist()
     for expert, (first, last) in enumerate(pairwise(starts)):
         if last > first:
-            out[first:last] = PRODUCTS(Call(rows[first:last], (stack[expert],))).outs[0]
+            out[first:last] = linear(rows[first:last], stack[expert])
     return out

@@ -12,10 +12,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.ptx import AWAIT, from_lane, run, shared
+from auraflux.ops.hopper.reduce import add_below
+from auraflux.ops.hopper.shared_memory import count_in, put_word, word_at
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, word_at
-from auraflux.ops.moe.cuda.group import add_below, count_in, put_word
-from auraflux.ops.moe.cuda.topk import choose, from_lane, load_scores
+from auraflux.ops.moe.cuda.topk import choose, load_scores
 from auraflux.ops.moe.routing import Routing
 
 W = gl.constexpr(32)  # warps

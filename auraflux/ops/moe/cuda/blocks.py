@@ -2,7 +2,7 @@
 
 A block is of 8 or 16 pairs (token, slot) of one expert, see `grouped_gemm`. A program multiplies 128 rows of the expert with a
 block: their x lie in shared memory for all of it, and each of eight warps has 16 rows and streams their codes by itself, as in
-`linear.cuda.int4_mma`. Half of the warps of `up_block` have rows of gate, the others the same ones of up. `down_block` starts
+`hopper.mma_int4`. Half of the warps of `up_block` have rows of gate, the others the same ones of up. `down_block` starts
 early and asks for its first codes while `up_block` still works: which experts are met has been known since before that.
 """
 
@@ -10,27 +10,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear.cuda.int4_mma import (
-    AWAIT,
-    COMMIT,
-    COPY8,
-    COPY16,
-    SYNC,
-    X_SHARED,
-    bf16_at,
-    codes_at,
-    copy,
-    copy_codes,
-    four_at,
-    group_sums,
-    load_x,
-    put,
-    run,
-    shared,
-    sum_x,
-    wait_ptx,
-    word_at,
-)
+from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
+from auraflux.ops.hopper.mma_int4 import X_SHARED, codes_at, copy_codes, group_sums, load_x, sum_x
+from auraflux.ops.hopper.ptx import AWAIT, SYNC, bf16_at, run, shared
+from auraflux.ops.hopper.shared_memory import float_pair_at, long_at, put, put_float_pair, word_at
 from auraflux.ops.moe.cuda.group import MOST_GROUPED, grouped_at_once
 from auraflux.ops.moe.cuda.grouped_gemm import grouped
 from auraflux.ops.moe.cuda.stacks import passed
@@ -46,18 +29,6 @@ X_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 @gluon.jit
 def _code_bytes(pointer):
     return pointer.to(gl.pointer_type(gl.int8), bitcast=True)
-
-
-@gluon.jit
-def _float_pair(at):
-    text: gl.constexpr = "ld.shared.v2.f32 {$0,$1},[$2];"
-    return gl.inline_asm_elementwise(text, "=f,=f,r,~{memory}", [at], (gl.float32,) * 2, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _put_pair(at, first, second):
-    text: gl.constexpr = "st.shared.v2.f32 [$1],{$2,$3}; mov.b32 $0,0;"
-    gl.inline_asm_elementwise(text, "=r,r,f,f,~{memory}", [at, first, second], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -107,7 +78,7 @@ def _rows_of_block(
         tile = base_x + group // 4 * 4096 * TILES + piece % TILES * 4096 + group % 4 * 128
         # a group begins at a multiple of 8 chunks, so the swizzle stays within it
         X = sum_x(load_x(X_SHARED, X_REGISTERS, tile + x_mine, tile + (x_mine ^ 16)))
-        _put_pair(sums_x + piece * 32 + t * 8, X[0], X[1])
+        put_float_pair(sums_x + piece * 32 + t * 8, X[0], X[1])
     gl.thread_barrier()
     zero = (tid * 0).to(gl.float32)
     acc = (zero,) * (4 * TILES)
@@ -115,8 +86,8 @@ def _rows_of_block(
     for q in gl.static_range(QUADS):
         slot = base + q % D * 2048
         run(wait_ptx(D - 1), lane)
-        s0, s1 = four_at(lines + (g * QUADS + q) * 8), four_at(lines + ((g + 8) * QUADS + q) * 8)
-        b0, b1 = four_at(lines + ((g + 16) * QUADS + q) * 8), four_at(lines + ((g + 24) * QUADS + q) * 8)
+        s0, s1 = long_at(lines + (g * QUADS + q) * 8), long_at(lines + ((g + 8) * QUADS + q) * 8)
+        b0, b1 = long_at(lines + ((g + 16) * QUADS + q) * 8), long_at(lines + ((g + 24) * QUADS + q) * 8)
         ws = ()
         for j in gl.static_range(4):
             ws += (codes_at(slot + (mine ^ (32 * j))),)  # type: ignore[assignment]
@@ -130,7 +101,7 @@ def _rows_of_block(
             for m in gl.static_range(TILES):
                 tile = base_x + q * 4096 * TILES + m * 4096 + j * 128
                 xs += load_x(X_SHARED, X_REGISTERS, tile + x_mine, tile + (x_mine ^ 16))
-                X += _float_pair(sums_x + ((q * 4 + j) * TILES + m) * 32 + t * 8)
+                X += float_pair_at(sums_x + ((q * 4 + j) * TILES + m) * 32 + t * 8)
             c = group_sums(ws[j], xs, X, TILES)
             new = ()
             for n in gl.static_range(4 * TILES):

@@ -7,35 +7,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.ptx import AWAIT, run, shared
+from auraflux.ops.hopper.reduce import add_below
+from auraflux.ops.hopper.shared_memory import count_in, put_word, word_at
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, word_at
 
 WARPS = 16
-ADD_BELOW = gl.constexpr(
-    "{.reg .b32 t; .reg .pred p; mov.b32 $0,$1;"
-    + "".join(f"shfl.sync.up.b32 t|p,$0,{n},0,0xffffffff; @p add.s32 $0,$0,t;" for n in (1, 2, 4, 8, 16))
-    + "}"
-)
 MOST_GROUPED = 32 * WARPS  # experts
-
-
-@gluon.jit
-def count_in(at, there):
-    """How many came before, in shared memory."""
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$2,0; mov.b32 $0,0; @p atom.shared.add.u32 $0,[$1],1;}"
-    return gl.inline_asm_elementwise(text, "=r,r,r,~{memory}", [at, there.to(gl.int32)], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def put_word(at, value):
-    text: gl.constexpr = "st.shared.b32 [$1],$2; mov.b32 $0,0;"
-    gl.inline_asm_elementwise(text, "=r,r,r,~{memory}", [at, value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def add_below(value):
-    """The sum over the lanes of the warp up to each."""
-    return gl.inline_asm_elementwise(ADD_BELOW, "=&r,r", [value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

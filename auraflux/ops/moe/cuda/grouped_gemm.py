@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.linear.cuda.codes import code_value, weight_line, weight_value, weights_at
 from auraflux.ops.moe.cuda.stacks import activate, add_bias, clamp_of, dense_bias, form, passed
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor

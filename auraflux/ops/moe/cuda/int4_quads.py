@@ -1,9 +1,9 @@
 """What a warp does with quads of four-bit codes and a block's vectors: PTX for what a thread does, for `persistent`.
 
-A quad is four groups of 64 codes of 16 rows, with their scales and biases; more of its PTX is in `linear.cuda.int4_mma`. Every
+A quad is four groups of 64 codes of 16 rows, with their scales and biases; more of its PTX is in `hopper.mma_int4`. Every
 tensor has one element per thread.
 
-- Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133, see `linear.cuda.int4_groups`.
+- Whole numbers below 256, read as the bits of bf16, are themselves times 2**-133, see `hopper.mma_int4_groups`.
 - Vectors lie in shared memory as operands of `mma.m16n8k16`, made once for all rows: an octet of them takes 17 bytes for each
   input, and a block's second octet follows its first.
 - A group's bias times its sum of inputs is a product too, of four inputs a quad. Sums of inputs are float32, so each stands
@@ -13,9 +13,11 @@ tensor has one element per thread.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.copy import put_two
-from auraflux.ops.linear.cuda.int4_groups import OF_CODES, load_16, pair_16
-from auraflux.ops.linear.cuda.int4_mma import MMA, codes_at, sum_four, word_at
+from auraflux.ops.hopper.mma import MMA
+from auraflux.ops.hopper.mma_int4 import codes_at
+from auraflux.ops.hopper.mma_int4_groups import OF_CODES, load_16, pair_16
+from auraflux.ops.hopper.reduce import sum_four
+from auraflux.ops.hopper.shared_memory import put_two, word_at
 
 W = gl.constexpr(8)  # warps of a program
 TILE = gl.constexpr(2048 + 256)  # bytes of a quad: codes, then scales, then biases

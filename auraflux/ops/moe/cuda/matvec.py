@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops.hopper.codes import HALF_SHIFT, code_value, unit_bits, weight_line
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.linear.cuda.codes import HALF_SHIFT, code_value, unit_bits, weight_line
 from auraflux.ops.moe.cuda.stacks import activate, add_bias, clamp_of, dense_bias, form, passed, unit
 from auraflux.ops.moe.experts import Experts
 

@@ -12,10 +12,11 @@ inputs of all slots lie in shared memory.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.copy import begin_barriers, expect, fetch, put_float
-from auraflux.ops.linear.cuda.int4_groups import add_four, codes_two, float_at, load_16, pair_16, paired, put_rows
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, LAUNCH, WAIT, run, shared
-from auraflux.ops.linear.cuda.tma_stages import await_stage, count_read, lines_two, multiplied_two, sums_16
+from auraflux.ops.hopper.copy import await_stage, begin_barriers, count_read, expect, fetch
+from auraflux.ops.hopper.mma_int4_groups import codes_two, load_16, pair_16, paired, put_rows, row_products, scales_two, sums_16
+from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, WAIT, run, shared
+from auraflux.ops.hopper.reduce import sum_four
+from auraflux.ops.hopper.shared_memory import float_at, put_float
 from auraflux.ops.moe.cuda.tma_stages import ask, inputs_at, place, put_chosen, put_own
 from auraflux.ops.moe.cuda.topk import load_scores, weights_of
 from auraflux.ops.moe.cuda.topk_warps import list_nbytes, load_keys, pick
@@ -37,12 +38,12 @@ def _read_up(half, warp, lane, S: gl.constexpr, H: gl.constexpr, W: gl.constexpr
     """Codes, scales and biases of a warp's S-th four groups."""
     quad = gl.minimum(warp + S * W, H // 256 - 1)
     codes = codes_two(half + quad * 128, lane, H // 2, H // 2 * 9)
-    return codes, lines_two(half + 4 * H + quad * 8, lane, H // 32, H // 2 * 9)
+    return codes, scales_two(half + 4 * H + quad * 8, lane, H // 32, H // 2 * 9, 8)
 
 
 @gluon.jit
 def _add_up(totals, read, x, sums, warp, lane, S: gl.constexpr, H: gl.constexpr, W: gl.constexpr):
-    sum0, sum1 = multiplied_two(read[0], read[1], x, sums, lane, 0)
+    sum0, sum1 = row_products(read[0], read[1], x, sums, lane, 0)
     if (S + 1) * W > H // 256:
         live = warp + S * W < H // 256
         sum0, sum1 = gl.where(live, sum0, 0.0), gl.where(live, sum1, 0.0)
@@ -236,12 +237,12 @@ def down_ring(
         there = (n < SLOTS * mine) & (team < TEAMS)
         await_stage(bars + spot * 8, turn, there)
         words = codes_two(ring + spot * STAGE + q * 128, lane, INNER // 2, PARTS * 128)
-        lines = lines_two(ring + spot * STAGE + 4 * INNER + q * 8, lane, INNER // 32, PARTS * 8)
+        lines = scales_two(ring + spot * STAGE + 4 * INNER + q * 8, lane, INNER // 32, PARTS * 8, 8)
         v = inputs_at(my_x + gl.minimum(slot, SLOTS - 1) * (2 * INNER))
         last = (count_read(counts + spot * 4, lane, there) == (turn + 1) * PARTS - 1) & there & (n + D < SLOTS * mine)
         ask(ring, bars, places, gl.minimum(n + D, SLOTS * mine - 1), spot, lane % 3, last & (lane < 3), 3, INNER)
-        sum0, sum1 = multiplied_two(words, lines, v, sums_16(v), lane, 1)
-        put_float(sums + (n * PARTS + q) * 32 + lane // 4 * 4, add_four(sum0 + sum1), there & (lane % 4 == 0))
+        sum0, sum1 = row_products(words, lines, v, sums_16(v), lane, 1)
+        put_float(sums + (n * PARTS + q) * 32 + lane // 4 * 4, sum_four(sum0 + sum1), there & (lane % 4 == 0))
         spot += TEAMS % D
         turn += TEAMS // D + (spot >= D).to(gl.int32)
         spot = gl.where(spot >= D, spot - D, spot)

@@ -15,12 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.copy import COMMIT, wait_ptx
 from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, SYNC, WAIT, run, shared, wait_ptx
+from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, SYNC, WAIT, from_lane, run, shared
 from auraflux.ops.moe.cuda.assign import Blocks, assign_given
 from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
 from auraflux.ops.moe.cuda.stacks import passed
-from auraflux.ops.moe.cuda.topk import from_lane
 from auraflux.ops.moe.experts import Experts
 
 MOST_PAIRS, MOST_EACH = 1024, 14  # in all, or of each expert on average

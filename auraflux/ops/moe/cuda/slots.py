@@ -1,4 +1,4 @@
-"""Four-bit experts for few tokens on Hopper: what a warp does with groups of codes is in `linear.cuda.int4_groups`.
+"""Four-bit experts for few tokens on Hopper: what a warp does with groups of codes is in `hopper.mma_int4_groups`.
 
 A tile of `up_slots` is 16 elements of one pair's hidden vector: 16 rows of gate and as many of up, each a single piece of
 memory, which TMA brings to shared memory. A program has a few tiles of a token, half of its warps for gate, half
@@ -14,20 +14,21 @@ weights are known from the start.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.copy import await_bytes, begin_barriers, count_true, expect, fetch, long_at, put_float, put_long
-from auraflux.ops.linear.cuda.int4_groups import (
-    codes_at,
-    float_at,
-    lines_at,
+from auraflux.ops.hopper.copy import await_bytes, begin_barriers, expect, fetch
+from auraflux.ops.hopper.mma_int4_groups import (
+    codes_two,
     load_16,
-    multiplied,
     pair_16,
     paired,
     put_rows,
+    row_products,
+    scales_two,
     sum_at,
 )
-from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared
-from auraflux.ops.moe.cuda.topk import choose, from_lane, load_scores, weights_of
+from auraflux.ops.hopper.ptx import AWAIT, from_lane, run, shared
+from auraflux.ops.hopper.reduce import count_true
+from auraflux.ops.hopper.shared_memory import float_at, long_at, put_float, put_long
+from auraflux.ops.moe.cuda.topk import choose, load_scores, weights_of
 
 WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
 LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
@@ -123,8 +124,9 @@ def up_slots(
         total0, total1 = zero, zero
         for s in gl.static_range(SETS):
             group = gl.minimum((warp % 8 + s * 8) * 4, H // 64 - 4)
-            words, lines = codes_at(half + group * 32, lane, ROW), lines_at(half + 16 * ROW + group * 2, lane, LINE)
-            sum0, sum1 = multiplied(words, lines, pairs[s], lane)
+            words = codes_two(half + group * 32, lane, ROW, 8 * ROW)
+            lines = scales_two(half + 16 * ROW + group * 2, lane, LINE, 8 * LINE, 16)
+            sum0, sum1 = row_products(words, lines, pairs[s], None, lane, 0)
             if H % 2048:
                 live = (warp % 8 + s * 8) * 4 < H // 64
                 sum0, sum1 = gl.where(live, sum0, 0.0), gl.where(live, sum1, 0.0)
@@ -172,7 +174,8 @@ def _fetch_slots(
 def _unit_at(ring, unit, lane, INNER: gl.constexpr):
     """Codes, scales and biases of a unit: four groups of a slot."""
     base, group = ring + unit // (INNER // 256) * (9 * INNER), unit % (INNER // 256) * 4
-    return codes_at(base + group * 32, lane, INNER // 2), lines_at(base + 8 * INNER + group * 2, lane, INNER // 32)
+    codes = codes_two(base + group * 32, lane, INNER // 2, 4 * INNER)
+    return codes, scales_two(base + 8 * INNER + group * 2, lane, INNER // 32, INNER // 4, 16)
 
 
 @gluon.jit
@@ -240,7 +243,7 @@ def down_slots(
     total0, total1 = result, result
     for i in gl.static_range(MINE):
         unit = held[i] if i < HELD else _unit_at(ring, gl.minimum(warp * MINE + i, SLOTS * PARTS - 1), lane, INNER)
-        sum0, sum1 = multiplied(unit[0], unit[1], xs[i], lane)
+        sum0, sum1 = row_products(unit[0], unit[1], xs[i], None, lane, 0)
         if SUMS == 1:
             total0, total1 = total0 + sum0, total1 + sum1
         else:

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.hopper.codes import UNITS, constants, operands
 from auraflux.ops.hopper.device import FLOATS
 from auraflux.ops.hopper.elementwise import sigmoid, silu
 from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
-from auraflux.ops.linear.cuda.codes import UNITS, constants, operands
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor

@@ -6,7 +6,8 @@ PTX for what a thread does; every tensor has one element per thread.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.copy import expect, fetch, long_at, put_long
+from auraflux.ops.hopper.copy import expect, fetch
+from auraflux.ops.hopper.shared_memory import long_at, put_long
 
 
 @gluon.jit

@@ -8,13 +8,11 @@ places.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.ptx import from_lane
+from auraflux.ops.hopper.reduce import highest, lowest, sum_over
+
 LOWEST = gl.constexpr(-(2**31))
 PAST = gl.constexpr(2**30)
-ADD_LANES = gl.constexpr(
-    "{.reg .f32 t; mov.f32 $0,$1;"
-    + "".join(f"shfl.sync.bfly.b32 t,$0,{n},31,0xffffffff; add.f32 $0,$0,t;" for n in (16, 8, 4, 2, 1))
-    + "}"
-)
 
 
 MOST_SORTED = 8  # keys of a lane
@@ -62,30 +60,6 @@ def _chosen_ptx(count):
 
 
 @gluon.jit
-def _highest(value):
-    text: gl.constexpr = "redux.sync.max.s32 $0,$1,0xffffffff;"
-    return gl.inline_asm_elementwise(text, "=r,r", [value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _lowest(value):
-    text: gl.constexpr = "redux.sync.min.s32 $0,$1,0xffffffff;"
-    return gl.inline_asm_elementwise(text, "=r,r", [value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _add_lanes(value):
-    return gl.inline_asm_elementwise(ADD_LANES, "=&f,f", [value], gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def from_lane(value, lane):
-    """What another lane of the warp has."""
-    text: gl.constexpr = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
-    return gl.inline_asm_elementwise(text, "=r,r,r", [value, lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def sigmoid(x):
     return 1.0 / (1.0 + gl.exp(-x))
 
@@ -124,11 +98,11 @@ def _choose_wide(xs, bias, lane, experts, last, E: gl.constexpr, SIGMOID: gl.con
         best = lane * 0 + LOWEST
         for i in gl.static_range(E // 32):
             best = gl.maximum(best, keys[i])
-        top = _highest(best)
+        top = highest(best)
         mine = lane * 0 + PAST
         for i in gl.static_range(E // 32):
             mine = gl.minimum(mine, gl.where(keys[i] == top, lane + 32 * i, PAST))
-        found = _lowest(mine)
+        found = lowest(mine)
         chosen = gl.where(lane == n, found, chosen)
         left = ()
         for i in gl.static_range(E // 32):
@@ -171,8 +145,8 @@ def weights_of(
             every = weight * 0.0
             for i in gl.static_range(E // 32):
                 every += gl.exp(xs[i] - top)
-            weight /= _add_lanes(every)
+            weight /= sum_over(every, 32, False)
     if RENORMALIZE or SCORING == "chosen":
-        total = _add_lanes(gl.where(lane < K, weight, 0.0))
+        total = sum_over(gl.where(lane < K, weight, 0.0), 32, False)
         weight /= gl.where(total > 0.0, total, 1.0)
     return weight * scale

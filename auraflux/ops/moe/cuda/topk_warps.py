@@ -7,8 +7,7 @@ bits, as there: NaN takes the place of -inf, of equal scores the lowest place co
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.copy import put_two
-from auraflux.ops.linear.cuda.int4_mma import word_at
+from auraflux.ops.hopper.shared_memory import put_two, word_at
 from auraflux.ops.moe.cuda.topk import LOWEST, ordered, sigmoid
 
 NEGATIVE = -2139095041  # -inf, as an integer of the order of scores

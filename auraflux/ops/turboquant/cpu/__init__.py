@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.attention.cpu import PRODUCTS_PARALLEL, append_rows
+from auraflux.ops.attention.cpu.append import append_rows
 from auraflux.ops.attention.cpu.decode_tiles import number_of
-from auraflux.ops.attention.cpu.jobs import Batch, run
+from auraflux.ops.attention.cpu.jobs import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention.cpu.prefill import ROWS, panel_scratch
 from auraflux.ops.attention.reference_latent import split_latent

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from auraflux.ops.attention.cpu.softmax import NOTHING, merge_row
 from auraflux.ops.simd.jit import Kernel, arguments, floats, real, share
+from auraflux.ops.simd.softmax import NOTHING, merge_row
 from auraflux.ops.turboquant.cpu.attend_int8 import attend_fast
 from auraflux.ops.turboquant.cpu.codec import turn_row
 from auraflux.ops.turboquant.cpu.exact import attend_few

@@ -6,9 +6,9 @@ per block, add the weighted values. Heads that share a key head go over a block 
 
 import numpy as np
 
-from auraflux.ops.attention.cpu.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.simd.jit import floats, int32s, int64s, jit, octets
 from auraflux.ops.simd.math import bits_of_float, exp, float_of_bits, rint
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.turboquant.cpu.attend_int8_softmax import block_top, block_weights
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     BYTES,

@@ -88,7 +88,7 @@ def _zip(b, x, y, per, unit):
     return found
 
 
-def _turn(b, rows, per):
+def _transpose(b, rows, per):
     """Four vectors of rows -> four with an element of each row together, `per` elements in 128 bits."""
     low, high = _zip(b, rows[0], rows[1], per, 1)
     low2, high2 = _zip(b, rows[2], rows[3], per, 1)
@@ -149,7 +149,7 @@ def _products(b, code, tile, where, quads, q):
     """Sums over a group of keys for each of some queries, of the high bytes and of the low ones."""
     totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
     with cgutils.for_range(b, quads) as loop:
-        words = _turn(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
+        words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
         query = b.add(q, b.mul(loop.index, at(4 * code.vectors * tile * 8)))
         for n, codes in enumerate(c for word in words for c in code.split(b, word)):
             levels = code.look_up(b, codes, PLUS)
@@ -171,7 +171,7 @@ def turn_values(b, rows, groups, columns, out, out_step):
     with cgutils.for_range(b, groups) as group:
         where = _group_rows(b, rows, group.index)
         with cgutils.for_range(b, columns) as loop:
-            turned = _turn(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I8), 16)
+            turned = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I8), 16)
             place = b.add(b.mul(b.mul(loop.index, at(4)), out_step), b.mul(group.index, at(BYTES)))
             for i, v in enumerate(turned):
                 store(b, v, out, b.add(place, b.mul(out_step, at(i))))

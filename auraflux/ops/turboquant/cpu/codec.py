@@ -8,8 +8,8 @@ import numba
 import numpy as np
 from llvmlite import ir
 
-from auraflux.ops.attention.cpu.softmax import fill
 from auraflux.ops.simd.jit import _pointer, floats, int32s, int64s, jit
+from auraflux.ops.simd.softmax import fill
 from auraflux.ops.simd.vectors import F32, I32, ISA, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, F64, gather, quantize_chunks
 

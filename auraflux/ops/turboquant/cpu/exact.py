@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from auraflux.ops.attention.cpu.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
 from auraflux.ops.simd.math import exp
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.turboquant.cpu.exact_tiles import score_tile, value_tile
 from auraflux.ops.turboquant.cpu.items import ROWS, padded, place_of, row_nbytes, run_of
 from auraflux.ops.turboquant.cpu.levels import level_rows

@@ -11,8 +11,8 @@ from auraflux.ops.attention.cpu.decode_tiles import FLOAT, widen_row
 from auraflux.ops.attention.cpu.jobs import FIELDS, finish, opened, slot_of, span, take
 from auraflux.ops.attention.cpu.prefill import BLOCK, attend_block, begin, hand_over, keys_for, lay_out, rows_for
 from auraflux.ops.attention.cpu.prefill_tiles import TALL
-from auraflux.ops.attention.cpu.softmax import ZERO, fill
 from auraflux.ops.simd.jit import Kernel, arguments, floats, int32s, jit, real
+from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.turboquant.cpu.codec import unpack_row
 
 

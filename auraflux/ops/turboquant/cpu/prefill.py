@@ -8,8 +8,8 @@ import numpy as np
 from auraflux.ops.attention.cpu import prefill
 from auraflux.ops.attention.cpu.prefill import BLOCK, attend_block, begin, lay_out
 from auraflux.ops.attention.cpu.prefill_tiles import PANEL, TALL
-from auraflux.ops.attention.cpu.softmax import ZERO, fill
 from auraflux.ops.simd.jit import floats, jit
+from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.turboquant.cpu.items import place_of, row_nbytes, run_of
 from auraflux.ops.turboquant.cpu.levels import level_rows
 

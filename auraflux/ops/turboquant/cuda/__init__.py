@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.attention.cuda.flash import Parts
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.softmax import Parts
 from auraflux.ops.turboquant.cuda.builds import KERNELS
 from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
 from auraflux.ops.turboquant.cuda.codec_launch import append_latent, decoded, encoded, rotated
@@ -77,8 +77,8 @@ def rope_append_latent_codes(
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, pages.width)
-    turning = inv_freq, positions, mscale, interleaved
-    return ROPE_APPEND_LATENT(RopeAppendLatent(q, kv, heads, nope, pages, starts, norm, eps, turning))
+    rotation = inv_freq, positions, mscale, interleaved
+    return ROPE_APPEND_LATENT(RopeAppendLatent(q, kv, heads, nope, pages, starts, norm, eps, rotation))
 
 
 def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:

@@ -19,8 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rows, leave_turned
-from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, same, table_words, transform
+from auraflux.ops.hopper.copy import wait_ptx
+from auraflux.ops.hopper.ptx import run
+from auraflux.ops.hopper.reduce import same
+from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rotated_back, leave_rows
+from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, table_words, transform
 from auraflux.ops.turboquant.cuda.attend_ring import (
     block_of,
     copy_keys,
@@ -28,10 +31,8 @@ from auraflux.ops.turboquant.cuda.attend_ring import (
     key_words,
     page_of,
     places,
-    run,
     sources,
     stage_nbytes,
-    wait_ptx,
 )
 from auraflux.ops.turboquant.cuda.attend_split import part_of, shares
 from auraflux.ops.turboquant.cuda.attend_step import (
@@ -203,9 +204,9 @@ def _first_blocks(
 
 @gluon.jit
 def _leave(o, m, l, signs, parts, left, live, D: gl.constexpr, SHARED: gl.constexpr, NW: gl.constexpr):  # noqa: E741
-    """Leave a part of each row, turned back where `finish_turned` merges."""
+    """Leave a part of each row, rotated back where `finish_rotated` merges."""
     if D == 256 and not SHARED:
-        leave_turned(o, m, l, signs, parts[0], parts[1], parts[2], left, live, D, NW)
+        leave_rotated_back(o, m, l, signs, parts[0], parts[1], parts[2], left, live, D, NW)
     else:
         leave_part(o, m, l, parts[0], parts[1], parts[2], left, live, D, NW)
 
@@ -269,11 +270,11 @@ def _operand(x, shared, factor, D: gl.constexpr, BITS: gl.constexpr, NW: gl.cons
     CHUNK: gl.constexpr = 32 * key_words(D, BITS)[1] // BITS  # neighbouring coordinates of a lane's keys
     LQ: gl.constexpr = query_layout(NW, D, CHUNK)
     B: gl.constexpr = gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
-    turned = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    turned.store((transform(x, NW) * factor).to(gl.float16))
+    rotated = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    rotated.store((transform(x, NW) * factor).to(gl.float16))
     gl.thread_barrier()
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
-    qx = gl.expand_dims(turned.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
+    qx = gl.expand_dims(rotated.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
     qx = gl.reshape(qx, [NW, 8, D // (4 * CHUNK), 4, CHUNK // 2, 2])
     qx = gl.reshape(gl.permute(qx, [0, 2, 4, 3, 5, 1]), [NW, D, 8])  # j, word and pair, c, e | head
     return gl.convert_layout(qx, B, assert_trivial=True)

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.flash import EVERYTHING, LOG2E, parts_like
 from auraflux.ops.hopper.device import MULTIPROCESSOR_NBYTES, multiprocessors
+from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import LOG2E, parts_like
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.cuda.attend import RING, attend_pairs
-from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_turned
-from auraflux.ops.turboquant.cuda.hadamard import turn_for
+from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
+from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
@@ -46,7 +47,7 @@ WIDE_KEYS = 4096
 FEW_KEYS, FEWER_KEYS = range(1024, 2305), range(512, 1024)
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
-TURNED = 64  # columns that a program merges where parts come turned back: heads are few, and their parts many
+ROTATED_COLUMNS = 64  # columns that a program merges where parts come rotated back: heads are few, and their parts many
 
 
 def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut | None = None) -> int:
@@ -163,7 +164,7 @@ def attend_few(
     rows, together = (tokens * heads, plan.splits) if room is None else (grid[0] * heads, 1)
     parts = (None,) * 3 if one else parts_like(rows, together, width, device)
     window_keys = EVERYTHING if window is None else window
-    signs, _ = turn_for(width, pages.seed, False, device)
+    signs, _ = rotation_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
     attend_pairs[grid](
@@ -213,12 +214,12 @@ def _finish(
     (tokens, heads, width), sequences = out.shape, len(pages.lengths)
     if width == 256 and room is None:
         padded = power_of_two(plan.splits)
-        finish_turned[(tokens * heads, width // TURNED)](
+        finish_rotated[(tokens * heads, width // ROTATED_COLUMNS)](
             *(*parts, sinks, out, heads, plan.splits),
             D=width,
             P=padded,
             C=min(padded, 32),
-            N=TURNED,
+            N=ROTATED_COLUMNS,
             num_warps=1,
             launch_pdl=True,
         )

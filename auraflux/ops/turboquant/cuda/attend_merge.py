@@ -52,22 +52,22 @@ def leave_part(o, m, l, part_o, part_m, part_l, left, live, D: gl.constexpr, NW:
 
 
 @gluon.jit
-def leave_turned(o, m, l, signs, part_o, part_m, part_l, left, live, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
-    """Join the sums of all warps, turn them back, and store them as one part of each row."""
+def leave_rotated_back(o, m, l, signs, part_o, part_m, part_l, left, live, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
+    """Join the sums of all warps, rotate them back, and store them as one part of each row."""
     E: gl.constexpr = _joined_layout(D, NW)
     row, split, splits = left
     o_all, m_all, l_all = _of_all_warps(o, m, l, D, NW)
     top = gl.max(m_all, 0)
     weight = gl.exp2(m_all - top[None, :])
     _leave_weights(top, gl.sum(l_all * weight, 0), part_m, part_l, left, live, gl.SliceLayout(0, gl.SliceLayout(1, E)))
-    y, g, d = _turned(gl.sum(o_all.load(E) * weight[:, None, :], 0), D, NW)
+    y, g, d = _rotated_back(gl.sum(o_all.load(E) * weight[:, None, :], 0), D, NW)
     # of the transform, and of the levels, which came larger by sqrt(D)
     at = part_o + ((row + g).to(gl.int64) * splits + split) * D + d
     gl.store(at, y * (gl.load(signs + d) / D), mask=g < live)
 
 
 @gluon.jit
-def _turned(o, D: gl.constexpr, NW: gl.constexpr):
+def _rotated_back(o, D: gl.constexpr, NW: gl.constexpr):
     """Turn back 8 rows, without the factor and the signs; which rows, and which coordinates."""
     LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
     # rows of the sums are coordinates (x, g) of the tensor core: g, x in the head
@@ -89,7 +89,7 @@ def leave_nothing(part_m, part_l, left, live, NW: gl.constexpr):
 
 @gluon.jit
 def leave_rows(o, m, l, sinks, signs, out, row, live, heads, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
-    """Join the sums of all warps and turn back rows that have no other part."""
+    """Join the sums of all warps and rotate back rows that have no other part."""
     E: gl.constexpr = _joined_layout(D, NW)
     o_all, m_all, l_all = _of_all_warps(o, m, l, D, NW)
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, E)))
@@ -103,7 +103,7 @@ def leave_rows(o, m, l, sinks, signs, out, row, live, heads, D: gl.constexpr, NW
         total += gl.exp2(sink - top)
     # of the transform, and of the levels, which came larger by sqrt(D)
     weight *= gl.where(total == 0.0, 0.0, 1.0 / (D * total))[None, :]
-    y, g, d = _turned(gl.sum(o_all.load(E) * weight[:, None, :], 0), D, NW)
+    y, g, d = _rotated_back(gl.sum(o_all.load(E) * weight[:, None, :], 0), D, NW)
     at = out + (row + g).to(gl.int64) * D + d
     gl.store(at, (y * gl.load(signs + d)).to(out.dtype.element_ty), mask=g < live)
 
@@ -152,7 +152,7 @@ def finish_pairs(
     D: gl.constexpr, P: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a row, maxima to base 2, C at a time and P at most, and turn it back; grid (rows,).
+    """Merge the parts of a row, maxima to base 2, C at a time and P at most, and rotate it back; grid (rows,).
 
     splits  parts of every row; or, SHARED, programs of each head, which share out texts in steps of STEP keys
 
@@ -189,10 +189,10 @@ def finish_pairs(
 
 
 @gluon.jit
-def finish_turned(
+def finish_rotated(
     part_o, part_m, part_l, sinks, out, heads, splits, D: gl.constexpr, P: gl.constexpr, C: gl.constexpr, N: gl.constexpr
 ):  # fmt: skip
-    """Merge N columns of the parts of a row, which are turned back already, C parts at a time; grid (rows, D // N)."""
+    """Merge N columns of the parts of a row, which are rotated back already, C parts at a time; grid (rows, D // N)."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // N, N // 4], [1, 1], [1, 0])
     row = gl.program_id(0)
     # as in `finish_pairs`

@@ -6,15 +6,6 @@ from triton.experimental.gluon import language as gl
 NOTHING = gl.constexpr(-1e30)  # a score of what is not seen; below the maximum at the start
 
 
-SAME = gl.constexpr("redux.sync.max.s32 $0, $1, -1;")
-
-
-@gluon.jit
-def same(number):
-    """Tell the compiler that all lanes have the same number."""
-    return gl.inline_asm_elementwise(SAME, "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1)
-
-
 @gluon.constexpr_function
 def _pair_ptx(byte, side):
     """Two levels by one byte: address = table + 256 * byte + 4 * lane; the adds fold into the load's own offsets."""
@@ -40,14 +31,14 @@ def _four_ptx(byte, side):
 
 
 @gluon.constexpr_function
-def _read_ptx(pieces, each, turned=1):
-    """Read back pieces of a lane, 128 * each bytes apart; of every `turned` neighbours each lies in other banks."""
+def _read_ptx(pieces, each, swizzled=1):
+    """Read back pieces of a lane, 128 * each bytes apart; of every `swizzled` neighbours each lies in other banks."""
     n, text = pieces * each, ""
     for i in range(pieces):
         regs = ", ".join(f"${i * each + j}" for j in range(each))
         regs, vector = (f"{{{regs}}}", f".v{each}") if each > 1 else (regs, "")
-        if part := i % turned:
-            text += f"xor.b32 a, ${n}, {part * 128 // turned}; "
+        if part := i % swizzled:
+            text += f"xor.b32 a, ${n}, {part * 128 // swizzled}; "
         text += f"ld.shared{vector}.b32 {regs}, [{'a' if part else f'${n}'} + {i * 128 * each}]; "
     return "{.reg .b32 a; " + text + "}"
 
@@ -140,11 +131,11 @@ def _eight(w, FIRST: gl.constexpr, STEP: gl.constexpr):
 
 
 @gluon.jit
-def read(at, PIECES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr, TURNED: gl.constexpr = 1):
+def read(at, PIECES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr, NW: gl.constexpr, SWIZZLED: gl.constexpr = 1):
     """Read a warp's words from its ring as [warps, ROWS, words of all lanes]."""
     N: gl.constexpr = PIECES * EACH
     w = gl.inline_asm_elementwise(
-        _read_ptx(PIECES, EACH, TURNED), _read_regs(N, "r"), [at], (gl.int32,) * N, is_pure=False, pack=1
+        _read_ptx(PIECES, EACH, SWIZZLED), _read_regs(N, "r"), [at], (gl.int32,) * N, is_pure=False, pack=1
     )
     if N == 2:
         all_words = gl.join(w[0], w[1])

@@ -7,9 +7,8 @@ blocks of each. A lane reads back the words that it asked for itself, or, where 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.ptx import SHARED_BASE
 from auraflux.ops.turboquant.cuda.attend_parts import norm_layout
-
-SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
 
 
 @gluon.constexpr_function
@@ -95,11 +94,6 @@ def value_ptx(width, bits, blocks, end):
 
 
 @gluon.constexpr_function
-def wait_ptx(pending):
-    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1"
-
-
-@gluon.constexpr_function
 def _block_ptx(page):
     return f"bfe.u32 $0, $1, 4, {page.bit_length() - 5};"
 
@@ -149,11 +143,6 @@ def copy_keys(to, source, stage, block, there, D: gl.constexpr, BITS: gl.constex
 def copy_values(to, source, stage, block, there, D: gl.constexpr, BITS: gl.constexpr, U: gl.constexpr, END: gl.constexpr):
     _, v_codes, _, v_from, n_from = source
     _copy(value_ptx(D, BITS, U, END), to[1] + stage, to[2], v_codes, v_from, n_from, block, there, 2 * D * BITS)
-
-
-@gluon.jit
-def run(PTX: gl.constexpr, lane):
-    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

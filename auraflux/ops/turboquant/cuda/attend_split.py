@@ -4,7 +4,7 @@ the lengths."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.turboquant.cuda.attend_parts import same
+from auraflux.ops.hopper.reduce import same
 
 
 @gluon.jit

@@ -4,12 +4,12 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.attention.cuda.split_kv import tile_layout
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.split_kv import tile_layout
 from auraflux.ops.turboquant.cuda import mla_rows
 from auraflux.ops.turboquant.cuda.attend import attend_pairs
-from auraflux.ops.turboquant.cuda.attend_launch import AHEAD, ALONE, CUTS, TURNED, Cut, depth, finish_sizes
-from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_turned
+from auraflux.ops.turboquant.cuda.attend_launch import AHEAD, ALONE, CUTS, ROTATED_COLUMNS, Cut, depth, finish_sizes
+from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
 from auraflux.ops.turboquant.cuda.codec import (
     append_coded,
     append_coded_latent,
@@ -22,9 +22,9 @@ from auraflux.ops.turboquant.cuda.dequantize import write_pages
 from auraflux.ops.turboquant.cuda.encode_prefill import append_many, launch_options, sizes
 from auraflux.ops.turboquant.cuda.flash_codes import attend_codes, sum_coded
 from auraflux.ops.turboquant.cuda.mla_columns import REGISTERS, RINGS, STAGES, latent_code_columns
-from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_turned_shares, turn_rows
+from auraflux.ops.turboquant.cuda.mla_merge import MERGED, hadamard_rows, merge_rotated_shares
 from auraflux.ops.turboquant.cuda.mla_rope_append import CODED_BUILDS
-from auraflux.ops.turboquant.cuda.rope_append import turn_and_append
+from auraflux.ops.turboquant.cuda.rope_append import rotate_and_append
 
 
 def _attend(
@@ -93,9 +93,9 @@ def _finish(width: int, splits: int, sequences: int = 1) -> Build:
 
 
 def _turned(splits: int) -> Build:
-    """Parts of rows of width 256 merged, which are turned back already."""
-    constants = {"D": 256, "P": splits, "C": min(splits, 32), "N": TURNED, "sinks": None}
-    return Build(finish_turned, "*fp32 *fp32 *fp32 *bf16 i32:16 i32", constants, True, _ONE)
+    """Parts of rows of width 256 merged, which are rotated back already."""
+    constants = {"D": 256, "P": splits, "C": min(splits, 32), "N": ROTATED_COLUMNS, "sinks": None}
+    return Build(finish_rotated, "*fp32 *fp32 *fp32 *bf16 i32:16 i32", constants, True, _ONE)
 
 
 def _tiles(rows: int, width: int, dtype: gl.dtype = gl.bfloat16) -> str:
@@ -124,7 +124,7 @@ def _latent(heads: int, bits: int, sequences: int = 1) -> Build:
 def _merged(kind: str, splits: int) -> Build:
     """Shares of latents merged: of many heads in float16."""
     constants = {"D": 512, "S": splits, "P": MERGED, "HALF": 32 if kind == "fp16" else 64, "EARLY": kind != "fp16"}
-    return Build(merge_turned_shares, f"*{kind} *fp32 *fp32 *fp32 *bf16 i32", constants, True, _FOUR)
+    return Build(merge_rotated_shares, f"*{kind} *fp32 *fp32 *fp32 *bf16 i32", constants, True, _FOUR)
 
 
 _INDEX = "*i32 *i32 *i32 i32 i32 i32"
@@ -193,7 +193,7 @@ KERNELS = [
     Build(append_coded, _APPEND, {**_SIGNS, **_KV, "PAIRS": False, "R": 16}, True, _FOUR),
     Build(append_coded, _APPEND, {**_MATRIX, **_KV, "PAIRS": False, "R": 1}, False, _ONE),
     Build(
-        turn_and_append,
+        rotate_and_append,
         _TURNED,
         {**_KV, "Q_HEADS": 32, "D": 128, "INTERLEAVED": False, "PAIRS": True, "EARLY": True},
         True,
@@ -210,7 +210,7 @@ KERNELS = [
     Build(finish_rows, "*fp32 *fp32 *fp32 *fp32 *bf16 i32:16 i32:16", {"sinks": None, "D": 128, "S": 64, "C": 32}, hot=True),
     *(_latent(heads, bits) for heads, bits in ((8, 8), (16, 8), (16, 4), (32, 8), (32, 4), (64, 8), (64, 4))),
     *(_latent(heads, 8, sequences=32) for heads in (16, 64)),
-    Build(turn_rows, "*bf16 *fp32 *fp16", {"D": 512}, True, _FOUR),
+    Build(hadamard_rows, "*bf16 *fp32 *fp16", {"D": 512}, True, _FOUR),
     *(_merged(kind, splits) for kind, splits in (("fp32", 128), ("fp32", 1), ("fp16", 128), ("fp16", 16))),
     *(_finish(width, splits) for width, splits in ((128, 33), (128, 16), (128, 4), (64, 33), (64, 32))),
     *(_turned(splits) for splits in (4, 64, 128)),

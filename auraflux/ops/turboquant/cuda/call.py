@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.mla_rope_append import Turning
+from auraflux.ops.attention.cuda.mla_rope_append import Rotation
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 
@@ -58,7 +58,7 @@ class RopeAppend(NamedTuple):
 class RopeAppendLatent(NamedTuple):
     """Latents [T, C] of kv [T, C + R] are normalised and coded, its keys and the ends of q [T, H * (nope + R)] rotated.
 
-    turning  frequencies, positions, the rotation's scale, and whether neighbours are rotated together
+    rotation  frequencies, positions, the rotation's scale, and whether neighbours are rotated together
     """
 
     q: Tensor
@@ -69,4 +69,4 @@ class RopeAppendLatent(NamedTuple):
     starts: Tensor
     norm: Tensor
     eps: float
-    turning: Turning
+    rotation: Rotation

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from auraflux.ops.attention.cuda.append import place_token
-from auraflux.ops.attention.cuda.flash import merged_row
+from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.hopper.softmax import merged_row
 from auraflux.ops.turboquant.cuda.hadamard import (
     CHUNK,
     codes_of,
@@ -19,7 +19,7 @@ from auraflux.ops.turboquant.cuda.hadamard import (
 
 
 @triton.jit
-def turned_by_matrix(x, there, factor, matrix, d, D: tl.constexpr):
+def rotated_by_matrix(x, there, factor, matrix, d, D: tl.constexpr):
     """Multiply rows at x [R, 1], first by `factor` [R, 1] and rounded to float32, by a matrix; sums in float64."""
     acc = tl.zeros([x.shape[0], d.shape[1]], tl.float64)
     for i in range(0, D, CHUNK):
@@ -32,32 +32,33 @@ def turned_by_matrix(x, there, factor, matrix, d, D: tl.constexpr):
 
 
 @triton.jit
-def rotate_rows(x, turn, out, factor, D: tl.constexpr, P: tl.constexpr, MATRIX: tl.constexpr, INVERSE: tl.constexpr):
+def rotate_rows(x, rotation, out, factor, D: tl.constexpr, P: tl.constexpr, MATRIX: tl.constexpr, INVERSE: tl.constexpr):
     """Turn a row and multiply it by `factor`; grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, P)[None, :]
     if MATRIX:
         one = tl.full([1, 1], 1.0, tl.float64)
-        y = turned_by_matrix(x + row * D + tl.zeros([1, 1], tl.int64), one > 0, one, turn, d, D)
+        y = rotated_by_matrix(x + row * D + tl.zeros([1, 1], tl.int64), one > 0, one, rotation, d, D)
     else:
         y = tl.load(x + row * D + d).to(tl.float32)
-        signs = tl.load(turn + d)
+        signs = tl.load(rotation + d)
         y = hadamard(y, D) * signs if INVERSE else hadamard(y * signs, D)
     tl.store(out + row * D + d, (y * factor).to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
 def encoded(
-    x, there, turn, codes, levels, offset, factor, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr
+    x, there, rotation, codes, levels, offset, factor, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
+    MATRIX: tl.constexpr,
 ):  # fmt: skip
     """Encode the vectors at x [R, 1]: codes [R, P] and norms [R]."""
     d = tl.arange(0, P)[None, :]
     wide = tl.load(x + d, mask=there & (d < D), other=0.0).to(tl.float64)
     if not MATRIX:
-        found, norm = encoded_values(wide, turn, codes, levels, offset, factor, D, BITS)
+        found, norm = encoded_values(wide, rotation, codes, levels, offset, factor, D, BITS)
     else:
         length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
-        y = turned_by_matrix(x, there, tl.where(length == 0, 0.0, 1.0 / length), turn, d, D)
+        y = rotated_by_matrix(x, there, tl.where(length == 0, 0.0, 1.0 / length), rotation, d, D)
         found, level = nearest(y, codes, levels, offset, factor, BITS)
         found, norm = tl.where(d < D, found, 0), norm_of(length, tl.where(d < D, level, 0.0))
     return found, norm
@@ -83,20 +84,20 @@ def norm_of(length, level):
 
 @triton.jit
 def encode_rows(
-    x, turn, codes, levels, offset, factor, out, norms, rows, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
+    x, rotation, codes, levels, offset, factor, out, norms, rows, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
     MATRIX: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Encode R rows; grid (rows / R,)."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     there = row < rows
-    found, norm = encoded(x + row[:, None] * D, there[:, None], turn, codes, levels, offset, factor, D, P, BITS, MATRIX)
+    found, norm = encoded(x + row[:, None] * D, there[:, None], rotation, codes, levels, offset, factor, D, P, BITS, MATRIX)
     store_words(out, row, there, found, BITS, P, (D * BITS + 31) // 32)
     tl.store(norms + row, norm, mask=there)
 
 
 @triton.jit
 def decode_rows(
-    codes, norms, turn, book, out, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr
+    codes, norms, rotation, book, out, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr
 ):  # fmt: skip
     """Give the vector of a coded row; grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -108,11 +109,13 @@ def decode_rows(
             k = i + tl.arange(0, CHUNK)
             part = level_at(codes, row, k, k < D, book, BITS, WORDS).to(tl.float64)
             there = (k < D)[:, None] & (d < D)
-            acc += tl.sum(part[:, None] * tl.load(turn + k[:, None] * D + d, mask=there, other=0.0).to(tl.float64), 0)[None, :]
+            acc += tl.sum(part[:, None] * tl.load(rotation + k[:, None] * D + d, mask=there, other=0.0).to(tl.float64), 0)[
+                None, :
+            ]
         y = acc.to(tl.float32)
     else:
         rows = row + tl.zeros([1], tl.int64)
-        y = hadamard(tl.load(book + codes_of(codes, rows, rows >= 0, BITS, P, WORDS)), D) * tl.load(turn + d)
+        y = hadamard(tl.load(book + codes_of(codes, rows, rows >= 0, BITS, P, WORDS)), D) * tl.load(rotation + d)
     tl.store(out + row * D + d, y * tl.load(norms + row), mask=d < D)
 
 
@@ -155,7 +158,7 @@ def append_coded(
     v_levels,
     v_offset,
     v_factor,
-    turn,
+    rotation,
     table,
     lengths,
     starts,
@@ -186,7 +189,7 @@ def append_coded(
     row = (page * HEADS + head) * PAGE + position % PAGE
     here = new[:, None]
     if tl.program_id(2) == 0:
-        codes, norm = encoded(k + source, here, turn, k_places, k_levels, k_offset, k_factor, D, P, KEY_BITS, MATRIX)
+        codes, norm = encoded(k + source, here, rotation, k_places, k_levels, k_offset, k_factor, D, P, KEY_BITS, MATRIX)
         store_words(k_codes, row, there, codes, KEY_BITS, P, (D * KEY_BITS + 31) // 32)
         tl.store(k_norms + row, norm, mask=there)
         return
@@ -194,7 +197,7 @@ def append_coded(
         # asked for now, needed at the end
         at, mine, shift = half_of_pair(v_codes, row, VALUE_BITS, D)
         old = tl.load(at, mask=there, other=0)
-    codes, norm = encoded(v + source, here, turn, v_places, v_levels, v_offset, v_factor, D, P, VALUE_BITS, MATRIX)
+    codes, norm = encoded(v + source, here, rotation, v_places, v_levels, v_offset, v_factor, D, P, VALUE_BITS, MATRIX)
     tl.store(v_norms + row, norm, mask=there)
     if not PAIRS:
         store_words(v_codes, row, there, codes, VALUE_BITS, P, (D * VALUE_BITS + 31) // 32)
@@ -215,7 +218,7 @@ def append_coded_latent(
     offset,
     factor,
     rope,
-    turn,
+    rotation,
     table,
     lengths,
     starts,
@@ -237,7 +240,7 @@ def append_coded_latent(
     one = tl.zeros([1], tl.int64)
     row, there, token = page * PAGE + slot + one, page + one >= 0, token.to(tl.int64)
     at = latent + (token + one)[:, None] * D
-    found, norm = encoded(at, (one >= 0)[:, None], turn, places, levels, offset, factor, D, P, BITS, MATRIX)
+    found, norm = encoded(at, (one >= 0)[:, None], rotation, places, levels, offset, factor, D, P, BITS, MATRIX)
     store_words(codes, row, there, found, BITS, P, (D * BITS + 31) // 32)
     tl.store(norms + row, norm, mask=there)
     r = tl.arange(0, PR)
@@ -247,7 +250,7 @@ def append_coded_latent(
 
 @triton.jit
 def finish_rows(o, m, l, sinks, signs, out, heads, blocks, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr):  # noqa: E741
-    """Merge the parts of a row and turn it back; grid (rows,)."""
+    """Merge the parts of a row and rotate it back; grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
     sink = float("-inf") if sinks is None else tl.load(sinks + row % heads)

@@ -8,7 +8,7 @@ from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.cuda.codec import append_coded, append_coded_latent, decode_rows, encode_rows, rotate_rows
-from auraflux.ops.turboquant.cuda.hadamard import levels_for, turn_for
+from auraflux.ops.turboquant.cuda.hadamard import levels_for, rotation_for
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 ROWS_TOGETHER = 16  # encoded by one program where there are many
@@ -17,10 +17,10 @@ MANY_PROGRAMS = 2 if INTERPRETED else 64
 
 def rotated(x: Tensor, seed: int, inverse: bool, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
     out, width = torch.empty(x.shape, dtype=dtype, device=x.device), x.shape[-1]
-    turn, matrix = turn_for(width, seed, inverse, x.device)
+    rotation, matrix = rotation_for(width, seed, inverse, x.device)
     if x.numel():
         sizes = {**_row(width), "MATRIX": matrix, "INVERSE": inverse}
-        rotate_rows[(x.numel() // width,)](x, turn, out, factor, **sizes)
+        rotate_rows[(x.numel() // width,)](x, rotation, out, factor, **sizes)
     return out
 
 
@@ -34,11 +34,11 @@ def encoded(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     codes = torch.empty(*x.shape[:-1], row_words(bits, width), dtype=torch.int32, device=x.device)
     norms = torch.empty(x.shape[:-1], device=x.device)
-    turn, matrix = turn_for(width, seed, False, x.device)
+    rotation, matrix = rotation_for(width, seed, False, x.device)
     if rows := norms.numel():
         together = _together(rows, matrix)
         sizes = {**_row(width, together), "BITS": bits, "MATRIX": matrix, "R": together}
-        encode_rows[(cdiv(rows, together),)](x, turn, *levels_for(bits, width, x.device), codes, norms, rows, **sizes)
+        encode_rows[(cdiv(rows, together),)](x, rotation, *levels_for(bits, width, x.device), codes, norms, rows, **sizes)
     return codes, norms
 
 
@@ -49,17 +49,17 @@ def _together(rows: int, matrix: bool) -> int:
 
 def decoded(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
     out = torch.empty(*norms.shape, width, device=codes.device)
-    turn, matrix = turn_for(width, seed, True, codes.device)
+    rotation, matrix = rotation_for(width, seed, True, codes.device)
     if out.numel():
         book = codebook(bits, width, codes.device)
-        decode_rows[(norms.numel(),)](codes, norms, turn, book, out, BITS=bits, MATRIX=matrix, **_row(width))
+        decode_rows[(norms.numel(),)](codes, norms, rotation, book, out, BITS=bits, MATRIX=matrix, **_row(width))
     return out
 
 
 def append(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     """Code keys and values into their pages."""
     tokens, heads, width = k.shape
-    turn, matrix = turn_for(width, pages.seed, False, k.device)
+    rotation, matrix = rotation_for(width, pages.seed, False, k.device)
     pairs = pages.arrangement is Arrangement.PAIRS
     # values in pairs are stored token by token: neighbours change bits of the same words
     together = 1 if pairs else _together(tokens * heads, matrix)
@@ -69,7 +69,7 @@ def append(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
         v,
         *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
         *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
-        turn,
+        rotation,
         *index_of(pages, starts),
         HEADS=heads,
         KEY_BITS=pages.key_bits,
@@ -87,7 +87,7 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Te
     (tokens, width), rope = latent.shape, k_rope.shape[1]
     if not tokens:
         return
-    turn, matrix = turn_for(width, pages.seed, False, latent.device)
+    rotation, matrix = rotation_for(width, pages.seed, False, latent.device)
     append_coded_latent[(tokens,)](
         latent,
         k_rope,
@@ -95,7 +95,7 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Te
         pages.norms,
         *levels_for(pages.bits, width, latent.device),
         pages.rope,
-        turn,
+        rotation,
         *index_of(pages, starts),
         R=rope,
         PR=power_of_two(rope),

@@ -1,8 +1,8 @@
 """Prompts on CUDA: what the codes stand for is written out once, and many tokens attend to that.
 
 A tile of a prompt's queries would decode every key anew; from MANY new tokens on, decoding them once and reading 16 bits is
-cheaper. Keys and values are turned back as they are written, by a product with the rotation as a matrix: queries and results,
-of which there are several to a key, then need not be turned.
+cheaper. Keys and values are rotated back as they are written, by a product with the rotation as a matrix: queries and results,
+of which there are several to a key, then need not be rotated.
 """
 
 from functools import cache
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.flash import EVERYTHING
 from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cuda.hadamard import book_for, codes_of, pairs_as_rows
@@ -40,8 +40,8 @@ def _write_rows(
     k, column = tl.arange(0, P)[:, None], tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, D, COLUMNS):
         d = first + column
-        turn = tl.load(back + k * D + d, mask=(k < D) & (d < D), other=0.0)
-        x = tl.dot(levels, turn, input_precision="ieee") * length[:, None]
+        matrix = tl.load(back + k * D + d, mask=(k < D) & (d < D), other=0.0)
+        x = tl.dot(levels, matrix, input_precision="ieee") * length[:, None]
         tl.store(out + (to + row[:, None]) * D + d, x, mask=there[:, None] & (d < D))
 
 

@@ -9,7 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
-from auraflux.ops.turboquant.cuda.encode_parts import ROW_PITCH, inverse_root, pick, place_of, swap_ptx, word_at, word_of
+from auraflux.ops.hopper.ptx import from_lane
+from auraflux.ops.hopper.shared_memory import word_at
+from auraflux.ops.turboquant.cuda.encode_parts import ROW_PITCH, inverse_root, pick, place_of, swap_ptx
 
 SQUARES = gl.constexpr(8)  # where squares begin in a row of words, as in `encode_tables`
 # for products in float64, of which one factor is 1
@@ -45,7 +47,7 @@ def _inverse(square):
 
 
 @gluon.jit
-def _turned(d, inverse, lane):
+def _hadamard(d, inverse, lane):
     """Apply the Walsh-Hadamard transform, without its factor, to a direction rounded to float32, in the reference's order."""
     u0, u1 = (d[0] * inverse).to(gl.float32), (d[1] * inverse).to(gl.float32)
     u2, u3 = (d[2] * inverse).to(gl.float32), (d[3] * inverse).to(gl.float32)
@@ -53,11 +55,11 @@ def _turned(d, inverse, lane):
     z = (a0 + a2, a1 + a3, a0 - a2, a1 - a3)
     for i in gl.static_range(5):
         sign = gl.where((lane >> i) % 2 == 0, 1.0, -1.0)
-        turned = ()
+        sums = ()
         for c in gl.static_range(4):
             args = (z[c], sign)
-            turned += (asm(swap_ptx(1 << i, "fma.rn.f32 $0, $1, $2, t;"), "=f,f,f", args, gl.float32, is_pure=False, pack=1),)
-        z = turned
+            sums += (asm(swap_ptx(1 << i, "fma.rn.f32 $0, $1, $2, t;"), "=f,f,f", args, gl.float32, is_pure=False, pack=1),)
+        z = sums
     return z
 
 
@@ -71,13 +73,13 @@ def _codes_like_reference(
     w0, w1 = word_at(source) ^ sign0, word_at(source + 4) ^ sign1
     d = (_wide(w0, False), _wide(w0, True), _wide(w1, False), _wide(w1, True))
     length, inverse = _inverse(_warp_sum((d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3]), zero))
-    z = _turned(d, inverse, lane)
+    z = _hadamard(d, inverse, lane)
     codes = 0 * lane
     for c in gl.static_range(4):
         found = place_of(z[c], scale, offset, table, BUCKETS)
         near, code = (found & 0xFFFF00) == 0, (found >> 24) & 255
         below = gl.maximum(code - 1, 0)
-        middle = word_of(middles, below) if BUCKETS == 32 else word_at(middles + below * 4)
+        middle = from_lane(middles, below) if BUCKETS == 32 else word_at(middles + below * 4)
         code = gl.where(near & (z[c] <= middle.to(gl.float32, bitcast=True)), below, code)
         # what is no number has the last code
         code = gl.where(z[c] == z[c], code, (1 << BITS) - 1)
@@ -90,7 +92,7 @@ def _taken(C, codes, mine, lane, NEAR: gl.constexpr):
     """Take the codes of a token, bytes of four neighbours in each lane, to the lanes that have it."""
     found = ()
     for j in gl.static_range(4):
-        a, b = word_of(codes, lane % 4 * 8 + 2 * j), word_of(codes, lane % 4 * 8 + 2 * j + 1)
+        a, b = from_lane(codes, lane % 4 * 8 + 2 * j), from_lane(codes, lane % 4 * 8 + 2 * j + 1)
         if not NEAR:
             a, b = pick(a, b, 0x6420), pick(a, b, 0x7531)
         found += (gl.where(mine, a, C[2 * j]), gl.where(mine, b, C[2 * j + 1]))  # type: ignore[assignment]
@@ -139,7 +141,7 @@ def store_one_by_one(
         for c in gl.static_range(4):
             code = (found >> (8 * c)) & 255
             unit = unit | (code.to(WIDE) << (STRIDE * c))
-            square = word_of(squares, code + SQUARES) if BUCKETS == 32 else word_at(squares + code * 4)
+            square = from_lane(squares, code + SQUARES) if BUCKETS == 32 else word_at(squares + code * 4)
             total += square.to(gl.float32, bitcast=True)
         for i in gl.static_range(5):
             total = asm(swap_ptx(1 << i, "add.rn.f32 $0, $1, t;"), "=f,f", [total], gl.float32, is_pure=False, pack=1)

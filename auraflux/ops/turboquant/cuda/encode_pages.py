@@ -8,10 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
-from auraflux.ops.turboquant.cuda.encode_parts import ROW_PITCH, pick, store2, store4, word_of
+from auraflux.ops.hopper.copy import wait_ptx
+from auraflux.ops.hopper.ptx import from_lane, run
+from auraflux.ops.hopper.reduce import sum_int
+from auraflux.ops.turboquant.cuda.encode_parts import ROW_PITCH, pick, store2, store4
 
 FETCH = gl.constexpr("{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}")
-COPIED = gl.constexpr("cp.async.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0; // $1")
 
 
 @gluon.jit
@@ -56,20 +58,15 @@ def _place_in_batch(starts, lengths, sequences, number, lane):
     tiles = gl.where(there & (first < end), ((end + 15) >> 4) - (first >> 4), 0)
     until = tiles
     for i in gl.static_range(5):
-        before = word_of(until, lane - (1 << i))
+        before = from_lane(until, lane - (1 << i))
         until += gl.where(lane >= (1 << i), before, 0)
     passed = (until <= number).to(gl.int32)
-    sequence = asm("redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", [passed], gl.int32, is_pure=False, pack=1)
+    sequence = sum_int(passed)
     # the last programs may have nothing to do: tiles beyond the end
     sequence = gl.minimum(sequence, sequences - 1)
-    tile = number - word_of(until - tiles, sequence)
-    start, first, end = word_of(start, sequence), word_of(first, sequence), word_of(end, sequence)
+    tile = number - from_lane(until - tiles, sequence)
+    start, first, end = from_lane(start, sequence), from_lane(first, sequence), from_lane(end, sequence)
     return sequence, start, first, end, ((first >> 4) + tile) * 16
-
-
-@gluon.jit
-def _copied(lane):
-    asm(COPIED, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -82,23 +79,23 @@ def load_tile(
         sequence, start, first, end, tile = _place_in_batch(starts, lengths, sequences, number, lane)
         pages += sequence * table_width
         _copy(x, base, start + tile - first, tokens, head, lane, HEADS)
-        _copied(lane)
+        run(wait_ptx(0), lane)
     elif LATE:
         end = gl.load(lengths)
         first = end - tokens
         tile = ((first >> 4) + number) * 16 + 0 * lane
         _copy(x, base, tile - first, tokens, head, lane, HEADS)
-        _copied(lane)
+        run(wait_ptx(0), lane)
     else:
         # as if the first position were a multiple of 16: nothing waits for the length
         _copy(x, base, number * 16, tokens, head, lane, HEADS)
         end = gl.load(lengths)
         first = end - tokens
         tile = ((first >> 4) + number) * 16 + 0 * lane
-        _copied(lane)
+        run(wait_ptx(0), lane)
         if (first & 15) != 0:
             _copy(x, base, tile - first, tokens, head, lane, HEADS)
-            _copied(lane)
+            run(wait_ptx(0), lane)
     return pages, first, end, tile
 
 

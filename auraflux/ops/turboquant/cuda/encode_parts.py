@@ -8,6 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
+from auraflux.ops.hopper.mma import MMA, MMA_U8_U8
+from auraflux.ops.hopper.ptx import from_lane
+from auraflux.ops.hopper.reduce import sum_four
+
 BOTH_SIGNS = gl.constexpr(0x80008000 - (1 << 32))
 ONES = gl.constexpr(0x3F803F80)  # two bfloat16
 ROW_PITCH = gl.constexpr(288)  # bytes of a token in shared memory, so that eight lanes never share a bank
@@ -42,7 +46,7 @@ def _transform_ptx():
     for s in range(2):
         for j in range(4):
             sums, f = "{" + ",".join(f"${4 * j + i}" for i in range(4)) + "}", 28 + 4 * j + 2 * s
-            text += "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            text += f"{MMA} "
             text += f"{sums},{{a{2 * s},b{2 * s},a{2 * s + 1},b{2 * s + 1}}},{{${f},${f + 1}}},{sums if s else '{z,z,z,z}'};"
     return text + "}"
 
@@ -127,7 +131,7 @@ def _squares_ptx(bits):
         for p in range(3):
             text += "".join(f"prmt.b32 a{i}, ${10 + 2 * p}, ${11 + 2 * p}, w{i};" for i in range(4))
             sums = "{" + ",".join(f"c{p}{i}" for i in range(4)) + "}"
-            text += "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 "
+            text += f"{MMA_U8_U8} "
             text += f"{sums},{{a0,a1,a2,a3}},{{one,one}},{sums if j else '{zero,zero,zero,zero}'};"
     for r in range(2):
         text += f"mad.lo.u32 u, c2{2 * r}, 256, c1{2 * r}; mad.lo.u32 ${r}, u, 256, c0{2 * r};"
@@ -152,28 +156,10 @@ def swap_ptx(span, combine):
 
 
 @gluon.jit
-def word_of(table, lane):
-    """Take the word of another lane."""
-    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [table, lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def pick(a, b, BYTES: gl.constexpr):
     """Choose four of the eight bytes of two words."""
     PTX: gl.constexpr = "prmt.b32 $0, $1, $2, " + hex_of(BYTES) + ";"
     return asm(PTX, "=r,r,r", [a, b], gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def word_at(place):
-    return asm("ld.shared.b32 $0, [$1];", "=r,r,~{memory}", [place], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def quad_sum(x):
-    """Sum over the four lanes that have the same tokens."""
-    x = asm(swap_ptx(1, "add.rn.f32 $0, $1, t;"), "=f,f", [x], gl.float32, is_pure=False, pack=1)
-    return asm(swap_ptx(2, "add.rn.f32 $0, $1, t;"), "=f,f", [x], gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -246,7 +232,7 @@ def joined(S, PLACE: gl.constexpr, scale, offset, BUCKETS: gl.constexpr):
 def squared_length(S, TOKEN: gl.constexpr):
     """Square the length of a token, times 32."""
     a, b, c, d = _eight(S[0], TOKEN), _eight(S[1], TOKEN), _eight(S[2], TOKEN), _eight(S[3], TOKEN)
-    return quad_sum((a + b) + (c + d))
+    return sum_four((a + b) + (c + d))
 
 
 @gluon.jit
@@ -279,8 +265,8 @@ def squares_at(C, squares):
 def squares_of(w, planes, BITS: gl.constexpr):
     """Sum the squares of the levels of two tokens, four words of eight codes each, in steps."""
     zero = w[0] * 0
-    a, b, c = word_of(planes, zero), word_of(planes, zero + 1), word_of(planes, zero + 2)
-    d, e, f = word_of(planes, zero + 3), word_of(planes, zero + 4), word_of(planes, zero + 5)
+    a, b, c = from_lane(planes, zero), from_lane(planes, zero + 1), from_lane(planes, zero + 2)
+    d, e, f = from_lane(planes, zero + 3), from_lane(planes, zero + 4), from_lane(planes, zero + 5)
     args = [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], a, b, c, d, e, f]
     REGS: gl.constexpr = operands(2, "r", ",".join("r" * 14))
     return asm(_squares_ptx(BITS), REGS, args, (gl.int32, gl.int32), is_pure=True, pack=1)

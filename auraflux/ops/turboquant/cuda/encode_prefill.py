@@ -22,6 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
+from auraflux.ops.hopper.ptx import AWAIT, SHARED_BASE, run
+from auraflux.ops.hopper.reduce import any_bits, sum_four
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.turboquant.cuda.encode_exact import settle, store_one_by_one
 from auraflux.ops.turboquant.cuda.encode_pages import fetch, load_tile, store_pairs, store_rows, words_of
@@ -33,7 +35,6 @@ from auraflux.ops.turboquant.cuda.encode_parts import (
     joined,
     load_ptx,
     operands,
-    quad_sum,
     squared_length,
     squares_at,
     squares_of,
@@ -50,9 +51,7 @@ REGISTERS, MORE_REGISTERS = 120, 128
 WIDTH, KEY_BITS, VALUE_BITS = 128, (4, 8), (2, 4, 8)
 MOST_SEQUENCES = 32
 
-AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; // $1")
 MOVE = gl.constexpr("{.reg .b32 a, b, c, d; ld.global.v4.b32 {a,b,c,d}, [$2]; st.shared.v4.b32 [$1],{a,b,c,d}; mov.b32 $0, 0;}")
-BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
 TOKENS_NBYTES = gl.constexpr(16 * 288)  # of shared memory
 # 32 times squares of lengths outside of which a square may leave float32
 SHORTEST = gl.constexpr(1e-18)
@@ -65,7 +64,7 @@ def _memory(NBYTES: gl.constexpr, lane):
     memory = gl.allocate_shared_memory(gl.int8, [NBYTES // 1024, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     memory.index(0).slice(0, 32).store(lane.to(gl.int8))
     gl.thread_barrier()
-    return memory, asm(BASE, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
+    return memory, asm(SHARED_BASE, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -100,8 +99,7 @@ def _bits(first, second, place):
 @gluon.jit
 def _named(first, second, g):
     """Set a bit for every token of a warp that any of its lanes names."""
-    mask = _bits(first, second, 2 * g)
-    return asm("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [mask], gl.int32, is_pure=False, pack=1)
+    return any_bits(_bits(first, second, 2 * g))
 
 
 @gluon.jit
@@ -130,7 +128,7 @@ def _append(
     sign_at = (signs + q * 4).to(gl.int64)
     sign = asm(load_ptx("global", 1), operands(16, "r", "l"), [sign_at], (gl.int32,) * 16, is_pure=False, pack=1)
     F = factors(g, q)
-    asm(AWAIT, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+    run(AWAIT, lane)
     pages, first, end, tile = load_tile(
         x, base, pages, lengths, starts, sequences, number, head, tokens, table_width, lane, HEADS, BATCH, PAIRS and RARE
     )
@@ -174,7 +172,7 @@ def _append(
         c, d = squares_of(words_of(C) + words_of(D), squares, BITS)
         total0, total1 = c.to(gl.float32) * STEP, d.to(gl.float32) * STEP
     else:
-        total0, total1 = quad_sum(squares_at(C, squares)), quad_sum(squares_at(D, squares))
+        total0, total1 = sum_four(squares_at(C, squares)), sum_four(squares_at(D, squares))
     if PAIRS:
         store_pairs(codes, row, q, one & two, C, D, BITS)
     else:

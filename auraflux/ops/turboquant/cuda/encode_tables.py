@@ -1,6 +1,6 @@
 """Tables that find codes by one look-up each, for the kernel that codes many tokens.
 
-Of a direction turned without its factor, a coordinate z falls into a bucket of equal width, so narrow that none holds two
+Of a direction rotated without its factor, a coordinate z falls into a bucket of equal width, so narrow that none holds two
 midpoints between levels. Let t be a number between 1 and 2 that says where z lies among the buckets. The bits of t times
 2 ** lift, plus the word of the bucket, have the code in the upper byte: the comparison with the midpoint is a carry into it.
 Where z is so close to the midpoint that float32 cannot tell, the two bytes below are zero.

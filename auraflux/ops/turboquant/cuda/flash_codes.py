@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from auraflux.ops.attention.cuda.flash import capped, keys_of_split, leave, place_keys, rows_of_tile, soften
-from auraflux.ops.attention.cuda.flash_paged import load_rows
+from auraflux.ops.hopper.flash import keys_of_split, leave, load_rows, rows_of_tile
+from auraflux.ops.hopper.pages import place_keys
+from auraflux.ops.hopper.softmax import capped, soften
 from auraflux.ops.turboquant.cuda.hadamard import codes_of, pairs_as_rows
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.flash import EVERYTHING, Parts, launch_merge, parts_like, shape_for
 from auraflux.ops.hopper.device import INTERPRETED, multiprocessors
+from auraflux.ops.hopper.flash import EVERYTHING, shape_for
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.cuda.codec import finish_rows
 from auraflux.ops.turboquant.cuda.codec_launch import page_sizes, rotated
 from auraflux.ops.turboquant.cuda.flash_codes import attend_codes, sum_coded
-from auraflux.ops.turboquant.cuda.hadamard import book_for, turn_for
+from auraflux.ops.turboquant.cuda.hadamard import book_for, rotation_for
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 
@@ -110,9 +111,9 @@ def _attend(
     factor, unit = (1.0, 1.0) if wide or latent else (scale, width**-0.5)
     if latent and not wide:
         unit = width**-0.5
-    turned = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
+    rotated_q = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
     attend_codes[(cut.tiles, key_heads, splits)](
-        turned,
+        rotated_q,
         q_rope,
         *keys,
         *values,
@@ -155,13 +156,13 @@ def _attend(
 
 
 def _finish(parts: Parts, sinks: Tensor | None, seed: int, like: Tensor) -> Tensor:
-    """Merge parts and turn the rows back, into the shape and dtype of `like`."""
+    """Merge parts and rotate the rows back, into the shape and dtype of `like`."""
     out, (rows, blocks, width) = torch.empty_like(like), parts[0].shape
-    turn, matrix = turn_for(width, seed, True, like.device)
+    rotation, matrix = rotation_for(width, seed, True, like.device)
     if matrix:
         merged = torch.empty(like.shape, device=like.device)
         launch_merge(parts, sinks, merged, like.shape[1])
         return rotated(merged, seed, True, like.dtype)
     sizes = {"D": width, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
-    finish_rows[(rows,)](*parts, sinks, turn, out, like.shape[1], blocks, **sizes)
+    finish_rows[(rows,)](*parts, sinks, rotation, out, like.shape[1], blocks, **sizes)
     return out

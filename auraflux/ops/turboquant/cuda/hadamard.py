@@ -16,17 +16,17 @@ from torch import Tensor
 from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.rotation import rotation
 
-CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix turns
+CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix rotates
 
 
 @cache
-def turn_for(width: int, seed: int, inverse: bool, device: torch.device) -> tuple[Tensor, bool]:
+def rotation_for(width: int, seed: int, inverse: bool, device: torch.device) -> tuple[Tensor, bool]:
     """Give signs [D], or the matrix [from, to] in float32, and whether it is a matrix."""
-    turn = rotation(width, seed, device)
-    if turn.signs is not None:
-        return turn.signs, False
-    assert turn.matrix is not None
-    return (turn.matrix if inverse else turn.matrix.T).contiguous(), True
+    found = rotation(width, seed, device)
+    if found.signs is not None:
+        return found.signs, False
+    assert found.matrix is not None
+    return (found.matrix if inverse else found.matrix.T).contiguous(), True
 
 
 @cache

@@ -18,9 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.attention.cuda.split_kv import (
+from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.hopper.split_kv import (
     ACROSS,
-    LOG2E,
     MOST_SPLITS,
     TILE,
     columns,
@@ -30,11 +32,9 @@ from auraflux.ops.attention.cuda.split_kv import (
     tiles_of,
     top_of_columns,
 )
-from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.turboquant.cuda.hadamard import turn_for
+from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
-from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_turned
+from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_rotated
 from auraflux.ops.turboquant.pages import LatentCodes
 
 LATENT, ROPE = 512, 64
@@ -67,7 +67,7 @@ def _upper_bits(rows):
 
 
 @gluon.jit
-def _turn(x, FROM: gl.constexpr, TO: gl.constexpr):
+def _hadamard(x, FROM: gl.constexpr, TO: gl.constexpr):
     """Apply the Walsh-Hadamard transform, without its factor, over bits of a channel that lie in one thread."""
     N: gl.constexpr = x.shape[0]
     for i in gl.static_range(FROM, TO):
@@ -89,11 +89,11 @@ def _load_queries(queries, signs, line, room, N: gl.constexpr):
 
 
 @gluon.jit
-def _turn_queries(x, sign, Q, N: gl.constexpr):
+def _hadamard_queries(x, sign, Q, N: gl.constexpr):
     """Rotate N rows of queries, as float16 in shared memory."""
-    Q.store((_turn(x.to(F32) * sign[None, :], 0, 4) * 0.25).to(F16))
+    Q.store((_hadamard(x.to(F32) * sign[None, :], 0, 4) * 0.25).to(F16))
     gl.thread_barrier()
-    x = _turn(Q.load(_upper_bits(N)).to(F32), 4, 9) * (4 * 512**-0.5)
+    x = _hadamard(Q.load(_upper_bits(N)).to(F32), 4, 9) * (4 * 512**-0.5)
     gl.thread_barrier()
     Q.store(x.to(F16))
     fence_async_shared()
@@ -126,7 +126,7 @@ def _attend(
         mbarrier.expect(more.index(1), 64 * 128)
         tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
     norm = gl.load(norms + origin.to(gl.int64) + position)
-    _turn_queries(x, sign, Q, N)
+    _hadamard_queries(x, sign, Q, N)
     mbarrier.wait(more.index(0), 0)
     for i in range(count):
         first = begin + i * 64
@@ -222,12 +222,12 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     programs, device = tokens * cdiv(heads, n), out.device
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, TILE)))
     parts = room_for(tokens * heads, splits, LATENT, torch.float32, device)
-    signs, _ = turn_for(LATENT, pages.seed, False, device)
+    signs, _ = rotation_for(LATENT, pages.seed, False, device)
     latent_code_columns[programs, splits](
         q_latent, signs, tiles_of(q_rope, n), pages.codes, tiles_of(pages.rope, TILE), pages.norms,
         table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
         LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), n, pages.bits,
         *RINGS[n, pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip
-    merge_turned(parts, signs, out, MERGED, early=True)
+    merge_rotated(parts, signs, out, MERGED, early=True)
     return out

@@ -16,11 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from auraflux.ops.hopper.ptx import SHARED_BASE
 from auraflux.ops.turboquant.codebook import codebook
 
 # of shared memory, 4 KB each
 TABLE_ROWS = gl.constexpr(8)
-SHARED_BASE = gl.constexpr("mov.u32 $0, global_smem; // $1")
 LANES = gl.constexpr("mov.u32 $0, %laneid; mul.lo.u32 $0, $0, 0x04040404; // $1")
 
 
@@ -95,7 +95,7 @@ def _write_ptx(bits, rows, first, positions):
     """
     each, count = bits // 4, 2 * rows
     words = each * count
-    lane, table, place, turn = (f"${words + 1 + k}" for k in range(4))
+    lane, table, place, swizzle = (f"${words + 1 + k}" for k in range(4))
     text = f"{{.reg .b32 h, l, a, b, t; .reg .b32 v<{4 * count}>; "
     for k in range(count):
         for j in range(each):
@@ -104,7 +104,7 @@ def _write_ptx(bits, rows, first, positions):
     for k in range(count):
         row, half = first + k // 2, k % 2
         values = ", ".join(f"v{4 * k + n}" for n in range(4))
-        text += f"xor.b32 t, {turn}, {row * 16}; add.u32 t, t, {place}; "
+        text += f"xor.b32 t, {swizzle}, {row * 16}; add.u32 t, t, {place}; "
         text += f"st.shared.v4.b32 [t + {row * 128 + half * positions * 512}], {{{values}}}; "
     return text + "mov.b32 $0, 0;}"
 
@@ -156,14 +156,14 @@ def _read(at, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr):
 
 
 @gluon.jit
-def _write(w, lanes, place, tile, turn, PIECE: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, NP: gl.constexpr):
+def _write(w, lanes, place, tile, swizzle, PIECE: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, NP: gl.constexpr):
     N: gl.constexpr = BITS * RP // 2
     PTX: gl.constexpr = _write_ptx(BITS, RP, PIECE * RP, NP)
     if N == 8:
-        args = [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], lanes, place, tile, turn]
+        args = [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], lanes, place, tile, swizzle]
     else:
         args = [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], w[14], w[15],
-                lanes, place, tile, turn]  # fmt: skip
+                lanes, place, tile, swizzle]  # fmt: skip
     gl.inline_asm_elementwise(PTX, _registers(1, N + 4), args, gl.int32, is_pure=False, pack=1)
 
 
@@ -192,7 +192,7 @@ def decode(
     ring = place + (TABLE_ROWS + ST * tile_rows(NP)) * 4096 + warp * (DEEP * NBYTES)
     to, at = ring + lane * 16, ring + lane * BITS
     source = codes.to(gl.int64) + warp * (512 * BITS) + lane * 16
-    target, turn = place + TABLE_ROWS * 4096 + lane // 8 * (NP * 128) + warp * 1024, lane % 8 * 16
+    target, swizzle = place + TABLE_ROWS * 4096 + lane // 8 * (NP * 128) + warp * 1024, lane % 8 * 16
     page0, page1 = _page_of(table, begin, 0, count, PAGE, NP), _page_of(table, begin, 1, count, PAGE, NP)
     page2 = _page_of(table, begin, 2, count, PAGE, NP)
     for n in gl.static_range(DEEP):
@@ -218,7 +218,7 @@ def decode(
                  (piece + DEEP) % PIECES, (piece + DEEP) % PIECES == 0, PAGE, NP, BITS, RP)  # fmt: skip
             if piece == 0:
                 mbarrier.wait(tiles.index(ST + i % ST), (i // ST % 2) ^ 1)
-            _write(w, lanes, place, tile, turn, piece, BITS, RP, NP)
+            _write(w, lanes, place, tile, swizzle, piece, BITS, RP, NP)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(tiles.index(i % ST))

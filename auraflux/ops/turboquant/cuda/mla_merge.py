@@ -1,4 +1,4 @@
-"""Before and after attention over coded latents on Hopper: queries are rotated, shares of results merged and turned back.
+"""Before and after attention over coded latents on Hopper: queries are rotated, shares of results merged and rotated back.
 
 Both kernels may begin before the one before them has ended, and let the next begin.
 """
@@ -16,7 +16,7 @@ MERGED = 64  # channels of a program that merges: those whose transform is left 
 
 
 @triton.jit
-def turn_rows(x, signs, out, D: tl.constexpr):
+def hadamard_rows(x, signs, out, D: tl.constexpr):
     """Rotate a row; grid (rows,)."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)[None, :]
     sign = tl.load(signs + d)
@@ -25,15 +25,15 @@ def turn_rows(x, signs, out, D: tl.constexpr):
     tl.store(out + row * D + d, hadamard(tl.load(x + row * D + d).to(tl.float32) * sign, D).to(out.dtype.element_ty))
 
 
-def turn_queries(q: Tensor, signs: Tensor) -> Tensor:
+def hadamard_queries(q: Tensor, signs: Tensor) -> Tensor:
     """Rotate queries, as float16."""
     out, width = torch.empty(q.shape, dtype=torch.float16, device=q.device), q.shape[-1]
-    turn_rows[(q.numel() // width,)](q, signs, out, width, num_warps=4, launch_pdl=True)
+    hadamard_rows[(q.numel() // width,)](q, signs, out, width, num_warps=4, launch_pdl=True)
     return out
 
 
 @triton.jit
-def merge_turned_shares(
+def merge_rotated_shares(
     o, m, l, signs, out, splits,  # noqa: E741
     D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -65,8 +65,8 @@ def merge_turned_shares(
     tl.store(out + line * D + d[None, :], y.to(out.dtype.element_ty))
 
 
-def merge_turned(parts: tuple[Tensor, Tensor, Tensor], signs: Tensor, out: Tensor, half: int, early: bool) -> None:
+def merge_rotated(parts: tuple[Tensor, Tensor, Tensor], signs: Tensor, out: Tensor, half: int, early: bool) -> None:
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D]."""
     lines, splits, width = parts[0].shape
     grid, sizes = (lines, width // MERGED), (width, power_of_two(splits), MERGED, half, early)
-    merge_turned_shares[grid](*parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)
+    merge_rotated_shares[grid](*parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)

@@ -4,34 +4,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.attention.cuda.append import place_token
 from auraflux.ops.attention.cuda.mla_rope_append import (
-    TURNED_SIZES,
-    TURNED_TYPES,
-    Turning,
+    ROTATED_SIZES,
+    ROTATED_TYPES,
+    Rotation,
     launch_sizes,
     normed_latent,
     queries_apart,
-    store_turned_key,
+    store_rotated_key,
 )
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.hopper.rope import rotate_heads
 from auraflux.ops.hopper.sizes import power_of_two
-from auraflux.ops.rope.cuda import turn_heads
 from auraflux.ops.turboquant.cuda.codec import encoded_values
-from auraflux.ops.turboquant.cuda.hadamard import levels_for, store_words, turn_for
+from auraflux.ops.turboquant.cuda.hadamard import levels_for, rotation_for, store_words
 from auraflux.ops.turboquant.pages import LatentCodes
 
 
 @triton.jit
-def turn_and_encode_latent(
+def rotate_and_encode_latent(
     q, kv, q_out, norm, inv_freq, positions, mscale, eps, q_pitch, heads, codes, norms, places, levels, offset, factor, rope,
     signs, table, lengths, starts, sequences, table_width, pool, C: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Encode a token's latent and store its key, or turn HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
+    """Encode a token's latent and store its key, or rotate HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
     token, block = tl.program_id(0), tl.program_id(1)
     if block > 0:
-        turn_heads(
+        rotate_heads(
             q, None, inv_freq, positions, q_out, block - 1, heads, q_pitch, R, R // 2, mscale, 0.0, INTERLEAVED, HEADS, HALF, 0
         )
         return
@@ -39,23 +39,24 @@ def turn_and_encode_latent(
     y = normed_latent(source, norm, eps, C, P)
     page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
     row, there = page * PAGE + slot, page >= 0
-    store_turned_key(source + C, inv_freq, tl.load(positions + token), mscale, rope, row, there, R, HALF, INTERLEAVED)
+    store_rotated_key(source + C, inv_freq, tl.load(positions + token), mscale, rope, row, there, R, HALF, INTERLEAVED)
     found, norm_of_codes = encoded_values(y.to(tl.float64), signs, places, levels, offset, factor, C, BITS)
     rows, here = row + tl.zeros([1], tl.int64), page + tl.zeros([1], tl.int64) >= 0
     store_words(codes, rows, here, found, BITS, C, (C * BITS + 31) // 32)
     tl.store(norms + rows, norm_of_codes, mask=here)
 
 
-def encode_turned_latent(
-    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float, turning: Turning
-) -> tuple[Tensor, Tensor]:
-    """Store latents as codes and keys as they are; gives the plain parts of the queries, heads apart, and the turned ones."""
-    plain, turned, out = queries_apart(q, heads, nope)
-    grid, sizes = launch_sizes(turned, kv, turning)
-    turn_and_encode_latent[grid](
-        *(turned, kv, out, norm, turning[0], turning[1], float(turning[2]), float(eps), turned.stride(1), heads),
+def rope_encode(
+    q: Tensor, kv: Tensor, heads: int, nope: int, pages: LatentCodes, starts: Tensor, norm: Tensor, eps: float,
+    rotation: Rotation,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Store latents as codes and keys as they are; gives the plain parts of the queries, heads apart, and the rotated ones."""
+    plain, rotated, out = queries_apart(q, heads, nope)
+    grid, sizes = launch_sizes(rotated, kv, rotation)
+    rotate_and_encode_latent[grid](
+        *(rotated, kv, out, norm, rotation[0], rotation[1], float(rotation[2]), float(eps), rotated.stride(1), heads),
         *(pages.codes, pages.norms, *levels_for(pages.bits, pages.width, q.device), pages.rope),
-        turn_for(pages.width, pages.seed, False, q.device)[0],
+        rotation_for(pages.width, pages.seed, False, q.device)[0],
         *(pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]),
         C=pages.width,
         BITS=pages.bits,
@@ -68,5 +69,5 @@ def encode_turned_latent(
 
 _STORED = "*i32 *fp32 *i64 *i64 fp32 fp32 *bf16 *fp32 *i32 *i32 *i32 i32 i32 i32"
 CODED_BUILDS = [
-    Build(turn_and_encode_latent, f"{TURNED_TYPES} {_STORED}", {**TURNED_SIZES, "BITS": 8}, True, {"num_warps": 4}),
+    Build(rotate_and_encode_latent, f"{ROTATED_TYPES} {_STORED}", {**ROTATED_SIZES, "BITS": 8}, True, {"num_warps": 4}),
 ]

@@ -17,13 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.attention.cuda.mla_tma import ROWS
-from auraflux.ops.attention.cuda.split_kv import LOG2E, MOST_SPLITS, columns, room_for, share_of, tiles_of
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.turboquant.cuda.hadamard import turn_for
+from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.hopper.split_kv import MOST_SPLITS, columns, room_for, share_of, tiles_of
+from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
-from auraflux.ops.turboquant.cuda.mla_merge import merge_turned, turn_queries
+from auraflux.ops.turboquant.cuda.mla_merge import hadamard_queries, merge_rotated
 from auraflux.ops.turboquant.pages import LatentCodes
 
 HEADS, LATENT = 64, 512  # of a program, and channels
@@ -36,6 +36,7 @@ F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr
 LEVELS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # wider instructions want more registers than the compiler sees
 SUMS = gl.constexpr(columns(128))
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -189,12 +190,12 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, 2 * TILE)))
     # rounded once more, which means of many shares do not show
     parts = room_for(tokens * heads, splits, LATENT, torch.float16, device)
-    signs, _ = turn_for(LATENT, pages.seed, False, device)
+    signs, _ = rotation_for(LATENT, pages.seed, False, device)
     latent_code_rows[programs, splits](
-        tiles_of(turn_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), pages.codes, tiles_of(pages.rope, TILE),
+        tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), pages.codes, tiles_of(pages.rope, TILE),
         pages.norms, table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
         LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), TILE, pages.bits,
         *RINGS[pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
-    merge_turned(parts, signs, out, 32, early=False)
+    merge_rotated(parts, signs, out, 32, early=False)
     return out

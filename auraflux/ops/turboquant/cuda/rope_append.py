@@ -1,4 +1,4 @@
-"""New tokens on CUDA: queries and keys are normalised and turned by position, keys and values coded into their pages, all in
+"""New tokens on CUDA: queries and keys are normalised and rotated by RoPE, keys and values coded into their pages, all in
 one launch. A program takes a head of a token: decoding has few of them, and each is short."""
 
 import triton
@@ -6,19 +6,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.attention.cuda.append import place_token
 from auraflux.ops.hopper.device import not_hopper
-from auraflux.ops.rope.cuda import cos_sin
+from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.hopper.rope import cos_sin
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cuda.codec import encoded_values
 from auraflux.ops.turboquant.cuda.codec_launch import index_of, page_sizes
 from auraflux.ops.turboquant.cuda.hadamard import (
     half_of_pair,
     levels_for,
+    rotation_for,
     store_half,
     store_half_units,
     store_words,
-    turn_for,
 )
 from auraflux.ops.turboquant.pages import CodePages
 
@@ -34,11 +34,11 @@ def begin_next(EARLY: tl.constexpr):
 
 
 @triton.jit
-def turned_row(
+def rotated_row(
     x, weight, inv_freq, position, half, mscale, eps,
     kind: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Load a head, normalise it where it has a weight, and turn it: [1, D] float32, rounded to `kind` as if it were stored."""
+    """Load a head, normalise it where it has a weight, and rotate it: [1, D] float32, rounded to `kind` as if stored."""
     d = tl.arange(0, D)[None, :]
     if INTERLEAVED:
         pair, first, other = d // 2, d % 2 == 0, d ^ 1
@@ -55,12 +55,12 @@ def turned_row(
         factor = 1.0 / tl.sqrt(tl.sum(a * a, 1, keep_dims=True) / D + eps)
         a = (a * factor * tl.load(weight + d).to(tl.float32)).to(kind).to(tl.float32)
         b = (b * factor * tl.load(weight + other).to(tl.float32)).to(kind).to(tl.float32)
-    turned = a * (cosine * mscale) + tl.where(first, -b, b) * (sine * mscale)
-    return tl.where(turns, turned, a).to(kind).to(tl.float32)
+    rotated = a * (cosine * mscale) + tl.where(first, -b, b) * (sine * mscale)
+    return tl.where(turns, rotated, a).to(kind).to(tl.float32)
 
 
 @triton.jit
-def turn_and_append(
+def rotate_and_append(
     q, k, v, q_out, q_weight, k_weight, inv_freq, positions, half, mscale, eps, q_pitch,
     k_codes, k_norms, k_places, k_levels, k_offset, k_factor, v_codes, v_norms, v_places, v_levels, v_offset, v_factor,
     signs, table, lengths, starts, sequences, table_width, pool, Q_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
@@ -77,7 +77,7 @@ def turn_and_append(
     if head >= 2 * HEADS:
         row = token * Q_HEADS + head - 2 * HEADS
         position = tl.load(positions + token)
-        y = turned_row(q + row * q_pitch, q_weight, inv_freq, position, half, mscale, eps, kind, D, INTERLEAVED, EARLY)
+        y = rotated_row(q + row * q_pitch, q_weight, inv_freq, position, half, mscale, eps, kind, D, INTERLEAVED, EARLY)
         tl.store(q_out + row * D + d, y.to(kind))
         return
     page, slot = place_token(tl.program_id(1), table, lengths, starts, sequences, table_width, pool, PAGE, S)
@@ -86,7 +86,7 @@ def turn_and_append(
     source = (token * HEADS + head % HEADS) * D
     if head < HEADS:
         position = tl.load(positions + token)
-        y = turned_row(k + source, k_weight, inv_freq, position, half, mscale, eps, kind, D, INTERLEAVED, EARLY)
+        y = rotated_row(k + source, k_weight, inv_freq, position, half, mscale, eps, kind, D, INTERLEAVED, EARLY)
         codes, norm = encoded_values(y.to(tl.float64), signs, k_places, k_levels, k_offset, k_factor, D, KEY_BITS)
         store_words(k_codes, row, there, codes, KEY_BITS, D, (D * KEY_BITS + 31) // 32)
         tl.store(k_norms + row, norm, mask=there)
@@ -123,12 +123,12 @@ def append(
     """Code keys and values into their pages; gives the rotated queries."""
     tokens, heads, width = k.shape
     out, early = q.new_empty(q.shape), not_hopper(q.device) is None
-    turn_and_append[(2 * heads + q.shape[1], tokens)](
+    rotate_and_append[(2 * heads + q.shape[1], tokens)](
         *(q, k, v, out, *(norms or (None, None)), inv_freq, positions),
         *(inv_freq.shape[0], float(mscale), float(eps), q.stride(1)),
         *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
         *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
-        turn_for(width, pages.seed, False, k.device)[0],
+        rotation_for(width, pages.seed, False, k.device)[0],
         *index_of(pages, starts),
         Q_HEADS=q.shape[1],
         HEADS=heads,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import is_exact
 from auraflux.ops.attention.cuda import attention, split_latent
-from auraflux.ops.attention.cuda.mla_rope_append import MOST_TURNED
+from auraflux.ops.attention.cuda.mla_rope_append import MOST_FUSED
 from auraflux.ops.hopper.device import interpreted, not_hopper
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import norm_rope, rope
@@ -160,8 +160,8 @@ def _refuses_rope_first(call: RopeAppend) -> str | None:
 
 
 def _rope_first(call: RopeAppend) -> Tensor:
-    turning = call.inv_freq, call.positions, call.norms, call.eps, call.mscale, call.interleaved
-    q, k = norm_rope(call.q, call.k, *turning)
+    rotation = call.inv_freq, call.positions, call.norms, call.eps, call.mscale, call.interleaved
+    q, k = norm_rope(call.q, call.k, *rotation)
     APPEND(Append(k, call.v, call.pages, call.starts))
     return q
 
@@ -172,18 +172,18 @@ def _appended(call: RopeAppend) -> list[tuple[Routes[Append, None], Append]]:
 
 def _refuses_mla_rope_append(call: RopeAppendLatent) -> str | None:
     tokens, width = call.q.shape
-    if not 0 < tokens <= MOST_TURNED:
-        return f"{tokens} new tokens; it is for 1 to {MOST_TURNED}"
-    if 2 * len(call.turning[0]) != width // call.heads - call.nope:
+    if not 0 < tokens <= MOST_FUSED:
+        return f"{tokens} new tokens; it is for 1 to {MOST_FUSED}"
+    if 2 * len(call.rotation[0]) != width // call.heads - call.nope:
         return "some channels of keys are not rotated by position"
     return _no_power(call.pages.width)
 
 
 def _latent_rope_first(call: RopeAppendLatent) -> tuple[Tensor, Tensor]:
     q_nope, q_rope, latent, k_rope = split_latent(call.q, call.kv, call.heads, call.nope)
-    latent, k_rope = rms_norm(latent, call.norm, call.eps), rope(k_rope[:, None], *call.turning)[:, 0]
+    latent, k_rope = rms_norm(latent, call.norm, call.eps), rope(k_rope[:, None], *call.rotation)[:, 0]
     codec_launch.append_latent(latent, k_rope, call.pages, call.starts)
-    return q_nope, rope(q_rope, *call.turning)
+    return q_nope, rope(q_rope, *call.rotation)
 
 
 ATTEND: Routes[Attend, Tensor] = Routes(
@@ -208,7 +208,7 @@ ROPE_APPEND: Routes[RopeAppend, Tensor] = Routes(
     Route("norm and RoPE first", _refuses_rope_first, _rope_first, _appended),
 )
 ROPE_APPEND_LATENT: Routes[RopeAppendLatent, tuple[Tensor, Tensor]] = Routes(
-    Route("mla_rope_append", _refuses_mla_rope_append, lambda call: mla_rope_append.encode_turned_latent(*call)),
+    Route("mla_rope_append", _refuses_mla_rope_append, lambda call: mla_rope_append.rope_encode(*call)),
     Route("norm and RoPE first, then codec", _never, _latent_rope_first),
 )
 ROUTES: dict[str, Routes[Any, Any]] = {

@@ -1,9 +1,9 @@
-"""What all attention kernels on CUDA share: which rows a program has, which keys they see, and the running softmax.
+"""Flash attention in Triton: which rows a program has, which keys they see, and what it stores.
 
 The rows of a program are query heads that share a key head, of one token or of several: row r of a sequence is head r % G of
 its token r // G. Nobody on the host knows how the tokens fall to sequences, so the grid has room for the worst case: sequence b
 begins at tile starts[b] * G // M + b, and tiles that get no row end at once. With few tiles the keys are split too, into equal
-shares of what the rows see, and the parts merged by a second kernel. Scores are kept in units of log2(e).
+shares of what the rows see, and the parts merged by a second kernel. The softmax is in `softmax.py`.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,11 @@ from torch import Tensor
 
 from auraflux.ops.hopper.device import INTERPRETED, multiprocessors
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.softmax import LN2
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 EVERYTHING = 1 << 30  # positions; further back than any sequence is long
 MOST_SPLITS = 128
 PROGRAMS_INTERPRETED = 16  # at a time, where each takes milliseconds and none runs beside another
-
-Parts = tuple[Tensor, Tensor, Tensor]
 
 
 class Shape(NamedTuple):
@@ -102,44 +99,11 @@ def keys_of_split(first, last, window, block, split, splits, N: tl.constexpr):
 
 
 @triton.jit
-def place_keys(
-    table, first, end, head, table_width, pool, HEADS: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """Find N keys in the pool: a row, how many rows each lies after it, and whether it is there.
-
-    A table that leads outside the pool is not followed. ALIGNED means that all N keys lie in one page.
-    """
-    key = first + tl.arange(0, N)
-    if ALIGNED:
-        page = tl.load(table + first // PAGE, mask=first < table_width * PAGE, other=-1)
-        there = (key < end) & (page >= 0) & (page < pool)
-        origin = (page.to(tl.int64) * HEADS + head) * PAGE + first % PAGE
-        row = tl.arange(0, N)
-    else:
-        page = tl.load(table + key // PAGE, mask=(key < end) & (key < table_width * PAGE), other=-1)
-        there = (page >= 0) & (page < pool)
-        origin = tl.cast(0, tl.int64)
-        row = (page.to(tl.int64) * HEADS + head) * PAGE + key % PAGE
-    return origin, row, there
-
-
-@triton.jit
-def capped(s, softcap, SOFTCAP: tl.constexpr):
-    """Squash scores, and bring them to base 2."""
-    if SOFTCAP:
-        # tanh by one exponential; its absolute error is what counts here
-        s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (s / softcap)) + 1.0))
-    return s * LOG2E
-
-
-@triton.jit
-def soften(s, m, l):  # noqa: E741
-    """Take a tile of scores into the running softmax: weights, what becomes of earlier sums, maximum and sum."""
-    top = tl.maximum(m, tl.max(s, 1))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s - safe[:, None])
-    fade = tl.exp2(m - safe)
-    return p, fade, top, l * fade + tl.sum(p, 1)
+def load_rows(base, row, there, D: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
+    """Load rows of D elements as [rows, P], zeros where there is none."""
+    d = tl.arange(0, P)
+    x = tl.load(base + row[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+    return x.to(tl.float32) if WIDE else x
 
 
 @triton.jit
@@ -178,80 +142,3 @@ def leave(out, parts, at, live, acc, m, l, sink, split, splits, D: tl.constexpr,
         tl.store(o + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
         tl.store(highest + at, m * LN2, mask=live)
         tl.store(sums + at, l, mask=live)
-
-
-@triton.jit
-def merged_row(o, m, l, row, sink, blocks, d, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr):  # noqa: E741
-    """Merge the blocks of one row at coordinates `d`, `sink` being one more block's logit, or -inf: sums, maximum, total."""
-    s = tl.arange(0, S)
-    l_all = tl.load(l + row * blocks + s, mask=s < blocks, other=0.0)
-    m_all = tl.load(m + row * blocks + s, mask=(s < blocks) & (l_all != 0), other=float("-inf"))
-    highest = tl.maximum(tl.max(m_all, 0), sink)
-    top = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.where(l_all != 0, tl.exp(m_all - top) * l_all, 0.0), 0) + tl.exp(sink - top)
-    acc = tl.zeros([d.shape[0]], tl.float32)
-    for first in range(0, blocks, C):
-        block = first + tl.arange(0, C)
-        live = tl.load(l + row * blocks + block, mask=block < blocks, other=0.0) != 0
-        high = tl.load(m + row * blocks + block, mask=live, other=float("-inf"))
-        at = (row * blocks + block)[:, None] * D + d[None, :]
-        values = tl.load(o + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-        acc += tl.sum(tl.where(live, tl.exp(high - top), 0.0)[:, None] * values, 0)
-    return acc, highest, total
-
-
-@triton.jit
-def merge(o, m, l, sinks, out, heads, blocks, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, C: tl.constexpr):  # noqa: E741
-    """Merge the blocks of one row; grid (rows, parts of P coordinates)."""
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * P + tl.arange(0, P)
-    sink = float("-inf") if sinks is None else tl.load(sinks + row % heads)
-    acc, _, total = merged_row(o, m, l, row, sink, blocks, d, D, S, C)
-    found = tl.where(total == 0, 0.0, acc / total)
-    tl.store(out + row * D + d, found.to(out.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
-def join(
-    o,
-    m,
-    l,  # noqa: E741
-    sinks,
-    out_o,
-    out_m,
-    out_l,
-    heads,
-    blocks,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Merge the blocks of one row into one block; grid (rows, parts of P coordinates)."""
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * P + tl.arange(0, P)
-    sink = float("-inf") if sinks is None else tl.load(sinks + row % heads)
-    acc, highest, total = merged_row(o, m, l, row, sink, blocks, d, D, S, C)
-    tl.store(out_o + row * D + d, acc, mask=d < D)
-    tl.store(out_m + row, highest, mask=tl.program_id(1) == 0)
-    tl.store(out_l + row, total, mask=tl.program_id(1) == 0)
-
-
-def launch_merge(parts: Parts, sinks: Tensor | None, out: Tensor | Parts, heads: int) -> None:
-    """Merge parts [rows, blocks, D], [rows, blocks], [rows, blocks] into out [rows, D], or into parts of one block."""
-    rows, blocks, width = parts[0].shape
-    piece = min(64, power_of_two(width))
-    sizes = {"D": width, "P": piece, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
-    grid = rows, cdiv(width, piece)
-    if rows and isinstance(out, tuple):
-        join[grid](*parts, sinks, *out, heads, blocks, **sizes)
-    elif rows:
-        merge[grid](*parts, sinks, out, heads, blocks, **sizes)
-
-
-def parts_like(rows: int, splits: int, width: int, device: torch.device) -> Parts:
-    return (
-        torch.empty(rows, splits, width, device=device),
-        torch.empty(rows, splits, device=device),
-        torch.empty(rows, splits, device=device),
-    )

@@ -25,20 +25,19 @@ from auraflux.ops.hopper.sizes import power_of_two
 TILE = 64  # positions
 MOST_SPLITS = 128
 WARPS = 4  # of a program that merges
-LOG2E = gl.constexpr(1.4426950408889634)
 ACROSS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of what warps tell each other, [4, columns]
 LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.constexpr_function
 def columns(n):
-    """Accumulators with n columns."""
+    """Lay out accumulators of wgmma with n columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
 
 
 @gluon.constexpr_function
 def quarters(n):
-    """Four rows in every thread, with n columns as accumulators have them."""
+    """Lay out four rows in every thread, with n columns as accumulators have them."""
     more = [[0, 8 << i] for i in range((n // 8).bit_length() - 1)]
     lanes, warps = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]]
     return gl.DistributedLinearLayout([[1, 0], [2, 0], [0, 1], *more], lanes, warps, [], [4, n])
@@ -57,7 +56,7 @@ def top_of_columns(x, room, N: gl.constexpr):
 
 @gluon.jit
 def sum_of_columns(x, room, N: gl.constexpr):
-    """The same for sums."""
+    """Sum each column of 64 rows in the same way."""
     room.store(gl.sum(gl.reshape(x, [4, 16, N]), 1))
     gl.thread_barrier()
     return gl.convert_layout(gl.sum(room.load(quarters(N)), 0), gl.SliceLayout(0, columns(N)))
@@ -125,12 +124,14 @@ def merge(parts: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tenso
 
 
 def room_for(lines: int, splits: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate shares [lines, splits, width] in `dtype`, and their largest scores and sums of weights."""
     highest, sums = torch.empty(2, lines, splits, device=device)
     return torch.empty(lines, splits, width, dtype=dtype, device=device), highest, sums
 
 
 @cache
 def tile_layout(rows: int, width: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    """Lay out a tile in shared memory as TMA writes it and wgmma reads it."""
     return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
 
 

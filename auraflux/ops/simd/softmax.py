@@ -1,4 +1,4 @@
-"""What the kernels share about the running softmax: capped scores, and joining partial sums."""
+"""The running softmax of attention in float32: capped scores, and the merge of partial sums."""
 
 import numpy as np
 

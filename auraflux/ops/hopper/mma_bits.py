@@ -1,4 +1,4 @@
-"""How a warp multiplies codes of 2 to 8 bits on Hopper: PTX for what a thread does, for Gluon kernels.
+"""Products of codes of 2 to 8 bits, and of MXFP4, with tokens in bf16: PTX for what a thread does, for Gluon kernels.
 
 Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
 column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
@@ -16,18 +16,20 @@ column each lane (g, t) has some codes of rows g and g + 8, and the x that belon
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+from auraflux.ops.hopper.mma import MMA
+
 MX_SHIFT = gl.constexpr(2.0**62)  # what is left of 2**126 after x has had its 2**64
 
 
 @gluon.constexpr_function
 def word_count(bits, column):
-    """Words of a row that a lane reads for a column; those of 3 and 5 bits are shared with its neighbours."""
+    """Count the words of a row that a lane reads for a column; those of 3 and 5 bits are shared with its neighbours."""
     return 4 if bits in (3, 5) else bits * column // 128
 
 
 @gluon.constexpr_function
 def _select_ptx(to, low, high, split):
+    """Bits of `split` from the low word, the others from the high one, in both halves."""
     return f"lop3.b32 {to},{low},{high},{split * 0x10001:#x},0xE4;"
 
 
@@ -39,7 +41,7 @@ def _place_ptx(to, source, bits, at):
 
 @gluon.constexpr_function
 def field_places(bits, fields):
-    """Where code i of a stream of halves is taken from: (half, shift, place after it), place None where it spans two halves."""
+    """Tell where code i of a stream of halves is taken from: half, shift, place after it; place None where it spans two."""
     found = []
     shift, half = 0, 0
     for i in range(fields):
@@ -56,6 +58,7 @@ def field_places(bits, fields):
 
 @gluon.constexpr_function
 def offsets(bits, fields):
+    """What each code of a column has been added to."""
     return [256 if bits == 8 else 128 >> (place or 0) for _, _, place in field_places(bits, fields)]
 
 
@@ -151,6 +154,7 @@ def column_ptx(bits, column, affine, tiles, gang):
 
 @gluon.constexpr_function
 def column_regs(bits, column, tiles, gang):
+    """Constraints of `column_ptx`."""
     return "=&f," * (4 * tiles * gang) + "r," * (2 * word_count(bits, column) * gang + column // 8 * tiles) + "r"
 
 
@@ -174,6 +178,7 @@ def words_ptx(bits, column, place, pitch):
 
 @gluon.constexpr_function
 def words_regs(bits, column):
+    """Constraints of `words_ptx`."""
     return "=r," * (2 * word_count(bits, column)) + "r,r,~{memory}"
 
 
@@ -194,6 +199,7 @@ def x_ptx(bits, column, affine, place):
 
 @gluon.constexpr_function
 def x_regs(column, place):
+    """Constraints of `x_ptx`."""
     return "=&r," * (column // 8) + ("l,l" if place == "global" else "r,r,~{memory}")
 
 
@@ -216,6 +222,7 @@ def sums_ptx(bits, column):
 
 @gluon.constexpr_function
 def sums_regs(column):
+    """Constraints of `sums_ptx`."""
     return "=&f," * 4 + ",".join("r" * (column // 8))
 
 
@@ -240,7 +247,7 @@ def copy_part_ptx(row_nbytes, part_nbytes, pitch, even):
 
 @gluon.jit
 def load_x(x, t, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.constexpr, PLACE: gl.constexpr):
-    """The x of a lane's codes of a column that begins at address `x`."""
+    """Load the x of a lane's codes of a column that begins at address `x`."""
     APART: gl.constexpr = BITS == 3 or BITS == 5
     at = x + t * (16 if APART else COLUMN // 2)
     args = [at, at + (64 if APART else 16)]
@@ -250,7 +257,7 @@ def load_x(x, t, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.constexpr,
 
 @gluon.jit
 def column_starts(x, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.constexpr):
-    """Of columns 2t and 2t + 1: sums of x, and minus sums of offset * x."""
+    """Sum x over columns 2t and 2t + 1, and give minus their sums of offset * x."""
     if AFFINE:
         text: gl.constexpr = sums_ptx(BITS, COLUMN)
         sums = gl.inline_asm_elementwise(text, sums_regs(COLUMN), x, (gl.float32,) * 4, is_pure=True, pack=1)
@@ -261,6 +268,7 @@ def column_starts(x, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.conste
 
 @gluon.jit
 def words_at(at, after, PLACE: gl.constexpr, BITS: gl.constexpr, COLUMN: gl.constexpr, PITCH: gl.constexpr):
+    """Load a lane's words of rows g and g + 8 of the column at byte PLACE; `after` is the next word of a stream."""
     text: gl.constexpr = words_ptx(BITS, COLUMN, PLACE, PITCH)
     COUNT: gl.constexpr = 2 * word_count(BITS, COLUMN)
     return gl.inline_asm_elementwise(text, words_regs(BITS, COLUMN), [at, after], (gl.int32,) * COUNT, is_pure=False, pack=1)
@@ -270,7 +278,7 @@ def words_at(at, after, PLACE: gl.constexpr, BITS: gl.constexpr, COLUMN: gl.cons
 def column_sums(
     words, x, shift, BITS: gl.constexpr, COLUMN: gl.constexpr, AFFINE: gl.constexpr, TILES: gl.constexpr, GANG: gl.constexpr
 ):
-    """Σ (offset + code) x of GANG columns: rows g and g + 8, columns 2t and 2t + 1 of each tile of x."""
+    """Sum (offset + code) * x over GANG columns: rows g and g + 8, columns 2t and 2t + 1 of each tile of x."""
     text: gl.constexpr = column_ptx(BITS, COLUMN, AFFINE, TILES, GANG)
     args = words + x + (shift,)
     regs: gl.constexpr = column_regs(BITS, COLUMN, TILES, GANG)

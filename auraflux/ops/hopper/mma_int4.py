@@ -1,4 +1,4 @@
-"""How a warp multiplies four-bit codes on Hopper: PTX for what a thread does, for Gluon kernels.
+"""Products of groups of four-bit codes with tokens in bf16: PTX for what a thread does, for Gluon kernels.
 
 Every tensor has one element per thread.
 
@@ -13,7 +13,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+from auraflux.ops.hopper.mma import MMA
 
 
 def _group_ptx(tiles: int) -> Any:
@@ -68,39 +68,21 @@ def _normed_x_ptx(added: bool) -> Any:
     return gl.constexpr(text + "}")
 
 
-def _copy_ptx(how: str, size: int) -> Any:
-    copy = f"@p cp.async.{how}.shared.global [$1],[$2],{size};"
-    return gl.constexpr(f"{{.reg .pred p; setp.ne.b32 p,$3,0; {copy} mov.b32 $0,0;}}")
-
-
 def _sum_ptx() -> Any:
+    """Sums of x over 64 inputs, by a product with ones. Out: columns 2t and 2t + 1. In: 8 pairs of x."""
     step = f"{MMA} {{$0,$1,d0,d1}},{{one,one,one,one}},"
     text = "{.reg .b32 one; .reg .f32 z,d0,d1; mov.b32 one,0x3F803F80; mov.f32 z,0f00000000;" + step + "{$2,$6},{z,z,z,z};"
     return gl.constexpr(text + "".join(f"{step}{{${2 + j},${6 + j}}},{{$0,$1,d0,d1}};" for j in (1, 2, 3)) + "}")
 
 
 def _registers(tiles: int) -> Any:
+    """Constraints of `_group_ptx`."""
     return gl.constexpr("=&f," * 4 * tiles + "l,l," + "r," * 8 * tiles + "f," * (2 * tiles - 1) + "f")
 
 
 GROUP8, GROUP16, REGS8, REGS16 = _group_ptx(1), _group_ptx(2), _registers(1), _registers(2)
 X_GLOBAL, X_SHARED, SUM_X = _x_ptx("ld.global"), _x_ptx("ld.shared"), _sum_ptx()
 NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
-
-
-def _sum_lanes_ptx(*masks: int) -> Any:
-    steps = (f"shfl.sync.bfly.b32 t,$0,{mask},31,0xffffffff; add.f32 $0,$0,t;" for mask in masks)
-    return gl.constexpr("{.reg .f32 t; mov.f32 $0,$1;" + "".join(steps) + "}")
-
-
-SUM_LANES, SUM_FOUR = _sum_lanes_ptx(16, 8, 4, 2, 1), _sum_lanes_ptx(2, 1)
-COPY8, COPY16 = _copy_ptx("ca", 8), _copy_ptx("cg", 16)
-COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0,0; // $1")
-SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
-# after this x may be read; the next kernel may start at once, since all it reads early is weights
-AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
-WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
-LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
 
 
 @gluon.constexpr_function
@@ -125,24 +107,9 @@ def _halves_ptx(row_nbytes, rows):
     return text + "}"
 
 
-@gluon.constexpr_function
-def wait_ptx(pending):
-    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1"
-
-
-@gluon.jit
-def run(PTX: gl.constexpr, lane):
-    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def copy(PTX: gl.constexpr, to, source, there):
-    args = [to, source.to(gl.int64), there.to(gl.int32)]
-    gl.inline_asm_elementwise(PTX, "=r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
+    """Copy 128 bytes of each of ROWS rows to a slot, chunks swizzled by row, where `there`."""
     r, chunk = lane // 8, lane % 8
     even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
     args = [even, odd, (source + r * (K // 2) + chunk * 16).to(gl.int64), there.to(gl.int32)]
@@ -151,7 +118,7 @@ def copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.constexpr):
-    """128 bytes of each of ROWS rows; half of them begin at `first`, half at `second`."""
+    """Copy the same of rows of which half begin at `first`, half at `second`."""
     r, chunk = lane // 8, lane % 8
     even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
     mine = r * (K // 2) + chunk * 16
@@ -161,60 +128,35 @@ def copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.cons
 
 @gluon.jit
 def codes_at(at):
-    """Rows g and g + 8 of one group, 16 codes each."""
+    """Load 16 codes of row g and of row g + 8 of one group."""
     text: gl.constexpr = "ld.shared.b64 $0,[$2]; ld.shared.b64 $1,[$2+1024];"
     return gl.inline_asm_elementwise(text, "=l,=l,r,~{memory}", [at], (gl.int64,) * 2, is_pure=False, pack=1)
 
 
 @gluon.jit
-def four_at(at):
-    return gl.inline_asm_elementwise("ld.shared.b64 $0,[$1];", "=l,r,~{memory}", [at], gl.int64, is_pure=False, pack=1)
-
-
-@gluon.jit
-def word_at(at):
-    return gl.inline_asm_elementwise("ld.shared.b32 $0,[$1];", "=r,r,~{memory}", [at], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def put(at, value):
-    text: gl.constexpr = "st.shared.f32 [$1],$2; mov.b32 $0,0;"
-    gl.inline_asm_elementwise(text, "=r,r,f,~{memory}", [at, value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def load_x(PTX: gl.constexpr, REGS: gl.constexpr, first, second):
+    """Load 16 values of x as 8 pairs (j, j + 4), from global (X_GLOBAL) or shared memory (X_SHARED)."""
     return gl.inline_asm_elementwise(PTX, REGS, [first, second], (gl.int32,) * 8, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_normed_x(PTX: gl.constexpr, x, norm, delta, total, stores):
-    """16 values of x times those of a norm, and the sum of their squares before; delta is added first, the sum stored."""
+    """Load 16 values of x times those of a norm, and the sum of their squares before; delta is added first, the sum stored."""
     args = [x, norm, delta, total, stores.to(gl.int32)]
     REGS: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&f,l,l,l,l,r,~{memory}"
     return gl.inline_asm_elementwise(PTX, REGS, args, (gl.int32,) * 8 + (gl.float32,), is_pure=False, pack=1)
 
 
 @gluon.jit
-def sum_lanes(value):
-    return gl.inline_asm_elementwise(SUM_LANES, "=&f,f", [value], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def sum_four(value):
-    """The sum over lanes 4g to 4g + 3."""
-    return gl.inline_asm_elementwise(SUM_FOUR, "=&f,f", [value], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def sum_x(x):
+    """Sum x over a group: columns 2t and 2t + 1."""
     args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
     return gl.inline_asm_elementwise(SUM_X, "=&f,=&f,r,r,r,r,r,r,r,r", args, (gl.float32,) * 2, is_pure=True, pack=1)
 
 
 @gluon.jit
 def group_sums(w, x, X, TILES: gl.constexpr):
-    """Σ code x of one group: rows g and g + 8, tokens 2t and 2t + 1 (and those plus 8 when TILES is 2)."""
+    """Sum code * x over one group: rows g and g + 8, tokens 2t and 2t + 1 (and those plus 8 when TILES is 2)."""
     if TILES == 1:
         args = [w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], X[0] * -128.0, X[1] * -128.0]
         sums = gl.inline_asm_elementwise(GROUP8, REGS8, args, (gl.float32,) * 4, is_pure=True, pack=1)
@@ -225,17 +167,3 @@ def group_sums(w, x, X, TILES: gl.constexpr):
         ]  # fmt: skip
         sums = gl.inline_asm_elementwise(GROUP16, REGS16, args, (gl.float32,) * 8, is_pure=True, pack=1)
     return sums
-
-
-@gluon.jit
-def bf16_at(value, j: gl.constexpr):
-    return ((value >> (16 * j)).to(gl.int32) << 16).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def shared(NBYTES: gl.constexpr, tid):
-    """The kernel's only shared allocation, so it begins where the dynamic segment does; the store makes Triton declare it."""
-    memory = gl.allocate_shared_memory(gl.int8, [NBYTES // 1024 + 2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    memory.index(NBYTES // 1024 + 1).slice(0, tid.shape[0]).store(tid.to(gl.int8))
-    text: gl.constexpr = "mov.u32 $0,global_smem; // $1"
-    return memory, gl.inline_asm_elementwise(text, "=r,r", [tid], gl.int32, is_pure=False, pack=1)

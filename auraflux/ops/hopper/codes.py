@@ -1,4 +1,4 @@
-"""Reading packed codes inside Triton kernels.
+"""Packed codes of 2 to 8 bits and MXFP4 unpacked inside Triton kernels.
 
 Codes are read in units that are quick to take apart: a word of 2, 4 or 8 bits, or 8, 8 and 4 codes of the continuous stream
 of 3, 5 and 6 bits. A unit's code j comes out as a float: 2**BITS + code for the affine formats, whose bits are set beside the
@@ -18,6 +18,7 @@ HALF_SHIFT = tl.constexpr(16384.0)
 
 
 def check_order(*weights: QTensor) -> None:
+    """Decline weights that are in the order of a CPU."""
     for weight in weights:
         if weight.lanes != 1:
             raise Declined(f"{weight.lanes} rows of the weight lie side by side, which is the CPU's order")
@@ -25,7 +26,7 @@ def check_order(*weights: QTensor) -> None:
 
 @triton.jit
 def unit_bits(row, unit, there, BITS: tl.constexpr):
-    """The bits of units; for codes of 5 bits also those from bit 8 on, as 40 do not fit a word.
+    """Load the bits of units; for codes of 5 bits also those from bit 8 on, as 40 do not fit a word.
 
     row    pointers to the first words of rows, unit their numbers, shapes that broadcast
     """
@@ -46,6 +47,7 @@ def unit_bits(row, unit, there, BITS: tl.constexpr):
 
 @triton.jit
 def raw_code(low, high, j, BITS: tl.constexpr):
+    """Give code j of units as an integer."""
     if BITS == 5:
         code = tl.where(j < 6, low >> tl.minimum(5 * j, 27), high >> tl.maximum(5 * j - 8, 0)) & 31
     else:
@@ -55,7 +57,7 @@ def raw_code(low, high, j, BITS: tl.constexpr):
 
 @triton.jit
 def code_value(low, high, j, BITS: tl.constexpr, AFFINE: tl.constexpr):
-    """Code j of units as float32: 2**BITS + code, or MXFP4's value over 2**14."""
+    """Give code j of units as float32: 2**BITS + code, or MXFP4's value over 2**14."""
     code = raw_code(low, high, j, BITS)
     if AFFINE:
         value = ((code << (23 - BITS)) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
@@ -67,7 +69,7 @@ def code_value(low, high, j, BITS: tl.constexpr, AFFINE: tl.constexpr):
 
 @triton.jit
 def scale_value(scales, at, there, AFFINE: tl.constexpr):
-    """Scales as float32. MXFP4's are exponents: 0 stands for 2**-127, 255 for NaN."""
+    """Load scales as float32. MXFP4's are exponents: 0 stands for 2**-127, 255 for NaN."""
     if AFFINE:
         scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
     else:
@@ -79,7 +81,7 @@ def scale_value(scales, at, there, AFFINE: tl.constexpr):
 
 @triton.jit
 def weight_line(scales, biases, at, there, BITS: tl.constexpr, AFFINE: tl.constexpr):
-    """Slope and intercept that turn `code_value` into weights."""
+    """Load the slope and the intercept that make weights of `code_value`."""
     scale = scale_value(scales, at, there, AFFINE)
     if AFFINE:
         intercept = tl.load(biases + at, mask=there, other=0.0).to(tl.float32) - scale * (1 << BITS)
@@ -91,12 +93,13 @@ def weight_line(scales, biases, at, there, BITS: tl.constexpr, AFFINE: tl.conste
 @triton.jit
 def weight_value(value, slope, intercept, AFFINE: tl.constexpr):
     # MXFP4 in two steps: its scale may be 2**127
+    """Make weights of `code_value` by slope and intercept."""
     return value * slope + intercept if AFFINE else value * HALF_SHIFT * slope
 
 
 @triton.jit
 def weights_at(packed, scales, biases, row, k, there, K, BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr):
-    """Weights in float32 at rows (int64) and columns that broadcast."""
+    """Load weights in float32 at rows (int64) and columns that broadcast."""
     UNIT: tl.constexpr = 4 if BITS == 6 or BITS == 8 else 16 if BITS == 2 else 8
     low, high = unit_bits(packed + row * (K // 32 * BITS), k // UNIT, there, BITS)
     slope, intercept = weight_line(scales, biases, row * (K // GROUP) + k // GROUP, there, BITS, AFFINE)
@@ -104,9 +107,10 @@ def weights_at(packed, scales, biases, row, k, there, K, BITS: tl.constexpr, GRO
 
 
 def operands(weight: QTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and biases; where there are no biases, scales stand in for a pointer that is not read."""
+    """Give codes, scales and biases; where there are no biases, scales stand in for a pointer that is not read."""
     return weight.packed, weight.scales, weight.scales if weight.biases is None else weight.biases
 
 
 def constants(weight: QTensor) -> dict[str, int | bool]:
+    """Give the constants by which kernels tell formats apart."""
     return {"BITS": weight.bits, "GROUP": weight.group, "AFFINE": weight.biases is not None}

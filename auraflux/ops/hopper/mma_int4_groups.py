@@ -1,6 +1,7 @@
-"""What a warp does with four groups of 64 four-bit codes of an expert's 16 rows, and what becomes of its sums.
+"""Products of four groups of 64 four-bit codes of 16 rows with one token, a group to a lane of four, and their sums.
 
-PTX for what a thread does, for `moe.cuda.slots`; more of it is in `int4_mma.py`. Every tensor has one element per thread.
+PTX for what a thread does, for Gluon kernels; every tensor has one element per thread. `mma_int4.py` has one group for several
+tokens.
 
 - Four `mma.m16n8k16` multiply a group: step j takes nibbles j and j + 4 of each word, and x is paired (j, j + 4) to match.
   Columns 2n and 2n + 1 have the x of group n, so lane t of four has the sums of group t.
@@ -13,13 +14,10 @@ PTX for what a thread does, for `moe.cuda.slots`; more of it is in `int4_mma.py`
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.linear.cuda.int4_mma import MMA
+from auraflux.ops.hopper.mma import MMA
+from auraflux.ops.hopper.reduce import sum_four
+from auraflux.ops.hopper.shared_memory import float_at, half_at
 
-ADD_FOUR = gl.constexpr(
-    "{.reg .f32 t; mov.f32 $0,$1;"
-    + "".join(f"shfl.sync.bfly.b32 t,$0,{n},31,0xffffffff; add.f32 $0,$0,t;" for n in (1, 2))
-    + "}"
-)
 OF_CODES, OF_X = gl.constexpr(2.0**73), gl.constexpr(2.0**-60)  # what sums are to be multiplied by
 
 
@@ -66,30 +64,30 @@ GROUPS_REGISTERS = gl.constexpr("=&f," * 16 + "l," * 8 + "r," * 7 + "r")
 
 @gluon.jit
 def load_16(at):
-    """16 inputs of a lane's column: its part of x, if they were left there by `paired`."""
+    """Load 16 inputs of a lane's column from global memory: its part of x, if they were left there by `paired`."""
     return gl.inline_asm_elementwise(LOAD, LOAD_REGISTERS, [at.to(gl.int64)], (gl.int32,) * 8, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pair_16(x):
-    """A lane's part of x from 16 inputs in their own order."""
+    """Make a lane's part of x from 16 inputs in their own order."""
     args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
     return gl.inline_asm_elementwise(PAIR, PAIR_REGISTERS, args, (gl.int32,) * 8, is_pure=True, pack=1)
 
 
 @gluon.jit
 def paired(value, row):
-    """What `pair_16` makes of the inputs of 16 rows: the number for this row, and where it belongs."""
+    """Give what `pair_16` makes of the inputs of 16 rows: the number for this row, and where it belongs."""
     j = row % 4
     return gl.where(j % 2 == 0, value * 2.0**60, value * 2.0**56), row // 8 * 8 + j * 2 + row // 4 % 2
 
 
 @gluon.jit
-def sum_16(x):
-    """Σ x of group t."""
+def sums_16(x):
+    """Sum x of columns 2t and 2t + 1."""
     args = [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]]
-    a, _ = gl.inline_asm_elementwise(SUM, "=&f,=&f" + ",r" * 8, args, (gl.float32,) * 2, is_pure=True, pack=1)
-    return a * OF_X
+    a, b = gl.inline_asm_elementwise(SUM, "=&f,=&f" + ",r" * 8, args, (gl.float32,) * 2, is_pure=True, pack=1)
+    return a * OF_X, b * OF_X
 
 
 @gluon.constexpr_function
@@ -99,7 +97,7 @@ def _two_ptx(apart):
 
 @gluon.jit
 def codes_two(base, lane, ROW: gl.constexpr, APART: gl.constexpr):
-    """A lane's codes of four groups of row g, here and APART bytes on, in the order that row g has them."""
+    """Load a lane's codes of four groups of row g, here and APART bytes on, in the order that row g has them."""
     g, t = lane // 4, lane % 4
     text: gl.constexpr = _two_ptx(APART)
     words = ()
@@ -110,65 +108,49 @@ def codes_two(base, lane, ROW: gl.constexpr, APART: gl.constexpr):
 
 
 @gluon.jit
-def codes_at(base, lane, ROW: gl.constexpr):
-    """The same of rows g and g + 8, which are ROW bytes apart."""
-    return codes_two(base, lane, ROW, 8 * ROW)
+def scales_two(base, lane, LINE: gl.constexpr, APART: gl.constexpr, ROWS: gl.constexpr):
+    """Load the scale of row g and group t, the one APART bytes on, and the biases of both.
 
-
-@gluon.jit
-def half_at(at):
-    text: gl.constexpr = "{.reg .b16 h; .reg .b32 w; ld.shared.b16 h,[$1]; cvt.u32.u16 w,h; shl.b32 $0,w,16;}"
-    return gl.inline_asm_elementwise(text, "=f,r,~{memory}", [at], gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def lines_at(base, lane, LINE: gl.constexpr):
-    """Scales and biases of rows g and g + 8, group t; rows are LINE bytes apart, biases behind 16 rows of scales."""
+    Rows are LINE bytes apart; biases lie behind ROWS rows of scales.
+    """
     at = base + lane // 4 * LINE + lane % 4 * 2
-    return half_at(at), half_at(at + 8 * LINE), half_at(at + 16 * LINE), half_at(at + 24 * LINE)
+    return half_at(at), half_at(at + APART), half_at(at + ROWS * LINE), half_at(at + (ROWS * LINE + APART))
 
 
 @gluon.jit
-def multiplied(words, lines, x, lane):
-    """Rows g and g + 8 of group t, times x."""
+def row_products(words, lines, x, sums, lane, SECOND: gl.constexpr):
+    """Multiply a lane's two rows by group t, whose x is in column 2t and, for the second row, in 2t + SECOND.
+
+    words, lines  of `codes_two` and `scales_two`
+    sums          of `sums_16`, or None to make them here, which leaves registers to the products
+    """
     args = []
     for j in gl.static_range(8):
         args += [words[j]]
     for j in gl.static_range(8):
         args += [x[j]]
     c = gl.inline_asm_elementwise(GROUPS, GROUPS_REGISTERS, args, (gl.float32,) * 16, is_pure=True, pack=1)
-    mine, r0, r1 = lane % 4 ^ lane // 4 % 4, c[0], c[2]
+    mine, r0, r1 = lane % 4 ^ lane // 4 % 4, c[0], c[2 + SECOND]
     for j in gl.static_range(1, 4):
-        r0, r1 = gl.where(mine == j, c[4 * j], r0), gl.where(mine == j, c[4 * j + 2], r1)
-    total = sum_16(x)
-    return lines[0] * (r0 * OF_CODES) + lines[2] * total, lines[1] * (r1 * OF_CODES) + lines[3] * total
-
-
-@gluon.jit
-def add_four(value):
-    """The sum over four neighbouring lanes."""
-    return gl.inline_asm_elementwise(ADD_FOUR, "=&f,f", [value], gl.float32, is_pure=False, pack=1)
+        r0, r1 = gl.where(mine == j, c[4 * j], r0), gl.where(mine == j, c[4 * j + 2 + SECOND], r1)
+    if sums is None:
+        sums = sums_16(x)
+    return lines[0] * (r0 * OF_CODES) + lines[2] * sums[0], lines[1] * (r1 * OF_CODES) + lines[3] * sums[SECOND]
 
 
 @gluon.jit
 def put_rows(at, lane, first, second):
-    """A warp's 16 sums: lane 4 g has rows g and g + 8."""
+    """Sum two numbers over each four lanes, and store them as rows g and g + 8 of 16."""
     text: gl.constexpr = (
         "{.reg .pred p; setp.eq.b32 p,$4,0; @p st.shared.f32 [$1],$2; @p st.shared.f32 [$1+32],$3; mov.b32 $0,0;}"
     )
-    args = [at + lane // 4 * 4, add_four(first), add_four(second), lane % 4]
+    args = [at + lane // 4 * 4, sum_four(first), sum_four(second), lane % 4]
     gl.inline_asm_elementwise(text, "=r,r,f,f,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def float_at(at, there):
-    text: gl.constexpr = "{.reg .pred p; setp.ne.b32 p,$2,0; mov.b32 $0,0; @p ld.shared.f32 $0,[$1];}"
-    return gl.inline_asm_elementwise(text, "=f,r,r,~{memory}", [at, there.to(gl.int32)], gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def sum_at(at, there, COUNT: gl.constexpr):
-    """The sum of COUNT numbers, 64 bytes apart."""
+    """Sum COUNT numbers that lie 64 bytes apart, where `there`."""
     total = float_at(at, there)
     for n in gl.static_range(1, COUNT):
         total += float_at(at + 64 * n, there)

@@ -1,4 +1,4 @@
-"""How a warp multiplies codes by one token's x as whole numbers on Hopper: PTX for what a thread does, for Gluon kernels.
+"""Products of codes of 2 to 8 bits with one token's x in whole numbers: PTX for what a thread does, for Gluon kernels.
 
 Every tensor has one element per thread. A column is what one `mma` column sums up: a group, or half of a group of 128. Of a
 column each lane (g, t) has some codes of rows g and g + 8, and the x that belong to them.
@@ -13,12 +13,12 @@ column each lane (g, t) has some codes of rows g and g + 8, and the x that belon
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-BYTES_MMA = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32"
+from auraflux.ops.hopper.mma import MMA_U8_S8
 
 
 @gluon.constexpr_function
 def words_of_row(bits, column):
-    """Words in which a lane's codes of a column and a row lie; of 3 and 5 bits, they may begin within the first."""
+    """Count the words in which a lane's codes of a column and a row lie; of 3 and 5 bits, they may begin within the first."""
     return {3: 2, 5: 3}.get(bits, bits * column // 128)
 
 
@@ -40,7 +40,7 @@ def place_of(bits, q, b):
 
 @gluon.constexpr_function
 def in_place(bits, q, value):
-    """`value` where each byte of register q has its code."""
+    """Give `value` where each byte of register q has its code."""
     return sum(value << (8 * b + place_of(bits, q, b)[1]) for b in range(4))
 
 
@@ -99,18 +99,20 @@ def _columns_ptx(bits, column, gang, first):
         for n in range(gang):
             c, b = ",".join(f"${4 * n + k}" for k in range(4)), x + regs * ((first + n) // 2 % 2) + i
             a = ",".join(f"{r}{n}f{k}" for k in (i, i + 1) for r in "uv")
-            text += f"{BYTES_MMA} {{{c}}},{{{a}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
+            text += f"{MMA_U8_S8} {{{c}}},{{{a}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
     return text + "}"
 
 
 @gluon.constexpr_function
 def _columns_regs(bits, column, gang):
+    """Constraints of `_columns_ptx`."""
     more = {3: 2, 5: 4}.get(bits, 0)
     return "=&r," * (4 * gang) + ",".join("r" * (2 * words_of_row(bits, column) * gang + column // 8 + more))
 
 
 @gluon.constexpr_function
 def _load_ptx(column):
+    """A lane's x of a column, two bf16 to a word."""
     pairs, text = column // 8, ""
     for i in range(pairs // 4):
         text += f"ld.global.v4.b32 {{{','.join(f'${4 * i + k}' for k in range(4))}}},[${pairs}+{16 * i}];"
@@ -166,26 +168,27 @@ def _rounded_ptx(bits, column):
 
 @gluon.constexpr_function
 def _sums_ptx(bits, column):
+    """Sums of x of both sets, by a product with codes of 1."""
     regs = column // 16
     text = "{.reg .b32 o<4>,d<4>;" + "".join(f"mov.b32 o{q},{in_place(bits, q, 1):#x};" for q in range(regs))
     for half in range(2):
         c = f"${2 * half},${2 * half + 1},d{2 * half},d{2 * half + 1}"
         for i in range(0, regs, 2):
             b = 4 + regs * half + i
-            text += f"{BYTES_MMA} {{{c}}},{{o{i},o{i},o{i + 1},o{i + 1}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
+            text += f"{MMA_U8_S8} {{{c}}},{{o{i},o{i},o{i + 1},o{i + 1}}},{{${b},${b + 1}}},{{{c if i else '0,0,0,0'}}};"
     return text + "}"
 
 
 @gluon.jit
 def column_of(lane):
-    """Which of eight columns a lane makes x of: 0, 1, 4, 5 are the first set of the `mma`, 2, 3, 6, 7 the second."""
+    """Tell which of eight columns a lane makes x of: 0, 1, 4, 5 are the first set of the `mma`, 2, 3, 6, 7 the second."""
     g = lane // 4
     return g // 2 % 2 * 4 + g // 4 * 2 + g % 2
 
 
 @gluon.jit
 def raw_x(x, t, COLUMN: gl.constexpr):
-    """The x of a lane's codes of a column that begins at address `x`."""
+    """Load the x of a lane's codes of a column that begins at address `x`."""
     regs: gl.constexpr = "=r," * (COLUMN // 8) + "l"
     at = x + t * (COLUMN // 2)
     return gl.inline_asm_elementwise(_load_ptx(COLUMN), regs, [at], (gl.int32,) * (COLUMN // 8), is_pure=False, pack=1)
@@ -205,6 +208,7 @@ def shifts(t, BITS: gl.constexpr):
 
 @gluon.jit
 def byte_words_at(at, PLACE: gl.constexpr, BITS: gl.constexpr, COLUMN: gl.constexpr, PITCH: gl.constexpr):
+    """Load a lane's words of rows g and g + 8 of the column at byte PLACE."""
     COUNT: gl.constexpr = 2 * words_of_row(BITS, COLUMN)
     text: gl.constexpr = _words_ptx(BITS, COLUMN, PLACE, PITCH)
     regs: gl.constexpr = "=r," * COUNT + "r,~{memory}"
@@ -213,7 +217,7 @@ def byte_words_at(at, PLACE: gl.constexpr, BITS: gl.constexpr, COLUMN: gl.conste
 
 @gluon.jit
 def rounded(x, lane, BITS: gl.constexpr, COLUMN: gl.constexpr):
-    """x of two sets of columns, then the factors of what this lane keeps."""
+    """Round x to 16 bits: x of two sets of columns, then the factors of what this lane keeps."""
     at = lane % 2 * 8
     regs: gl.constexpr = "=&r," * (COLUMN // 8) + "=&f," * 4 + "r," * (COLUMN // 8) + "r,r,r,r,r"
     types: gl.constexpr = (gl.int32,) * (COLUMN // 8) + (gl.float32,) * 4
@@ -223,14 +227,14 @@ def rounded(x, lane, BITS: gl.constexpr, COLUMN: gl.constexpr):
 
 @gluon.jit
 def sums_of_x(x, BITS: gl.constexpr, COLUMN: gl.constexpr):
-    """Sums of x of columns 4u to 4u + 3."""
+    """Sum x over columns 4u to 4u + 3."""
     regs: gl.constexpr = "=&r," * 4 + ",".join("r" * (COLUMN // 8))
     return gl.inline_asm_elementwise(_sums_ptx(BITS, COLUMN), regs, x, (gl.int32,) * 4, is_pure=True, pack=1)
 
 
 @gluon.jit
 def byte_sums(words, x, BITS: gl.constexpr, COLUMN: gl.constexpr, GANG: gl.constexpr, FIRST: gl.constexpr):
-    """Σ code x of GANG columns from number FIRST on: rows g (2) and g + 8 (2), two columns each."""
+    """Sum code * x over GANG columns from number FIRST on: rows g (2) and g + 8 (2), two columns each."""
     text: gl.constexpr = _columns_ptx(BITS, COLUMN, GANG, FIRST)
     regs: gl.constexpr = _columns_regs(BITS, COLUMN, GANG)
     return gl.inline_asm_elementwise(text, regs, words + x, (gl.int32,) * (4 * GANG), is_pure=True, pack=1)

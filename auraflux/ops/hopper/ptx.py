@@ -1,0 +1,54 @@
+"""Single instructions of Hopper for Gluon kernels: PTX for what a thread does.
+
+Every tensor has one element per thread. A text that gives nothing ends in `mov.b32 $0,0`, since Triton wants a result, and
+names its operand in a comment; `run` executes it. Loads and stores of shared memory are in `shared_memory.py`, copies in
+`copy.py`, sums over lanes in `reduce.py`, products in `mma.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# let the lanes of a warp meet
+SYNC = gl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0,0; // $1")
+# wait for the kernel before (programmatic dependent launch), let the next one begin, or both
+WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0,0; // $1")
+LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
+# after this x may be read; the next kernel may start at once, since all it reads early is weights
+AWAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0,0; // $1")
+# arrive at the barrier of a cluster, and wait there for its other programs
+ARRIVE = gl.constexpr("barrier.cluster.arrive.release.aligned; mov.b32 $0,0; // $1")
+MEET = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.b32 $0,0; // $1")
+# make what threads wrote to shared memory visible to TMA and wgmma
+FENCE = gl.constexpr("fence.proxy.async.shared::cta; mov.b32 $0,0; // $1")
+# the address of the dynamic shared memory
+SHARED_BASE = gl.constexpr("mov.u32 $0,global_smem; // $1")
+
+
+@gluon.jit
+def run(PTX: gl.constexpr, lane):
+    """Execute a text that gives nothing, such as SYNC or AWAIT, in every thread."""
+    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def shared(NBYTES: gl.constexpr, tid):
+    """Allocate the kernel's only shared memory, to be kept alive by the caller, and give its address.
+
+    As the only allocation it begins where the dynamic segment does; the store makes Triton declare it.
+    """
+    memory = gl.allocate_shared_memory(gl.int8, [NBYTES // 1024 + 2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    memory.index(NBYTES // 1024 + 1).slice(0, tid.shape[0]).store(tid.to(gl.int8))
+    return memory, gl.inline_asm_elementwise(SHARED_BASE, "=r,r", [tid], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def from_lane(value, lane):
+    """Give the word that another lane of the warp has."""
+    text: gl.constexpr = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
+    return gl.inline_asm_elementwise(text, "=r,r,r", [value, lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bf16_at(value, j: gl.constexpr):
+    """Widen the j-th bf16 of a word or of eight bytes to float32."""
+    return ((value >> (16 * j)).to(gl.int32) << 16).to(gl.float32, bitcast=True)
