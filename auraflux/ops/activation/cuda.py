@@ -8,6 +8,7 @@ from torch import Tensor
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.elementwise import sigmoid, silu
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 
 BLOCK = 1024
@@ -52,7 +53,7 @@ def _run(kind: str, a: Tensor, b: Tensor, alpha: float = 0.0, limit: float = 0.0
     out, n = torch.empty_like(a), a.numel()
     if n:
         width, apart = (1, 0) if b.is_contiguous() else (b.shape[-1], b.stride(1) - b.shape[-1])
-        _elements[(cdiv(n, BLOCK),)](a, b, out, n, width, apart, alpha, limit, kind, BLOCK)
+        launch(_elements, (cdiv(n, BLOCK),))(a, b, out, n, width, apart, alpha, limit, kind, BLOCK)
     return out
 
 

@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from auraflux.ops.hopper.launch import quicken
-
 
 @dataclass(frozen=True)
 class Build:
-    """One specialisation of a kernel, compiled for Hopper by a test that needs no GPU. Kernels that have one launch quickly.
+    """One specialisation of a kernel, compiled for Hopper by a test that needs no GPU.
 
     kernel     a function under @triton.jit or @gluon.jit
     types      those of the arguments that are not constants, in order: "*bf16 *fp32 i32:16 fp32"; i32:16 is a multiple of 16,
@@ -23,9 +21,6 @@ class Build:
     constants: dict[str, Any] = field(default_factory=dict)
     hot: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        quicken(self.kernel)
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 HEADS = 4  # of a program
@@ -113,7 +114,7 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     if x.numel():
         block = min(HEADS, power_of_two(heads))
         sizes = heads, width, half, float(mscale), interleaved, block, *_blocks(width, half)
-        _turn[(tokens, cdiv(heads, block))](x, inv_freq, positions, out, *sizes, num_warps=2)
+        launch(_turn, (tokens, cdiv(heads, block)))(x, inv_freq, positions, out, *sizes, num_warps=2)
     return out
 
 
@@ -136,7 +137,7 @@ def norm_rope(
         numbers = q_heads, k_heads, q_blocks, q.stride(1), width, half, float(mscale), float(eps)
         sizes = *numbers, interleaved, block, *_blocks(width, half)
         tensors = q, k, *(norms or (None, None)), inv_freq, positions, q_out, k_out
-        _turn_both[(tokens, q_blocks + k_blocks)](*tensors, *sizes, num_warps=2)
+        launch(_turn_both, (tokens, q_blocks + k_blocks))(*tensors, *sizes, num_warps=2)
     return q_out, k_out
 
 

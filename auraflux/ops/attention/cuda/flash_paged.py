@@ -22,6 +22,7 @@ from auraflux.ops.attention.cuda.flash import (
 )
 from auraflux.ops.attention.pages import Pages
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import power_of_two
 
 
@@ -128,7 +129,7 @@ def attend(
     cut = shape_for(tokens, sequences, group, key_heads, widths, wide, table_width * page, q.device, 32 if latent else 128)
     whole = cut.splits == 1 and isinstance(out, Tensor)
     parts = None if whole else parts_like(tokens * heads, cut.splits, result, q.device)
-    attend_pages[(cut.tiles, key_heads, cut.splits)](
+    launch(attend_pages, (cut.tiles, key_heads, cut.splits))(
         q,
         q_rope,
         a,

@@ -27,6 +27,7 @@ from auraflux.ops.attention.cuda.mla_products_ptx import (
     words_at,
 )
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, sum_lanes
 from auraflux.quant import QTensor
 
@@ -196,7 +197,7 @@ def carry_codes(q: Tensor, weight: QTensor, rows: int, out: Tensor) -> None:
     warps, together = min(8 if heads > FEW_HEADS and tokens <= 4 else 4, width // 64), tokens if tokens < 3 else 4
     sizes = {"HEADS": heads, "ROWS": rows, "NOPE": nope, "C": width, "BITS": weight.bits, "T": together}
     passed = q, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, q.stride(1)
-    query_codes[heads, width // (64 * warps)](*passed, **sizes, W=warps, num_warps=warps, launch_pdl=True)
+    launch(query_codes, (heads, width // (64 * warps)))(*passed, **sizes, W=warps, num_warps=warps, launch_pdl=True)
 
 
 def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
@@ -205,7 +206,9 @@ def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
     warps = 8 if heads > FEW_HEADS and used % 128 == 0 else 4
     sizes = {"HEADS": heads, "ROWS": nope + used, "SKIP": nope, "C": width, "BITS": weight.bits}
     passed = v, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, v.stride(1)
-    output_codes[heads, used // (16 * warps)](*passed, **sizes, W=warps, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True)
+    launch(output_codes, (heads, used // (16 * warps)))(
+        *passed, **sizes, W=warps, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True
+    )
 
 
 _TYPES = "*bf16 *i8 *bf16 *bf16 *bf16"

@@ -10,6 +10,7 @@ from torch import Tensor
 from auraflux.ops.attention.cuda.append import place_token
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.rope.cuda import cos_sin, turn_heads
 
@@ -101,7 +102,7 @@ def append_turned_latent(
     """Store latents and keys as they are; gives the plain parts of the queries, heads apart, and the turned ones."""
     plain, turned, out = queries_apart(q, heads, nope)
     grid, sizes = launch_sizes(turned, kv, turning)
-    turn_and_append_latent[grid](
+    launch(turn_and_append_latent, grid)(
         *(turned, kv, out, norm, turning[0], turning[1], float(turning[2]), float(eps), turned.stride(1), heads),
         *(pages.latent, pages.rope, pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]),
         C=pages.latent.shape[2],

@@ -22,6 +22,7 @@ from auraflux.ops.attention.cuda.mla_tma import ROWS, clear, feed
 from auraflux.ops.attention.cuda.split_kv import LOG2E, MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 HEADS, LATENT, ROPE = 64, 512, 64  # of a program, and channels
@@ -151,7 +152,7 @@ def attend_rows(
     splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tiles, cdiv(table_width * page, TILE)))
     # rounded once more, which means of many shares do not show
     parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.bfloat16, out.device)
-    latent_rows[tiles, splits](
+    launch(latent_rows, (tiles, splits))(
         tiles_of(q_latent, HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
         pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences, heads, table_width,
         pool, splits, page, power_of_two(sequences), TILE, STAGES, num_warps=4, launch_pdl=True,

@@ -33,7 +33,7 @@ from auraflux.ops.delta.cuda.inverse import LINE, exp2, inverse, log2, running_s
 from auraflux.ops.delta.cuda.layouts import BF, COL, F32, HALVES, HF, M64, ROW, C, publish
 from auraflux.ops.delta.cuda.scan import scan_tiles
 from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv
 
 WIDTH = 128  # channels of keys and values
@@ -158,14 +158,14 @@ def prefill_hopper(
     side = _side(v.device) if parts > 1 else main
     for begin in range(0, tokens, size):
         end = min(tokens, begin + size)
-        chunk_tiles[heads, cdiv(end - begin, C.value) if single else slots](
+        launch(chunk_tiles, (heads, cdiv(end - begin, C.value) if single else slots))(
             qs, ks, xs, ps, decay, beta, gates, starts, batch, begin, end, heads, shared, single,
             num_warps=4, maxnreg=CHUNK_REGISTERS,
         )  # fmt: skip
         if parts > 1:
             side.wait_stream(main)
         with torch.cuda.stream(side):
-            scan_tiles[2, heads, batch](
+            launch(scan_tiles, (2, heads, batch))(
                 qs, ks, vs, xs, ps, os, out, gates, state, starts, begin, end, heads, shared, single, STAGES,
                 num_warps=4, maxnreg=SCAN_REGISTERS,
             )  # fmt: skip

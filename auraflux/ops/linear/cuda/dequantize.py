@@ -12,6 +12,7 @@ from torch import Tensor
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import interpreted
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.quant import QTensor
 
@@ -71,7 +72,9 @@ def written(weight: QTensor) -> Tensor:
     out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     if words := weight.packed.numel():
         grid = (cdiv(words, BLOCK),)
-        write_out[grid](weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4)
+        launch(write_out, grid)(
+            weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4
+        )
     return out
 
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.bit_planes import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, COPY16, SYNC, copy, put, run, shared, wait_ptx, word_at
@@ -207,7 +208,7 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     parts, block, cap = plan
     sizes = tokens, rows, width, weight.bits, weight.group, parts, block, 1 if tokens <= 8 else 2, WARPS, 1
     grid = (rows // (16 * block),)
-    matmul_codes[grid](x, *passed(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    launch(matmul_codes, grid)(x, *passed(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
 
 
 SOME_BUILDS = [

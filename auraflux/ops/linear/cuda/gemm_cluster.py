@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_lengths, pass_unit, sizes_of, store_sums, take_tokens
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, FENCE, MEET, room, threads
@@ -219,7 +220,7 @@ def multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], norm
     passed += [ends[number] if number < len(rows) - 1 else None for number in range(MOST_WEIGHTS - 1)]
     passed += [rows[number] if number < len(rows) else None for number in range(MOST_WEIGHTS)]
     sizes = len(rows), width, _tiles(tokens), WARPS, programs, tokens > EARLY
-    matmul_batch[(ends[-1],)](
+    launch(matmul_batch, (ends[-1],))(
         x, *(normed or (None, None, None, 0.0)), *passed, ends[-1], tokens, *sizes,
         num_warps=WARPS, num_ctas=programs, launch_pdl=True,
     )  # fmt: skip

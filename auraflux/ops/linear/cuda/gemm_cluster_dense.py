@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_left, pass_lengths, sizes_of, store_normed, store_sums, take_tokens
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import ARRIVE, MEET, put_sums, room, threads, times, words_at
@@ -110,7 +111,7 @@ def multiply(x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[T
     second = (weights[1], outs[1], first) if len(rows) == 2 else (None, None, None)
     sizes = rows[0], rows[1] if len(rows) == 2 else None, last, tokens
     tiles = power_of_two(cdiv(tokens, 8))
-    scores_batch[(last,)](
+    launch(scores_batch, (last,))(
         x, delta, norm, total, h, float(eps), weights[0], outs[0], *second, *sizes,
         len(rows), width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.linear.cuda.int4_mma import (
     AWAIT,
     COMMIT,
@@ -147,4 +148,4 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     block, deep, cap = plan
     sizes = tokens, rows, width, block, 1 if tokens <= 8 else 2, WARPS, deep
     grid = (rows // (16 * block),)
-    matmul16[grid](x, *operands(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    launch(matmul16, grid)(x, *operands(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)

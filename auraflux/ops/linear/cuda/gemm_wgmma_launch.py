@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.elementwise import silu
-from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_wgmma import multiply_tiles
 from auraflux.quant import QTensor
@@ -198,11 +198,11 @@ def launch_tiles(
     ordered = x.new_empty(tiles * padded // 64 * tile, 64)
     if normed is None:
         grid = tiles * tile, cdiv(padded, ORDERED)
-        order_tokens[grid](x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
+        launch(order_tokens, grid)(x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
     else:
         delta, norm, total, eps = normed
         stream, wide = (x, delta, norm, total, ordered), power_of_two(padded)
-        order_normed[(tiles * tile,)](
+        launch(order_normed, (tiles * tile,))(
             *stream, tokens, width, padded, float(eps), bits, tile, block, wide,
             num_warps=min(16, max(4, wide // 256)), launch_pdl=True,
         )  # fmt: skip
@@ -217,13 +217,13 @@ def launch_tiles(
     for number, y in enumerate(ys):
         lines += [weights[number].scales, weights[number].biases, y] if number < len(weights) else [None] * 3
     ws = _filled([_tiles(weight.packed, each, block * bits // 32) for weight in weights])
-    multiply_tiles[ends[-1], shares, tiles](
+    launch(multiply_tiles, (ends[-1], shares, tiles))(
         _tiles(ordered, min(MOST_BOX, block // 64 * tile), 64), *ws, *lines, part, *sizes, width, tokens, blocks, share,
         count, gated, how.rows, tile, block, group, how.stages, NEAR, num_warps=how.rows // 16, launch_pdl=True,
     )  # fmt: skip
     if part is not None:
         grid = ends[-1] * (each // ADDED), tiles * cdiv(tile, 64)
-        add_shares[grid](
+        launch(add_shares, grid)(
             part, *_filled(outs), *sizes, tokens, ends[-1], shares, count, gated, how.rows, tile, ADDED, min(tile, 64),
             num_warps=4, launch_pdl=True,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.bit_planes import column_starts, word_count
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, put, run, shared
@@ -162,7 +163,7 @@ def multiply(
     count = 1 if gated else len(weights)
     args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
     sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, block, parts, warps, deep, gang
-    matvec_codes[(ends[-1],)](x, *args, *sizes, num_warps=warps, launch_pdl=True)
+    launch(matvec_codes, (ends[-1],))(x, *args, *sizes, num_warps=warps, launch_pdl=True)
 
 
 def _builds() -> list[Build]:

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.linear.cuda.int4_mma import (
     ADDED_X,
     AWAIT,
@@ -251,7 +252,7 @@ def multiply(
     passed += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
     stream = normed or (None, None, None, 0.0)
     sizes = count, gated, width, tiles, warps, deep
-    matvec[(grid,)](x, *stream, *passed, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
+    launch(matvec, (grid,))(x, *stream, *passed, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
 
 
 def _room(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:

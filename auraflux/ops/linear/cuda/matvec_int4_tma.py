@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import begin_barriers, expect, fetch, put_float
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.int4_groups import add_four, codes_two, float_at, load_16, pair_16
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared
@@ -109,7 +110,7 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor, processors: int) -> None:
     rows, width = weight.shape
     sizes = rows, width, cdiv(rows // 8, processors), DEEP, WARPS
     arrays = weight.packed, weight.scales, weight.biases
-    matvec_ring[(processors,)](x, *arrays, out, *sizes, num_warps=WARPS, launch_pdl=True)
+    launch(matvec_ring, (processors,))(x, *arrays, out, *sizes, num_warps=WARPS, launch_pdl=True)
 
 
 RING_BUILDS = [

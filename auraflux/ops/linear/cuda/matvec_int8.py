@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, WAIT, put, run, shared
 from auraflux.ops.linear.cuda.int8_mma import shifts
@@ -181,7 +182,7 @@ def multiply(
     count = 1 if gated else len(weights)
     args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
     sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, *shape
-    matvec_bytes[(ends[-1],)](x, *args, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    launch(matvec_bytes, (ends[-1],))(x, *args, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
 
 
 def _build(bits: int, group: int, count: int = 1, gated: bool = False) -> Build:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.builds import KERNELS
 from auraflux.ops.moe.cuda.call import Choice, Mixture, Pairs
@@ -30,7 +31,7 @@ def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: T
     out = torch.empty_like(h)
     tokens, width = h.shape
     if h.numel():
-        combine_kernel[tokens, cdiv(width, COMBINED)](h, moe, shared, shared_gate, out, width, COMBINED, num_warps=4)
+        launch(combine_kernel, (tokens, cdiv(width, COMBINED)))(h, moe, shared, shared_gate, out, width, COMBINED, num_warps=4)
     return out
 
 

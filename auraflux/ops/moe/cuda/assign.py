@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, word_at
 from auraflux.ops.moe.cuda.group import add_below, count_in, put_word
@@ -83,7 +84,7 @@ def _launch(
     tokens, k = ids.shape
     most = min(tokens * k, tokens * k // SIZE.value + experts)
     placed, owner = ids.new_empty(most * SIZE.value), ids.new_empty(2 * most + 1)
-    assign_pairs[(1,)](
+    launch(assign_pairs, (1,))(
         scores, bias, ids, placed, owner, tokens, experts, most, k, *rule, cdiv(tokens, W.value),
         num_warps=W.value, launch_pdl=True,
     )  # fmt: skip

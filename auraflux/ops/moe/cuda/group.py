@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, word_at
 
@@ -86,7 +87,7 @@ def grouped_at_once(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tenso
     blocks = min(pairs, pairs // size + experts)
     placed, owner = ids.new_empty(blocks * size), ids.new_empty(blocks)
     threads = 32 * WARPS
-    group_pairs[(1,)](
+    launch(group_pairs, (1,))(
         ids, placed, owner, pairs, experts, blocks, size, cdiv(pairs, threads), WARPS,
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.grouped_gemm import grouped
 from auraflux.ops.moe.cuda.grouped_wgmma import expert_tiles, find_places, order_hidden, order_pairs, spread_parts
@@ -67,7 +67,7 @@ def _multiplied(
         steps.append(stack.scales.stride(0))  # type: ignore[union-attr]
     if len(stacks) == 1:
         codes, lines, steps = [*codes, None], [*lines, None, None, None], [*steps, None]
-    expert_tiles[tiles * len(stacks), len(owner)](
+    launch(expert_tiles, (tiles * len(stacks), len(owner)))(
         _inputs(x, tile), *codes, owner, placed, pairs, *lines, *steps, experts, rows, width, tiles, len(stacks), *sizes,
         _layout(gl.int32, tile.rows, INPUTS // 8), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
@@ -80,10 +80,10 @@ def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, T
     placed, owner = grouped(ids, experts.count, tile.pairs)
     places, sizes = len(placed), (tile.pairs, INPUTS, MOVED)
     ordered = x.new_empty(places * hidden // 64, 64)
-    order_pairs[places, cdiv(hidden, MOVED)](x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
+    launch(order_pairs, (places, cdiv(hidden, MOVED)))(x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
     gate, up, between = x.new_empty(places, inner), x.new_empty(places, inner), x.new_empty(places * inner // 64, 64)
     _multiplied(ordered, owner, placed, pairs, (experts.gate, experts.up), (gate, up), tile)
-    order_hidden[places, cdiv(inner, MOVED)](gate, up, placed, between, pairs, inner, *sizes, num_warps=4)
+    launch(order_hidden, (places, cdiv(inner, MOVED)))(gate, up, placed, between, pairs, inner, *sizes, num_warps=4)
     # what was read for gate and up is no longer needed
     found = ordered.view(places, hidden)
     _multiplied(between, owner, placed, pairs, (experts.down,), (found,), tile)
@@ -94,14 +94,14 @@ def multiply(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The results of pairs, [places, hidden], and the place of each pair."""
     found, placed = _placed_results(x, ids, experts)
     spots = torch.empty_like(ids)
-    find_places[(cdiv(len(placed), MOVED),)](placed, spots, len(placed), ids.numel(), MOVED)
+    launch(find_places, (cdiv(len(placed), MOVED),))(placed, spots, len(placed), ids.numel(), MOVED)
     return found, spots
 
 
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` for thousands of pairs."""
     found, placed = _placed_results(x, ids, experts)
-    spread_parts[len(placed), cdiv(experts.hidden, MOVED)](found, placed, parts, ids.numel(), experts.hidden, MOVED)
+    launch(spread_parts, (len(placed), cdiv(experts.hidden, MOVED)))(found, placed, parts, ids.numel(), experts.hidden, MOVED)
 
 
 def _descriptor(kind: str, shape: list[int], layout: gl.NVMMASharedLayout) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec_tma import down_ring, up_ring
 from auraflux.ops.moe.cuda.stacks import passed
@@ -55,11 +56,11 @@ def mix(
     own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
     kept = routing.kept_groups if routing.groups > 1 else 0
     rule = k, cdiv(experts.count, 32) * 32, routing.scoring
-    up_ring[up_programs, tokens](
+    launch(up_ring, (up_programs, tokens))(
         x, scores, bias, *passed(experts.gate), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
         hidden, *rule, kept, *up, UP_WARPS, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
-    down_ring[down_programs, tokens](
+    launch(down_ring, (down_programs, tokens))(
         between, scores, bias, float(routing.scale), h, None if own else shared, shared_gate, *passed(experts.down), *own_down,
         out, experts.count, hidden, inner, *rule, routing.renormalize, kept, *down, DOWN_WARPS,
         num_warps=DOWN_WARPS, launch_pdl=True,

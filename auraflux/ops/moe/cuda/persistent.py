@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, SYNC, WAIT, run, shared, wait_ptx
 from auraflux.ops.moe.cuda.assign import assign_given
 from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
@@ -244,11 +245,11 @@ def multiply(x: Tensor, k: int, placed: Tensor, owner: Tensor, experts: Experts,
     pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // 8
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
     (programs, depth), (down_programs, down_depth) = ring_sizes(hidden), ring_sizes(inner)
-    up_stream[(programs * processors,)](
+    launch(up_stream, (programs * processors,))(
         x, placed, owner, *passed(experts.gate), *passed(experts.up), between, pairs, k, most, hidden, inner, depth,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
-    down_stream[(down_programs * processors,)](
+    launch(down_stream, (down_programs * processors,))(
         between, placed, owner, *passed(experts.down), parts, pairs, most, inner, hidden, down_depth, SKEW,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.slots import down_slots, up_slots
 from auraflux.ops.moe.cuda.stacks import passed
@@ -52,11 +53,11 @@ def _launch(
     between = x.new_empty(tokens * slots, inner)
     own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
-    up_slots[programs, tokens](
+    launch(up_slots, (programs, tokens))(
         x, ids, scores, bias, *passed(experts.gate), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
         hidden, k, *rule[:2], most, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
-    down_slots[hidden // 16, tokens](
+    launch(down_slots, (hidden // 16, tokens))(
         between, ids, weights, scores, bias, *more, *passed(experts.down), *own_down, out, experts.count, hidden, inner, k,
         *rule, DOWN_WARPS, num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.turboquant.cuda.encode_exact import settle, store_one_by_one
 from auraflux.ops.turboquant.cuda.encode_pages import fetch, load_tile, store_pairs, store_rows, words_of
@@ -244,7 +245,7 @@ def append_at_once(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> No
     (tokens, heads, width), device = k.shape, k.device
     sequences = len(pages.lengths)
     tiles, batch = tile_count(tokens, sequences), sequences > 1
-    append_many[(2 * tiles * heads,)](
+    launch(append_many, (2 * tiles * heads,))(
         *(k, v),
         *_side(pages.key_codes, pages.key_norms, pages.key_bits, width),
         *_side(pages.value_codes, pages.value_norms, pages.value_bits, width),

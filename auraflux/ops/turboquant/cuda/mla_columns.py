@@ -31,6 +31,7 @@ from auraflux.ops.attention.cuda.split_kv import (
     top_of_columns,
 )
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.cuda.hadamard import turn_for
 from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
@@ -223,7 +224,7 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, TILE)))
     parts = room_for(tokens * heads, splits, LATENT, torch.float32, device)
     signs, _ = turn_for(LATENT, pages.seed, False, device)
-    latent_code_columns[programs, splits](
+    launch(latent_code_columns, (programs, splits))(
         q_latent, signs, tiles_of(q_rope, n), pages.codes, tiles_of(pages.rope, TILE), pages.norms,
         table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
         LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), n, pages.bits,

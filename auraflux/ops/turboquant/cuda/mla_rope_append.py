@@ -15,6 +15,7 @@ from auraflux.ops.attention.cuda.mla_rope_append import (
     store_turned_key,
 )
 from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.rope.cuda import turn_heads
 from auraflux.ops.turboquant.cuda.codec import encoded_values
@@ -52,7 +53,7 @@ def encode_turned_latent(
     """Store latents as codes and keys as they are; gives the plain parts of the queries, heads apart, and the turned ones."""
     plain, turned, out = queries_apart(q, heads, nope)
     grid, sizes = launch_sizes(turned, kv, turning)
-    turn_and_encode_latent[grid](
+    launch(turn_and_encode_latent, grid)(
         *(turned, kv, out, norm, turning[0], turning[1], float(turning[2]), float(eps), turned.stride(1), heads),
         *(pages.codes, pages.norms, *levels_for(pages.bits, pages.width, q.device), pages.rope),
         turn_for(pages.width, pages.seed, False, q.device)[0],

@@ -8,6 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.attention.cuda.append import place_token
 from auraflux.ops.hopper.device import not_hopper
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.rope.cuda import cos_sin
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cuda.codec import encoded_values
@@ -123,7 +124,7 @@ def append(
     """Code keys and values into their pages; gives the rotated queries."""
     tokens, heads, width = k.shape
     out, early = q.new_empty(q.shape), not_hopper(q.device) is None
-    turn_and_append[(2 * heads + q.shape[1], tokens)](
+    launch(turn_and_append, (2 * heads + q.shape[1], tokens))(
         *(q, k, v, out, *(norms or (None, None)), inv_freq, positions),
         *(inv_freq.shape[0], float(mscale), float(eps), q.stride(1)),
         *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
