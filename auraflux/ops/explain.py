@@ -9,9 +9,9 @@ from auraflux.ops.routes import Verdict, routes_of, verdict_of
 
 def explained(case: Case) -> Verdict | None:
     """What the table of a case's op says of it; None where the op has no table, or nothing to do."""
-    from auraflux.ops.hopper.device import assume_hopper
+    from auraflux.ops.hopper.device import assume_gpu
 
-    with assume_hopper(), exact(case.exact):
+    with assume_gpu(), exact(case.exact):
         return verdict_of(case.op, "cuda", in_row_order(case.args()))
 
 

@@ -19,7 +19,7 @@ from auraflux.quant import QTensor
 pytest.importorskip("triton")
 from auraflux.cli.kernels_page import kernels_page
 from auraflux.ops.explain import all_verdicts, cases_of, chosen_ops, explained, taken
-from auraflux.ops.hopper.device import assume_hopper, not_hopper
+from auraflux.ops.hopper.device import assume_gpu, not_hopper
 
 BF16 = torch.bfloat16
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,7 +53,7 @@ def test_what_a_route_asks_is_explained_too():
 def test_a_machine_without_a_gpu_can_be_asked():
     device = torch.device("cpu")
     assert not_hopper(device) is not None
-    with assume_hopper():
+    with assume_gpu():
         assert not_hopper(device) is None
     assert not_hopper(device) is not None
 
@@ -74,7 +74,7 @@ def product(tokens: int, rows: int, width: int, bits: int = 4) -> Verdict:
     from auraflux.ops.linear.cuda.call import Call
     from auraflux.ops.linear.cuda.routes import PRODUCTS
 
-    with assume_hopper():
+    with assume_gpu():
         return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=BF16), [empty(rows, width, bits=bits)]))
 
 
@@ -82,7 +82,7 @@ def wide_experts() -> Verdict | None:
     gate, up, down = empty(8, 2048, 7168), empty(8, 2048, 7168), empty(8, 7168, 2048)
     x, scores = torch.empty(1, 7168, dtype=BF16), torch.empty(1, 8, dtype=BF16)
     arguments = {"x": x, "scores": scores, "routing": Routing(2, "softmax", True), "experts": Experts(gate, up, down), "h": x}
-    with assume_hopper():
+    with assume_gpu():
         return verdict_of(mixture, "cuda", arguments)
 
 
@@ -91,7 +91,7 @@ def long_prompt() -> Verdict | None:
 
 
 def many_queries() -> Verdict | None:
-    with assume_hopper():
+    with assume_gpu():
         return verdict_of(turboquant_attention, "cuda", attend([200], [150], (2, 1), 64, (8, 4), page=64, dtype=BF16))
 
 

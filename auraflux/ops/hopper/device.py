@@ -17,30 +17,36 @@ from auraflux.ops._dispatch import Declined
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-OLDEST = (8, 0)  # compute capability: the first whose tensor cores take bfloat16
+AMPERE = OLDEST = (8, 0)  # compute capability: the first whose tensor cores take bfloat16
 HOPPER = (9, 0)
+NEEDS_HOPPER = "needs Hopper"
 SHARED_NBYTES = 227 << 10  # shared memory that a program of Hopper can have
 MULTIPROCESSOR_NBYTES = 228 << 10  # and all programs of a multiprocessor, each with a kilobyte more than it asks for
 INTERPRETED_MULTIPROCESSORS = 4  # few, as wrappers then make few large programs
 
 
-_assumed: ContextVar[bool] = ContextVar("assumed", default=False)
-ASSUMED_MULTIPROCESSORS = 132  # of an H200
+_assumed: ContextVar[tuple[int, int] | None] = ContextVar("assumed", default=None)
+ASSUMED_MULTIPROCESSORS = {HOPPER: 132, AMPERE: 108}  # of an H200, of an A100
 
 
 @contextmanager
-def assume_hopper() -> Iterator[None]:
-    """Let tensors of any device pass for an H200's inside the block, to ask what would be launched; nothing can be."""
-    token = _assumed.set(True)
+def assume_gpu(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
+    """Let tensors of any device pass for a GPU's inside the block, to ask what would be launched; nothing can be."""
+    token = _assumed.set(capability)
     try:
         yield
     finally:
         _assumed.reset(token)
 
 
+def assumed() -> bool:
+    """Whether a GPU is only assumed."""
+    return _assumed.get() is not None
+
+
 def ready(x: Tensor) -> None:
     """Decline what no kernel serves: a GPU that is too old, a tensor that is not on one."""
-    if INTERPRETED or _assumed.get():
+    if INTERPRETED or assumed():
         return
     if not x.is_cuda:
         raise Declined(f"the first argument is on {x.device}")
@@ -56,20 +62,21 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels."""
-    return INTERPRETED and not _assumed.get()
+    return INTERPRETED and not assumed()
 
 
 def not_hopper(device: torch.device) -> str | None:
     """Why kernels that are written in Gluon, for Hopper, do not run on a device; None where they do."""
-    if _assumed.get():
-        return None
+    if gpu := _assumed.get():
+        return None if gpu == HOPPER else NEEDS_HOPPER
     if INTERPRETED:
         return "Triton's interpreter does not run Gluon"
-    return None if device.type == "cuda" and capability(device) == HOPPER else "needs Hopper"
+    return None if device.type == "cuda" and capability(device) == HOPPER else NEEDS_HOPPER
 
 
 def multiprocessors(device: torch.device) -> int:
-    return ASSUMED_MULTIPROCESSORS if _assumed.get() else _multiprocessors(device)
+    gpu = _assumed.get()
+    return _multiprocessors(device) if gpu is None else ASSUMED_MULTIPROCESSORS[gpu]
 
 
 @cache
