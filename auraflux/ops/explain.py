@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from auraflux.ops._cases import Case, all_cases, in_row_order
 from auraflux.ops._dispatch import Op, all_ops, exact
+from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.routes import Verdict, routes_of, verdict_of
+from auraflux.ops.unfilled import Unfilled
 
 
 def explained(case: Case) -> Verdict | None:
     """What the table of a case's op says of it; None where the op has no table, or nothing to do."""
-    from auraflux.ops.hopper.device import assume_gpu
-
-    with assume_gpu(), exact(case.exact):
+    with Unfilled(), assume_gpu(), exact(case.exact):
         return verdict_of(case.op, "cuda", in_row_order(case.args()))
 
 

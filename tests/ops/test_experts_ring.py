@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from auraflux.bench.gpu.shapes import experts as random_experts
 from auraflux.ops._cases import relative_rms
+from auraflux.ops.gpu_cases import experts as random_experts
 from auraflux.ops.moe._expert_cases import layer
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import mixture, mixture_by_steps

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from auraflux.bench.gpu.shapes import codes
 from auraflux.ops._cases import relative_rms
+from auraflux.ops.gpu_cases import codes
 from auraflux.ops.linear.reference import linear
 from tests.ops.experts_ptx import RingMachine, placed
 from tests.ops.ptx import Device, sources

@@ -18,8 +18,9 @@ from auraflux.quant import QTensor
 
 pytest.importorskip("triton")
 from auraflux.cli.kernels_page import kernels_page
+from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.explain import all_verdicts, cases_of, chosen_ops, explained, taken
-from auraflux.ops.hopper.device import assume_gpu, not_hopper
+from auraflux.ops.hopper.device import not_hopper
 
 BF16 = torch.bfloat16
 DOCS = Path(__file__).parents[2] / "docs"

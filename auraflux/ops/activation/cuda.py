@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.elementwise import sigmoid, silu
 from auraflux.ops.hopper.launch import launch
@@ -76,10 +75,3 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     queries, gates = x.view(x.shape[0], heads, 2, -1).unbind(2)
     return queries, gates
-
-
-KERNELS = [
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "swiglu", "BLOCK": BLOCK}, hot=True),
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "clamped", "BLOCK": BLOCK}, hot=True),
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "sigmoid", "BLOCK": BLOCK}, hot=True),
-]

@@ -11,20 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from auraflux.ops._cases import Case, in_row_order
 from auraflux.ops._dispatch import Declined, exact
-from auraflux.ops.hopper.device import AMPERE, HOPPER, assume_gpu
+from auraflux.ops.assumed import AMPERE, HOPPER, assume_gpu
 from auraflux.ops.hopper.launch import diverted
+from auraflux.ops.unfilled import Unfilled
 
 TARGET = GPUTarget("cuda", 90, 32)
-LARGE = 1 << 14  # elements: larger tensors are not filled
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -83,53 +79,16 @@ def build_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Build
     return Build(f"{kernel.fn.__module__}:{kernel.fn.__name__}", signature, constants, attributes, options)
 
 
-class Unfilled(TorchDispatchMode):
-    """Leave large tensors as zeros that nobody has written: only their shapes are asked for. Small ones are computed."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        named = kwargs or {}
-        given = [x for x in tree_flatten((args, named))[0] if isinstance(x, Tensor)]
-        if func.is_view or (given and max(x.numel() for x in given) < LARGE):
-            return func(*args, **named)
-        if func._schema.is_mutable:
-            return named.get("out", args[0])
-        try:
-            shapes = func(
-                *tree_map_only(Tensor, _shape_only, args), **_on_meta(tree_map_only(Tensor, _shape_only, named), given)
-            )
-        except NotImplementedError:
-            # its shape depends on what it holds
-            return func(*args, **named)
-        made = [x for x in tree_flatten(shapes)[0] if isinstance(x, Tensor)]
-        if not given and max((x.numel() for x in made), default=0) < LARGE:
-            return func(*args, **named)
-        return tree_map_only(Tensor, _unwritten, shapes)
-
-
-def _on_meta(named: dict[str, Any], given: list[Tensor]) -> dict[str, Any]:
-    return {**named, "device": torch.device("meta")} if "device" in named or not given else named
-
-
-def _shape_only(x: Tensor) -> Tensor:
-    return x.to("meta")
-
-
-def _unwritten(x: Tensor) -> Tensor:
-    """A tensor of the same shape and strides: zeros, or memory that is never touched where that is large."""
-    make = torch.zeros if x.numel() < LARGE else torch.empty
-    return make(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype).as_strided(x.shape, x.stride())
-
-
 @contextmanager
 def captured() -> Iterator[list[Build]]:
     """Collect the builds that are launched inside the block, each once."""
-    found: dict[str, Build] = {}
+    known: set[str] = set()
     builds: list[Build] = []
 
     def receive(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         build = build_of(kernel, args, named)
-        if (key := repr(build)) not in found:
-            found[key] = build
+        if (key := repr(build)) not in known:
+            known.add(key)
             builds.append(build)
 
     before = driver._active
@@ -147,7 +106,8 @@ def launched(case: Case) -> list[Build]:
     if kernel is None:
         return []
     with captured() as builds:
-        args = in_row_order(case.args())
+        with assume_gpu(HOPPER):
+            args = in_row_order(case.args())
         for capability in (HOPPER, AMPERE):
             with assume_gpu(capability), exact(case.exact):
                 try:

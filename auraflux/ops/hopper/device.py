@@ -4,9 +4,6 @@ A wrapper calls `ready` on its first tensor, allocates its results with torch an
 the first import, plain Triton kernels run on CPU tensors, one program after the other: slow, and as right as on a GPU.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -14,34 +11,16 @@ import triton
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.assumed import AMPERE, HOPPER, assumed
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-AMPERE = OLDEST = (8, 0)  # compute capability: the first whose tensor cores take bfloat16
-HOPPER = (9, 0)
+OLDEST = AMPERE  # the first whose tensor cores take bfloat16
 NEEDS_HOPPER = "needs Hopper"
 SHARED_NBYTES = 227 << 10  # shared memory that a program of Hopper can have
 MULTIPROCESSOR_NBYTES = 228 << 10  # and all programs of a multiprocessor, each with a kilobyte more than it asks for
 INTERPRETED_MULTIPROCESSORS = 4  # few, as wrappers then make few large programs
-
-
-_assumed: ContextVar[tuple[int, int] | None] = ContextVar("assumed", default=None)
 ASSUMED_MULTIPROCESSORS = {HOPPER: 132, AMPERE: 108}  # of an H200, of an A100
-
-
-@contextmanager
-def assume_gpu(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
-    """Let tensors of any device pass for a GPU's inside the block, to ask what would be launched; nothing can be."""
-    token = _assumed.set(capability)
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
-
-
-def assumed() -> bool:
-    """Whether a GPU is only assumed."""
-    return _assumed.get() is not None
 
 
 def ready(x: Tensor) -> None:
@@ -67,7 +46,7 @@ def interpreted() -> bool:
 
 def not_hopper(device: torch.device) -> str | None:
     """Why kernels that are written in Gluon, for Hopper, do not run on a device; None where they do."""
-    if gpu := _assumed.get():
+    if gpu := assumed():
         return None if gpu == HOPPER else NEEDS_HOPPER
     if INTERPRETED:
         return "Triton's interpreter does not run Gluon"
@@ -75,7 +54,7 @@ def not_hopper(device: torch.device) -> str | None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    gpu = _assumed.get()
+    gpu = assumed()
     return _multiprocessors(device) if gpu is None else ASSUMED_MULTIPROCESSORS[gpu]
 
 

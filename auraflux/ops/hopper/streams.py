@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from auraflux.ops.hopper.device import assumed
+from auraflux.ops.assumed import assumed
 
 
 class Here:
@@ -46,4 +46,4 @@ def _side(device: torch.device) -> torch.cuda.Stream:
 
 def beside(device: torch.device, wanted: bool) -> Here:
     """A second stream of a device, if one is wanted; a GPU that is only assumed has none."""
-    return Beside(device) if wanted and not assumed() else Here()
+    return Beside(device) if wanted and assumed() is None else Here()

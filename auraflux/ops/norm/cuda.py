@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.elementwise import silu
 from auraflux.ops.hopper.launch import launch
@@ -112,13 +111,3 @@ def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tenso
         sizes = _rows(q), _rows(k), width, eps * width if mean else eps, width**-0.5, q_programs
         launch(_qk, (q_programs + k_programs,))(q, k, q_out, k_out, *sizes, block, wide, num_warps=warps)
     return q_out, k_out
-
-
-KERNELS = [
-    Build(
-        _rms, "*bf16 *bf16 *bf16 i32 i32:16 fp32", {"z": None, "ROWS": 1, "WIDTH": 4096}, hot=True, options={"num_warps": 16}
-    ),
-    Build(_rms, "*bf16 *fp32 *bf16 *bf16 i32 i32:16 fp32", {"ROWS": 8, "WIDTH": 128}, hot=True),
-    Build(_add_rms, "*bf16 *bf16 *bf16 *bf16 *bf16 i32:16 fp32", {"WIDTH": 4096}, hot=True, options={"num_warps": 16}),
-    Build(_qk, "*bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 fp32 fp32 i32", {"ROWS": 8, "WIDTH": 128}, hot=True),
-]

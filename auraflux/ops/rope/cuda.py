@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
@@ -144,18 +143,3 @@ def norm_rope(
 def _blocks(width: int, half: int) -> tuple[int, int]:
     """Channels of the tiles: of one element of each pair, and of what is not turned."""
     return power_of_two(max(1, half)), power_of_two(width - 2 * half) if width > 2 * half else 0
-
-
-_TYPES = "*bf16 *fp32 *i32 *bf16 i32 i32:16 i32:16 fp32"
-_BOTH = "*bf16 *bf16 *fp32 *fp32 *fp32 *i32 *bf16 *bf16 i32 i32 i32 i32:16 i32:16 i32:16 fp32 fp32"
-_HALVES, _PARTIAL = (
-    {"INTERLEAVED": False, "HEADS": 4, "HALF": 64, "REST": 0},
-    {"INTERLEAVED": True, "HEADS": 4, "HALF": 32, "REST": 64},
-)
-_WARPS = {"num_warps": 2}
-KERNELS = [
-    Build(_turn, _TYPES, _HALVES, hot=True, options=_WARPS),
-    Build(_turn, _TYPES, _PARTIAL, hot=True, options=_WARPS),
-    Build(_turn_both, _BOTH, _HALVES, hot=True, options=_WARPS),
-    Build(_turn_both, _BOTH, {**_HALVES, "HALF": 32, "REST": 256}, hot=True, options=_WARPS),
-]

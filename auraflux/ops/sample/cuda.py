@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
@@ -144,17 +143,3 @@ def penalize(
         settings = prompt_mask.view(torch.uint8), output_counts, repetition, presence, frequency
         launch(_lower, (cdiv(size, PIECE), rows))(logits, *settings, out, size, PIECE, num_warps=WARPS)
     return out
-
-
-_OPTIONS = {"num_warps": WARPS}
-KERNELS = [
-    Build(_comparable, "*fp32 *fp32 i32:16", {"PIECE": PIECE}, options=_OPTIONS),
-    Build(_weigh_pieces, "*fp32 *fp32 *i32 *fp64 i32:16", {"PIECE": PIECE}, options=_OPTIONS),
-    Build(
-        _draw,
-        "*fp32 *i64 *fp64 *fp32 *fp32 *i32 *fp32 *fp32 *i64 i32:16 i32",
-        {"PIECE": PIECE, "PIECES": 64},
-        options=_OPTIONS,
-    ),
-    Build(_lower, "*fp32 *u8 *i32 *fp32 *fp32 *fp32 *fp32 i32:16", {"PIECE": PIECE}, options=_OPTIONS),
-]

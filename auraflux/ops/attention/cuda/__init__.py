@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention.cuda.append import append_rows, split_rows
-from auraflux.ops.attention.cuda.builds import KERNELS
 from auraflux.ops.attention.cuda.flash import Parts, launch_merge, parts_like
 from auraflux.ops.attention.cuda.flash_paged import attend
 from auraflux.ops.attention.cuda.mla_rope_append import append_turned_latent, not_fused
@@ -18,7 +17,6 @@ from auraflux.ops.rope.cuda import rope
 from auraflux.quant import QTensor
 
 __all__ = [
-    "KERNELS",
     "append_kv",
     "append_latent",
     "attention",

@@ -26,7 +26,6 @@ from auraflux.ops.attention.cuda.mla_products_ptx import (
     wide,
     words_at,
 )
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, sum_lanes
 from auraflux.quant import QTensor
@@ -209,29 +208,3 @@ def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
     launch(output_codes, (heads, used // (16 * warps)))(
         *passed, **sizes, W=warps, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True
     )
-
-
-_TYPES = "*bf16 *i8 *bf16 *bf16 *bf16"
-_SIZES = {"HEADS": 128, "ROWS": 256, "C": 512}
-HEAD_BUILDS = [
-    *(
-        Build(
-            query_codes,
-            f"{_TYPES}{' i32' if tokens == 4 else ''} i32:16",
-            {**_SIZES, **({} if tokens == 4 else {"tokens": 1}), "NOPE": 128, "BITS": bits, "T": tokens, "W": 8},
-            hot=True,
-            options={"num_warps": 8},
-        )
-        for bits, tokens in ((4, 1), (4, 4), (8, 4))
-    ),
-    *(
-        Build(
-            output_codes,
-            f"{_TYPES} i32 i32:16",
-            {**_SIZES, "SKIP": 128, "BITS": bits, "W": warps},
-            hot=True,
-            options={"num_warps": warps, "maxnreg": REGISTERS},
-        )
-        for bits, warps in ((4, 8), (4, 4), (8, 8))
-    ),
-]

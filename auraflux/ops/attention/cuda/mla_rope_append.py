@@ -9,7 +9,6 @@ from torch import Tensor
 
 from auraflux.ops.attention.cuda.append import place_token
 from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.rope.cuda import cos_sin, turn_heads
@@ -111,9 +110,3 @@ def append_turned_latent(
         **sizes,
     )
     return plain, out
-
-
-TURNED_TYPES = "*bf16 *bf16 *bf16 *fp32 *fp32 *i32 fp32 fp32 i32:16 i32:16"
-TURNED_SIZES = {"C": 512, "R": 64, "P": 512, "HALF": 32, "HEADS": QUERIES, "INTERLEAVED": True, "PAGE": 64, "S": 1}
-_STORED = "*bf16 *bf16 *i32 *i32 *i32 i32 i32 i32"
-TURNED_BUILDS = [Build(turn_and_append_latent, f"{TURNED_TYPES} {_STORED}", TURNED_SIZES, True, {"num_warps": 4})]

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import interpreted
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
@@ -76,8 +75,3 @@ def written(weight: QTensor) -> Tensor:
             weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4
         )
     return out
-
-
-WRITTEN_BUILDS = [
-    Build(write_out, "*i32 *bf16 *bf16 *bf16 i32:16", {"BITS": bits, "GROUP": 64, "BLOCK": BLOCK}, hot=True) for bits in (4, 8)
-]

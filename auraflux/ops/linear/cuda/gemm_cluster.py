@@ -20,7 +20,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
@@ -229,25 +228,3 @@ def multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], norm
 def operands(weight: QTensor) -> list[Tensor]:
     assert weight.biases is not None
     return [tensor.view(torch.int8) for tensor in (weight.packed, weight.scales, weight.biases)]
-
-
-def _build(width: int, tiles: int, count: int = 1, normed: bool = False) -> Build:
-    programs = min(MOST_PROGRAMS, width // CHUNK)
-    absent = [f"{name}{number}" for number in range(count, MOST_WEIGHTS) for name in ("w", "s", "b", "y", "rows")]
-    absent += [f"end{number}" for number in range(count - 1, MOST_WEIGHTS - 1)] + ([] if normed else ["delta", "norm", "total"])
-    stream, each = "*bf16 *fp32 *bf16" if normed else "", "*i8 *i8 *i8 *bf16"
-    types = " ".join(["*bf16", stream, "fp32", *[each] * count, *["i32"] * (count - 1), *["i32:16"] * count, "i32 i32"])
-    sizes = {"COUNT": count, "K": width, "TILES": tiles, "W": WARPS, "C": programs, "LATE": 8 * tiles > EARLY}
-    options = {"num_warps": WARPS, "num_ctas": programs}
-    return Build(matmul_batch, types, {**dict.fromkeys(absent), **sizes}, hot=True, options=options)
-
-
-BATCH_BUILDS = [
-    _build(4096, 4),
-    _build(4096, 8),
-    _build(2048, 4, 3, normed=True),
-    _build(2048, 8, 4, normed=True),
-    _build(2048, 1, 3, normed=True),
-    _build(4096, 4, 3, normed=True),
-    _build(8192, 4),
-]

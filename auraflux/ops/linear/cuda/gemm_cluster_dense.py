@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_left, pass_lengths, sizes_of, store_normed, store_sums, take_tokens
@@ -116,14 +115,3 @@ def multiply(x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[T
         len(rows), width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
     )  # fmt: skip
     return h, total, outs
-
-
-def _build(width: int, tiles: int, count: int = 1) -> Build:
-    stream, sizes = "*bf16 *bf16 *fp32 *bf16 *bf16 fp32", {"COUNT": count, "K": width, "BLOCKS": BLOCKS, "TILES": tiles}
-    types = f"{stream} *bf16 *bf16 *bf16 *bf16 i32 i32:16 i32 i32 i32" if count == 2 else f"{stream} *bf16 *bf16 i32:16 i32 i32"
-    absent = {} if count == 2 else dict.fromkeys(("w1", "y1", "end0", "rows1"))
-    options = {"num_warps": WARPS, "num_ctas": PROGRAMS}
-    return Build(scores_batch, types, {**absent, **sizes, "W": WARPS, "C": PROGRAMS}, hot=True, options=options)
-
-
-SCORES_BUILDS = [_build(2048, 4), _build(2048, 8, 2), _build(4096, 4), _build(4096, 8)]

@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import begin_barriers, expect, fetch, put_float
 from auraflux.ops.hopper.device import SHARED_NBYTES
 from auraflux.ops.hopper.launch import launch
@@ -111,14 +110,3 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor, processors: int) -> None:
     sizes = rows, width, cdiv(rows // 8, processors), DEEP, WARPS
     arrays = weight.packed, weight.scales, weight.biases
     launch(matvec_ring, (processors,))(x, *arrays, out, *sizes, num_warps=WARPS, launch_pdl=True)
-
-
-RING_BUILDS = [
-    Build(
-        matvec_ring,
-        "*bf16 *i32 *bf16 *bf16 *bf16 i32:16",
-        {"K": 16384, "COUNT": 7, "D": DEEP, "W": WARPS},
-        hot=True,
-        options={"num_warps": WARPS},
-    )
-]

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, run, shared, word_at
@@ -101,17 +100,3 @@ def assign_chosen(scores: Tensor, routing: Routing, bias: Tensor | None) -> tupl
     tokens, experts = scores.shape
     ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=scores.device)
     return ids, *_launch(scores, (cdiv(experts, 32) * 32, routing.scoring), bias, ids, experts)
-
-
-def _builds() -> list[Build]:
-    ints, given = "i32 i32:16 i32", {"scores": None, "bias": None, "K": 8, "E": 0, "SCORING": "", "PASSES": 2}
-    chosen = {"bias": None, "K": 8, "E": 128, "SCORING": "softmax", "PASSES": 1}
-    biased = {"K": 8, "E": 256, "SCORING": "sigmoid", "PASSES": 4}
-    return [
-        Build(assign_pairs, f"*bf16 *i32 *i32 *i32 {ints}", chosen, hot=True, options={"num_warps": W.value}),
-        Build(assign_pairs, f"*fp32 *fp32 *i32 *i32 *i32 {ints}", biased, hot=True, options={"num_warps": W.value}),
-        Build(assign_pairs, f"*i32 *i32 *i32 {ints}", given, hot=True, options={"num_warps": W.value}),
-    ]
-
-
-ASSIGN_BUILDS = _builds()

@@ -8,7 +8,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.grouped_gemm import grouped
@@ -102,32 +101,3 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     """`expert_parts` for thousands of pairs."""
     found, placed = _placed_results(x, ids, experts)
     launch(spread_parts, (len(placed), cdiv(experts.hidden, MOVED)))(found, placed, parts, ids.numel(), experts.hidden, MOVED)
-
-
-def _descriptor(kind: str, shape: list[int], layout: gl.NVMMASharedLayout) -> str:
-    return f"tensordesc<{kind}[{','.join(map(str, shape))}],{layout!r}>".replace(" ", "")
-
-
-def _builds_of(tile: Tile) -> list[Build]:
-    half, block = tile.pairs // 2, [1, tile.rows, INPUTS // 8]
-    inputs = _descriptor("bf16", [half, 64], _layout(gl.bfloat16, half, 64))
-    codes, ints = _descriptor("i32", block, _layout(gl.int32, *block)), "i32:16 i32:16"
-    sizes = {"R": tile.rows, "T": tile.pairs, "KB": INPUTS, "G": GROUP, "ST": STAGES, "W": tile.warps}
-    sizes |= {"CODES": _layout(gl.int32, tile.rows, INPUTS // 8)}
-    one, moved = dict.fromkeys(("w1", "s1", "b1", "y1", "step1")), {"T": tile.pairs, "KB": INPUTS, "BLOCK": MOVED}
-    line, launch = "*bf16 *bf16 *bf16", {"num_warps": tile.warps, "maxnreg": tile.registers}
-    two_types = f"{inputs} {codes} {codes} *i32 *i32 i32:16 {line} {line} {ints} i32 {ints} i32"
-    one_types = f"{inputs} {codes} *i32 *i32 i32:16 {line} i32:16 i32 {ints} i32"
-    return [
-        Build(expert_tiles, two_types, {"COUNT": 2, **sizes}, hot=True, options=launch),
-        Build(expert_tiles, one_types, {"COUNT": 1, **sizes, **one}, hot=True, options=launch),
-        Build(order_pairs, "*bf16 *i32 *bf16 i32:16 i32 i32:16", moved, hot=True),
-        Build(order_hidden, "*bf16 *bf16 *i32 *bf16 i32:16 i32:16", moved, hot=True),
-    ]
-
-
-TILE_BUILDS = [
-    *(build for tile in (*(tile for _, tile in SMALLER), LARGEST) for build in _builds_of(tile)),
-    Build(find_places, "*i32 *i32 i32:16 i32:16", {"BLOCK": MOVED}, hot=True),
-    Build(spread_parts, "*bf16 *i32 *fp32 i32:16 i32:16", {"BLOCK": MOVED}, hot=True),
-]

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.linear.cuda.int4_mma import AWAIT, COMMIT, LAUNCH, SYNC, WAIT, run, shared, wait_ptx
@@ -259,16 +258,3 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     """`expert_parts` for some tokens."""
     placed, owner = assign_given(ids, experts.count)
     multiply(x, ids.shape[1], placed, owner, experts, parts)
-
-
-def _builds() -> list[Build]:
-    stack, options = "*i32 *bf16 *bf16 i32:16 i32:16", {"num_warps": W.value, "maxnreg": REGISTERS}
-    up, down = f"*bf16 *i32 *i32 {stack} {stack} *bf16 i32:16 i32 i32", f"*bf16 *i32 *i32 {stack} *fp32 i32:16 i32"
-    some: list[tuple[object, str, dict[str, int]]] = []
-    for hidden, inner in ((2048, 768), (2048, 512), (4096, 1536)):
-        some += [(up_stream, up, {"H": hidden, "INNER": inner, "D": ring_sizes(hidden)[1]})]
-        some += [(down_stream, down, {"HIDDEN": hidden, "INNER": inner, "D": ring_sizes(inner)[1], "SKEWED": SKEW})]
-    return [Build(kernel, types, constants, hot=True, options=options) for kernel, types, constants in some]
-
-
-STREAM_BUILDS = _builds()

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
@@ -69,32 +68,3 @@ def up_sizes(hidden: int, tiles: int, tokens: int, processors: int) -> tuple[int
     room = max(1, min(MOST_TILES, MOST_NBYTES // (18 * hidden)))
     most = min(cdiv(tiles * tokens, processors), room)
     return max(cdiv(tiles, most), min(processors // tokens, tiles)), most
-
-
-def _builds() -> list[Build]:
-    stack, three, ints = "*i32 *bf16 *bf16 i32:16 i32:16", "*i32 *bf16 *bf16", "i32:16 i32:16"
-    given = {"scores": None, "bias": None, "E": 0, "SCORING": ""}
-    chosen = {"ids": None, "bias": None, "E": 128, "SCORING": "softmax"}
-    parts, up = ("", "_scales", "_biases"), {"H": 2048, "K": 8, "TILES": 3}
-    no_up = dict.fromkeys(f"own_{name}{part}" for name in ("gate", "up") for part in parts)
-    down = {"INNER": 768, "K": 8, "RENORMALIZE": True, "W": DOWN_WARPS, "beside": None}
-    alone = dict.fromkeys(("beside_gate", *(f"own{part}" for part in parts)))
-    shared = {"INNER": 512, "E": 256, "weights": None}
-    some = [
-        (up_slots, f"*bf16 *i32 {stack} {stack} *bf16 {ints}", up | given | no_up),
-        (up_slots, f"*bf16 *i32 {stack} {stack} *bf16 {ints}", up | given | no_up | {"H": 6144, "TILES": 1}),
-        (up_slots, f"*bf16 *bf16 {stack} {stack} *bf16 {ints}", up | chosen | no_up),
-        (up_slots, f"*bf16 *bf16 {stack} {stack} *bf16 {ints}", up | chosen | no_up | {"E": 512, "K": 10}),
-        (up_slots, f"*bf16 *bf16 {stack} {stack} {three} {three} *bf16 {ints}", up | chosen | {"E": 256}),
-        (down_slots, f"*bf16 *i32 *fp32 fp32 {stack} *bf16 {ints}", down | alone | given | {"residual": None}),
-        (down_slots, f"*bf16 *bf16 fp32 *bf16 {stack} *bf16 {ints}", down | alone | chosen | {"weights": None}),
-        (down_slots, f"*bf16 *bf16 fp32 *bf16 {stack} *bf16 {ints}", down | alone | chosen | {"weights": None, "INNER": 2048}),
-        (down_slots, f"*bf16 *bf16 fp32 *bf16 *bf16 {stack} {three} *bf16 {ints}", down | chosen | shared),
-    ]
-    return [
-        Build(kernel, types, constants, hot=True, options={"num_warps": constants.get("W", UP_WARPS)})
-        for kernel, types, constants in some
-    ]
-
-
-SLOT_BUILDS = _builds()

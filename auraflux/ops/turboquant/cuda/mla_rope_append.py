@@ -6,15 +6,12 @@ from torch import Tensor
 
 from auraflux.ops.attention.cuda.append import place_token
 from auraflux.ops.attention.cuda.mla_rope_append import (
-    TURNED_SIZES,
-    TURNED_TYPES,
     Turning,
     launch_sizes,
     normed_latent,
     queries_apart,
     store_turned_key,
 )
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.rope.cuda import turn_heads
@@ -65,9 +62,3 @@ def encode_turned_latent(
         **sizes,
     )
     return plain, out
-
-
-_STORED = "*i32 *fp32 *i64 *i64 fp32 fp32 *bf16 *fp32 *i32 *i32 *i32 i32 i32 i32"
-CODED_BUILDS = [
-    Build(turn_and_encode_latent, f"{TURNED_TYPES} {_STORED}", {**TURNED_SIZES, "BITS": 8}, True, {"num_warps": 4}),
-]

@@ -1,7 +1,8 @@
-"""What is timed on a GPU: the shapes of large models, in bfloat16, made on the device itself.
+"""The shapes of large models, in bfloat16: what is timed on a GPU, and which builds of kernels are hot.
 
-They are cases as those of the parity test, but too large for it: one holds up to gigabytes. The benchmark holds each kernel to
-its reference on these very shapes, on the device, before it times it.
+They are cases as those of the parity test, but too large for it: one holds up to gigabytes. The benchmark makes them on the
+device, and holds each kernel to its reference on these very shapes before it times it. What they launch is compiled without a
+GPU, and may not spill registers (`hopper/compile.py`).
 """
 
 from collections.abc import Callable

@@ -1,0 +1,46 @@
+"""Which builds of kernels the steps of real models launch, found without a GPU: all of them are hot.
+
+A model of a few layers is made of tensors that are never filled (`ops/unfilled.py`); it reads prompts and writes tokens as it
+would on Hopper.
+"""
+
+from typing import Any
+
+import torch
+
+from auraflux.bench.random_weights import random_model
+from auraflux.bench.shapes import SHAPES, shape_of
+from auraflux.cache import Cache, CacheSettings
+from auraflux.ops import exact
+from auraflux.ops._dispatch import use_backend
+from auraflux.ops.assumed import assume_gpu
+from auraflux.ops.hopper.capture import Build, captured
+
+LAYERS = 4  # each kind of layer that a model has is among these
+STEPS = ((1, 1), (8, 1), (32, 1), (1, 64), (1, 512), (1, 2048))  # sequences and new tokens of each
+BEFORE = 1024  # tokens that a sequence has when it is written to
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+
+def step_builds(name: str, bits: int | None = 4, kv: str = "k8v4") -> list[Build]:
+    """What decoding and prefill of a named shape launch, with weights of so many bits and this kind of cache."""
+    with captured() as builds, assume_gpu(), use_backend("cuda"), exact(False):
+        model, shapes = random_model(shape_of(name, LAYERS), bits, 64, BF16, CPU)
+        for sequences, tokens in STEPS:
+            sizes = {"context": 4096, "sequences": sequences, "chunk": 2048 * sequences}
+            _step(model, Cache(shapes, CacheSettings(kv), **sizes, dtype=BF16, device=CPU), sequences, tokens)
+    return builds
+
+
+def _step(model: Any, cache: Cache, sequences: int, tokens: int) -> None:
+    batch = cache.batch([cache.open() for _ in range(sequences)])
+    for count in (BEFORE, 1) if tokens == 1 else (tokens,):
+        batch.extend([count] * sequences)
+        hidden = model(torch.zeros(count * sequences, dtype=torch.int64), batch, cache)
+    model.logits(hidden[:sequences])
+
+
+def all_step_builds() -> list[Build]:
+    """Of every shape, with codes and without, each build once."""
+    kinds = [(name, bits, kv) for name in SHAPES for bits, kv in ((4, "k8v4"), (8, "none"))]
+    return list({repr(build): build for kind in kinds for build in step_builds(*kind)}.values())
