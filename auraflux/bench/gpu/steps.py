@@ -1,9 +1,10 @@
-"""Which builds of kernels the steps of real models launch, found without a GPU: all of them are hot.
+"""Which builds of kernels the steps of real models launch, compiled without a GPU: `python -m auraflux.bench.gpu.steps`.
 
-A model of a few layers is made of tensors that are never filled (`ops/unfilled.py`); it reads prompts and writes tokens as it
-would on Hopper.
+All of them are hot. A model of a few layers is made of tensors that are never filled (`ops/unfilled.py`); it reads prompts and
+writes tokens as it would on Hopper.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from auraflux.ops import exact
 from auraflux.ops._dispatch import use_backend
 from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.hopper.capture import Build, captured
+from auraflux.ops.hopper.compile import Wanted, command
 from auraflux.quant import QTensor
 from auraflux.weights.stored import Stored
 
@@ -36,10 +38,9 @@ class RowWeights(RandomWeights):
         first = self.ready(source.matrix(0))
         if not isinstance(first, QTensor):
             return first.new_empty(count, *first.shape)
-        parts = [
-            None if part is None else part.new_empty(count, *part.shape) for part in (first.packed, first.scales, first.biases)
-        ]
-        return QTensor(*parts, first.bits, first.group, (count, *first.shape))
+        packed, scales = (part.new_empty(count, *part.shape) for part in (first.packed, first.scales))
+        biases = None if first.biases is None else torch.empty_like(scales)
+        return QTensor(packed, scales, biases, first.bits, first.group, (count, *first.shape))
 
 
 def step_builds(name: str, bits: int | None = 4, kv: str = "k8v4") -> list[Build]:
@@ -63,7 +64,11 @@ def _step(model: Any, cache: Cache, sequences: int, tokens: int) -> None:
     model.logits(hidden[:sequences])
 
 
-def all_step_builds() -> list[Build]:
-    """Of every shape, with codes and without, each build once."""
-    kinds = [(name, bits, kv) for name in SHAPES for bits, kv in ((4, "k8v4"), (8, "none"))]
-    return list({repr(build): build for kind in kinds for build in step_builds(*kind)}.values())
+def shape_builds(name: str) -> list[Wanted]:
+    """All of a shape, with codes of four bits and with more."""
+    found = [build for bits, kv in ((4, "k8v4"), (8, "none")) for build in step_builds(name, bits, kv)]
+    return [Wanted(build, hot=True) for build in {repr(build): build for build in found}.values()]
+
+
+if __name__ == "__main__":
+    sys.exit(command("auraflux.bench.gpu.steps", __doc__ or "", list(SHAPES), shape_builds, sys.argv[1:]))

@@ -15,10 +15,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.pool import Pool
 from typing import Any
 
 from auraflux.ops._cases import all_cases
@@ -50,6 +49,9 @@ class Wanted:
 
     build: Build
     hot: bool
+
+
+Find = Callable[[str], list[Wanted]]
 
 
 def launches(family: str) -> list[Wanted]:
@@ -112,37 +114,27 @@ def _resources(cubin: bytes, instructions: bool) -> tuple[int, int, int]:
     return registers, stack + local, text.count(GATHERED)
 
 
-def compile_all(only: Sequence[str] = (), first: bool = False) -> list[Report]:
-    """Compile what the cases of some families launch, or of all; of each kernel one build, if only the first is wanted."""
-    with _pool() as pool:
-        each = pool.map(launches, [name for name in families() if not only or name in only], chunksize=1)
-        found = chosen([item for items in each for item in items])
-        return _compile_in(pool, first_of_each(found) if first else found, instructions=not first)
-
-
-def compile_builds(found: Sequence[Wanted]) -> list[Report]:
-    with _pool() as pool:
-        return _compile_in(pool, found, instructions=True)
-
-
-def _compile_in(pool: Pool, found: Sequence[Wanted], instructions: bool) -> list[Report]:
-    return pool.map(partial(compile_one, instructions=instructions), found, chunksize=1)
-
-
-def _pool() -> Pool:
+def compile_all(find: Find, sources: Sequence[str], first: bool = False) -> list[Report]:
+    """Compile what is found in some sources; of each kernel one build, if only the first is wanted."""
     # spawned, not forked: LLVM and torch have threads by now
-    return multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
+        found = chosen([each for launched in pool.map(find, sources, chunksize=1) for each in launched])
+        builds = first_of_each(found) if first else found
+        return pool.map(partial(compile_one, instructions=not first), builds, chunksize=1)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="auraflux.ops.hopper.compile", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("family", nargs="*")
+def command(module: str, about: str, sources: Sequence[str], find: Find, arguments: Sequence[str]) -> int:
+    """Run a module that compiles what `find` finds in each source, or in those that are named."""
+    parser = argparse.ArgumentParser(prog=module, description=about.splitlines()[0])
+    parser.add_argument("source", nargs="*", help=f"one of {', '.join(sources)}; by default all")
     parser.add_argument("--first", action="store_true", help="of each kernel one build only")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
+    if strange := set(given.source) - set(sources):
+        parser.error(f"{', '.join(sorted(strange))}: there is nothing of this name; there are {', '.join(sources)}")
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; unset it: interpreted kernels cannot be compiled")
-    reports = compile_all(given.family, given.first)
+    reports = compile_all(find, given.source or sources, given.first)
     if given.json:
         print(json.dumps([asdict(report) for report in reports]))
         return 0
@@ -154,4 +146,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command("auraflux.ops.hopper.compile", __doc__ or "", families(), launches, sys.argv[1:]))
