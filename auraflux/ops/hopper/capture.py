@@ -73,7 +73,8 @@ class CompileOnly:
 
 def build_of(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Build:
     """The build that a launch means; every step is Triton's own, as `JITFunction.run` takes them."""
-    *_, backend, binder = kernel.create_binder()
+    # made once for a device: this one has a name of its own
+    *_, backend, binder = kernel.device_caches[TARGET]
     bound, specialization, options = binder(*args, **named)
     _, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, options)
     return Build(f"{kernel.fn.__module__}:{kernel.fn.__name__}", signature, constants, attributes, options)
