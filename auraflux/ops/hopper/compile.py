@@ -22,7 +22,7 @@ from typing import Any
 
 from auraflux.ops._cases import all_cases
 from auraflux.ops._dispatch import families
-from auraflux.ops.gpu_cases import CASES as GPU_CASES
+from auraflux.ops.gpu_cases import HOT
 from auraflux.ops.hopper.capture import TARGET, Build, launched
 
 GATHERED = "WARPSYNC.COLLECTIVE"
@@ -56,7 +56,7 @@ Find = Callable[[str], list[Wanted]]
 
 def launches(family: str) -> list[Wanted]:
     """All that a family's cases launch."""
-    cases = [(case, True) for case in GPU_CASES] + [(case, False) for case in all_cases()]
+    cases = [(case, True) for case in HOT] + [(case, False) for case in all_cases()]
     return [Wanted(build, hot) for case, hot in cases if case.op.family == family for build in launched(case)]
 
 
