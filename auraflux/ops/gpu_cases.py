@@ -148,6 +148,15 @@ def routed(tokens: int, layer: Experts) -> Args:
     return {"x": args["x"], "ids": ids, "weights": weights, "experts": layer}
 
 
+def routed_to(tokens: int, count: int) -> Args:
+    return routed(tokens, experts(count))
+
+
+def some_of(tokens: int) -> Args:
+    """All experts but one."""
+    return some(routed(tokens, experts()), [3])
+
+
 def ids_of(args: Args) -> Tensor:
     return args["ids"] if "ids" in args else route.reference(args["scores"], args["routing"])[0]
 
@@ -324,7 +333,7 @@ SELDOM: list[Case] = [
     Case(linears, "three", lambda: {"x": torch.randn(1, 4096).to(BF16), "weights": [codes(4096, 4096, bits=4)] * 3}),
     Case(gate_up_swiglu, "two", lambda: gated(1, 14336, 4096)),
     Case(attention_partials, "decode-32k", partial(queries, [32 * K], [1], HEADS, 128, page=PAGE, dtype=BF16)),
-    *(Case(expert_mlp, f"{e}-experts", lambda e=e: routed(160, experts(e))) for e in (16, 32, 64)),
-    *(Case(expert_parts, f"{t}-tokens", lambda t=t: some(routed(t, experts()), [3])) for t in (1, 64, 2 * K)),
+    *(Case(expert_mlp, f"{e}-experts", partial(routed_to, 160, e)) for e in (16, 32, 64)),
+    *(Case(expert_parts, f"{t}-tokens", partial(some_of, t)) for t in (1, 64, 2 * K)),
 ]
 HOT = [*CASES, *SELDOM]

@@ -15,8 +15,10 @@ from auraflux.ops._dispatch import families
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 FAMILIES = families()
-# builds for heads of 256: it keeps the places of its rows in memory while it attends
-MAY_SPILL = ("prefill_tiles", "D=256")
+MAY_SPILL = (
+    {"prefill_tiles", "D=256"},  # it keeps the places of its rows in memory while it attends
+    {"rank_kernel", "BE=256"},  # 72 bytes
+)
 
 
 def run(module: str, *options: str) -> list[dict]:
@@ -39,8 +41,9 @@ def reports() -> list[dict]:
 
 def hold(mine: list[dict]) -> None:
     assert not [f"{report['name']}: {report['error']}" for report in mine if report["error"]]
-    hot = [report for report in mine if report["hot"] and not all(word in report["name"].split() for word in MAY_SPILL)]
-    spilled = {report["name"]: report["spilled_nbytes"] for report in hot if report["spilled_nbytes"]}
+    hot = [report for report in mine if report["hot"]]
+    excused = [report for report in hot if any(words <= set(report["name"].split()) for words in MAY_SPILL)]
+    spilled = {report["name"]: report["spilled_nbytes"] for report in hot if report["spilled_nbytes"] and report not in excused}
     assert not spilled, f"bytes that did not fit into registers: {spilled}"
     gathered = {report["name"]: report["gathered"] for report in hot if report["gathered"]}
     assert not gathered, f"lanes that the compiler believes to have parted: {gathered}"
@@ -48,7 +51,8 @@ def hold(mine: list[dict]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_compile_without_spills(family: str, reports: list[dict], record_property):
-    mine = [report for report in reports if report["family"] == family]
+    """The first build of each kernel keeps to registers, hot or not."""
+    mine = [{**report, "hot": True} for report in reports if report["family"] == family]
     assert mine, f"no case of {family} launches a kernel"
     for report in mine:
         record_property(report["name"], f"{report['registers']} registers, {report['shared_nbytes']} B shared")
