@@ -1,21 +1,26 @@
-"""A GPU that is assumed: tables can be asked what they would do on an H200 where there is none."""
+"""A GPU that is only assumed, to ask what would be launched on it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_assumed: ContextVar[bool] = ContextVar("assumed", default=False)
+Capability = tuple[int, int]  # NVIDIA's compute capability
+AMPERE: Capability = (8, 0)
+HOPPER: Capability = (9, 0)
+
+_assumed: ContextVar[Capability | None] = ContextVar("assumed", default=None)
 
 
 @contextmanager
-def assume_hopper() -> Iterator[None]:
-    """Let tensors of any device pass for an H200's inside the block, to ask what would be launched; nothing can be."""
-    token = _assumed.set(True)
+def assume_gpu(capability: Capability = HOPPER) -> Iterator[None]:
+    """Let tensors of any device pass for a GPU's inside the block; nothing can be launched."""
+    token = _assumed.set(capability)
     try:
         yield
     finally:
         _assumed.reset(token)
 
 
-def hopper_assumed() -> bool:
+def assumed() -> Capability | None:
+    """The GPU that is assumed; None where there need not be one."""
     return _assumed.get()

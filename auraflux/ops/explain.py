@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from auraflux.ops._cases import Args, Case, all_cases, in_row_order
+from auraflux.ops._cases import Case, all_cases, in_row_order
 from auraflux.ops._dispatch import Op, all_ops, exact
-from auraflux.ops.assumed import assume_hopper
+from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.routes import Verdict, routes_of, verdict_of
+from auraflux.ops.unfilled import Unfilled
 
 BACKENDS = ("cuda", "cpu")
 
@@ -15,20 +16,17 @@ BACKENDS = ("cuda", "cpu")
 def asking(backend: str) -> Iterator[None]:
     """Ask the tables of a backend inside the block, those of CUDA as if there were an H200."""
     if backend == "cuda":
-        with assume_hopper():
+        with assume_gpu():
             yield
     else:
         yield
 
 
-def explained(case: Case, backend: str = "cuda", arguments: Args | None = None) -> Verdict | None:
-    """What the table of a case's op says of it; None where the op has no table, or nothing to do.
-
-    arguments  of the case, where they have been made already
-    """
-    found = case.args() if arguments is None else arguments
-    with asking(backend), exact(case.exact):
-        return verdict_of(case.op, backend, in_row_order(found) if backend == "cuda" else found)
+def explained(case: Case, backend: str = "cuda") -> Verdict | None:
+    """What the table of a case's op says of it; None where the op has no table, or nothing to do."""
+    with Unfilled(), asking(backend), exact(case.exact):
+        arguments = case.args()
+        return verdict_of(case.op, backend, in_row_order(arguments) if backend == "cuda" else arguments)
 
 
 def chosen_ops(backend: str = "cuda") -> list[Op]:
@@ -55,8 +53,7 @@ def all_verdicts(backends: tuple[str, ...] = BACKENDS) -> dict[str, dict[Case, V
         asked = [backend for backend in backends if routes_of(case.op, backend) is not None]
         if not asked or case.slow or case.bench:
             continue
-        arguments = case.args()
         for backend in asked:
-            if (verdict := explained(case, backend, arguments)) is not None:
+            if (verdict := explained(case, backend)) is not None:
                 verdicts[backend][case] = verdict
     return verdicts

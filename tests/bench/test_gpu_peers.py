@@ -5,14 +5,14 @@ from torch.nn.attention import SDPBackend
 
 from auraflux.bench.gpu.peers import PEERS, Peer, attention, linear, moe
 from auraflux.bench.gpu.run import gpu_cases
-from auraflux.bench.gpu.shapes import BF16, CASES, as_cached, experts, moe_flops, moe_nbytes, mx_product, product_of, routed
-from auraflux.bench.gpu.shapes import moe as moe_args
 from auraflux.errors import InputError
 from auraflux.ops._cases import Case, relative_rms
 from auraflux.ops.attention._latent_cases import latent_queries
 from auraflux.ops.attention.cases import queries
 from auraflux.ops.attention.reference import attention as attend_dense
 from auraflux.ops.attention.reference import latent_attention
+from auraflux.ops.gpu_cases import BF16, CASES, as_cached, experts, moe_flops, moe_nbytes, mx_product, product_of, routed
+from auraflux.ops.gpu_cases import moe as moe_args
 from auraflux.ops.linear.reference import linear as multiply
 from auraflux.ops.moe.reference import expert_mlp
 from auraflux.ops.moe.routing import Routing

@@ -1,4 +1,4 @@
-"""The Hopper kernel that codes many tokens, on numpy: its source and the very PTX it is made of (see `ptx.py`)."""
+"""The Hopper kernel that codes many tokens, on numpy: its Python and the very PTX it is made of (see `ptx.py`)."""
 
 import re
 from copy import deepcopy
@@ -14,17 +14,14 @@ pytest.importorskip("triton")
 from auraflux.ops.turboquant._inputs import append
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
-from auraflux.ops.turboquant.cuda.encode_prefill import _side, sizes, tile_count
+from auraflux.ops.turboquant.cuda.encode_prefill import _side, append_many, sizes, tile_count
 from auraflux.ops.turboquant.cuda.encode_tables import SEARCH, SQUARES, places_for, scaled_middles, sign_words, step
 from auraflux.ops.turboquant.reference import append_codes
 from auraflux.ops.turboquant.rotation import rotation
-from tests.ops.ptx import HOPPER, MASK, PAGE, PLAIN, Device, Lanes, Machine, bits_of, floats
-from tests.ops.threads import run_source
+from tests.emulator.ptx import MASK, PAGE, PLAIN, Device, Lanes, Machine, bits_of, floats
 
 CPU = torch.device("cpu")
 LONGEST = 128**0.5  # no coordinate of the vectors that the kernel takes is longer, times sqrt(D)
-FILES = *HOPPER, *(f"turboquant/cuda/encode_{name}.py" for name in ("parts", "pages", "exact", "prefill"))
-NAMED = dict.fromkeys(("Any", "Tensor", "CodePages"), Any)  # by annotations
 KINDS = {torch.int32: np.int32, torch.float32: np.float32, torch.bfloat16: np.uint16}
 
 
@@ -185,13 +182,10 @@ def run(args: dict[str, Any]) -> None:
     rest = sequences, np.full(1, tokens, np.int32).view(Threads), pages.table.shape[1], pages.pool[0], tiles
     for program in range(2 * tiles * heads):
         machine = Coder(device, 1, program)
-        names: dict[str, Any] = {"gl": machine, "asm": machine.inline_asm_elementwise, **NAMED}
-        for name in FILES:
-            names |= run_source(name, names)
-        names["append_many"].__globals__["_memory"] = machine.shared
+        kernel = machine.program(append_many, asm=machine.inline_asm_elementwise, _memory=machine.shared)
         with np.errstate(all="ignore"):
             sized = sizes(pages.key_bits, pages.value_bits)
-            names["append_many"](*found, *rest, BATCH=batch, HEADS=heads, PAGE=pages.pool[1], **sized)
+            kernel(*found, *rest, BATCH=batch, HEADS=heads, PAGE=pages.pool[1], **sized)
     for place, name in ((2, "key_codes"), (3, "key_norms"), (7, "value_codes"), (8, "value_norms")):
         like = getattr(pages, name)
         like.copy_(device.get(found[place], like))

@@ -12,7 +12,7 @@ from auraflux.cache.shapes import AttentionShape
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
-from auraflux.ops.assumed import assume_hopper
+from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.turboquant._inputs import append, attend, code_pages
 from auraflux.ops.turboquant.arrangement import PAIR_WIDTHS, Arrangement, arrangement_for
 from auraflux.ops.turboquant.codebook import BITS
@@ -102,7 +102,7 @@ def test_only_hopper_gets_pairs(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_assumed_hopper_gets_pairs():
-    with assume_hopper():
+    with assume_gpu():
         assert arrangement_for("meta", 8, 4, 128, 64) is PAIRS
         assert arrangement_for("meta", 8, 4, 96, 64) is ROWS
     assert arrangement_for("meta", 8, 4, 128, 64) is ROWS

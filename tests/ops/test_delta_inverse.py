@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.ops.ptx import MASK, Device, Machine, bits_of, floats
+from tests.emulator.ptx import MASK, Device, Machine, bits_of, floats
 
 inverse = pytest.importorskip("auraflux.ops.delta.cuda.inverse")
 LANES = np.arange(128)

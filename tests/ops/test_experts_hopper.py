@@ -12,8 +12,8 @@ from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
-from tests.ops.experts_ptx import placed, slot_kernels
-from tests.ops.ptx import Device
+from tests.emulator.experts import placed, slot_kernels
+from tests.emulator.ptx import Device
 
 TOL = 6e-3  # what lies between the kernels is bf16
 ROWS = (0, 7)  # of the result, in sixteens

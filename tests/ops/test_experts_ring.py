@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from auraflux.bench.gpu.shapes import experts as random_experts
 from auraflux.ops._cases import relative_rms
+from auraflux.ops.gpu_cases import experts as random_experts
 from auraflux.ops.moe._expert_cases import layer
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import mixture, mixture_by_steps
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
-from tests.ops.experts_ptx import placed, ring_kernels
-from tests.ops.ptx import Device
+from tests.emulator.experts import placed, ring_kernels
+from tests.emulator.ptx import Device
 
 TOL = 8e-3  # what lies between the kernels is bf16, and so is the result
 GROUPED = Routing(4, "sigmoid", True, groups=3, kept_groups=2, scale=2.5)

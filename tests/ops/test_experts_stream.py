@@ -11,8 +11,11 @@ from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.reference import expert_parts, route
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
-from tests.ops.experts_ptx import block_kernels, placed
-from tests.ops.ptx import Device
+
+pytest.importorskip("triton")
+from auraflux.ops.moe.cuda.persistent import ring_sizes
+from tests.emulator.experts import block_kernels, placed
+from tests.emulator.ptx import Device
 
 TOL = 6e-3  # what lies between the kernels is bf16
 SKEW = 3
@@ -66,11 +69,11 @@ def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -
     lists = blocks.placed, blocks.owner
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        sizes = {"H": hidden, "INNER": inner, "D": kernels["ring_sizes"](hidden, blocks.octets)[1], "OCTETS": blocks.octets}
+        sizes = {"H": hidden, "INNER": inner, "D": ring_sizes(hidden, blocks.octets)[1], "OCTETS": blocks.octets}
         kernels["up_stream"](inputs, *lists, *gate, *up, hiddens, blocks.pairs, k, blocks.most, **sizes)
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
-        sizes = {"INNER": inner, "HIDDEN": hidden, "D": kernels["ring_sizes"](inner, blocks.octets)[1], "SKEWED": SKEW}
+        sizes = {"INNER": inner, "HIDDEN": hidden, "D": ring_sizes(inner, blocks.octets)[1], "SKEWED": SKEW}
         sizes["OCTETS"] = blocks.octets
         kernels["down_stream"](hiddens, *lists, *down, results, blocks.pairs, blocks.most, **sizes)
     assert results is not None

@@ -7,9 +7,9 @@ import torch
 pytest.importorskip("triton")
 
 from auraflux.quant.packing import pack
-from tests.ops.hopper import Hopper, functions
-from tests.ops.ptx import Address, Device
-from tests.ops.threads import narrow, widen
+from tests.emulator.hopper import Hopper, functions
+from tests.emulator.ptx import Address, Device
+from tests.emulator.threads import narrow, widen
 
 TOL = 1e-5
 

@@ -1,6 +1,7 @@
 """The functions of `ops/hopper` that are one instruction or few, on numpy: each does what its first line says."""
 
 import ast
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 import auraflux.ops.hopper
-from tests.ops.hopper import Hopper, functions
-from tests.ops.ptx import Device
-from tests.ops.threads import narrow, run_source, widen
+from auraflux.ops.hopper import ptx
+from tests.emulator.hopper import Hopper, functions
+from tests.emulator.ptx import Device
+from tests.emulator.rebind import rebound
+from tests.emulator.threads import narrow, widen
 
 ROOT = Path(auraflux.ops.hopper.__file__).parent
 # what kernels are made of; the other modules are of the host
@@ -77,7 +80,7 @@ def test_shared_memory_is_declared_by_a_store_behind_what_the_kernel_uses():
 
     rows: list = []
     machine = Allocating(warps=2)
-    memory, base = run_source("hopper/ptx.py", {"gl": machine})["shared"](5000, machine.tid)
+    memory, base = rebound(ptx.shared, machine)(5000, machine.tid)
     ((count, width), (row, _, length), stored) = rows
     assert isinstance(memory, Memory)
     assert set(base.tolist()) == {machine.segment}
@@ -227,4 +230,5 @@ def test_the_last_warp_that_has_read_a_stage_knows(machine: Hopper, made: dict):
 def test_every_function_of_threads_is_tested(name: str):
     text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_hopper_*.py"))
     ptx = {function for function in public(name) if function.endswith(("_ptx", "_regs"))}  # texts of the functions beside them
-    assert [function for function in public(name).keys() - ptx if f'"{function}"' not in text] == []
+    named = set(re.findall(rf'"(\w+)"|\b{name}\.(\w+)', text))
+    assert public(name).keys() - ptx - {either for pair in named for either in pair} == set()

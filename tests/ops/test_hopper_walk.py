@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import auraflux
-from auraflux.ops.hopper.device import assume_hopper
+from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.routes import verdict_of
 from auraflux.quant import QTensor
 
@@ -52,7 +52,7 @@ def test_the_walk_takes_the_route_that_it_says():
     rows, width = 8192, 8192
     scales = torch.empty(rows, width // 64, dtype=torch.bfloat16)
     weight = QTensor(torch.empty(rows, width // 8, dtype=torch.int32), scales, scales, 4, 64, (rows, width))
-    with assume_hopper():
+    with assume_gpu():
         verdict = verdict_of(linear, "cuda", {"x": torch.empty(1, width, dtype=torch.bfloat16), "weight": weight})
     assert verdict is not None
     assert verdict.path == "matvec_int4"

@@ -6,7 +6,7 @@ import torch
 
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.cuda import mla_lookup as parts
-from tests.ops import ptx
+from tests.emulator import ptx
 
 BASE, TABLE_NBYTES = 1024, 32768
 

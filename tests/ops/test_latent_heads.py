@@ -9,9 +9,11 @@ import torch
 from auraflux.ops._cases import Args, relative_rms
 from auraflux.ops.attention._latent_cases import apart, down, in_bf16, up
 from auraflux.ops.attention.reference import latent_output, latent_query
-from tests.ops.ptx import Device, Machine, sources
 
-SOURCES = "attention/cuda/mla_products_ptx.py", "attention/cuda/mla_products_codes.py"
+pytest.importorskip("triton")
+from auraflux.ops.attention.cuda import mla_products_codes as kernels
+from tests.emulator.ptx import Device, Machine
+
 TOL = 1e-4  # of results in bf16: few are rounded to a neighbour
 
 
@@ -31,8 +33,8 @@ def run(kernel: str, x: torch.Tensor, weight: Any, like: torch.Tensor, parts: in
     }
     for head in range(heads):
         for part in range(parts):
-            made = sources(Machine(device, warps, head, part, 0), *SOURCES)
-            made[kernel](*given, out, tokens, pitch, **constants)
+            program = Machine(device, warps, head, part, 0).program(getattr(kernels, kernel))
+            program(*given, out, tokens, pitch, **constants)
     return device.get(out, like)
 
 

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from auraflux.ops.hopper import launch  # noqa: E402
-from auraflux.ops.hopper.launch import Launcher, quicken  # noqa: E402
+from auraflux.ops.hopper.launch import Launcher, diverted  # noqa: E402
 
 
 class Driver:
@@ -46,7 +46,7 @@ class Recorded:
         return len(self.built), len(self.launched)
 
     def __call__(self, *args: Any, grid: Any = (3,), **named: Any) -> None:
-        self.launch(*args, grid=grid, warmup=False, **named)
+        self.launch(grid, *args, **named)
 
 
 def add(x, y, n, factor, BLOCK: tl.constexpr, WIDE: tl.constexpr = False):
@@ -168,13 +168,32 @@ def test_a_profiler_sees_every_launch(kernel: Recorded, monkeypatch: pytest.Monk
 
 
 def test_only_a_known_version_of_triton_is_launched_so(monkeypatch: pytest.MonkeyPatch):
-    kernel = triton.runtime.jit.JITFunction(add)
-    monkeypatch.setattr(triton, "__version__", "4.0.0")
-    quicken(kernel)
-    assert not isinstance(kernel.run, Launcher)
-    monkeypatch.setattr(triton, "__version__", "3.6.1")
-    quicken(kernel)
-    assert isinstance(kernel.run, Launcher)
+    calls: list[dict[str, Any]] = []
+    for version, quick in (("4.0.0", False), ("3.6.1", True)):
+        kernel = triton.runtime.jit.JITFunction(add)
+        kernel.run = lambda *args, **named: calls.append(named)
+        monkeypatch.setattr(triton, "__version__", version)
+        launched = launch.launch(kernel, (3,))
+        assert isinstance(launched.func, Launcher) is quick
+        if not quick:
+            launched(X, Y, 48, 0.5, BLOCK=16)
+    assert calls == [{"grid": (3,), "warmup": False, "BLOCK": 16}]
+
+
+def test_a_kernel_is_launched_by_the_same_launcher_again():
+    kernel, other = (triton.runtime.jit.JITFunction(add) for _ in range(2))
+    first, again, another = (launch.launch(each, (3,)).func for each in (kernel, kernel, other))
+    assert first is again
+    assert another is not first
+
+
+def test_launches_can_be_diverted(kernel: Recorded):
+    seen: list[Any] = []
+    own = triton.runtime.jit.JITFunction(add)
+    with diverted(lambda *args, **named: seen.append((*args, named))):
+        launch.launch(own, (3, 2))(X, Y, 48, 0.5, BLOCK=16)
+    assert seen == [(own, (3, 2), X, Y, 48, 0.5, {"BLOCK": 16})]
+    assert not isinstance(launch.launch(own, (3,)).func, type(lambda: None))
 
 
 def test_a_description_is_the_one_that_triton_makes():

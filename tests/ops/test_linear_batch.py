@@ -6,12 +6,14 @@ import torch
 
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.norm.reference import add_rms_norm
-from tests.ops.cluster import run_cluster
-from tests.ops.ptx import Device
+
+pytest.importorskip("triton")
+from auraflux.ops.linear.cuda.gemm_cluster import matmul_batch
+from auraflux.ops.linear.cuda.gemm_cluster_dense import scores_batch
+from tests.emulator.cluster import run_cluster
+from tests.emulator.ptx import Device
 from tests.ops.test_linear_hopper import nothing, put, weight_of
 
-SHARED = "row_copies", "gemm_cluster_ptx", "gemm_cluster_parts"
-PARTS = "hopper/mma_bits.py", *(f"linear/cuda/{name}.py" for name in SHARED)
 EPS, TOL, WARPS = 1e-6, 4e-3, 4
 
 
@@ -45,7 +47,7 @@ def multiply(stream: tuple, weights: list, programs: int, late: bool = False) ->
     tiles = 1 << (-(-tokens // 8) - 1).bit_length()
     args += [ends[-1], tokens, len(rows), width, tiles, WARPS, programs, late]
     for number in range(ends[-1]):
-        run_cluster(device, WARPS, programs, number, "matmul_batch", (*PARTS, "linear/cuda/gemm_cluster.py"), args)
+        run_cluster(device, WARPS, programs, number, matmul_batch, args)
     found = [device.get(out, nothing(tokens, count)).float() for out, count in zip(outs, rows, strict=True)]
     return found, device.get(total, nothing(tokens, width))
 
@@ -91,7 +93,7 @@ def test_scores(tokens: int, rows: list[int], blocks: int):
     tiles = 1 << (-(-tokens // 8) - 1).bit_length()
     args += [len(rows), width, blocks, tiles, WARPS, programs]
     for number in range(ends[-1]):
-        run_cluster(device, WARPS, programs, number, "scores_batch", (*PARTS, "linear/cuda/gemm_cluster_dense.py"), args)
+        run_cluster(device, WARPS, programs, number, scores_batch, args)
     wanted_h, wanted_total = add_rms_norm(delta, x, norm, EPS)
     assert torch.equal(device.get(total, wanted_total), wanted_total)
     assert relative_rms(device.get(h, wanted_h), wanted_h) < 1e-3

@@ -5,11 +5,13 @@ import torch
 
 from auraflux.ops._cases import relative_rms
 from auraflux.quant import quantize
-from tests.ops.ptx import Device, Machine, sources
 
-PARTS = "hopper/mma_bits.py", "linear/cuda/row_copies.py"
-PAIRS = *PARTS, "linear/cuda/matvec_bits_warp.py", "linear/cuda/matvec_bits.py"
-BYTES = *PARTS, "hopper/mma_int8.py", "linear/cuda/matvec_int8_warp.py", "linear/cuda/matvec_int8.py"
+pytest.importorskip("triton")
+from auraflux.ops.linear.cuda.gemm_bits_skinny import matmul_codes
+from auraflux.ops.linear.cuda.matvec_bits import matvec_codes
+from auraflux.ops.linear.cuda.matvec_int8 import matvec_bytes
+from tests.emulator.ptx import Device, Machine
+
 TOL = 4e-3
 # bits, group (0: MXFP4), width, parts of a run: whole runs and not, scales in whole words and not
 FORMATS = [
@@ -48,10 +50,9 @@ def multiply(
     sizes = count, gated, width, weights[0].bits, weights[0].group, blocks, parts
     for program in range(programs):
         if in_bytes:
-            made = sources(Machine(device, 2 * blocks, program), *BYTES)
-            made["matvec_bytes"](*args, *sizes, 2 * blocks, 3, 2, blocks > 1, 0)
+            Machine(device, 2 * blocks, program).program(matvec_bytes)(*args, *sizes, 2 * blocks, 3, 2, blocks > 1, 0)
         else:
-            sources(Machine(device, 2, program), *PAIRS)["matvec_codes"](*args, *sizes, 2, 3, 2)
+            Machine(device, 2, program).program(matvec_codes)(*args, *sizes, 2, 3, 2)
     return [device.get(out, nothing(1, rows)).float() for out in outs]
 
 
@@ -131,5 +132,5 @@ def test_some_tokens(bits: int, group: int, width: int, parts: int, blocks: int,
         1 if tokens <= 8 else 2,
     )
     for program in range(2):
-        sources(Machine(device, 2, program), *PARTS, "linear/cuda/gemm_bits_skinny.py")["matmul_codes"](*args, 2, 1)
+        Machine(device, 2, program).program(matmul_codes)(*args, 2, 1)
     assert relative_rms(device.get(out, nothing(tokens, rows)).float(), product(x, weight)) < TOL

@@ -3,19 +3,16 @@
 import pytest
 import torch
 
-from auraflux.bench.gpu.shapes import codes
 from auraflux.ops._cases import relative_rms
+from auraflux.ops.gpu_cases import codes
 from auraflux.ops.linear.reference import linear
-from tests.ops.experts_ptx import RingMachine, placed
-from tests.ops.ptx import Device, sources
+
+pytest.importorskip("triton")
+from auraflux.ops.linear.cuda.matvec_int4_tma import matvec_ring
+from tests.emulator.experts import RingMachine, placed
+from tests.emulator.ptx import Device
 
 TOL = 4e-3
-
-
-RING = (
-    "hopper/mma_int4_groups",
-    "linear/cuda/matvec_int4_tma",
-)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -31,9 +28,7 @@ def test_stages_of_rows_are_multiplied(width: int, rows: int, programs: int, war
     arrays = [placed(device, one) for one in (x, weight.packed, weight.scales, weight.biases, out)]
     for program in range(programs):
         machine = RingMachine(device, warps, programs, program)
-        names = (f"{name}.py" for name in RING)
-        kernel = sources(machine, *names)["matvec_ring"]
-        kernel.__globals__.update({"count_read": machine.count_read, "await_stage": lambda *args: None})
+        kernel = machine.program(matvec_ring, count_read=machine.count_read, await_stage=lambda *args: None)
         kernel(*arrays, rows, width, -(-rows // 8 // programs), deep, warps)
     assert arrays[-1] is not None
     assert relative_rms(device.get(arrays[-1], out).float(), linear.reference(x.float(), weight)) <= TOL

@@ -5,8 +5,11 @@ import torch
 
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.norm.reference import add_rms_norm, rms_norm
-from tests.ops.ptx import Device, Machine, sources
-from tests.ops.test_linear_hopper import PARTS, TOL, nothing, product, weight_of
+
+pytest.importorskip("triton")
+from auraflux.ops.linear.cuda.matvec_int4 import matvec
+from tests.emulator.ptx import Device, Machine
+from tests.ops.test_linear_hopper import TOL, nothing, product, weight_of
 
 EPS, WARPS, DEEP = 1e-6, 2, 3
 
@@ -32,9 +35,7 @@ def multiply(stream: tuple, weights: list, gated: bool, tiles: int) -> tuple[lis
     ends = [sum(rows[: number + 1]) // each for number in range(len(outs))]
     args += [ends[number] if number < len(outs) - 1 else None for number in range(3)]
     for program in range(ends[-1]):
-        # last of all the names that `_nibbles.py` shares with others
-        made = sources(Machine(device, WARPS, program), *PARTS, "hopper/mma_int4.py", "linear/cuda/matvec_int4.py")
-        made["matvec"](*args, len(outs), gated, width, tiles, WARPS, DEEP)
+        Machine(device, WARPS, program).program(matvec)(*args, len(outs), gated, width, tiles, WARPS, DEEP)
     found = [device.get(out, nothing(1, count)).float() for out, count in zip(outs, rows, strict=False)]
     return found, device.get(total, nothing(1, width))
 

@@ -14,7 +14,8 @@ from auraflux.ops.linear.cuda import gemm_wgmma as wgmma
 from auraflux.ops.linear.cuda import gemm_wgmma_launch as tiles
 from auraflux.quant import quantize
 from auraflux.quant.packing import unpack
-from tests.ops.emulated import Pointer, Program, Tensor
+from tests.emulator.gluon import STILL, Pointer, Program, Tensor
+from tests.emulator.rebind import rebound
 
 
 class Shaped(Tensor):
@@ -31,12 +32,7 @@ def run(kernel, *args, ids: tuple[int, ...] = (0, 0, 0)):
     language.join = lambda a, b: Shaped(np.stack([a.data, b.data], -1))
     language.split = lambda x: (Shaped(x.data[..., 0]), Shaped(x.data[..., 1]))
     language.sum, language.sqrt = (lambda x, axis: Tensor(x.data.sum(axis))), (lambda x: Tensor(np.sqrt(x.data)))
-    nothing = {"gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
-    function = getattr(kernel, "fn", kernel)
-    names = {**function.__globals__, "gl": language, "tl": language, **nothing}
-    parts = {name: value.fn for name, value in names.items() if isinstance(getattr(value, "fn", None), types.FunctionType)}
-    names |= {name: types.FunctionType(part.__code__, names) for name, part in parts.items()}
-    return types.FunctionType(function.__code__, names)(*args)
+    return rebound(kernel, language, **STILL)(*args)
 
 
 @pytest.mark.parametrize(("bits", "block"), [(4, 256), (4, 128), (8, 128)])

@@ -15,7 +15,7 @@ from auraflux import ops
 from auraflux.ops import append_codes, expert_mlp, mixture, turboquant_attention
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, families
-from auraflux.ops.assumed import assume_hopper
+from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
@@ -115,7 +115,7 @@ def random_product(pick: Random, weights: list[Weight]) -> Call:
 def test_a_remembered_route_is_the_one_the_table_gives(seed: int):
     pick, table = Random(seed), Routes(*PRODUCTS, key=PRODUCTS.key)
     some, found = [random_weights(pick) for _ in range(16)], set()
-    with assume_hopper():
+    with assume_gpu():
         for _ in range(1500):
             call = random_product(pick, pick.choice(some))
             remembered = table._remembered(key(call), call)
@@ -127,7 +127,7 @@ def test_a_remembered_route_is_the_one_the_table_gives(seed: int):
 def test_a_machine_without_a_gpu_can_be_asked():
     device = torch.device("cpu")
     assert not_hopper(device) is not None
-    with assume_hopper():
+    with assume_gpu():
         assert not_hopper(device) is None
     assert not_hopper(device) is not None
 
@@ -156,7 +156,7 @@ def empty(*shape: int, bits: int = 4) -> QTensor:
 
 
 def product(tokens: int, rows: int, width: int, bits: int = 4) -> Verdict:
-    with assume_hopper():
+    with assume_gpu():
         return PRODUCTS.explain(Call(torch.empty(tokens, width, dtype=BF16), [empty(rows, width, bits=bits)]))
 
 
@@ -164,7 +164,7 @@ def wide_experts() -> Verdict | None:
     gate, up, down = empty(8, 2048, 7168), empty(8, 2048, 7168), empty(8, 7168, 2048)
     x, scores = torch.empty(1, 7168, dtype=BF16), torch.empty(1, 8, dtype=BF16)
     arguments = {"x": x, "scores": scores, "routing": Routing(2, "softmax", True), "experts": Experts(gate, up, down), "h": x}
-    with assume_hopper():
+    with assume_gpu():
         return verdict_of(mixture, "cuda", arguments)
 
 
@@ -173,7 +173,7 @@ def long_prompt() -> Verdict | None:
 
 
 def many_queries() -> Verdict | None:
-    with assume_hopper():
+    with assume_gpu():
         return verdict_of(turboquant_attention, "cuda", attend([200], [150], (2, 1), 64, (8, 4), page=64, dtype=BF16))
 
 

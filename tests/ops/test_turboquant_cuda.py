@@ -4,9 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ pytest.importorskip("triton")
 
 from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, relative_rms
+from auraflux.ops.hopper.launch import diverted
 from auraflux.ops.turboquant._inputs import append, attend
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cases import CASES
@@ -26,7 +25,7 @@ from auraflux.ops.turboquant.cuda.routes import APPEND
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference import append_codes, rotate, turboquant_attention
 from auraflux.ops.turboquant.rotation import rotation
-from tests.ops.emulated import launch
+from tests.emulator.gluon import launch as emulate
 
 CPU = torch.device("cpu")
 
@@ -133,32 +132,11 @@ def test_parts_with_some_keys_have_a_multiprocessor_each():
     assert plan_for(8, 132, 131072, 64, 4, 4, 128).cut is CUTS[128]
 
 
-PARTS = (
-    *("hopper/ptx", "hopper/copy", "hopper/reduce"),
-    *(f"turboquant/cuda/attend{part}" for part in ("_parts", "_ring", "_3_6_bits", "_split", "_merge", "_step", "")),
-)
-
-
-class Emulated:
-    """Stands for a kernel: `launch` runs it on numpy."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        return partial(self.run, (*grid, 1, 1)[:3])
-
-    def run(self, grid: tuple[int, int, int], *args, num_warps=0, maxnreg=0, launch_pdl=False, **constants) -> None:
-        root = Path(attend_launch.__file__).parents[2]
-        with np.errstate(all="ignore"):
-            launch([root / f"{part}.py" for part in PARTS], self.name, grid, *args, **constants)
-
-
 @pytest.fixture
 def _emulated(monkeypatch: pytest.MonkeyPatch):
-    for name in ("attend_pairs", "finish_pairs", "finish_rotated"):
-        monkeypatch.setattr(attend_launch, name, Emulated(name))
     monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: 3)
+    with diverted(emulate):
+        yield
 
 
 def attended(q, pages, starts, scale, window=None, sinks=None, softcap=None):
@@ -341,9 +319,8 @@ def test_parts_are_merged_and_turned_back(width: int, splits: int, sinks: bool):
     parts = o[..., r % 8 * (width // 8) + r // 8].contiguous(), m, l
     out, padded = torch.empty(tokens, heads, width), 1 << (splits - 1).bit_length()
     sizes = {"D": width, "P": padded, "C": min(padded, 16), "STEP": 128, "S": 1, "NW": 8, "SHARED": False}
-    Emulated("finish_pairs")[(rows,)](
-        *parts, sink, rotation(width, seed).signs, out, None, None, heads, splits, 1, 1 << 30, **sizes
-    )
+    rest = rotation(width, seed).signs, out, None, None, heads, splits, 1, 1 << 30
+    emulate(attend_launch.finish_pairs, (rows,), *parts, sink, *rest, **sizes)
     assert relative_rms(out.view(rows, width), want) < 1e-5
 
 
@@ -360,5 +337,6 @@ def test_turned_parts_are_merged(splits: int, sinks: bool):
     want = (weight[..., None] * y.nan_to_num()).sum(1) / ((weight * l).sum(1, keepdim=True) + torch.exp2(logits))
     out, padded = torch.empty(tokens, heads, width), 1 << (splits - 1).bit_length()
     sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": attend_launch.ROTATED_COLUMNS}
-    Emulated("finish_rotated")[(rows, width // attend_launch.ROTATED_COLUMNS)](y, m, l, sink, out, heads, splits, **sizes)
+    grid = rows, width // attend_launch.ROTATED_COLUMNS
+    emulate(attend_launch.finish_rotated, grid, y, m, l, sink, out, heads, splits, **sizes)
     assert relative_rms(out.view(rows, width), want) < 1e-5

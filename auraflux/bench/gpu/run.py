@@ -17,13 +17,13 @@ import torch
 from auraflux.bench.arguments import bytes_moved, cloned
 from auraflux.bench.gpu.clock import Contender, Graph, Record, race, record_long
 from auraflux.bench.gpu.peers import PEERS, Peer
-from auraflux.bench.gpu.shapes import CASES
 from auraflux.bench.ops import bench_cases, chosen, distance
 from auraflux.bench.parity import first_line
 from auraflux.bench.result import PeerResult, Result
 from auraflux.errors import BackendError
 from auraflux.ops._cases import Args, Case, in_row_order, relative_rms, tensors
 from auraflux.ops._dispatch import Declined, exact, use_backend
+from auraflux.ops.gpu_cases import CASES
 
 BUDGET_S = 0.2
 ROTATED_NBYTES = 256 << 20  # several times the cache of a GPU

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.elementwise import sigmoid, silu
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 
 BLOCK = 1024
@@ -52,7 +52,7 @@ def _run(kind: str, a: Tensor, b: Tensor, alpha: float = 0.0, limit: float = 0.0
     out, n = torch.empty_like(a), a.numel()
     if n:
         width, apart = (1, 0) if b.is_contiguous() else (b.shape[-1], b.stride(1) - b.shape[-1])
-        _elements[(cdiv(n, BLOCK),)](a, b, out, n, width, apart, alpha, limit, kind, BLOCK)
+        launch(_elements, (cdiv(n, BLOCK),))(a, b, out, n, width, apart, alpha, limit, kind, BLOCK)
     return out
 
 
@@ -75,10 +75,3 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 def split_q_gate(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     queries, gates = x.view(x.shape[0], heads, 2, -1).unbind(2)
     return queries, gates
-
-
-KERNELS = [
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "swiglu", "BLOCK": BLOCK}, hot=True),
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "clamped", "BLOCK": BLOCK}, hot=True),
-    Build(_elements, "*bf16 *bf16 *bf16 i32:16 i32:16 i32:16 fp32 fp32", {"KIND": "sigmoid", "BLOCK": BLOCK}, hot=True),
-]

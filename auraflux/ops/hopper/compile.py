@@ -1,13 +1,13 @@
 """Compile the CUDA kernels for Hopper, on any machine: `python -m auraflux.ops.hopper.compile [FAMILY ...] [--first] [--json]`.
 
-Each family's `cuda` lists in `KERNELS` what is worth building (see `Build`). Printed are registers a thread, bytes of stack
-(what did not fit into registers), bytes of shared memory, and, where all builds are made, how often lanes are gathered: if the
-compiler cannot see that a branch is the same for a warp, it writes every shuffle and matrix product after it for lanes that may
-have parted.
+What is compiled is what the ops' cases launch (see `capture.py`): every build that the shapes of large models launch
+(`gpu_cases.py`), which is hot, and of the others one for each kernel and the types of its arguments. Printed are registers a
+thread, bytes of stack (what did not fit into registers) and of shared memory, and, where all builds are made, how often lanes
+are gathered: if the compiler cannot see that a branch is the same for a warp, it writes every shuffle and matrix product after
+it for lanes that may have parted.
 """
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import os
@@ -15,13 +15,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
+from auraflux.ops._cases import all_cases
 from auraflux.ops._dispatch import families
+from auraflux.ops.gpu_cases import HOT
+from auraflux.ops.hopper.capture import TARGET, Build, launched
 
-HOPPER = 90
 GATHERED = "WARPSYNC.COLLECTIVE"
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
@@ -40,50 +43,58 @@ class Report:
     error: str | None = None
 
 
-def builds(only: Sequence[str] = (), first: bool = False) -> list[tuple[str, int]]:
-    """Every build there is, or the first one of each kernel, as its family and its place in the family's list."""
-    found = []
-    for name in [name for name in families() if not only or name in only]:
-        kernels = [build.kernel for build in _listed(name)]
-        found += [(name, place) for place, kernel in enumerate(kernels) if not first or kernels.index(kernel) == place]
-    return found
+@dataclass(frozen=True)
+class Wanted:
+    """A build to be compiled; a hot one is part of decoding a token or of prefill: it may not spill registers."""
+
+    build: Build
+    hot: bool
 
 
-def _listed(family: str) -> list:
-    return getattr(importlib.import_module(f"auraflux.ops.{family}.cuda"), "KERNELS", [])
+Find = Callable[[str], list[Wanted]]
 
 
-def compile_one(where: tuple[str, int], instructions: bool = True) -> Report:
+def launches(family: str) -> list[Wanted]:
+    """All that a family's cases launch."""
+    cases = [(case, True) for case in HOT] + [(case, False) for case in all_cases()]
+    return [Wanted(build, hot) for case, hot in cases if case.op.family == family for build in launched(case)]
+
+
+def chosen(found: Sequence[Wanted]) -> list[Wanted]:
+    """What is worth compiling of many launches: all that is hot, and of the rest one for each kernel and its types."""
+    hot = {repr(each.build): each for each in found if each.hot}
+    known = {_types(each.build) for each in hot.values()}
+    others = {_types(each.build): each for each in reversed(found) if _types(each.build) not in known}
+    return [*hot.values(), *others.values()]
+
+
+def _types(build: Build) -> str:
+    return f"{build.kernel} {build.signature}"
+
+
+def first_of_each(found: Iterable[Wanted]) -> list[Wanted]:
+    """One build of each kernel, a hot one where there is one."""
+    return list({each.build.kernel: each for each in sorted(found, key=lambda each: each.hot)}.values())
+
+
+def compile_one(each: Wanted, instructions: bool = True) -> Report:
     """Compile a build; to look at its instructions takes as long again."""
-    family, place = where
-    build = _listed(family)[place]
+    build, hot = each.build, each.hot
     try:
-        return Report(family, build.name, build.hot, *_compile(build, instructions))
+        return Report(build.family, build.name, hot, *_compile(build, instructions))
     except Exception as err:
-        return Report(family, build.name, build.hot, error=f"{type(err).__name__}: {err}")
+        return Report(build.family, build.name, hot, error=f"{type(err).__name__}: {err}")
 
 
-def _compile(build, instructions: bool) -> tuple[int, int, int, int]:
+def _compile(build: Build, instructions: bool) -> tuple[int, int, int, int]:
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel, types = build.kernel, iter(build.types.split())
-    signature, attributes = {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        if name in build.constants:
-            signature[name] = "constexpr"
-            continue
-        kind, _, multiple = next(types).partition(":")
-        signature[name] = kind
-        if multiple or kind.startswith("*"):
-            attributes[(place,)] = [["tt.divisibility", int(multiple or 16)]]
-    if spare := list(types):
-        raise ValueError(f"{build.name}: more types than arguments: {' '.join(spare)}")
-    constants = {(kernel.arg_names.index(name),): value for name, value in build.constants.items()}
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=dict(build.options))
+    kernel = build.find()
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(kernel, build.signature, build.constants, build.attributes)
+    made: Any = triton.compile(source, target=TARGET, options=dict(build.options))
     return *_resources(made.asm["cubin"], instructions), made.metadata.shared
 
 
@@ -103,22 +114,27 @@ def _resources(cubin: bytes, instructions: bool) -> tuple[int, int, int]:
     return registers, stack + local, text.count(GATHERED)
 
 
-def compile_all(only: Sequence[str] = (), first: bool = False) -> list[Report]:
-    found = builds(only, first)
+def compile_all(find: Find, sources: Sequence[str], first: bool = False) -> list[Report]:
+    """Compile what is found in some sources; of each kernel one build, if only the first is wanted."""
     # spawned, not forked: LLVM and torch have threads by now
-    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, max(1, len(found)))) as pool:
-        return pool.map(partial(compile_one, instructions=not first), found, chunksize=1)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
+        found = chosen([each for launched in pool.map(find, sources, chunksize=1) for each in launched])
+        builds = first_of_each(found) if first else found
+        return pool.map(partial(compile_one, instructions=not first), builds, chunksize=1)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="auraflux.ops.hopper.compile", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("family", nargs="*")
-    parser.add_argument("--first", action="store_true", help="of each kernel only the first build listed")
+def command(module: str, about: str, sources: Sequence[str], find: Find, arguments: Sequence[str]) -> int:
+    """Run a module that compiles what `find` finds in each source, or in those that are named."""
+    parser = argparse.ArgumentParser(prog=module, description=about.splitlines()[0])
+    parser.add_argument("source", nargs="*", help=f"one of {', '.join(sources)}; by default all")
+    parser.add_argument("--first", action="store_true", help="of each kernel one build only")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
+    if strange := set(given.source) - set(sources):
+        parser.error(f"{', '.join(sorted(strange))}: there is nothing of this name; there are {', '.join(sources)}")
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; unset it: interpreted kernels cannot be compiled")
-    reports = compile_all(given.family, given.first)
+    reports = compile_all(find, given.source or sources, given.first)
     if given.json:
         print(json.dumps([asdict(report) for report in reports]))
         return 0
@@ -130,4 +146,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command("auraflux.ops.hopper.compile", __doc__ or "", families(), launches, sys.argv[1:]))

@@ -11,21 +11,21 @@ import triton
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.assumed import hopper_assumed
+from auraflux.ops.assumed import AMPERE, HOPPER, assumed
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-OLDEST = (8, 0)  # compute capability: the first whose tensor cores take bfloat16
-HOPPER = (9, 0)
+OLDEST = AMPERE  # the first whose tensor cores take bfloat16
+NEEDS_HOPPER = "needs Hopper"
 SHARED_NBYTES = 227 << 10  # shared memory that a program of Hopper can have
 MULTIPROCESSOR_NBYTES = 228 << 10  # and all programs of a multiprocessor, each with a kilobyte more than it asks for
 INTERPRETED_MULTIPROCESSORS = 4  # few, as wrappers then make few large programs
-ASSUMED_MULTIPROCESSORS = 132  # of an H200
+ASSUMED_MULTIPROCESSORS = {HOPPER: 132, AMPERE: 108}  # of an H200, of an A100
 
 
 def ready(x: Tensor) -> None:
     """Decline what no kernel serves: a GPU that is too old, a tensor that is not on one."""
-    if INTERPRETED or hopper_assumed():
+    if INTERPRETED or assumed():
         return
     if not x.is_cuda:
         raise Declined(f"the first argument is on {x.device}")
@@ -41,20 +41,21 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels."""
-    return INTERPRETED and not hopper_assumed()
+    return INTERPRETED and not assumed()
 
 
 def not_hopper(device: torch.device) -> str | None:
     """Why kernels that are written in Gluon, for Hopper, do not run on a device; None where they do."""
-    if hopper_assumed():
-        return None
+    if gpu := assumed():
+        return None if gpu == HOPPER else NEEDS_HOPPER
     if INTERPRETED:
         return "Triton's interpreter does not run Gluon"
-    return None if device.type == "cuda" and capability(device) == HOPPER else "needs Hopper"
+    return None if device.type == "cuda" and capability(device) == HOPPER else NEEDS_HOPPER
 
 
 def multiprocessors(device: torch.device) -> int:
-    return ASSUMED_MULTIPROCESSORS if hopper_assumed() else _multiprocessors(device)
+    gpu = assumed()
+    return _multiprocessors(device) if gpu is None else ASSUMED_MULTIPROCESSORS[gpu]
 
 
 @cache

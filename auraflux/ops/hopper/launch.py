@@ -1,10 +1,13 @@
-"""Launching a Triton kernel again without working out again which build of it is meant.
+"""Launching kernels: `launch(kernel, grid)(*arguments, **options)` wherever Triton would have `kernel[grid](...)`.
 
 Triton binds, types and specialises every argument of every call, which takes several times as long as the launch itself: short
 prompts would wait for Python. Layers repeat each other, so a `Launcher` remembers calls by what decides between builds and
 more, in terms that are quick to ask for, and hands addresses and numbers straight to what Triton made to launch a build.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import triton
@@ -18,6 +21,7 @@ from triton.runtime.jit import JITFunction
 # of Triton: how a build is launched is its own affair, so that other versions launch in their own way
 KNOWN = "3.6."
 NUMBERS = {int, float, bool, str, type(None)}
+Grid = tuple[int, ...]
 MOST = 4096  # calls of a kernel that are remembered
 
 
@@ -34,7 +38,7 @@ class Launch(NamedTuple):
 
 
 class Launcher:
-    """Stands in for a kernel's `run`."""
+    """Launches one kernel."""
 
     def __init__(self, kernel: JITFunction):
         self._run = kernel.run
@@ -44,23 +48,23 @@ class Launcher:
         self._defaults = {param.name: param.default for param in kernel.params if param.has_default}
         self._launches: dict[Any, Launch] = {}
 
-    def __call__(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
+    def __call__(self, grid: Grid, *args: Any, **named: Any) -> Any:
         active = driver.active
         device = active.get_current_device()
         try:
             key, passed, kept = self._call(args, named, device)
-            launch = self._launches.get(key)
+            known = self._launches.get(key)
         except (IndexError, KeyError, TypeError):
             # Triton knows what to do, or what to say
-            return self._run(*args, grid=grid, warmup=warmup, **named)
-        if launch is None or warmup or _watched():
-            build = self._run(*args, grid=grid, warmup=warmup, **named)
+            return self._run(*args, grid=grid, warmup=False, **named)
+        if known is None or _watched():
+            build = self._run(*args, grid=grid, warmup=False, **named)
             if hasattr(build, "packed_metadata"):
                 self._remember(key, Launch(build, *_way(build), kept))
             return build
         x, y, z = (*grid, 1, 1)[:3]
-        launch.call(x, y, z, active.get_current_stream(device), *launch.fixed, *passed)
-        return launch.build
+        known.call(x, y, z, active.get_current_stream(device), *known.fixed, *passed)
+        return known.build
 
     def _call(self, args: tuple[Any, ...], named: dict[str, Any], device: int) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
         """Make what tells calls apart, never less than Triton does; what is passed on; what must be kept for that."""
@@ -106,6 +110,39 @@ class Launcher:
         self._launches[key] = launch
 
 
+_launchers: dict[int, Callable[..., Any]] = {}
+_receiver: Callable[..., Any] | None = None
+
+
+def launch(kernel: Any, grid: Grid) -> Callable[..., Any]:
+    """Give what launches so many programs of a kernel, with the arguments and options of Triton."""
+    if _receiver is not None:
+        return partial(_receiver, kernel, grid)
+    # found by its identity: a kernel's hash is that of its source
+    found = _launchers.get(id(kernel))
+    if found is None:
+        found = _launchers[id(kernel)] = _launcher(kernel)
+    return partial(found, grid)
+
+
+@contextmanager
+def diverted(receiver: Callable[..., Any]) -> Iterator[None]:
+    """Have all launches inside the block go to a function of kernel, grid, arguments and options instead of a GPU."""
+    global _receiver
+    before, _receiver = _receiver, receiver
+    try:
+        yield
+    finally:
+        _receiver = before
+
+
+def _launcher(kernel: Any) -> Callable[..., Any]:
+    """A `Launcher`, or Triton's own way where the kernel is interpreted or the version of Triton is another."""
+    if triton.__version__.startswith(KNOWN) and isinstance(kernel, JITFunction):
+        return Launcher(kernel)
+    return lambda grid, *args, **named: kernel.run(*args, grid=grid, warmup=False, **named)
+
+
 _described: dict[Any, Any] = {}
 
 
@@ -138,9 +175,3 @@ def _way(build: Any) -> tuple[Any, tuple[Any, ...]]:
 def _watched() -> bool:
     """Whether a profiler wants to hear of launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
-
-
-def quicken(kernel: Any) -> None:
-    """Have a kernel launched by a `Launcher` from now on; interpreted ones stay as they are."""
-    if triton.__version__.startswith(KNOWN) and isinstance(kernel, JITFunction) and not isinstance(kernel.run, Launcher):
-        kernel.run = Launcher(kernel)

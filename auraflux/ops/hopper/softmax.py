@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -100,9 +101,9 @@ def launch_merge(parts: Parts, sinks: Tensor | None, out: Tensor | Parts, heads:
     sizes = {"D": width, "P": piece, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
     grid = rows, cdiv(width, piece)
     if rows and isinstance(out, tuple):
-        join[grid](*parts, sinks, *out, heads, blocks, **sizes)
+        launch(join, grid)(*parts, sinks, *out, heads, blocks, **sizes)
     elif rows:
-        merge[grid](*parts, sinks, out, heads, blocks, **sizes)
+        launch(merge, grid)(*parts, sinks, out, heads, blocks, **sizes)
 
 
 def parts_like(rows: int, splits: int, width: int, device: torch.device) -> Parts:

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import power_of_two
 
 TILE = 64  # positions
@@ -120,7 +120,7 @@ def merge(parts: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tenso
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D], `piece` channels a program."""
     lines, splits, width = parts[0].shape
     grid, sizes = (lines, width // piece), (width, power_of_two(splits), piece, early)
-    merge_shares[grid](*parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
+    launch(merge_shares, grid)(*parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
 
 
 def room_for(lines: int, splits: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

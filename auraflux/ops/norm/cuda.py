@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.elementwise import silu
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 WIDEST = 1 << 15  # elements of a row that a program holds
@@ -89,7 +89,7 @@ def _rms_norm(x: Tensor, weight: Tensor, z: Tensor | None, eps: float) -> Tensor
     block, wide, warps = _block(x)
     out, rows = torch.empty_like(x), _rows(x)
     if rows:
-        _rms[(cdiv(rows, block),)](x, weight, z, out, rows, x.shape[-1], eps, block, wide, num_warps=warps)
+        launch(_rms, (cdiv(rows, block),))(x, weight, z, out, rows, x.shape[-1], eps, block, wide, num_warps=warps)
     return out
 
 
@@ -97,7 +97,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     _, wide, _ = _block(x)
     out, total, rows = torch.empty_like(x), torch.empty_like(x), _rows(x)
     if rows:
-        _add_rms[(rows,)](x, residual, weight, out, total, x.shape[-1], eps, wide, num_warps=min(16, max(1, wide // 256)))
+        launch(_add_rms, (rows,))(
+            x, residual, weight, out, total, x.shape[-1], eps, wide, num_warps=min(16, max(1, wide // 256))
+        )
     return out, total
 
 
@@ -107,15 +109,5 @@ def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tenso
     q_programs, k_programs = cdiv(_rows(q), block), cdiv(_rows(k), block)
     if q_programs + k_programs:
         sizes = _rows(q), _rows(k), width, eps * width if mean else eps, width**-0.5, q_programs
-        _qk[(q_programs + k_programs,)](q, k, q_out, k_out, *sizes, block, wide, num_warps=warps)
+        launch(_qk, (q_programs + k_programs,))(q, k, q_out, k_out, *sizes, block, wide, num_warps=warps)
     return q_out, k_out
-
-
-KERNELS = [
-    Build(
-        _rms, "*bf16 *bf16 *bf16 i32 i32:16 fp32", {"z": None, "ROWS": 1, "WIDTH": 4096}, hot=True, options={"num_warps": 16}
-    ),
-    Build(_rms, "*bf16 *fp32 *bf16 *bf16 i32 i32:16 fp32", {"ROWS": 8, "WIDTH": 128}, hot=True),
-    Build(_add_rms, "*bf16 *bf16 *bf16 *bf16 *bf16 i32:16 fp32", {"WIDTH": 4096}, hot=True, options={"num_warps": 16}),
-    Build(_qk, "*bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 fp32 fp32 i32", {"ROWS": 8, "WIDTH": 128}, hot=True),
-]

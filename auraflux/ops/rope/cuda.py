@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.rope import rotate_heads
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
@@ -50,7 +50,7 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     if x.numel():
         block = min(HEADS, power_of_two(heads))
         sizes = heads, width, half, float(mscale), interleaved, block, *_blocks(width, half)
-        _rotate[(tokens, cdiv(heads, block))](x, inv_freq, positions, out, *sizes, num_warps=2)
+        launch(_rotate, (tokens, cdiv(heads, block)))(x, inv_freq, positions, out, *sizes, num_warps=2)
     return out
 
 
@@ -73,25 +73,10 @@ def norm_rope(
         numbers = q_heads, k_heads, q_blocks, q.stride(1), width, half, float(mscale), float(eps)
         sizes = *numbers, interleaved, block, *_blocks(width, half)
         tensors = q, k, *(norms or (None, None)), inv_freq, positions, q_out, k_out
-        _rotate_both[(tokens, q_blocks + k_blocks)](*tensors, *sizes, num_warps=2)
+        launch(_rotate_both, (tokens, q_blocks + k_blocks))(*tensors, *sizes, num_warps=2)
     return q_out, k_out
 
 
 def _blocks(width: int, half: int) -> tuple[int, int]:
     """Channels of the tiles: of one element of each pair, and of what is not rotated."""
     return power_of_two(max(1, half)), power_of_two(width - 2 * half) if width > 2 * half else 0
-
-
-_TYPES = "*bf16 *fp32 *i32 *bf16 i32 i32:16 i32:16 fp32"
-_BOTH = "*bf16 *bf16 *fp32 *fp32 *fp32 *i32 *bf16 *bf16 i32 i32 i32 i32:16 i32:16 i32:16 fp32 fp32"
-_HALVES, _PARTIAL = (
-    {"INTERLEAVED": False, "HEADS": 4, "HALF": 64, "REST": 0},
-    {"INTERLEAVED": True, "HEADS": 4, "HALF": 32, "REST": 64},
-)
-_WARPS = {"num_warps": 2}
-KERNELS = [
-    Build(_rotate, _TYPES, _HALVES, hot=True, options=_WARPS),
-    Build(_rotate, _TYPES, _PARTIAL, hot=True, options=_WARPS),
-    Build(_rotate_both, _BOTH, _HALVES, hot=True, options=_WARPS),
-    Build(_rotate_both, _BOTH, {**_HALVES, "HALF": 32, "REST": 256}, hot=True, options=_WARPS),
-]

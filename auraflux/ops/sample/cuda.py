@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.sample.reference import BELOW_ONE
 
@@ -112,12 +112,12 @@ def sample(logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, 
         return out
     pieces = cdiv(size, PIECE)
     comparable = torch.empty(logits.shape, device=device)
-    _comparable[(pieces, rows)](logits, comparable, size, PIECE, num_warps=WARPS)
+    launch(_comparable, (pieces, rows))(logits, comparable, size, PIECE, num_warps=WARPS)
     ordered, ids = comparable.sort(dim=-1, descending=True, stable=True)
     sums = torch.empty(rows, pieces, dtype=torch.float64, device=device)
-    _weigh_pieces[(pieces, rows)](ordered, temperature, top_k, sums, size, PIECE, num_warps=WARPS)
+    launch(_weigh_pieces, (pieces, rows))(ordered, temperature, top_k, sums, size, PIECE, num_warps=WARPS)
     settings = uniform, temperature, top_k, top_p, min_p
-    _draw[(rows,)](ordered, ids, sums, *settings, out, size, pieces, PIECE, power_of_two(pieces), num_warps=WARPS)
+    launch(_draw, (rows,))(ordered, ids, sums, *settings, out, size, pieces, PIECE, power_of_two(pieces), num_warps=WARPS)
     return out
 
 
@@ -141,19 +141,5 @@ def penalize(
     (rows, size), out = logits.shape, torch.empty_like(logits)
     if out.numel():
         settings = prompt_mask.view(torch.uint8), output_counts, repetition, presence, frequency
-        _lower[(cdiv(size, PIECE), rows)](logits, *settings, out, size, PIECE, num_warps=WARPS)
+        launch(_lower, (cdiv(size, PIECE), rows))(logits, *settings, out, size, PIECE, num_warps=WARPS)
     return out
-
-
-_OPTIONS = {"num_warps": WARPS}
-KERNELS = [
-    Build(_comparable, "*fp32 *fp32 i32:16", {"PIECE": PIECE}, options=_OPTIONS),
-    Build(_weigh_pieces, "*fp32 *fp32 *i32 *fp64 i32:16", {"PIECE": PIECE}, options=_OPTIONS),
-    Build(
-        _draw,
-        "*fp32 *i64 *fp64 *fp32 *fp32 *i32 *fp32 *fp32 *i64 i32:16 i32",
-        {"PIECE": PIECE, "PIECES": 64},
-        options=_OPTIONS,
-    ),
-    Build(_lower, "*fp32 *u8 *i32 *fp32 *fp32 *fp32 *fp32 i32:16", {"PIECE": PIECE}, options=_OPTIONS),
-]

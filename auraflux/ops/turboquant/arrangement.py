@@ -14,11 +14,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from auraflux.ops.assumed import hopper_assumed
+from auraflux.ops.assumed import HOPPER, assumed
 
 EIGHT = 8  # tokens that are turned together
 BLOCK = 16  # tokens that a product takes: pages are made of whole ones
-HOPPER = 9  # compute capability
 PAIR_BITS = (2, 4, 8)  # which fill bytes; 3 and 6 bits fill three words
 PAIR_WIDTHS = (64, 128, 256)
 
@@ -63,6 +62,6 @@ def fills_words(bits: int, width: int) -> bool:
 
 
 def _hopper(device: torch.device) -> bool:
-    if hopper_assumed():
-        return True
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == HOPPER
+    if gpu := assumed():
+        return gpu == HOPPER
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) == HOPPER

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention.cuda.append import append_rows, split_rows
-from auraflux.ops.attention.cuda.builds import KERNELS
 from auraflux.ops.attention.cuda.flash_paged import attend
 from auraflux.ops.attention.cuda.mla_rope_append import not_fused, rope_append
 from auraflux.ops.attention.cuda.routes import ATTENTION, HEAD_PRODUCTS, LATENT, Attend, AttendLatent, HeadProducts
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
 from auraflux.ops.norm.cuda import rms_norm
@@ -17,7 +17,6 @@ from auraflux.ops.rope.cuda import rope
 from auraflux.quant import QTensor
 
 __all__ = [
-    "KERNELS",
     "append_kv",
     "append_latent",
     "attention",
@@ -97,7 +96,7 @@ def _append(sides: list[tuple[Tensor, Tensor]], pages: Pages, starts: Tensor, he
     if not tokens * heads:
         return
     wider = max(a.shape[-1], b.shape[-1])
-    append_rows[(tokens, heads)](
+    launch(append_rows, (tokens, heads))(
         a,
         b,
         pool_a,
@@ -141,7 +140,7 @@ def split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> tuple[Tensor, 
     if tokens:
         wider, block = max(q.shape[1], kv.shape[1]), 1024
         sizes = {"HEADS": heads, "NOPE": nope, "ROPE": rope, "LATENT": latent, "BLOCK": block}
-        split_rows[(tokens, cdiv(wider, block))](q, kv, *parts, **sizes)
+        launch(split_rows, (tokens, cdiv(wider, block)))(q, kv, *parts, **sizes)
     return parts
 
 

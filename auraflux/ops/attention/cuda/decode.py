@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
@@ -192,7 +193,7 @@ def attend_decode(
     splits = max(1, min(MOST_SPLITS, each * multiprocessors(q.device) // programs, cdiv(table_width * page, TILE)))
     parts = None if splits == 1 else room_for(tokens * heads, splits, width, torch.float32, q.device)
     n, seen = max(8, power_of_two(group)), EVERYTHING if window is None else window
-    decode_columns[programs, splits](
+    launch(decode_columns, (programs, splits))(
         tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.table, pages.lengths, starts,
         sinks if parts is None else None, *(parts or (out, None, None)), scale, softcap or 1.0, seen,
         sequences, heads, table_width, pool, splits, group, key_heads, width, page, power_of_two(sequences), n,

@@ -7,6 +7,7 @@ from torch import Tensor
 from auraflux.ops.attention.pages import Pages
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.flash import EVERYTHING, keys_of_split, leave, load_rows, mix, narrow, rows_of_tile, shape_for
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import place_keys
 from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.hopper.softmax import LOG2E, Parts, capped, launch_merge, parts_like, soften
@@ -107,7 +108,7 @@ def attend(
     cut = shape_for(tokens, sequences, group, key_heads, widths, wide, table_width * page, q.device, 32 if latent else 128)
     whole = cut.splits == 1 and isinstance(out, Tensor)
     parts = None if whole else parts_like(tokens * heads, cut.splits, result, q.device)
-    attend_pages[(cut.tiles, key_heads, cut.splits)](
+    launch(attend_pages, (cut.tiles, key_heads, cut.splits))(
         q,
         q_rope,
         a,

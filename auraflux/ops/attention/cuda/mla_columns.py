@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_wait
 from auraflux.ops.attention.cuda.mla_tma import clear, feed
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
@@ -150,7 +151,7 @@ def attend_columns(
     parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
     n = max(8, power_of_two(heads))
     registers, before = SHAPES[n]
-    latent_columns[tokens, splits](
+    launch(latent_columns, (tokens, splits))(
         tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
         q_latent, q_rope, pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences,
         heads, table_width, pool, splits, page, power_of_two(sequences), n, STAGES, before,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.hopper.flash import narrow
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor
 
@@ -111,7 +112,7 @@ def multiply(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: 
     # few tokens: small parts of the result, so that all of the GPU reads the weight
     grid_rows, grid_columns = (32, 64) if query else (16 if tokens <= 16 else 64, 64)
     pieces = cdiv(width, grid_columns) if query else cdiv(used, grid_rows)
-    latent_products[(heads, pieces, cdiv(tokens, tile))](
+    launch(latent_products, (heads, pieces, cdiv(tokens, tile)))(
         x,
         *parts,
         out,

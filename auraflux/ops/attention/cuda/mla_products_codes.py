@@ -22,8 +22,8 @@ from auraflux.ops.attention.cuda.mla_products_ptx import (
     store_eight,
     words_at,
 )
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import WAIT_ALL
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import AWAIT, bf16_at, run, shared
 from auraflux.ops.hopper.reduce import sum_over
 from auraflux.ops.hopper.shared_memory import float_pair_at
@@ -195,7 +195,7 @@ def carry_codes(q: Tensor, weight: QTensor, rows: int, out: Tensor) -> None:
     warps, together = min(8 if heads > FEW_HEADS and tokens <= 4 else 4, width // 64), tokens if tokens < 3 else 4
     sizes = {"HEADS": heads, "ROWS": rows, "NOPE": nope, "C": width, "BITS": weight.bits, "T": together}
     passed = q, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, q.stride(1)
-    query_codes[heads, width // (64 * warps)](*passed, **sizes, W=warps, num_warps=warps, launch_pdl=True)
+    launch(query_codes, (heads, width // (64 * warps)))(*passed, **sizes, W=warps, num_warps=warps, launch_pdl=True)
 
 
 def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
@@ -204,30 +204,6 @@ def bring_codes(v: Tensor, weight: QTensor, nope: int, out: Tensor) -> None:
     warps = 8 if heads > FEW_HEADS and used % 128 == 0 else 4
     sizes = {"HEADS": heads, "ROWS": nope + used, "SKIP": nope, "C": width, "BITS": weight.bits}
     passed = v, weight.packed.view(torch.int8), weight.scales, weight.biases, out, tokens, v.stride(1)
-    output_codes[heads, used // (16 * warps)](*passed, **sizes, W=warps, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True)
-
-
-_TYPES = "*bf16 *i8 *bf16 *bf16 *bf16"
-_SIZES = {"HEADS": 128, "ROWS": 256, "C": 512}
-HEAD_BUILDS = [
-    *(
-        Build(
-            query_codes,
-            f"{_TYPES}{' i32' if tokens == 4 else ''} i32:16",
-            {**_SIZES, **({} if tokens == 4 else {"tokens": 1}), "NOPE": 128, "BITS": bits, "T": tokens, "W": 8},
-            hot=True,
-            options={"num_warps": 8},
-        )
-        for bits, tokens in ((4, 1), (4, 4), (8, 4))
-    ),
-    *(
-        Build(
-            output_codes,
-            f"{_TYPES} i32 i32:16",
-            {**_SIZES, "SKIP": 128, "BITS": bits, "W": warps},
-            hot=True,
-            options={"num_warps": warps, "maxnreg": REGISTERS},
-        )
-        for bits, warps in ((4, 8), (4, 4), (8, 8))
-    ),
-]
+    launch(output_codes, (heads, used // (16 * warps)))(
+        *passed, **sizes, W=warps, num_warps=warps, maxnreg=REGISTERS, launch_pdl=True
+    )

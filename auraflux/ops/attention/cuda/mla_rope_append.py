@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.attention.pages import LatentPages
-from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import place_token
 from auraflux.ops.hopper.rope import cos_sin, rotate_heads
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
@@ -102,7 +102,7 @@ def rope_append(
     """Store latents and keys as they are; gives the plain parts of the queries, heads apart, and the rotated ones."""
     plain, rotated, out = queries_apart(q, heads, nope)
     grid, sizes = launch_sizes(rotated, kv, rotation)
-    rotate_and_append_latent[grid](
+    launch(rotate_and_append_latent, grid)(
         *(rotated, kv, out, norm, rotation[0], rotation[1], float(rotation[2]), float(eps), rotated.stride(1), heads),
         *(pages.latent, pages.rope, pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]),
         C=pages.latent.shape[2],
@@ -111,9 +111,3 @@ def rope_append(
         **sizes,
     )
     return plain, out
-
-
-ROTATED_TYPES = "*bf16 *bf16 *bf16 *fp32 *fp32 *i32 fp32 fp32 i32:16 i32:16"
-ROTATED_SIZES = {"C": 512, "R": 64, "P": 512, "HALF": 32, "HEADS": QUERIES, "INTERLEAVED": True, "PAGE": 64, "S": 1}
-_STORED = "*bf16 *bf16 *i32 *i32 *i32 i32 i32 i32"
-TURNED_BUILDS = [Build(rotate_and_append_latent, f"{ROTATED_TYPES} {_STORED}", ROTATED_SIZES, True, {"num_warps": 4})]

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 from auraflux.ops.attention.cuda.mla_tma import ROWS, clear, feed
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
@@ -152,7 +153,7 @@ def attend_rows(
     splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tiles, cdiv(table_width * page, TILE)))
     # rounded once more, which means of many shares do not show
     parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.bfloat16, out.device)
-    latent_rows[tiles, splits](
+    launch(latent_rows, (tiles, splits))(
         tiles_of(q_latent, HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
         pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences, heads, table_width,
         pool, splits, page, power_of_two(sequences), TILE, STAGES, num_warps=4, launch_pdl=True,

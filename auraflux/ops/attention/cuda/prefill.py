@@ -35,6 +35,7 @@ from auraflux.ops.attention.cuda.prefill_tiles import (
 from auraflux.ops.attention.cuda.prefill_unmasked import attend_one, attend_pairs, attend_whole, scores_of
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import TILE, columns, tiles_of
@@ -197,7 +198,7 @@ def attend_prefill(
     (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
     (sequences, table_width), group = pages.table.shape, heads // key_heads
     grid = key_heads, tokens * group // ROWS + sequences
-    prefill_tiles[grid](
+    launch(prefill_tiles, grid)(
         q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, pages.table, pages.lengths, starts, sinks, out, scale,
         softcap or 1.0, EVERYTHING if window is None else window, sequences, heads, table_width, pool, group, key_heads, width,
         page, power_of_two(sequences), STAGES[width], softcap is not None, num_warps=4,

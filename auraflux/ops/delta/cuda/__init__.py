@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
-from auraflux.ops.delta.cuda.builds import KERNELS
 from auraflux.ops.delta.cuda.gates import make_gates
 from auraflux.ops.delta.cuda.routes import CONV, LAYER, PREFILL, WIDEST_KEY, Convolve, LayerStep, Prompt
 from auraflux.ops.delta.cuda.step import take_step
 from auraflux.ops.hopper.device import ready
 
-__all__ = ["KERNELS", "delta_gates", "delta_layer_step", "gated_delta_prefill", "gated_delta_step", "short_conv"]
+__all__ = ["delta_gates", "delta_layer_step", "gated_delta_prefill", "gated_delta_step", "short_conv"]
 
 
 def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

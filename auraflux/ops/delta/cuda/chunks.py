@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 NARROW_FROM = 128  # channels; with 32 and 16-bit products, Triton 3.6 gave wrong sums on an H200 from the 17th token on
@@ -152,12 +153,12 @@ def run_chunks(
     gates = torch.empty(slots, heads, 2, C, dtype=torch.float32, device=v.device)
     # float16 holds the inverse, whose entries are at most 1, better than bfloat16
     inverse = tl.float32 if wide else tl.float16
-    chunk_kernel[slots, heads](
+    launch(chunk_kernel, (slots, heads))(
         q, k, v, decay, beta, starts, w, u, p, gates, batch, tokens, heads, shared, K, V,
         C, levels, BK, min(BV, 128), TL_DTYPES[dtype], inverse, num_warps=4,
     )  # fmt: skip
     width = min(BV, SCANNED)
-    scan_kernel[cdiv(V, width), heads, batch](
+    launch(scan_kernel, (cdiv(V, width), heads, batch))(
         state, q, k, w, u, p, gates, out, starts, tokens, heads, shared, K, V, C, BK, width, TL_DTYPES[dtype],
         num_warps=SCAN_WARPS, num_stages=2,
     )  # fmt: skip

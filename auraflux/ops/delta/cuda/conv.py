@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.hopper.elementwise import silu
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 
 
@@ -94,7 +95,7 @@ def _keep_kernel(x, state, starts, tokens, channels, BC: tl.constexpr):
 def convolve_serially(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, out: Tensor) -> None:
     """One program walks along a sequence's tokens."""
     (tokens, channels), batch = x.shape, len(state)
-    _serial_kernel[batch, cdiv(channels, 256)](x, state, weight, starts, out, tokens, channels, 256, num_warps=2)
+    launch(_serial_kernel, (batch, cdiv(channels, 256)))(x, state, weight, starts, out, tokens, channels, 256, num_warps=2)
 
 
 def convolve_tiles(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, out: Tensor) -> None:
@@ -102,5 +103,5 @@ def convolve_tiles(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, out
     (tokens, channels), batch = x.shape, len(state)
     grid = (cdiv(tokens, 16), cdiv(channels, 128))
     steps = (batch - 1).bit_length()
-    _tile_kernel[grid](x, state, weight, starts, out, batch, tokens, channels, steps, 16, 128, num_warps=4)
-    _keep_kernel[batch, cdiv(channels, 256)](x, state, starts, tokens, channels, 256, num_warps=4)
+    launch(_tile_kernel, grid)(x, state, weight, starts, out, batch, tokens, channels, steps, 16, 128, num_warps=4)
+    launch(_keep_kernel, (batch, cdiv(channels, 256)))(x, state, starts, tokens, channels, 256, num_warps=4)

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import ARRIVE, MEET, run
 
 WIDTH = 128  # channels of keys and values
@@ -185,7 +186,7 @@ def step_hopper(
     split = SPLIT if batch * heads <= SPLIT_HEADS and SPLIT * shared <= MOST_PROGRAMS else 1
     early = _latest.get(state.device) != state.data_ptr()
     _latest[state.device] = state.data_ptr()
-    layer_step[(batch * key_heads,)](
+    launch(layer_step, (batch * key_heads,))(
         qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, out, unit_eps, eps, WIDTH**-0.5,
         key_heads, shared, split, num_warps=WARPS[split], num_ctas=shared * split, launch_pdl=early,
     )  # fmt: skip

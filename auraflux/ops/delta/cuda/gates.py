@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.hopper.elementwise import sigmoid
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 
 
@@ -27,4 +28,4 @@ def _gates_kernel(a, b, a_log, dt_bias, decay, beta, size, heads, BLOCK: tl.cons
 def make_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, decay: Tensor, beta: Tensor) -> None:
     """`delta_gates` into `decay` and `beta`."""
     if size := a.numel():
-        _gates_kernel[(cdiv(size, 512),)](a, b, a_log, dt_bias, decay, beta, size, a.shape[1], 512, num_warps=4)
+        launch(_gates_kernel, (cdiv(size, 512),))(a, b, a_log, dt_bias, decay, beta, size, a.shape[1], 512, num_warps=4)

@@ -33,8 +33,9 @@ from auraflux.ops.delta.cuda.inverse import LINE, exp2, inverse, log2, running_s
 from auraflux.ops.delta.cuda.layouts import BF, COL, F32, HALVES, HF, M64, ROW, C, publish
 from auraflux.ops.delta.cuda.scan import scan_tiles
 from auraflux.ops.hopper.device import multiprocessors
-from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.hopper.streams import beside
 
 WIDTH = 128  # channels of keys and values
 STAGES = 3
@@ -42,11 +43,6 @@ STAGES = 3
 CHUNK_REGISTERS, SCAN_REGISTERS = 112, 144
 # chunks from which on a single sequence goes in so many parts, and what they were measured with: 32 value heads on an H200
 PARTS = ((512, 8), (32, 2), (0, 1))
-
-
-@cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def _parts(tokens: int, heads: int, device: torch.device) -> int:
@@ -154,20 +150,16 @@ def prefill_hopper(
     xs, ps = _tiles(x, len(x), 64), _tiles(p, len(p), 64)
     parts = _parts(tokens, heads, v.device) if single else 1
     size = cdiv(cdiv(tokens, C.value), parts) * C.value
-    main = torch.cuda.current_stream(v.device)
-    side = _side(v.device) if parts > 1 else main
+    side = beside(v.device, parts > 1)
     for begin in range(0, tokens, size):
         end = min(tokens, begin + size)
-        chunk_tiles[heads, cdiv(end - begin, C.value) if single else slots](
+        launch(chunk_tiles, (heads, cdiv(end - begin, C.value) if single else slots))(
             qs, ks, xs, ps, decay, beta, gates, starts, batch, begin, end, heads, shared, single,
             num_warps=4, maxnreg=CHUNK_REGISTERS,
         )  # fmt: skip
-        if parts > 1:
-            side.wait_stream(main)
-        with torch.cuda.stream(side):
-            scan_tiles[2, heads, batch](
+        with side:
+            launch(scan_tiles, (2, heads, batch))(
                 qs, ks, vs, xs, ps, os, out, gates, state, starts, begin, end, heads, shared, single, STAGES,
                 num_warps=4, maxnreg=SCAN_REGISTERS,
             )  # fmt: skip
-    if parts > 1:
-        main.wait_stream(side)
+    side.join()

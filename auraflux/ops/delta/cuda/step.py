@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 
@@ -33,4 +34,4 @@ def take_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bet
     width = min(power_of_two(V), 16 if batch * heads * V <= 64 * 128 else 32)
     grid = (batch * heads, cdiv(V, width))
     shared = heads // q.shape[1]
-    _step_kernel[grid](state, q, k, v, decay, beta, out, heads, shared, K, V, power_of_two(K), width, num_warps=4)
+    launch(_step_kernel, grid)(state, q, k, v, decay, beta, out, heads, shared, K, V, power_of_two(K), width, num_warps=4)

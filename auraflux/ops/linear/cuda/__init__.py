@@ -8,7 +8,6 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.hopper.codes import check_order
 from auraflux.ops.hopper.device import ready
-from auraflux.ops.linear.cuda.builds import KERNELS
 from auraflux.ops.linear.cuda.call import Call, Norm
 from auraflux.ops.linear.cuda.dense import dequantized, take
 from auraflux.ops.linear.cuda.routes import PRODUCTS
@@ -16,7 +15,6 @@ from auraflux.ops.linear.reference import Weight
 from auraflux.quant import QTensor
 
 __all__ = [
-    "KERNELS",
     "add_norm_gate_up",
     "add_norm_linears",
     "add_norm_scores",

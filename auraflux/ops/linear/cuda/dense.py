@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.hopper.codes import constants, operands, weights_at
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor
 
@@ -61,7 +62,7 @@ def take(table: Tensor, ids: Tensor) -> Tensor:
     out = table.new_empty(len(ids), width)
     if out.numel():
         block = min(BLOCK, power_of_two(width))
-        take_rows[(len(ids), cdiv(width, block))](table, ids, out, rows, width, block)
+        launch(take_rows, (len(ids), cdiv(width, block)))(table, ids, out, rows, width, block)
     return out
 
 
@@ -71,7 +72,7 @@ def multiply_dense(x: Tensor, weight: Tensor, second: Tensor | None = None) -> l
     outs = [x.new_empty(1, count) for count in (rows, more)]
     block = min(COLUMNS_AT_ONCE, power_of_two(width))
     out1 = None if second is None else outs[1]
-    dense_one[(rows + more,)](x, weight, second, outs[0], out1, rows, width, block, num_warps=4)
+    launch(dense_one, (rows + more,))(x, weight, second, outs[0], out1, rows, width, block, num_warps=4)
     return outs[: 1 if second is None else 2]
 
 
@@ -83,5 +84,5 @@ def dequantized(weight: QTensor, dtype: torch.dtype, ids: Tensor | None = None) 
     if out.numel():
         block = min(BLOCK, power_of_two(width))
         grid = (count, cdiv(width, block))
-        dequantize_rows[grid](*operands(weight), ids, out, rows, width, **constants(weight), BLOCK=block)
+        launch(dequantize_rows, grid)(*operands(weight), ids, out, rows, width, **constants(weight), BLOCK=block)
     return out

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import interpreted
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.dense import dequantized
 from auraflux.quant import QTensor
@@ -72,15 +72,12 @@ def written(weight: QTensor) -> Tensor:
     out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     if words := weight.packed.numel():
         grid = (cdiv(words, BLOCK),)
-        write_out[grid](weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4)
+        launch(write_out, grid)(
+            weight.packed, weight.scales, weight.biases, out, words, weight.bits, weight.group, BLOCK, num_warps=4
+        )
     return out
 
 
 def dense_weight(weight: QTensor, dtype: torch.dtype) -> Tensor:
     """Give a weight as numbers, by the kernel above where it serves."""
     return dequantized(weight, dtype) if not_written(weight, dtype) else written(weight)
-
-
-WRITTEN_BUILDS = [
-    Build(write_out, "*i32 *bf16 *bf16 *bf16 i32:16", {"BITS": bits, "GROUP": 64, "BLOCK": BLOCK}, hot=True) for bits in (4, 8)
-]

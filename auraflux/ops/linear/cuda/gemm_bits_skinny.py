@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import COMMIT, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_bits import MX_SHIFT, column_starts, column_sums, load_x, word_count, words_at
 from auraflux.ops.hopper.ptx import AWAIT, SYNC, run, shared
 from auraflux.ops.hopper.shared_memory import put, word_at
@@ -209,20 +209,4 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     parts, block, cap = plan
     sizes = tokens, rows, width, weight.bits, weight.group, parts, block, 1 if tokens <= 8 else 2, WARPS, 1
     grid = (rows // (16 * block),)
-    matmul_codes[grid](x, *passed(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
-
-
-SOME_BUILDS = [
-    Build(
-        matmul_codes,
-        f"*bf16 *i8 *i8 {'*i8 ' if affine else ''}*bf16 i32 i32:16",
-        {**sizes, **({} if affine else {"b": None}), "K": 8192, "W": WARPS, "D": 1},
-        hot=True,
-        options={"num_warps": WARPS, **({"maxnreg": 128} if sizes["R"] == 2 else {})},
-    )
-    for affine, sizes in (
-        (True, {"BITS": 8, "GROUP": 64, "PARTS": 4, "R": 2, "TILES": 1}),
-        (True, {"BITS": 8, "GROUP": 64, "PARTS": 4, "R": 4, "TILES": 2}),
-        (False, {"BITS": 4, "GROUP": 32, "PARTS": 1, "R": 2, "TILES": 1}),
-    )
-]
+    launch(matmul_codes, grid)(x, *passed(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)

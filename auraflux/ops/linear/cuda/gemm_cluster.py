@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import ARRIVE, AWAIT, FENCE, MEET, run
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_lengths, pass_unit, sizes_of, store_sums, take_tokens
@@ -220,7 +220,7 @@ def multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], norm
     passed += [ends[number] if number < len(rows) - 1 else None for number in range(MOST_WEIGHTS - 1)]
     passed += [rows[number] if number < len(rows) else None for number in range(MOST_WEIGHTS)]
     sizes = len(rows), width, _tiles(tokens), WARPS, programs, tokens > EARLY
-    matmul_batch[(ends[-1],)](
+    launch(matmul_batch, (ends[-1],))(
         x, *(normed or (None, None, None, 0.0)), *passed, ends[-1], tokens, *sizes,
         num_warps=WARPS, num_ctas=programs, launch_pdl=True,
     )  # fmt: skip
@@ -229,25 +229,3 @@ def multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], norm
 def operands(weight: QTensor) -> list[Tensor]:
     assert weight.biases is not None
     return [tensor.view(torch.int8) for tensor in (weight.packed, weight.scales, weight.biases)]
-
-
-def _build(width: int, tiles: int, count: int = 1, normed: bool = False) -> Build:
-    programs = min(MOST_PROGRAMS, width // CHUNK)
-    absent = [f"{name}{number}" for number in range(count, MOST_WEIGHTS) for name in ("w", "s", "b", "y", "rows")]
-    absent += [f"end{number}" for number in range(count - 1, MOST_WEIGHTS - 1)] + ([] if normed else ["delta", "norm", "total"])
-    stream, each = "*bf16 *fp32 *bf16" if normed else "", "*i8 *i8 *i8 *bf16"
-    types = " ".join(["*bf16", stream, "fp32", *[each] * count, *["i32"] * (count - 1), *["i32:16"] * count, "i32 i32"])
-    sizes = {"COUNT": count, "K": width, "TILES": tiles, "W": WARPS, "C": programs, "LATE": 8 * tiles > EARLY}
-    options = {"num_warps": WARPS, "num_ctas": programs}
-    return Build(matmul_batch, types, {**dict.fromkeys(absent), **sizes}, hot=True, options=options)
-
-
-BATCH_BUILDS = [
-    _build(4096, 4),
-    _build(4096, 8),
-    _build(2048, 4, 3, normed=True),
-    _build(2048, 8, 4, normed=True),
-    _build(2048, 1, 3, normed=True),
-    _build(4096, 4, 3, normed=True),
-    _build(8192, 4),
-]

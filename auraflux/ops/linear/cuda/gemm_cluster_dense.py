@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import COMMIT, COPY16, copy, wait_ptx
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma import times
 from auraflux.ops.hopper.ptx import ARRIVE, AWAIT, MEET, run
 from auraflux.ops.hopper.shared_memory import four_words_at, put_four_floats
@@ -118,19 +118,8 @@ def multiply(x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[T
     second = (weights[1], outs[1], first) if len(rows) == 2 else (None, None, None)
     sizes = rows[0], rows[1] if len(rows) == 2 else None, last, tokens
     tiles = power_of_two(cdiv(tokens, 8))
-    scores_batch[(last,)](
+    launch(scores_batch, (last,))(
         x, delta, norm, total, h, float(eps), weights[0], outs[0], *second, *sizes,
         len(rows), width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
     )  # fmt: skip
     return h, total, outs
-
-
-def _build(width: int, tiles: int, count: int = 1) -> Build:
-    stream, sizes = "*bf16 *bf16 *fp32 *bf16 *bf16 fp32", {"COUNT": count, "K": width, "BLOCKS": BLOCKS, "TILES": tiles}
-    types = f"{stream} *bf16 *bf16 *bf16 *bf16 i32 i32:16 i32 i32 i32" if count == 2 else f"{stream} *bf16 *bf16 i32:16 i32 i32"
-    absent = {} if count == 2 else dict.fromkeys(("w1", "y1", "end0", "rows1"))
-    options = {"num_warps": WARPS, "num_ctas": PROGRAMS}
-    return Build(scores_batch, types, {**absent, **sizes, "W": WARPS, "C": PROGRAMS}, hot=True, options=options)
-
-
-SCORES_BUILDS = [_build(2048, 4), _build(2048, 8, 2), _build(4096, 4), _build(4096, 8)]

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_int4 import X_SHARED, codes_at, copy_halves, group_sums, load_x, sum_x
 from auraflux.ops.hopper.ptx import AWAIT, SYNC, bf16_at, run, shared
 from auraflux.ops.hopper.shared_memory import long_at, put, word_at
@@ -130,4 +131,4 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     block, deep, cap = plan
     sizes = tokens, rows, width, block, 1 if tokens <= 8 else 2, WARPS, deep
     grid = (rows // (16 * block),)
-    matmul16[grid](x, *operands(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    launch(matmul16, grid)(x, *operands(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)

@@ -14,10 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.elementwise import silu
-from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda.gemm_wgmma import multiply_tiles
 from auraflux.quant import QTensor
@@ -198,11 +197,11 @@ def launch_tiles(
     ordered = x.new_empty(tiles * padded // 64 * tile, 64)
     if normed is None:
         grid = tiles * tile, cdiv(padded, ORDERED)
-        order_tokens[grid](x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
+        launch(order_tokens, grid)(x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
     else:
         delta, norm, total, eps = normed
         stream, wide = (x, delta, norm, total, ordered), power_of_two(padded)
-        order_normed[(tiles * tile,)](
+        launch(order_normed, (tiles * tile,))(
             *stream, tokens, width, padded, float(eps), bits, tile, block, wide,
             num_warps=min(16, max(4, wide // 256)), launch_pdl=True,
         )  # fmt: skip
@@ -217,13 +216,13 @@ def launch_tiles(
     for number, y in enumerate(ys):
         lines += [weights[number].scales, weights[number].biases, y] if number < len(weights) else [None] * 3
     ws = _filled([_tiles(weight.packed, each, block * bits // 32) for weight in weights])
-    multiply_tiles[ends[-1], shares, tiles](
+    launch(multiply_tiles, (ends[-1], shares, tiles))(
         _tiles(ordered, min(MOST_BOX, block // 64 * tile), 64), *ws, *lines, part, *sizes, width, tokens, blocks, share,
         count, gated, how.rows, tile, block, group, how.stages, NEAR, num_warps=how.rows // 16, launch_pdl=True,
     )  # fmt: skip
     if part is not None:
         grid = ends[-1] * (each // ADDED), tiles * cdiv(tile, 64)
-        add_shares[grid](
+        launch(add_shares, grid)(
             part, *_filled(outs), *sizes, tokens, ends[-1], shares, count, gated, how.rows, tile, ADDED, min(tile, 64),
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
@@ -231,47 +230,3 @@ def launch_tiles(
 
 def _filled(given: Sequence[Any], count: int = MOST_TOGETHER) -> list[Any]:
     return [*given, *[None] * (count - len(given))]
-
-
-def _builds() -> list[Build]:
-    """One weight, three of one input, two of an MLP; few tokens and many."""
-
-    def tiles(kind: str, rows: int, columns: int) -> str:
-        return f"tensordesc<{kind}[{rows},{columns}],{tile_layout(kind, rows, columns)!r}>".replace(" ", "")
-
-    def product(count: int, how: Plan, bits: int, gated: bool = False) -> Build:
-        parts, own = how.shares > 1, 1 if gated else count
-        absent = [f"{name}{number}" for number in range(count, MOST_TOGETHER) for name in "wsb"]
-        absent += [f"y{number}" for number in range(0 if parts else own, MOST_TOGETHER)] + ["part"] * (not parts)
-        absent += [f"end{number}" for number in range(own - 1, MOST_TOGETHER - 1)]
-        absent += [f"rows{number}" for number in range(own, MOST_TOGETHER)]
-        sizes = {"COUNT": own, "GATED": gated, "R": how.rows, "T": how.tile, "KB": how.block, "G": 64}
-        sizes |= {"ST": how.stages, "NEAR": NEAR}
-        each = tiles("i32", how.rows // (1 + gated), how.block * bits // 32)
-        types = [tiles("bf16", min(MOST_BOX, how.block // 64 * how.tile), 64)] + [each] * count
-        types += ["*bf16 *bf16" + " *bf16" * (not parts and number < own) for number in range(count)] + ["*fp32"] * parts
-        types += ["i32"] * (own - 1) + ["i32:16"] * own + ["i32:16 i32 i32 i32"]
-        constants = {**dict.fromkeys(absent), **sizes}
-        return Build(multiply_tiles, " ".join(types), constants, hot=True, options={"num_warps": how.rows // 16})
-
-    three = {"COUNT": 3, "GATED": False, "R": 128, "T": 64, "BR": ADDED, "BT": 64}
-    absent = {"y1": None, "y2": None, "end0": None, "end1": None, "rows1": None, "rows2": None}
-    ordered = {"BITS": 4, "T": 64, "KB": 256, "BLOCK": ORDERED}
-    wide = {"BITS": 4, "T": 32, "KB": 256, "WIDTH": 4096}
-    return [
-        Build(order_tokens, "*bf16 *bf16 i32 i32:16 i32:16", ordered, hot=True),
-        Build(order_normed, "*bf16 *bf16 *fp32 *bf16 *bf16 i32 i32:16 i32:16 fp32", wide, hot=True, options={"num_warps": 16}),
-        product(1, Plan(64, 128, 256, 4, 2), 4),
-        product(3, Plan(32, 128, 256, 6, 4), 4),
-        product(1, Plan(128, 128, 128, 5, 2), 4),
-        product(1, Plan(128, 256, 128, 4, 2), 4),
-        product(1, Plan(256, 128, 128, 3, 1), 4),
-        product(2, Plan(64, 256, 256, 3, 1), 4, gated=True),
-        product(2, Plan(256, 128, 128, 3, 1), 4, gated=True),
-        product(1, Plan(64, 128, 128, 6, 2), 8),
-        Build(add_shares, "*fp32 *bf16 *bf16 *bf16 i32 i32 i32:16 i32:16 i32:16 i32 i32 i32", three, hot=True),
-        Build(add_shares, "*fp32 *bf16 i32:16 i32 i32 i32", {**absent, **three, "COUNT": 1, "GATED": True}, hot=True),
-    ]
-
-
-TILE_BUILDS = _builds()

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from auraflux.ops.assumed import hopper_assumed
+from auraflux.ops.assumed import assumed
 from auraflux.ops.hopper.device import multiprocessors, not_hopper
 from auraflux.ops.hopper.sizes import once_for_each
 from auraflux.ops.linear.cuda import (
@@ -57,7 +57,7 @@ def key(call: Call) -> Hashable:
         for weight in call.weights
     ]
     return (
-        *(call.tokens, call.width, x.dtype, x.data_ptr() % ALIGNED, x.device, hopper_assumed(), call.gated, call.scored),
+        *(call.tokens, call.width, x.dtype, x.data_ptr() % ALIGNED, x.device, assumed(), call.gated, call.scored),
         None if norm is None else (norm.delta is None, norm.weight.dtype),
         tuple([bias is None for bias in call.biases]) if call.biased else None,
         *weights,

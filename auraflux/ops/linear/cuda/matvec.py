@@ -13,6 +13,7 @@ from torch import Tensor
 from auraflux.ops.hopper.codes import HALF_SHIFT, UNITS, code_value, constants, operands, unit_bits, weight_line
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.elementwise import silu
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor
 
@@ -130,7 +131,7 @@ def _ordered(x: Tensor, bits: int) -> Tensor:
     unit = UNITS[bits]
     units = x.numel() // unit
     out = x.new_empty(unit + 1, units, dtype=torch.float32)
-    order_x[(cdiv(units, ORDERED),)](x, out, units, unit, ORDERED, num_warps=ORDERED // 32)
+    launch(order_x, (cdiv(units, ORDERED),))(x, out, units, unit, ORDERED, num_warps=ORDERED // 32)
     return out
 
 
@@ -139,7 +140,7 @@ def multiply(x: Tensor, weight: QTensor, bias: Tensor | None, out: Tensor) -> No
     shape = _shape(rows, weight, x.device)
     grid = (cdiv(rows, shape["ROWS"]),)
     ordered = _ordered(x, weight.bits)
-    one_token[grid](ordered, *operands(weight), bias, out, rows, width, **constants(weight), **shape)
+    launch(one_token, grid)(ordered, *operands(weight), bias, out, rows, width, **constants(weight), **shape)
 
 
 def multiply_gated(x: Tensor, gate: QTensor, up: QTensor, out: Tensor) -> None:
@@ -148,7 +149,7 @@ def multiply_gated(x: Tensor, gate: QTensor, up: QTensor, out: Tensor) -> None:
     grid = (cdiv(rows, shape["ROWS"]),)
     both = *operands(gate), *operands(up)
     ordered = _ordered(x, gate.bits)
-    one_token_gated[grid](ordered, *both, out, rows, width, **constants(gate), **shape)
+    launch(one_token_gated, grid)(ordered, *both, out, rows, width, **constants(gate), **shape)
 
 
 def multiply_three(x: Tensor, weights: list[QTensor], biases: list[Tensor | None], outs: list[Tensor]) -> None:
@@ -157,4 +158,4 @@ def multiply_three(x: Tensor, weights: list[QTensor], biases: list[Tensor | None
     grid = (sum(cdiv(weight.shape[0], shape["ROWS"]) for weight in weights),)
     width, options = weights[0].shape[1], {**constants(weights[0]), **shape}
     ordered = _ordered(x, weights[0].bits)
-    one_token_three[grid](ordered, *each[0], *each[1], *each[2], width, **options)
+    launch(one_token_three, grid)(ordered, *each[0], *each[1], *each[2], width, **options)

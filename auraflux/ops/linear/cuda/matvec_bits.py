@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import COMMIT
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_bits import column_starts, word_count
 from auraflux.ops.hopper.ptx import AWAIT, run, shared
 from auraflux.ops.hopper.shared_memory import put
@@ -164,43 +164,4 @@ def multiply(
     count = 1 if gated else len(weights)
     args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
     sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, block, parts, warps, deep, gang
-    matvec_codes[(ends[-1],)](x, *args, *sizes, num_warps=warps, launch_pdl=True)
-
-
-def _builds() -> list[Build]:
-    """Each of the formats, three weights, and two of an MLP."""
-    names, codes = "wsbay", "*i8 *i8 *i8"
-
-    def build(types: str, weights: int, kind: tuple[int, bool], group: int, width: int, warps: int, **flags: Any) -> Build:
-        block, parts, deep, gang = (EIGHT_WARPS if warps == 8 else FOUR_WARPS)[kind]
-        absent = [f"{name}{number}" for number in range(weights, MOST_WEIGHTS) for name in names]
-        absent += ["a", "a1", "a2", "a3", *(f"end{number}" for number in range(max(flags["COUNT"], 1) - 1, MOST_WEIGHTS - 1))]
-        absent += (["b"] if kind[0] == MX else []) + (["y1"] if flags["GATED"] else [])
-        sizes = {
-            "K": width,
-            "BITS": kind[0] or 4,
-            "GROUP": group,
-            "R": block,
-            "PARTS": parts,
-            "W": warps,
-            "D": deep,
-            "GANG": gang,
-        }
-        return Build(matvec_codes, types, {**dict.fromkeys(absent), **flags, **sizes}, hot=True, options={"num_warps": warps})
-
-    one, alone = f"*bf16 {codes} *bf16", {"COUNT": 1, "GATED": False}
-    three = f"*bf16 {' '.join([f'{codes} *bf16'] * 3)} i32 i32"
-    return [
-        *(build(one, 1, (bits, False), 64, 8192, 8, **alone) for bits in (2, 8)),
-        *(build(one, 1, (bits, False), 64, 8192, 4, **alone) for bits in (3, 5, 6)),
-        build(one, 1, (4, True), 32, 8192, 8, **alone),
-        build("*bf16 *i8 *i8 *bf16", 1, (MX, True), 32, 8192, 8, **alone),
-        build("*bf16 *i8 *i8 *bf16", 1, (MX, True), 32, 2880, 4, **alone),
-        build(one, 1, (4, False), 64, 8256, 4, **alone),
-        build(one, 1, (4, False), 128, 8192, 4, **alone),
-        build(three, 3, (8, False), 64, 4096, 4, COUNT=3, GATED=False),
-        build(f"{one} {codes}", 2, (8, False), 64, 4096, 4, COUNT=1, GATED=True),
-    ]
-
-
-ONE_BUILDS = _builds()
+    launch(matvec_codes, (ends[-1],))(x, *args, *sizes, num_warps=warps, launch_pdl=True)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import power_of_two
 
 WIDEST = 8192  # columns a program holds
@@ -46,13 +46,5 @@ def multiply(
     outs = [x.new_empty(1, count) for count in counts]
     second = (weights[1], outs[1]) if len(weights) == 2 else (None, None)
     tensors = x, delta, norm, h, total, weights[0], second[0], outs[0], second[1]
-    normed_rows[(sum(counts),)](*tensors, counts[0], width, float(eps), power_of_two(width), num_warps=4)
+    launch(normed_rows, (sum(counts),))(*tensors, counts[0], width, float(eps), power_of_two(width), num_warps=4)
     return h, total, outs
-
-
-_SUM = "*bf16 *bf16 *fp32 *bf16 *bf16"
-_ALONE = {"weight1": None, "out1": None}
-NORMED_BUILDS = [
-    Build(normed_rows, f"{_SUM} *bf16 *bf16 i32 i32:16 fp32", {**_ALONE, "WIDTH": 2048}, hot=True),
-    Build(normed_rows, f"{_SUM} *bf16 *bf16 *bf16 *bf16 i32 i32:16 fp32", {"WIDTH": 4096}, hot=True),
-]

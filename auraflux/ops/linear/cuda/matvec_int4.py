@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.copy import COMMIT, COPY8, copy, wait_ptx
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_int4 import (
     ADDED_X,
     NORMED_X,
@@ -243,7 +244,7 @@ def multiply(
     passed += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
     stream = normed or (None, None, None, 0.0)
     sizes = count, gated, width, tiles, warps, deep
-    matvec[(grid,)](x, *stream, *passed, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
+    launch(matvec, (grid,))(x, *stream, *passed, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
 
 
 def _room(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:

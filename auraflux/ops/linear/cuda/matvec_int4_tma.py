@@ -9,9 +9,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import await_stage, begin_barriers, count_read, expect, fetch
 from auraflux.ops.hopper.device import SHARED_NBYTES
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_int4_groups import codes_two, load_16, pair_16, row_products, scales_two, sums_16
 from auraflux.ops.hopper.ptx import AWAIT, run, shared
 from auraflux.ops.hopper.reduce import sum_four
@@ -110,15 +110,4 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor, processors: int) -> None:
     rows, width = weight.shape
     sizes = rows, width, cdiv(rows // 8, processors), DEEP, WARPS
     arrays = weight.packed, weight.scales, weight.biases
-    matvec_ring[(processors,)](x, *arrays, out, *sizes, num_warps=WARPS, launch_pdl=True)
-
-
-RING_BUILDS = [
-    Build(
-        matvec_ring,
-        "*bf16 *i32 *bf16 *bf16 *bf16 i32:16",
-        {"K": 16384, "COUNT": 7, "D": DEEP, "W": WARPS},
-        hot=True,
-        options={"num_warps": WARPS},
-    )
-]
+    launch(matvec_ring, (processors,))(x, *arrays, out, *sizes, num_warps=WARPS, launch_pdl=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import COMMIT
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_int8 import shifts
 from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, WAIT, run, shared
 from auraflux.ops.hopper.shared_memory import put
@@ -183,27 +183,4 @@ def multiply(
     count = 1 if gated else len(weights)
     args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
     sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, *shape
-    matvec_bytes[(ends[-1],)](x, *args, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
-
-
-def _build(bits: int, group: int, count: int = 1, gated: bool = False) -> Build:
-    weights, codes = 2 if gated else count, "*i8 *i8 *i8"
-    absent = [f"{name}{number}" for number in range(weights, MOST_WEIGHTS) for name in "wsby"] + ["a", "a1", "a2", "a3"]
-    absent += [f"end{number}" for number in range(count - 1, MOST_WEIGHTS - 1)] + (["y1"] if gated else [])
-    sizes = dict(zip(("R", "PARTS", "D", "GANG"), SHAPES[bits, group == 32], strict=True))
-    sizes |= {"COUNT": count, "GATED": gated, "K": 8192, "BITS": bits, "GROUP": group, "W": WARPS, "LATE": bits == 2, "ROOM": 0}
-    types = " ".join(["*bf16", *([f"{codes} *bf16"] * count), *([codes] if gated else []), *(["i32"] * (count - 1))])
-    options = {"num_warps": WARPS, **({"maxnreg": 128} if bits == 2 else {})}
-    return Build(matvec_bytes, types, {**dict.fromkeys(absent), **sizes}, hot=True, options=options)
-
-
-BYTES_BUILDS = [
-    *(_build(bits, 64) for bits in (2, 3, 4, 5, 6, 8)),
-    _build(2, 128),
-    _build(4, 32),
-    _build(8, 32),
-    _build(2, 64, 3),
-    _build(8, 64, 3),
-    _build(2, 64, gated=True),
-    _build(5, 64, gated=True),
-]
+    launch(matvec_bytes, (ends[-1],))(x, *args, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)

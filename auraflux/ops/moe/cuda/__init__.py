@@ -8,8 +8,8 @@ from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.moe.cuda.builds import KERNELS
 from auraflux.ops.moe.cuda.call import Choice, Mixture, Pairs
 from auraflux.ops.moe.cuda.routes import CHOICES, EXPERTS, MIXTURES
 from auraflux.ops.moe.cuda.routing import COMBINED, combine_kernel
@@ -17,7 +17,7 @@ from auraflux.ops.moe.cuda.stacks import not_served, summed
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
-__all__ = ["KERNELS", "combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts"]
+__all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts"]
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: T
     out = torch.empty_like(h)
     tokens, width = h.shape
     if h.numel():
-        combine_kernel[tokens, cdiv(width, COMBINED)](h, moe, shared, shared_gate, out, width, COMBINED, num_warps=4)
+        launch(combine_kernel, (tokens, cdiv(width, COMBINED)))(h, moe, shared, shared_gate, out, width, COMBINED, num_warps=4)
     return out
 
 

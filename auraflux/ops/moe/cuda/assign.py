@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import AWAIT, from_lane, run, shared
 from auraflux.ops.hopper.reduce import add_below
 from auraflux.ops.hopper.shared_memory import count_in, put_word, word_at
@@ -98,7 +98,7 @@ def _launch(
     (tokens, k), size = ids.shape, 8 * octets
     most = min(tokens * k, tokens * k // size + experts)
     placed, owner = ids.new_empty(most * size), ids.new_empty(2 * most + 1)
-    assign_pairs[(1,)](
+    launch(assign_pairs, (1,))(
         scores, bias, ids, placed, owner, tokens, experts, most, k, *rule, cdiv(tokens, W.value), size,
         num_warps=W.value, launch_pdl=True,
     )  # fmt: skip
@@ -115,17 +115,3 @@ def assign_chosen(scores: Tensor, routing: Routing, bias: Tensor | None, octets:
     tokens, experts = scores.shape
     ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=scores.device)
     return ids, _launch(scores, (cdiv(experts, 32) * 32, routing.scoring), bias, ids, experts, octets)
-
-
-def _builds() -> list[Build]:
-    ints, given = "i32 i32:16 i32", {"scores": None, "bias": None, "K": 8, "E": 0, "SCORING": "", "PASSES": 2, "SIZE": 8}
-    chosen = {"bias": None, "K": 8, "E": 128, "SCORING": "softmax", "PASSES": 1, "SIZE": 8}
-    biased = {"K": 8, "E": 256, "SCORING": "sigmoid", "PASSES": 8, "SIZE": 16}
-    return [
-        Build(assign_pairs, f"*bf16 *i32 *i32 *i32 {ints}", chosen, hot=True, options={"num_warps": W.value}),
-        Build(assign_pairs, f"*fp32 *fp32 *i32 *i32 *i32 {ints}", biased, hot=True, options={"num_warps": W.value}),
-        Build(assign_pairs, f"*i32 *i32 *i32 {ints}", given, hot=True, options={"num_warps": W.value}),
-    ]
-
-
-ASSIGN_BUILDS = _builds()

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.copy import COMMIT, COPY8, COPY16, copy, wait_ptx
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_int4 import X_SHARED, codes_at, copy_codes, group_sums, load_x, sum_x
 from auraflux.ops.hopper.ptx import AWAIT, SYNC, bf16_at, run, shared
 from auraflux.ops.hopper.shared_memory import float_pair_at, long_at, put, put_float_pair, word_at
@@ -198,11 +199,11 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     group = grouped_at_once if experts.count <= MOST_GROUPED else grouped
     placed, owner = group(ids, experts.count, 8 * tiles)
     between = x.new_empty(pairs, inner)
-    up_block[inner // 64, len(owner)](
+    launch(up_block, (inner // 64, len(owner)))(
         x, placed, owner, *passed(experts.gate), *passed(experts.up), between, experts.count, pairs, k, inner, hidden, tiles,
         RING, num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
-    down_block[hidden // 128, len(owner)](
+    launch(down_block, (hidden // 128, len(owner)))(
         between, placed, owner, *passed(experts.down), parts, experts.count, pairs, hidden, inner, tiles, RING,
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import AWAIT, run, shared
 from auraflux.ops.hopper.reduce import add_below
 from auraflux.ops.hopper.shared_memory import count_in, put_word, word_at
@@ -64,7 +65,7 @@ def grouped_at_once(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tenso
     blocks = min(pairs, pairs // size + experts)
     placed, owner = ids.new_empty(blocks * size), ids.new_empty(blocks)
     threads = 32 * WARPS
-    group_pairs[(1,)](
+    launch(group_pairs, (1,))(
         ids, placed, owner, pairs, experts, blocks, size, cdiv(pairs, threads), WARPS,
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip

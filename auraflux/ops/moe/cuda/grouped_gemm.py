@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.moe.cuda.stacks import activate, add_bias, clamp_of, dense_bias, form, passed
 from auraflux.ops.moe.experts import Experts, Stack
@@ -151,9 +152,9 @@ def grouped(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
     cursor, owner = torch.empty_like(counts), counts.new_empty(blocks)
     placed = counts.new_full((blocks * size,), pairs)
     programs = (cdiv(pairs, COUNTED),)
-    count_pairs[programs](ids, counts, pairs, experts, COUNTED)
-    plan_blocks[(cdiv(blocks, PLANNED),)](counts, cursor, owner, blocks, experts, size, power_of_two(experts), PLANNED)
-    place_pairs[programs](ids, cursor, placed, pairs, experts, COUNTED)
+    launch(count_pairs, programs)(ids, counts, pairs, experts, COUNTED)
+    launch(plan_blocks, (cdiv(blocks, PLANNED),))(counts, cursor, owner, blocks, experts, size, power_of_two(experts), PLANNED)
+    launch(place_pairs, programs)(ids, cursor, placed, pairs, experts, COUNTED)
     return placed, owner
 
 
@@ -170,14 +171,14 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     between = x.new_empty(pairs, inner)
     rows, warps = UP_TILE
     shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
-    up_many[cdiv(inner, rows), len(owner)](
+    launch(up_many, (cdiv(inner, rows), len(owner)))(
         x, placed, owner, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias),
         dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *clamp_of(experts),
         experts.clamp is not None, **form(experts.gate), **shape, BK=_group(experts.gate),
     )  # fmt: skip
     rows, warps = DOWN_TILE
     shape |= {"ROWS": rows, "num_warps": warps}
-    down_many[cdiv(hidden, rows), len(owner)](
+    launch(down_many, (cdiv(hidden, rows), len(owner)))(
         between, placed, owner, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count,
         pairs, inner, hidden, **form(experts.down), **shape, BK=_group(experts.down),
     )  # fmt: skip

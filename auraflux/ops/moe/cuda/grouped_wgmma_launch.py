@@ -8,8 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from auraflux.ops.hopper.build import Build
-from auraflux.ops.hopper.launch import described
+from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.grouped_gemm import grouped
 from auraflux.ops.moe.cuda.grouped_wgmma import expert_tiles, find_places, order_hidden, order_pairs, spread_parts
@@ -67,7 +66,7 @@ def _multiplied(
         steps.append(stack.scales.stride(0))  # type: ignore[union-attr]
     if len(stacks) == 1:
         codes, lines, steps = [*codes, None], [*lines, None, None, None], [*steps, None]
-    expert_tiles[tiles * len(stacks), len(owner)](
+    launch(expert_tiles, (tiles * len(stacks), len(owner)))(
         _inputs(x, tile), *codes, owner, placed, pairs, *lines, *steps, experts, rows, width, tiles, len(stacks), *sizes,
         _layout(gl.int32, tile.rows, INPUTS // 8), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
@@ -80,10 +79,10 @@ def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, T
     placed, owner = grouped(ids, experts.count, tile.pairs)
     places, sizes = len(placed), (tile.pairs, INPUTS, MOVED)
     ordered = x.new_empty(places * hidden // 64, 64)
-    order_pairs[places, cdiv(hidden, MOVED)](x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
+    launch(order_pairs, (places, cdiv(hidden, MOVED)))(x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
     gate, up, between = x.new_empty(places, inner), x.new_empty(places, inner), x.new_empty(places * inner // 64, 64)
     _multiplied(ordered, owner, placed, pairs, (experts.gate, experts.up), (gate, up), tile)
-    order_hidden[places, cdiv(inner, MOVED)](gate, up, placed, between, pairs, inner, *sizes, num_warps=4)
+    launch(order_hidden, (places, cdiv(inner, MOVED)))(gate, up, placed, between, pairs, inner, *sizes, num_warps=4)
     # what was read for gate and up is no longer needed
     found = ordered.view(places, hidden)
     _multiplied(between, owner, placed, pairs, (experts.down,), (found,), tile)
@@ -94,40 +93,11 @@ def multiply(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The results of pairs, [places, hidden], and the place of each pair."""
     found, placed = _placed_results(x, ids, experts)
     spots = torch.empty_like(ids)
-    find_places[(cdiv(len(placed), MOVED),)](placed, spots, len(placed), ids.numel(), MOVED)
+    launch(find_places, (cdiv(len(placed), MOVED),))(placed, spots, len(placed), ids.numel(), MOVED)
     return found, spots
 
 
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     """`expert_parts` for thousands of pairs."""
     found, placed = _placed_results(x, ids, experts)
-    spread_parts[len(placed), cdiv(experts.hidden, MOVED)](found, placed, parts, ids.numel(), experts.hidden, MOVED)
-
-
-def _descriptor(kind: str, shape: list[int], layout: gl.NVMMASharedLayout) -> str:
-    return f"tensordesc<{kind}[{','.join(map(str, shape))}],{layout!r}>".replace(" ", "")
-
-
-def _builds_of(tile: Tile) -> list[Build]:
-    half, block = tile.pairs // 2, [1, tile.rows, INPUTS // 8]
-    inputs = _descriptor("bf16", [half, 64], _layout(gl.bfloat16, half, 64))
-    codes, ints = _descriptor("i32", block, _layout(gl.int32, *block)), "i32:16 i32:16"
-    sizes = {"R": tile.rows, "T": tile.pairs, "KB": INPUTS, "G": GROUP, "ST": STAGES, "W": tile.warps}
-    sizes |= {"CODES": _layout(gl.int32, tile.rows, INPUTS // 8)}
-    one, moved = dict.fromkeys(("w1", "s1", "b1", "y1", "step1")), {"T": tile.pairs, "KB": INPUTS, "BLOCK": MOVED}
-    line, launch = "*bf16 *bf16 *bf16", {"num_warps": tile.warps, "maxnreg": tile.registers}
-    two_types = f"{inputs} {codes} {codes} *i32 *i32 i32:16 {line} {line} {ints} i32 {ints} i32"
-    one_types = f"{inputs} {codes} *i32 *i32 i32:16 {line} i32:16 i32 {ints} i32"
-    return [
-        Build(expert_tiles, two_types, {"COUNT": 2, **sizes}, hot=True, options=launch),
-        Build(expert_tiles, one_types, {"COUNT": 1, **sizes, **one}, hot=True, options=launch),
-        Build(order_pairs, "*bf16 *i32 *bf16 i32:16 i32 i32:16", moved, hot=True),
-        Build(order_hidden, "*bf16 *bf16 *i32 *bf16 i32:16 i32:16", moved, hot=True),
-    ]
-
-
-TILE_BUILDS = [
-    *(build for tile in (*(tile for _, tile in SMALLER), LARGEST) for build in _builds_of(tile)),
-    Build(find_places, "*i32 *i32 i32:16 i32:16", {"BLOCK": MOVED}, hot=True),
-    Build(spread_parts, "*bf16 *i32 *fp32 i32:16 i32:16", {"BLOCK": MOVED}, hot=True),
-]
+    launch(spread_parts, (len(placed), cdiv(experts.hidden, MOVED)))(found, placed, parts, ids.numel(), experts.hidden, MOVED)

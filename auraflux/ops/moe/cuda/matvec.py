@@ -12,6 +12,7 @@ from torch import Tensor
 
 from auraflux.ops.hopper.codes import HALF_SHIFT, code_value, unit_bits, weight_line
 from auraflux.ops.hopper.device import INTERPRETED
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.moe.cuda.stacks import activate, add_bias, clamp_of, dense_bias, form, passed, unit
 from auraflux.ops.moe.experts import Experts
@@ -97,12 +98,12 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     inner, hidden = experts.inner, experts.hidden
     between = torch.empty(tokens * k, inner, dtype=torch.float32, device=x.device)
     ordered = x.view(tokens, -1, unit(experts.gate)).transpose(1, 2).contiguous()
-    up_few[cdiv(inner, UP_ROWS), tokens * k](
+    launch(up_few, (cdiv(inner, UP_ROWS), tokens * k))(
         ordered, ids, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias), dense_bias(experts.up_bias),
         between, experts.count, k, inner, hidden, *clamp_of(experts), experts.clamp is not None, unit(experts.down),
         **form(experts.gate), ROWS=UP_ROWS, COLUMNS=min(UP_UNITS, power_of_two(hidden // unit(experts.gate))),
     )  # fmt: skip
-    down_few[cdiv(hidden, DOWN_ROWS), tokens * k](
+    launch(down_few, (cdiv(hidden, DOWN_ROWS), tokens * k))(
         between, ids, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count, inner, hidden,
         **form(experts.down), ROWS=DOWN_ROWS, COLUMNS=min(DOWN_UNITS, power_of_two(inner // unit(experts.down))),
     )  # fmt: skip

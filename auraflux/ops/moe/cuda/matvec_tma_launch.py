@@ -1,12 +1,10 @@
 """How the kernels of `matvec_tma` are launched."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec_tma import down_ring, up_ring
 from auraflux.ops.moe.cuda.stacks import passed
@@ -55,38 +53,13 @@ def mix(
     own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
     kept = routing.kept_groups if routing.groups > 1 else 0
     rule = k, cdiv(experts.count, 32) * 32, routing.scoring
-    up_ring[up_programs, tokens](
+    launch(up_ring, (up_programs, tokens))(
         x, scores, bias, *passed(experts.gate), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
         hidden, *rule, kept, *up, UP_WARPS, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
-    down_ring[down_programs, tokens](
+    launch(down_ring, (down_programs, tokens))(
         between, scores, bias, float(routing.scale), h, None if own else shared, shared_gate, *passed(experts.down), *own_down,
         out, experts.count, hidden, inner, *rule, routing.renormalize, kept, *down, DOWN_WARPS,
         num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out
-
-
-def _builds(hidden: int, inner: int, own: bool, **rule: Any) -> list[Build]:
-    """Both kernels for eight experts a token, on 132 multiprocessors."""
-    stack, three, ints = "*i32 *bf16 *bf16 i32:16 i32:16", "*i32 *bf16 *bf16" if own else "", "i32:16 i32:16"
-    scores, slots = "*bf16" if "bias" in rule else "*fp32 *fp32", 9 if own else 8
-    parts = ("own", "own_gate", "own_up")
-    absent = [{} if own else {f"{part}{more}": None for more in ("", "_scales", "_biases")} for part in parts]
-    _, count, deep = up_sizes(hidden, inner, slots, 132)
-    up = {"H": hidden, "K": 8, "COUNT": count, "D": deep, "W": UP_WARPS, **rule, **absent[1], **absent[2]}
-    _, count, deep = down_sizes(hidden, inner, slots, 132)
-    down = {"INNER": inner, "K": 8, "COUNT": count, "D": deep, "W": DOWN_WARPS, **rule, **absent[0]}
-    down |= {"beside": None, "beside_gate": None, "RENORMALIZE": True}
-    first, second = f"*bf16 {scores} {stack} {stack} {three} {three} *bf16", f"*bf16 {scores} fp32 *bf16 {stack} {three} *bf16"
-    return [
-        Build(up_ring, f"{first} {ints}", up, hot=True, options={"num_warps": UP_WARPS}),
-        Build(down_ring, f"{second} {ints}", down, hot=True, options={"num_warps": DOWN_WARPS}),
-    ]
-
-
-RING_BUILDS = [
-    *_builds(7168, 2048, True, E=256, SCORING="sigmoid", KEPT=4),
-    *_builds(5120, 1536, True, E=160, SCORING="sigmoid", KEPT=0),
-    *_builds(7168, 2048, False, E=128, SCORING="softmax", KEPT=0, bias=None),
-]

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.copy import COMMIT, wait_ptx
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, SYNC, WAIT, from_lane, run, shared
 from auraflux.ops.moe.cuda.assign import Blocks, assign_given
 from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
@@ -268,12 +268,12 @@ def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor)
     pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // (8 * octets)
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
     (programs, depth), (down_programs, down_depth) = ring_sizes(hidden, octets), ring_sizes(inner, octets)
-    up_stream[(programs * processors,)](
+    launch(up_stream, (programs * processors,))(
         x, placed, owner, *passed(experts.gate), *passed(experts.up), between, pairs, k, most,
         hidden, inner, depth, octets,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
-    down_stream[(down_programs * processors,)](
+    launch(down_stream, (down_programs * processors,))(
         between, placed, owner, *passed(experts.down), parts, pairs, most,
         inner, hidden, down_depth, SKEW, octets,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
@@ -284,17 +284,3 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     """`expert_parts` for some tokens."""
     blocks = assign_given(ids, experts.count, octets_for(ids.numel(), experts))
     multiply(x, ids.shape[1], blocks, experts, parts)
-
-
-def _builds() -> list[Build]:
-    stack, options = "*i32 *bf16 *bf16 i32:16 i32:16", {"num_warps": W.value, "maxnreg": REGISTERS}
-    up, down = f"*bf16 *i32 *i32 {stack} {stack} *bf16 i32:16 i32 i32", f"*bf16 *i32 *i32 {stack} *fp32 i32:16 i32"
-    some: list[tuple[object, str, dict[str, int]]] = []
-    for hidden, inner, octets in ((2048, 768, 1), (2048, 768, 2), (2048, 512, 2), (4096, 1536, 1)):
-        deep = ring_sizes(hidden, octets)[1], ring_sizes(inner, octets)[1]
-        some += [(up_stream, up, {"H": hidden, "INNER": inner, "D": deep[0], "OCTETS": octets})]
-        some += [(down_stream, down, {"HIDDEN": hidden, "INNER": inner, "D": deep[1], "SKEWED": SKEW, "OCTETS": octets})]
-    return [Build(kernel, types, constants, hot=True, options=options) for kernel, types, constants in some]
-
-
-STREAM_BUILDS = _builds()

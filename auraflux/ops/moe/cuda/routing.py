@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.elementwise import sigmoid
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.moe.routing import Routing
 
@@ -176,7 +177,7 @@ def rank(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor,
     tokens, experts = logits.shape
     ids, weights = chosen(tokens, routing.k, logits.device)
     size = power_of_two(experts)
-    rank_kernel[(tokens,)](
+    launch(rank_kernel, (tokens,))(
         logits, bias, ids, weights, experts, routing.k, float(routing.scale), routing.scoring,
         routing.renormalize and routing.scoring != "chosen", size, not INTERPRETED, num_warps=max(1, size // 32),
     )  # fmt: skip
@@ -190,7 +191,7 @@ def search(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tenso
     shape = power_of_two(groups), power_of_two(experts // groups), power_of_two(k)
     size = shape[0] * shape[1]
     rows = 1 if tokens <= FEW_TOKENS else max(1, SEARCHED // size)
-    route_kernel[(cdiv(tokens, rows),)](
+    launch(route_kernel, (cdiv(tokens, rows),))(
         logits, bias, ids, weights, tokens, experts, groups, routing.kept_groups, k, float(routing.scale),
         routing.scoring, routing.renormalize and routing.scoring != "chosen",
         rows, *shape, num_warps=max(1, rows * size // 512),

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops.hopper.build import Build
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.slots import down_slots, up_slots
 from auraflux.ops.moe.cuda.stacks import passed
@@ -52,11 +52,11 @@ def _launch(
     between = x.new_empty(tokens * slots, inner)
     own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
-    up_slots[programs, tokens](
+    launch(up_slots, (programs, tokens))(
         x, ids, scores, bias, *passed(experts.gate), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
         hidden, k, *rule[:2], most, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
-    down_slots[hidden // 16, tokens](
+    launch(down_slots, (hidden // 16, tokens))(
         between, ids, weights, scores, bias, *more, *passed(experts.down), *own_down, out, experts.count, hidden, inner, k,
         *rule, DOWN_WARPS, num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
@@ -68,32 +68,3 @@ def up_sizes(hidden: int, tiles: int, tokens: int, processors: int) -> tuple[int
     room = max(1, min(MOST_TILES, MOST_NBYTES // (18 * hidden)))
     most = min(cdiv(tiles * tokens, processors), room)
     return max(cdiv(tiles, most), min(processors // tokens, tiles)), most
-
-
-def _builds() -> list[Build]:
-    stack, three, ints = "*i32 *bf16 *bf16 i32:16 i32:16", "*i32 *bf16 *bf16", "i32:16 i32:16"
-    given = {"scores": None, "bias": None, "E": 0, "SCORING": ""}
-    chosen = {"ids": None, "bias": None, "E": 128, "SCORING": "softmax"}
-    parts, up = ("", "_scales", "_biases"), {"H": 2048, "K": 8, "TILES": 3}
-    no_up = dict.fromkeys(f"own_{name}{part}" for name in ("gate", "up") for part in parts)
-    down = {"INNER": 768, "K": 8, "RENORMALIZE": True, "W": DOWN_WARPS, "beside": None}
-    alone = dict.fromkeys(("beside_gate", *(f"own{part}" for part in parts)))
-    shared = {"INNER": 512, "E": 256, "weights": None}
-    some = [
-        (up_slots, f"*bf16 *i32 {stack} {stack} *bf16 {ints}", up | given | no_up),
-        (up_slots, f"*bf16 *i32 {stack} {stack} *bf16 {ints}", up | given | no_up | {"H": 6144, "TILES": 1}),
-        (up_slots, f"*bf16 *bf16 {stack} {stack} *bf16 {ints}", up | chosen | no_up),
-        (up_slots, f"*bf16 *bf16 {stack} {stack} *bf16 {ints}", up | chosen | no_up | {"E": 512, "K": 10}),
-        (up_slots, f"*bf16 *bf16 {stack} {stack} {three} {three} *bf16 {ints}", up | chosen | {"E": 256}),
-        (down_slots, f"*bf16 *i32 *fp32 fp32 {stack} *bf16 {ints}", down | alone | given | {"residual": None}),
-        (down_slots, f"*bf16 *bf16 fp32 *bf16 {stack} *bf16 {ints}", down | alone | chosen | {"weights": None}),
-        (down_slots, f"*bf16 *bf16 fp32 *bf16 {stack} *bf16 {ints}", down | alone | chosen | {"weights": None, "INNER": 2048}),
-        (down_slots, f"*bf16 *bf16 fp32 *bf16 *bf16 {stack} {three} *bf16 {ints}", down | chosen | shared),
-    ]
-    return [
-        Build(kernel, types, constants, hot=True, options={"num_warps": constants.get("W", UP_WARPS)})
-        for kernel, types, constants in some
-    ]
-
-
-SLOT_BUILDS = _builds()

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from auraflux.ops.hopper.codes import UNITS, constants, operands
 from auraflux.ops.hopper.device import FLOATS
 from auraflux.ops.hopper.elementwise import sigmoid, silu
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.ops.moe.routing import Routing
@@ -138,7 +139,7 @@ def summed(
     (tokens, k), hidden = weights.shape, parts.shape[-1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
     size = SUMMED if tokens <= FEW_SUMMED else 2 * SUMMED
-    sum_slots[tokens, cdiv(hidden, size)](
+    launch(sum_slots, (tokens, cdiv(hidden, size)))(
         parts, spots, ids, weights, None, *added, out, experts, hidden, 1.0, k, "", False, 1, size, early, launch_pdl=early
     )
     return out
@@ -150,7 +151,7 @@ def summed_by_scores(
     """The same of parts that `persistent` made, weighted by the scores that experts were chosen by."""
     (tokens, k), experts, hidden = ids.shape, scores.shape[1], parts.shape[-1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
-    sum_slots[tokens, cdiv(hidden, SUMMED)](
+    launch(sum_slots, (tokens, cdiv(hidden, SUMMED)))(
         parts, None, ids, None, scores, *added, out, experts, hidden, float(routing.scale), k, routing.scoring,
         routing.renormalize, power_of_two(experts), SUMMED, True, launch_pdl=True,
     )  # fmt: skip

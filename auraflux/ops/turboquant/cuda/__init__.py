@@ -5,7 +5,6 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.softmax import Parts
-from auraflux.ops.turboquant.cuda.builds import KERNELS
 from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
 from auraflux.ops.turboquant.cuda.codec_launch import append_latent, decoded, encoded, rotated
 from auraflux.ops.turboquant.cuda.flash_codes_launch import attend_in_blocks, sum_values
@@ -13,7 +12,6 @@ from auraflux.ops.turboquant.cuda.routes import APPEND, ATTEND, ATTEND_LATENT, R
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 __all__ = [
-    "KERNELS",
     "append_codes",
     "append_latent_codes",
     "decode",

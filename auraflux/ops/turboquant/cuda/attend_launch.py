@@ -11,6 +11,7 @@ from torch import Tensor
 
 from auraflux.ops.hopper.device import MULTIPROCESSOR_NBYTES, multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E, parts_like
 from auraflux.ops.turboquant.codebook import codebook
@@ -167,7 +168,7 @@ def attend_few(
     signs, _ = rotation_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
-    attend_pairs[grid](
+    launch(attend_pairs, grid)(
         *(q, signs, pages.key_codes, pages.key_norms, pages.value_codes, pages.value_norms),
         level_words(*bits, width, device),
         *(pages.table, pages.lengths, starts, *parts),
@@ -214,7 +215,7 @@ def _finish(
     (tokens, heads, width), sequences = out.shape, len(pages.lengths)
     if width == 256 and room is None:
         padded = power_of_two(plan.splits)
-        finish_rotated[(tokens * heads, width // ROTATED_COLUMNS)](
+        launch(finish_rotated, (tokens * heads, width // ROTATED_COLUMNS))(
             *(*parts, sinks, out, heads, plan.splits),
             D=width,
             P=padded,
@@ -226,7 +227,7 @@ def _finish(
         return
     batch = (None, None) if room is None else (pages.lengths, starts)
     sizes = finish_sizes(room or plan.splits, width, room is not None)
-    finish_pairs[(tokens * heads,)](
+    launch(finish_pairs, (tokens * heads,))(
         *(*parts, sinks, signs, out, *batch, heads, room or plan.splits, sequences, window),
         **sizes,
         STEP=plan.cut.warps * plan.blocks * BLOCK,

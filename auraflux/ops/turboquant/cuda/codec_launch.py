@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.hopper.device import INTERPRETED
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
@@ -20,7 +21,7 @@ def rotated(x: Tensor, seed: int, inverse: bool, dtype: torch.dtype, factor: flo
     rotation, matrix = rotation_for(width, seed, inverse, x.device)
     if x.numel():
         sizes = {**_row(width), "MATRIX": matrix, "INVERSE": inverse}
-        rotate_rows[(x.numel() // width,)](x, rotation, out, factor, **sizes)
+        launch(rotate_rows, (x.numel() // width,))(x, rotation, out, factor, **sizes)
     return out
 
 
@@ -38,7 +39,9 @@ def encoded(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
     if rows := norms.numel():
         together = _together(rows, matrix)
         sizes = {**_row(width, together), "BITS": bits, "MATRIX": matrix, "R": together}
-        encode_rows[(cdiv(rows, together),)](x, rotation, *levels_for(bits, width, x.device), codes, norms, rows, **sizes)
+        launch(encode_rows, (cdiv(rows, together),))(
+            x, rotation, *levels_for(bits, width, x.device), codes, norms, rows, **sizes
+        )
     return codes, norms
 
 
@@ -52,7 +55,7 @@ def decoded(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> T
     rotation, matrix = rotation_for(width, seed, True, codes.device)
     if out.numel():
         book = codebook(bits, width, codes.device)
-        decode_rows[(norms.numel(),)](codes, norms, rotation, book, out, BITS=bits, MATRIX=matrix, **_row(width))
+        launch(decode_rows, (norms.numel(),))(codes, norms, rotation, book, out, BITS=bits, MATRIX=matrix, **_row(width))
     return out
 
 
@@ -64,7 +67,7 @@ def append(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     # values in pairs are stored token by token: neighbours change bits of the same words
     together = 1 if pairs else _together(tokens * heads, matrix)
     groups = tokens // together + (2 * len(pages.lengths) if together > 1 else 0)
-    append_coded[(groups, heads, 2)](
+    launch(append_coded, (groups, heads, 2))(
         k,
         v,
         *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
@@ -88,7 +91,7 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Te
     if not tokens:
         return
     rotation, matrix = rotation_for(width, pages.seed, False, latent.device)
-    append_coded_latent[(tokens,)](
+    launch(append_coded_latent, (tokens,))(
         latent,
         k_rope,
         pages.codes,

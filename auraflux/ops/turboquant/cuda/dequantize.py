@@ -14,6 +14,7 @@ from torch import Tensor
 
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cuda.hadamard import book_for, codes_of, pairs_as_rows
@@ -81,7 +82,7 @@ def written(pages: CodePages, starts: Tensor, window: int | None, dtype: torch.d
     k, v = (torch.empty(sequences * table_width, pages.heads, page, width, dtype=dtype, device=device) for _ in range(2))
     k_book, v_book = (book_for(bits, width, not wide, device) for bits in (pages.key_bits, pages.value_bits))
     rows = max(16, min(64, power_of_two(page), ELEMENTS // padded))
-    write_pages[(sequences * table_width, 2 * pages.heads, cdiv(page, rows))](
+    launch(write_pages, (sequences * table_width, 2 * pages.heads, cdiv(page, rows)))(
         pages.key_codes, pages.key_norms, k_book, pages.value_codes, pages.value_norms, v_book,
         _back(width, pages.seed, torch.float32 if wide else torch.float16, device), pages.table, pages.lengths, starts, k, v,
         width**-0.5 if wide else 1 / width, EVERYTHING if window is None else window, table_width, pages.pool[0],

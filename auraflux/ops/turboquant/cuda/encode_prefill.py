@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import AWAIT, SHARED_BASE, run
 from auraflux.ops.hopper.reduce import any_bits, sum_four
 from auraflux.ops.hopper.sizes import cdiv
@@ -242,7 +243,7 @@ def append_at_once(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> No
     (tokens, heads, width), device = k.shape, k.device
     sequences = len(pages.lengths)
     tiles, batch = tile_count(tokens, sequences), sequences > 1
-    append_many[(2 * tiles * heads,)](
+    launch(append_many, (2 * tiles * heads,))(
         *(k, v),
         *_side(pages.key_codes, pages.key_norms, pages.key_bits, width),
         *_side(pages.value_codes, pages.value_norms, pages.value_bits, width),

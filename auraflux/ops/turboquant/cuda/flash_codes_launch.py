@@ -10,6 +10,7 @@ from torch import Tensor
 
 from auraflux.ops.hopper.device import INTERPRETED, multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING, shape_for
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
 from auraflux.ops.turboquant.arrangement import Arrangement
@@ -73,7 +74,7 @@ def sum_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: 
     parts = torch.empty(shares, rows, width, device=weights.device)
     source = weights, codes, norms, codebook(bits, width, weights.device), parts, threshold
     sizes = {"D": width, "P": padded, "BITS": bits, "M": 16, "N": keys}
-    sum_coded[(tiles, heads, shares)](*source, tokens, share, group, **sizes)
+    launch(sum_coded, (tiles, heads, shares))(*source, tokens, share, group, **sizes)
     return parts.sum(0).to(weights.dtype)
 
 
@@ -112,7 +113,7 @@ def _attend(
     if latent and not wide:
         unit = width**-0.5
     rotated_q = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
-    attend_codes[(cut.tiles, key_heads, splits)](
+    launch(attend_codes, (cut.tiles, key_heads, splits))(
         rotated_q,
         q_rope,
         *keys,
@@ -164,5 +165,5 @@ def _finish(parts: Parts, sinks: Tensor | None, seed: int, like: Tensor) -> Tens
         launch_merge(parts, sinks, merged, like.shape[1])
         return rotated(merged, seed, True, like.dtype)
     sizes = {"D": width, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
-    finish_rows[(rows,)](*parts, sinks, rotation, out, like.shape[1], blocks, **sizes)
+    launch(finish_rows, (rows,))(*parts, sinks, rotation, out, like.shape[1], blocks, **sizes)
     return out

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
@@ -223,7 +224,7 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, TILE)))
     parts = room_for(tokens * heads, splits, LATENT, torch.float32, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
-    latent_code_columns[programs, splits](
+    launch(latent_code_columns, (programs, splits))(
         q_latent, signs, tiles_of(q_rope, n), pages.codes, tiles_of(pages.rope, TILE), pages.norms,
         table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
         LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), n, pages.bits,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.turboquant.cuda.hadamard import hadamard
 
@@ -28,7 +29,7 @@ def hadamard_rows(x, signs, out, D: tl.constexpr):
 def hadamard_queries(q: Tensor, signs: Tensor) -> Tensor:
     """Rotate queries, as float16."""
     out, width = torch.empty(q.shape, dtype=torch.float16, device=q.device), q.shape[-1]
-    hadamard_rows[(q.numel() // width,)](q, signs, out, width, num_warps=4, launch_pdl=True)
+    launch(hadamard_rows, (q.numel() // width,))(q, signs, out, width, num_warps=4, launch_pdl=True)
     return out
 
 
@@ -69,4 +70,4 @@ def merge_rotated(parts: tuple[Tensor, Tensor, Tensor], signs: Tensor, out: Tens
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D]."""
     lines, splits, width = parts[0].shape
     grid, sizes = (lines, width // MERGED), (width, power_of_two(splits), MERGED, half, early)
-    merge_rotated_shares[grid](*parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)
+    launch(merge_rotated_shares, grid)(*parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)

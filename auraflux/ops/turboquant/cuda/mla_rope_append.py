@@ -5,15 +5,13 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.attention.cuda.mla_rope_append import (
-    ROTATED_SIZES,
-    ROTATED_TYPES,
     Rotation,
     launch_sizes,
     normed_latent,
     queries_apart,
     store_rotated_key,
 )
-from auraflux.ops.hopper.build import Build
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import place_token
 from auraflux.ops.hopper.rope import rotate_heads
 from auraflux.ops.hopper.sizes import power_of_two
@@ -53,7 +51,7 @@ def rope_encode(
     """Store latents as codes and keys as they are; gives the plain parts of the queries, heads apart, and the rotated ones."""
     plain, rotated, out = queries_apart(q, heads, nope)
     grid, sizes = launch_sizes(rotated, kv, rotation)
-    rotate_and_encode_latent[grid](
+    launch(rotate_and_encode_latent, grid)(
         *(rotated, kv, out, norm, rotation[0], rotation[1], float(rotation[2]), float(eps), rotated.stride(1), heads),
         *(pages.codes, pages.norms, *levels_for(pages.bits, pages.width, q.device), pages.rope),
         rotation_for(pages.width, pages.seed, False, q.device)[0],
@@ -65,9 +63,3 @@ def rope_encode(
         **sizes,
     )
     return plain, out
-
-
-_STORED = "*i32 *fp32 *i64 *i64 fp32 fp32 *bf16 *fp32 *i32 *i32 *i32 i32 i32 i32"
-CODED_BUILDS = [
-    Build(rotate_and_encode_latent, f"{ROTATED_TYPES} {_STORED}", {**ROTATED_SIZES, "BITS": 8}, True, {"num_warps": 4}),
-]

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.device import multiprocessors
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import MOST_SPLITS, columns, room_for, share_of, tiles_of
@@ -191,7 +192,7 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
     # rounded once more, which means of many shares do not show
     parts = room_for(tokens * heads, splits, LATENT, torch.float16, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
-    latent_code_rows[programs, splits](
+    launch(latent_code_rows, (programs, splits))(
         tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), pages.codes, tiles_of(pages.rope, TILE),
         pages.norms, table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
         LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), TILE, pages.bits,

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.device import not_hopper
+from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import place_token
 from auraflux.ops.hopper.rope import cos_sin
 from auraflux.ops.turboquant.arrangement import Arrangement
@@ -123,7 +124,7 @@ def append(
     """Code keys and values into their pages; gives the rotated queries."""
     tokens, heads, width = k.shape
     out, early = q.new_empty(q.shape), not_hopper(q.device) is None
-    rotate_and_append[(2 * heads + q.shape[1], tokens)](
+    launch(rotate_and_append, (2 * heads + q.shape[1], tokens))(
         *(q, k, v, out, *(norms or (None, None)), inv_freq, positions),
         *(inv_freq.shape[0], float(mscale), float(eps), q.stride(1)),
         *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),

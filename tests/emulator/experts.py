@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from auraflux.ops.moe.cuda import assign, matvec_tma, persistent, slots, topk
 from auraflux.ops.moe.cuda.topk import CHOOSE
-from tests.ops.ptx import Address, Device, Lanes, Machine, sources
-from tests.ops.threads import BF16, Narrow, narrow, run_source, widen
+from tests.emulator.ptx import Address, Device, Lanes, Machine
+from tests.emulator.rebind import rebound
+from tests.emulator.threads import BF16, Narrow, narrow, widen
 
 KINDS = {torch.bfloat16: BF16, torch.int32: np.int32, torch.float32: np.float32}
 ASIDE = ("mbarrier", "AGAIN", "SKIP", "@p mbarrier", "@p fence", "@p bra", "@!p bra")
@@ -124,39 +126,24 @@ def over_warp(function: Any) -> Any:
     return lambda x: np.repeat(function(x.reshape(-1, 32), 1), 32).astype(x.dtype).view(Lanes)
 
 
-def _common(machine: SlotMachine) -> dict[str, Any]:
-    """What the kernels share."""
-    made = sources(machine, "hopper/mma_int4.py", "moe/cuda/topk.py")
-    choose, choosing = made["choose"], made["choose"].__globals__
-    choosing |= {"highest": over_warp(np.max), "lowest": over_warp(np.min)}
-    made["choose"] = lambda *args: choose(*args[:4], int(np.ravel(args[4])[0]), *args[5:])
-    return made
+def common(machine: SlotMachine) -> dict[str, Any]:
+    """What stands in for the parts that the kernels share."""
+
+    def choose(*args: Any) -> Any:
+        inside = rebound(topk.choose, machine, highest=over_warp(np.max), lowest=over_warp(np.min))
+        return inside(*args[:4], int(np.ravel(args[4])[0]), *args[5:])
+
+    return {"choose": choose}
 
 
 def slot_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
     """The kernels of `moe.cuda.slots` for one program."""
     machine = SlotMachine(device, warps, programs, *ids)
-    made = _common(machine)
-    for name in ("hopper/mma_int4_groups.py", "moe/cuda/slots.py"):
-        made |= run_source(name, made)
-        made["shared"] = machine.shared
-    return made
-
-
-class Number(int):
-    """A constant of a kernel that the host asks for too."""
-
-    @property
-    def value(self) -> int:
-        return int(self)
+    return {kernel.__name__: machine.program(kernel, **common(machine)) for kernel in (slots.up_slots, slots.down_slots)}
 
 
 class BlockMachine(SlotMachine):
     """Adds what threads and programs count together."""
-
-    @staticmethod
-    def constexpr(x: Any) -> Any:  # type: ignore[override]
-        return Number(x) if type(x) is int else x
 
     def count_in(self, at: Any, there: Any) -> Lanes:
         before = np.zeros(self.count, np.int32)
@@ -185,23 +172,10 @@ class BlockMachine(SlotMachine):
 def block_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
     """The kernels of `moe.cuda.assign` and `moe.cuda.persistent` for one program."""
     machine = BlockMachine(device, warps, programs, *ids)
-    made = _common(machine)
-    codes_at, kernels = made["codes_at"], {}
-    made |= {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
-    made |= dict.fromkeys(("Build", "passed", "assign_given", "Experts", "Routing", "Tensor", "torch", "multiprocessors"), list)
-    made |= {"NamedTuple": object, "Blocks": object, "Build": lambda *args, **options: None, "cdiv": lambda a, b: -(-a // b)}
-    for name in ("hopper/mma_int4_groups", "moe/cuda/int4_quads", "moe/cuda/assign", "moe/cuda/persistent"):
-        # both have warps of their own, and codes of their own
-        names = made | {"codes_at": codes_at} | {key: kernels[key] for key in ("W", "TILE") if name == "moe/cuda/persistent"}
-        found = run_source(f"{name}.py", names)
-        found["shared"] = machine.shared
-        if name == "moe/cuda/int4_quads":
-            kernels |= {key: found[key] for key in ("W", "TILE")}
-        made |= found
-        kernels |= {key: found[key] for key in ("assign_pairs", "up_stream", "down_stream", "ring_sizes") if key in found}
-    inside = kernels["up_stream"].__globals__
-    inside |= {"_count_stage": machine.count_stage, "_await_stages": machine.await_stages}
-    return kernels
+    parts = {name: getattr(machine, name) for name in ("count_in", "put_word", "add_below")}
+    parts |= {"_count_stage": machine.count_stage, "_await_stages": machine.await_stages, **common(machine)}
+    kernels = assign.assign_pairs, persistent.up_stream, persistent.down_stream
+    return {kernel.__name__: machine.program(kernel, **parts) for kernel in kernels}
 
 
 class RingMachine(SlotMachine):
@@ -246,10 +220,6 @@ class RingMachine(SlotMachine):
 def ring_kernels(device: Device, warps: int, programs: int, *ids: int) -> dict[str, Any]:
     """The kernels of `moe.cuda.matvec_tma` for one program."""
     machine = RingMachine(device, warps, programs, *ids)
-    made = _common(machine)
-    for name in ("hopper/mma_int4_groups", "moe/cuda/tma_stages", "moe/cuda/topk_warps", "moe/cuda/matvec_tma"):
-        made |= run_source(f"{name}.py", made)
-        made["shared"] = machine.shared
-    made["pick"].__globals__.update({"_best": machine.best, "_kept": machine.kept, "_merged": machine.merged})
-    made["up_ring"].__globals__.update({"count_read": machine.count_read, "await_stage": lambda *args: None})
-    return made
+    parts = {"_best": machine.best, "_kept": machine.kept, "_merged": machine.merged, "count_read": machine.count_read}
+    parts |= {"await_stage": lambda *args: None, **common(machine)}
+    return {kernel.__name__: machine.program(kernel, **parts) for kernel in (matvec_tma.up_ring, matvec_tma.down_ring)}

@@ -1,7 +1,8 @@
-"""What is timed on a GPU: the shapes of large models, in bfloat16, made on the device itself.
+"""The shapes of large models, in bfloat16: what is timed on a GPU, and which builds of kernels are hot.
 
-They are cases as those of the parity test, but too large for it: one holds up to gigabytes. The benchmark holds each kernel to
-its reference on these very shapes, on the device, before it times it.
+They are cases as those of the parity test, but too large for it: one holds up to gigabytes. The benchmark makes them on the
+device, and holds each kernel to its reference on these very shapes before it times it. What they launch is compiled without a
+GPU, and may not spill registers (`hopper/compile.py`).
 """
 
 from collections.abc import Callable
@@ -16,12 +17,20 @@ from torch import Tensor
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.attention._latent_cases import down, down_flops, in_bf16, latent_flops, latent_queries, up, up_flops
 from auraflux.ops.attention.cases import attention_flops, queries
-from auraflux.ops.attention.reference import append_kv, attention, latent_attention, latent_output, latent_query
-from auraflux.ops.delta.cases import prefill, state_flops, state_nbytes, step, whole, whole_nbytes
-from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step
-from auraflux.ops.linear.reference import linear
+from auraflux.ops.attention.reference import (
+    append_kv,
+    attention,
+    attention_partials,
+    latent_attention,
+    latent_output,
+    latent_query,
+)
+from auraflux.ops.delta.cases import conv, prefill, state_flops, state_nbytes, step, whole, whole_nbytes
+from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.linear.reference import gate_up_swiglu, linear, linears
+from auraflux.ops.moe._expert_cases import some
 from auraflux.ops.moe.experts import Experts
-from auraflux.ops.moe.reference import expert_mlp, mixture, route
+from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, route
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.turboquant._inputs import (
     append,
@@ -32,12 +41,16 @@ from auraflux.ops.turboquant._inputs import (
     attend_latent_flops,
     attend_latent_nbytes,
     attend_nbytes,
+    encoded,
     turned,
 )
+from auraflux.ops.turboquant._inputs import coded as coded_rows
 from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (
     append_codes,
+    decode,
+    encode,
     rope_append_codes,
     turboquant_attention,
     turboquant_latent_attention,
@@ -74,6 +87,10 @@ def product_of(tokens: int, rows: int, width: int, bits: int) -> Args:
 
 def mx_product(tokens: int, rows: int, width: int) -> Args:
     return {"x": torch.randn(tokens, width).to(BF16), "weight": mxfp4(rows, width)}
+
+
+def gated(tokens: int, rows: int, width: int) -> Args:
+    return {"x": torch.randn(tokens, width).to(BF16), "gate": codes(rows, width, bits=4), "up": codes(rows, width, bits=4)}
 
 
 def linear_flops(args: Args) -> int:
@@ -129,6 +146,15 @@ def routed(tokens: int, layer: Experts) -> Args:
     args = moe(tokens, layer)
     ids, weights = route.reference(args["scores"], args["routing"])
     return {"x": args["x"], "ids": ids, "weights": weights, "experts": layer}
+
+
+def routed_to(tokens: int, count: int) -> Args:
+    return routed(tokens, experts(count))
+
+
+def some_of(tokens: int) -> Args:
+    """All experts but one."""
+    return some(routed(tokens, experts()), [3])
 
 
 def ids_of(args: Args) -> Tensor:
@@ -296,3 +322,18 @@ LATENT += [
 OTHERS = [coded(f"k{k}v{v}-32k", [32 * K], HEADS, 128, (k, v)) for k, v in OTHER_PAIRS]
 
 CASES: list[Case] = [*LINEAR, *ATTENTION, *CODED, *MOE, *DELTA, *LATENT, *OTHERS]
+
+# what large models launch on older GPUs, in other formats or seldom; it is not timed
+SELDOM: list[Case] = [
+    Case(short_conv, "few-tokens", lambda: conv(2, 9, channels=8192, dtype=BF16)),
+    Case(encode, "8bit", lambda: encoded(2 * K, 8, 128, bits=8, dtype=BF16)),
+    Case(decode, "8bit", lambda: coded_rows(2 * K, 8, bits=8, width=128, seed=0)),
+    Case(linear, "dense", lambda: {"x": torch.randn(1, 2048).to(BF16), "weight": torch.randn(128, 2048).to(BF16)}),
+    Case(linear, "6bit-4096x4096-8", partial(product_of, 8, 4096, 4096, 6)),
+    Case(linears, "three", lambda: {"x": torch.randn(1, 4096).to(BF16), "weights": [codes(4096, 4096, bits=4)] * 3}),
+    Case(gate_up_swiglu, "two", lambda: gated(1, 14336, 4096)),
+    Case(attention_partials, "decode-32k", partial(queries, [32 * K], [1], HEADS, 128, page=PAGE, dtype=BF16)),
+    *(Case(expert_mlp, f"{e}-experts", partial(routed_to, 160, e)) for e in (16, 32, 64)),
+    *(Case(expert_parts, f"{t}-tokens", partial(some_of, t)) for t in (1, 64, 2 * K)),
+]
+HOT = [*CASES, *SELDOM]

@@ -1,16 +1,18 @@
 """Gluon on numpy, as much of it as the kernels here use: every program runs as one, tensors are arrays, layouts mean nothing.
 
-Triton's interpreter does not run Gluon. This runs a kernel's source with stand-ins for the language, so that places, masks and
+Triton's interpreter does not run Gluon. This runs a kernel's Python with stand-ins for the language, so that places, masks and
 loops can be checked without a GPU. What it cannot see: layouts (the compiler checks those), barriers and asynchronous copies.
 """
 
 import re
 import types
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+
+from tests.emulator.rebind import rebound
 
 DTYPES = {
     "int32": np.int32,
@@ -310,27 +312,20 @@ def mma_v2(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return Tensor(a.data.astype(np.float32) @ b.data.astype(np.float32) + acc.data)
 
 
-def launch(paths: list[Path], name: str, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
-    """Run a kernel's programs one after the other; tensors are given as torch tensors, and written to in place.
+STILL = {"mma_v2": mma_v2, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
 
-    paths  of the sources, each before those that import from it
-    """
-    imports = re.compile(r"(?m)^from (triton|auraflux)[\w.]* import (\([^)]*\)|.*)$")
-    code = [compile(imports.sub("", path.read_text()), str(path), "exec") for path in paths]
-    same = types.SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f)
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 0, maxnreg: int = 0, **constants: Any) -> None:
+    """Run a kernel's programs one after the other; tensors are given as torch tensors, and written to in place."""
+    constants.pop("launch_pdl", None)
     MEMORIES.clear()
     # numpy has no bfloat16: such tensors are float32 meanwhile
     wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x for x in args]
     numbers = [Pointer(x.view(-1).numpy()) if isinstance(x, torch.Tensor) else _number(x) for x in wide]
-    for z in range(grid[2]):
-        for y in range(grid[1]):
-            for x in range(grid[0]):
-                gl = Program((x, y, z))
-                scope = {"gluon": same, "gl": gl, "mma_v2": mma_v2, "gdc_wait": lambda: None}
-                scope["gdc_launch_dependents"] = lambda: None
-                for part in code:
-                    exec(part, scope)
-                scope[name](*numbers, **constants)
+    width, height, depth = (*grid, 1, 1)[:3]
+    for z, y, x in product(range(depth), range(height), range(width)):
+        with np.errstate(all="ignore"):
+            rebound(kernel, Program((x, y, z)), **STILL)(*numbers, **constants)
     for given, used in zip(args, wide, strict=True):
         if given is not used:
             given.copy_(used)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.ops.ptx import IGNORED, Device, Lanes, Machine, bits_of, floats, sources
-from tests.ops.threads import narrow, widen
+from tests.emulator.ptx import IGNORED, Device, Lanes, Machine, bits_of, floats
+from tests.emulator.threads import narrow, widen
 
 SHARED_NBYTES = 227 << 10
 APART = 1 << 18  # shared memories of two programs
@@ -86,9 +86,7 @@ class Cluster(Machine):
                 held[name][mine] = bits_of((old + found).astype(np.float32))
 
 
-def run_cluster(device: Device, warps: int, programs: int, number: int, kernel: str, names: tuple[str, ...], args: Any) -> None:
-    """One cluster of a kernel that modules of `ops` define."""
+def run_cluster(device: Device, warps: int, programs: int, number: int, kernel: Any, args: Any) -> None:
+    """One cluster of a kernel."""
     machine = Cluster(device, warps, programs, number)
-    made = sources(machine, *names)[kernel]
-    made.__globals__.update(room=machine.room, threads=lambda warps, programs: None)
-    made(*args)
+    machine.program(kernel, room=machine.room, threads=lambda warps, programs: None)(*args)

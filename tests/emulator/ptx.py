@@ -1,20 +1,20 @@
 """PTX on numpy: the threads of one program side by side, its shared memory, and device memory with the tensors it is given.
 
-Triton's interpreter does not run Gluon. This runs a kernel's source, as `threads.py` does, and the very PTX it is made of, so
+Triton's interpreter does not run Gluon. This runs a kernel's Python, as `threads.py` does, and the very PTX it is made of, so
 that bits, places and masks can be checked without a GPU. It cannot see what goes wrong between threads: copies are done when
 asked for, and barriers mean nothing.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.ops.threads import Language, Values, narrow, run_source, widen
+from tests.emulator.rebind import rebound
+from tests.emulator.threads import Language, Values, narrow, widen
 
 MASK = 0xFFFFFFFF
 PAGE = 4096
@@ -22,8 +22,6 @@ GAP = 1 << 18  # between tensors: no 16-bit number takes a program from one to t
 MEMORY_NBYTES = 1 << 25
 SHARED_NBYTES = 1 << 18
 IGNORED = (".reg", "griddepcontrol", "bar.", "cp.async.commit", "cp.async.wait")
-# what kernels are made of, each before those that import from it
-HOPPER = (*(f"hopper/{name}.py" for name in ("ptx", "shared_memory", "reduce", "copy", "mma")),)
 
 
 class Lanes(Values):
@@ -146,6 +144,10 @@ class Machine(Language):
     def __init__(self, device: Device, warps: int, *ids: int):
         super().__init__(*ids)
         self.device, self.count, self.memory = device, 32 * warps, np.full(SHARED_NBYTES, 0xFF, np.uint8)
+
+    def program(self, kernel: Any, **stand_ins: Any) -> Callable[..., Any]:
+        """A kernel as this program runs it; `stand_ins` for what it cannot run, by name."""
+        return rebound(kernel, self, **{"shared": self.shared, **stand_ins})
 
     def arange(self, start: int, end: int, layout: Any) -> Lanes:  # type: ignore[override]
         return np.arange(start, end, dtype=np.int32).view(Lanes)
@@ -297,19 +299,3 @@ class Machine(Language):
         assert (abs(out) < 1 << 31).all()
         for i, name in enumerate(d):
             held[name] = np.ascontiguousarray(out[:, i // 2 * 8 :, i % 2 :: 2][:, :8]).reshape(-1) & MASK
-
-
-def sources(machine: Machine, *names: str) -> dict[str, Any]:
-    """What modules of `ops` define for one program, each with all that those before it do."""
-    gluon = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function)
-    made: dict[str, Any] = {"gl": machine, "gluon": gluon, "dataclass": dataclass}
-    given = dict.fromkeys(
-        ("Any", "Sequence", "Tensor", "QTensor", "torch", "accumulate", "capability", "cdiv", "multiprocessors"), list
-    )
-    for name in (*HOPPER, *names):
-        made |= run_source(
-            name,
-            {**given, "Build": lambda *args, **options: None, "INTERPRETED": False, "cache": lambda function: function, **made},
-        )
-        made["shared"] = machine.shared
-    return made

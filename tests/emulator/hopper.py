@@ -1,13 +1,17 @@
 """A program's threads with all that the functions of `ops/hopper` use: mbarriers, reductions over a warp, counters."""
 
+import importlib
 import re
 from typing import Any
 
 import numpy as np
+from triton.runtime.jit import JITFunction
 
-from tests.ops.experts_ptx import SlotMachine
-from tests.ops.ptx import MASK, Device, Lanes, sources
+from tests.emulator.experts import SlotMachine
+from tests.emulator.ptx import MASK, Device, Lanes
+from tests.emulator.rebind import meaning
 
+SHARED = ("ptx", "shared_memory", "reduce", "copy", "mma")  # by all others
 REDUCTIONS = {"max.s32": np.max, "min.s32": np.min, "add.s32": np.sum, "or.b32": np.bitwise_or.reduce}
 
 
@@ -103,4 +107,8 @@ class Hopper(SlotMachine):
 
 def functions(machine: Hopper, *names: str) -> dict[str, Any]:
     """What modules of `ops/hopper` define, for one program."""
-    return sources(machine, *(f"hopper/{name}.py" for name in names))
+    made: dict[str, Any] = {}
+    for name in (*SHARED, *names):
+        for key, value in vars(importlib.import_module(f"auraflux.ops.hopper.{name}")).items():
+            made[key] = machine.program(value) if isinstance(value, JITFunction) else meaning(value, machine)
+    return made

@@ -1,17 +1,13 @@
 """Gluon kernels whose tensors have one element per thread, on numpy: a program of the grid at a time, its threads side by side.
 
-Triton's interpreter does not run Gluon. This runs a kernel's source with stand-ins for the language; those for memory and for
-pieces of PTX are in `ptx.py`.
+Triton's interpreter does not run Gluon. These are stand-ins for the language (see `rebind.py`); those for memory and for pieces
+of PTX are in `ptx.py`.
 """
 
-import re
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-OPS = Path(__file__).parents[2] / "auraflux" / "ops"
 BF16 = "bfloat16"
 
 
@@ -67,13 +63,3 @@ class Language:
     def where(choice: Any, a: Any, b: Any) -> Any:
         kind = next((x.dtype for x in (a, b) if isinstance(x, np.ndarray)), np.int64)
         return np.where(choice, np.asarray(a, kind), np.asarray(b, kind)).view(Values)
-
-
-def run_source(name: str, names: dict[str, Any]) -> dict[str, Any]:
-    """What the source of a module defines, its imports replaced by `names`."""
-    text = (OPS / name).read_text()
-    text = re.sub(r"^from [^\n]* import (\([^)]*\)|[^\n]*)\n", "", text, flags=re.M)
-    same = {"jit": lambda function: function, "constexpr_function": lambda function: function}
-    made = {"gluon": SimpleNamespace(**same), **names}
-    exec(compile(text, name, "exec"), made)
-    return made

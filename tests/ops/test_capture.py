@@ -1,0 +1,87 @@
+"""What would be launched, found without a GPU: the same builds that Triton makes, and tensors that cost nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from auraflux.ops.assumed import AMPERE, HOPPER, assume_gpu, assumed
+from auraflux.ops.unfilled import LARGE, Unfilled
+from auraflux.quant import quantize
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+# in a process of its own: here the kernels are imported for the interpreter
+PROGRAM = """
+import json, torch
+import triton, triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from auraflux.ops._cases import Case
+from auraflux.ops import rms_norm
+from auraflux.ops.hopper.capture import captured, launched
+from auraflux.ops.hopper.launch import launch
+from tests.ops.test_capture import typed
+
+x, y = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+layout = gl.NVMMASharedLayout.get_default_for([8, 8], gl.bfloat16)
+tiles = TensorDescriptor.from_tensor(x.view(8, 8), [8, 8], layout)
+with captured() as builds:
+    for _ in range(2):
+        launch(typed, (1,))(x, y[1:], None, 1, 48, 47, 0.5, tiles, BLOCK=16, num_warps=8)
+found = [[each.name, each.family, list(each.signature.values()), [list(key) for key in each.constants]] for each in builds]
+norm = Case(rms_norm, "one", lambda: {"x": torch.zeros(4, 128), "weight": torch.zeros(128), "eps": 1e-6})
+print(json.dumps([found, [each.name for each in launched(norm)]]))
+"""
+
+if not os.environ.get("TRITON_INTERPRET"):
+    import triton
+
+    @triton.jit
+    def typed(a, b, c, one, even, odd, factor, tiles, BLOCK: triton.language.constexpr, WIDE: triton.language.constexpr = True):
+        pass
+
+
+def test_a_launch_means_the_build_that_triton_would_make():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ((name, _, types, constants),), norm = json.loads(done.stdout)
+    assert types[:7] == ["*bf16", "*fp32", "constexpr", "constexpr", "i32", "i32", "fp32"]
+    assert types[7].startswith("tensordesc<bf16[8, 8]")
+    assert types[8:] == ["constexpr", "constexpr"]
+    assert constants == [[2], [3], [8], [9]]
+    assert name.startswith("typed *bf16 *fp32:1 i32:16 i32 fp32 tensordesc<")
+    assert name.endswith("c=None one=1 BLOCK=16 WIDE=True num_warps=8")
+    assert [each.split()[0] for each in norm] == ["_rms"]
+
+
+def test_large_tensors_are_not_filled_and_small_ones_are():
+    with Unfilled():
+        small, large = torch.arange(8) * 2, torch.randn(1 << 15, 1 << 16)
+        weight = quantize(torch.randn(1 << 14, 1 << 14).bfloat16(), 4, 64)
+        ranked = large.topk(3)
+        large += 1
+    assert small.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert large.shape == (1 << 15, 1 << 16)
+    assert (weight.packed.shape, weight.packed.dtype) == ((1 << 14, 1 << 11), torch.int32)
+    assert (ranked.indices.shape, ranked.indices.dtype) == ((1 << 15, 3), torch.int64)
+
+
+def test_what_is_reduced_to_a_number_is_nothing():
+    with Unfilled():
+        assert torch.ones(LARGE).sum().item() == 0
+        assert torch.ones(LARGE - 1).sum().item() == LARGE - 1
+
+
+def test_a_gpu_can_be_assumed():
+    assert assumed() is None
+    with assume_gpu(AMPERE):
+        assert assumed() == AMPERE
+        with assume_gpu():
+            assert assumed() == HOPPER
+    assert assumed() is None
