@@ -86,15 +86,6 @@ NORMED_X, ADDED_X = _normed_x_ptx(False), _normed_x_ptx(True)
 
 
 @gluon.constexpr_function
-def codes_ptx(row_nbytes, rows):
-    """128 bytes of each row; a lane copies 16 bytes of rows r, r + 4, r + 8 ... ($1: to even fours, $2: to odd fours)."""
-    text = "{.reg .pred p; setp.ne.b32 p,$4,0; mov.b32 $0,0;"
-    for i in range(rows // 4):
-        text += f"@p cp.async.cg.shared.global.L2::256B [${1 + i % 2}+{512 * i}],[$3+{4 * i * row_nbytes}],16;"
-    return text + "}"
-
-
-@gluon.constexpr_function
 def _halves_ptx(row_nbytes, rows):
     """128 bytes of each row; a lane copies 16 bytes of rows r, r + 4, r + 8 ... ($1: to even fours, $2: to odd fours).
 
@@ -108,17 +99,8 @@ def _halves_ptx(row_nbytes, rows):
 
 
 @gluon.jit
-def copy_codes(slot, lane, source, there, K: gl.constexpr, ROWS: gl.constexpr):
-    """Copy 128 bytes of each of ROWS rows to a slot, chunks swizzled by row, where `there`."""
-    r, chunk = lane // 8, lane % 8
-    even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
-    args = [even, odd, (source + r * (K // 2) + chunk * 16).to(gl.int64), there.to(gl.int32)]
-    gl.inline_asm_elementwise(codes_ptx(K // 2, ROWS), "=r,r,r,l,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def copy_halves(slot, lane, first, second, there, K: gl.constexpr, ROWS: gl.constexpr):
-    """Copy the same of rows of which half begin at `first`, half at `second`."""
+    """Copy 128 bytes of each of ROWS rows to a slot, chunks swizzled by row; half begin at `first`, half at `second`."""
     r, chunk = lane // 8, lane % 8
     even, odd = slot + r * 128 + (chunk ^ r) * 16, slot + r * 128 + (chunk ^ (r + 4)) * 16
     mine = r * (K // 2) + chunk * 16

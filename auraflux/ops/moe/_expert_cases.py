@@ -167,7 +167,7 @@ EXPERT_CASES = [
     case("wide-quads-bf16", lambda: routed(2, 3, layer(4, 2304, 256), BF16), tol=6e-3),
     case("deep-quads-bf16", lambda: routed(1, 8, layer(8, 256, 2048), BF16), tol=6e-3),
     case("some-quads-bf16", lambda: routed(20, 4, layer(8, 512, 256), BF16), tol=6e-3),
-    # more tokens than are assigned to blocks in one program: blocks of 8 pairs, of 16
+    # blocks of 16 pairs, tiles of 128
     case("hundreds-bf16", lambda: routed(150, 2, layer(8, 512, 256), BF16), tol=6e-3),
     case("thousand-bf16", lambda: routed(150, 8, layer(16, 256, 256), BF16), tol=6e-3),
     # in tiles of 32, 64 and 128 pairs on Hopper

@@ -20,7 +20,7 @@ from auraflux.ops.moe.cuda.topk import choose, load_scores
 from auraflux.ops.moe.routing import Routing
 
 W = gl.constexpr(32)  # warps
-MOST_TOKENS = 256  # eight for each warp
+MOST_TOKENS = 512  # sixteen for each warp
 MOST_SLOTS = 32  # of a token, one for each lane
 MOST_EXPERTS = 512  # that the lanes of a warp hold the scores of
 

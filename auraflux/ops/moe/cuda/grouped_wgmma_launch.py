@@ -16,8 +16,8 @@ from auraflux.ops.moe.experts import Experts, Stack
 
 INPUTS, GROUP, STAGES = 256, 64, 2  # of a block of K, of a scale; blocks in flight
 MOVED = 1024  # elements or places that a program of the small kernels has
-TILED_PAIRS = 8192  # from so many on,
-SOME_PAIRS, SOME_EACH = 2048, 5  # and from so many, and so many for each expert, where a smaller tile will do
+SOME_PAIRS, SOME_EACH = 1024, 4  # from so many on, if there are so many for each expert
+TILED_PAIRS = 8192  # in any case
 
 
 class Tile(NamedTuple):

@@ -23,7 +23,7 @@ from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad
 from auraflux.ops.moe.cuda.stacks import passed
 from auraflux.ops.moe.experts import Experts
 
-MOST_PAIRS, MOST_EACH = 1024, 14  # in all, or of each expert on average
+FEW_PAIRS, MOST_PAIRS, MOST_EACH = 1024, 2048, 14  # up to so many in all; more, if of each expert on average no more
 CROWDED = 6  # pairs of an expert on average, above which blocks are of two octets
 DEEPEST = 4  # quads of a warp in flight
 TWICE_NBYTES = 113 << 10  # of shared memory, for two programs on a multiprocessor
@@ -251,9 +251,14 @@ def ring_sizes(width: int, octets: int = 1) -> tuple[int, int]:
     for programs, nbytes in ((2, TWICE_NBYTES), (1, ONCE_NBYTES)):
         for depth in range(DEEPEST, 0, -1):
             room = 17 * width * octets + W.value * depth * TILE.value + 2048 <= nbytes
-            if room and width // 256 % depth == 0 and (depth > 1 or width == 256):
+            if room and width // 256 % depth == 0:
                 return programs, depth
     return 0, 0
+
+
+def most_pairs(experts: int) -> int:
+    """Pairs of so many experts up to which these kernels are the quickest."""
+    return min(MOST_PAIRS, max(FEW_PAIRS, MOST_EACH * experts))
 
 
 def octets_for(pairs: int, experts: Experts) -> int:

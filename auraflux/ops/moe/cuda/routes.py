@@ -1,7 +1,7 @@
 """Which kernels take tokens through their experts on CUDA: the first below that do not refuse.
 
 A few pairs (a token and one of its experts) read their experts each for itself; for one or two tokens the kernels choose the
-experts, too. Some pairs are brought into blocks of 8 or 16 of one expert, thousands into tiles for wgmma. What is not 4 bits in
+experts, too. Hundreds are brought into blocks of 8 or 16 of one expert, thousands into tiles for wgmma. What is not 4 bits in
 groups of 64 has a matvec for a few pairs and a grouped GEMM for more.
 """
 
@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors, not_hopper
+from auraflux.ops.hopper.device import multiprocessors, not_hopper
 from auraflux.ops.hopper.sizes import once_for_each
 from auraflux.ops.linear.cuda.call import Call as Product
 from auraflux.ops.linear.cuda.routes import PRODUCTS
 from auraflux.ops.moe import reference
 from auraflux.ops.moe.cuda import (
     assign,
-    blocks,
     grouped_gemm,
     grouped_wgmma_launch,
     matvec,
@@ -95,7 +94,7 @@ def _not_in_slots(call: Pairs | Mixture) -> str | None:
 
 def _not_persistent(call: Pairs | Mixture) -> str | None:
     experts = call.experts
-    most = max(persistent.MOST_PAIRS, persistent.MOST_EACH * experts.count)
+    most = persistent.most_pairs(experts.count)
     if call.tokens > assign.MOST_TOKENS or call.pairs > most:
         return f"{call.tokens} tokens, {call.pairs} pairs; it is for up to {assign.MOST_TOKENS}, {most}"
     if call.k > assign.MOST_SLOTS or experts.count > assign.MOST_EXPERTS:
@@ -114,22 +113,11 @@ def _refuses_slots(call: Pairs) -> str | None:
 
 
 def _refuses_wgmma(call: Pairs) -> str | None:
-    made, pairs, count = grouped_wgmma_launch, call.pairs, call.experts.count
-    if pairs < made.TILED_PAIRS:
-        some = max(made.SOME_PAIRS, made.SOME_EACH * count)
-        if pairs < some:
-            return f"{pairs} pairs of {count} experts; it is for {min(some, made.TILED_PAIRS)} and more"
-        if made.tile_for(pairs, count) is made.LARGEST:
-            return f"{pairs} pairs of {count} experts do not fill its largest tiles; {made.TILED_PAIRS} do"
+    made, count = grouped_wgmma_launch, call.experts.count
+    least = min(made.TILED_PAIRS, max(made.SOME_PAIRS, made.SOME_EACH * count))
+    if call.pairs < least:
+        return f"{call.pairs} pairs of {count} experts; it is for {least} and more"
     return _not_int4(call.x, call.experts)
-
-
-def _refuses_blocks(call: Pairs) -> str | None:
-    if call.pairs > blocks.MOST_PAIRS:
-        return f"{call.pairs} pairs; it is for up to {blocks.MOST_PAIRS}"
-    if reason := _not_int4(call.x, call.experts):
-        return reason
-    return NO_ROOM if blocks.nbytes(call.experts, call.pairs) > SHARED_NBYTES else None
 
 
 def _never(call: Pairs) -> None:
@@ -325,9 +313,8 @@ EXPERTS: Routes[Pairs, Tensor] = Routes(
     Route("nothing to multiply", _refuses_nothing, _nothing),
     Route("slots", _refuses_slots, _slots),
     Route("matvec", _not_few, lambda call: _by_parts(call, matvec.write_parts)),
-    Route("grouped_wgmma", _refuses_wgmma, _wgmma),
     Route("persistent", _not_persistent, lambda call: _by_parts(call, persistent.write_parts, early=True)),
-    Route("blocks", _refuses_blocks, lambda call: _by_parts(call, blocks.write_parts)),
+    Route("grouped_wgmma", _refuses_wgmma, _wgmma),
     Route("grouped_gemm", _never, lambda call: _by_parts(call, grouped_gemm.write_parts, call.x.dtype)),
 )
 MIXTURES: Routes[Mixture, Tensor] = Routes(
