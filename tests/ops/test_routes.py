@@ -220,11 +220,5 @@ def test_what_a_cpu_takes():
     assert paths == {name: f"{how} (activations in float32)" for name, how in zip(paths, (one_list, apart), strict=True)}
 
 
-def test_a_shared_expert_of_their_width_goes_along_with_the_others():
-    paths = {case.name: verdict.path for case in cases_of(mixture) if (verdict := explained(case)) is not None}
-    assert paths["shared-weights-bf16"] == "slots"
-    assert paths["wide-shared-bf16"].startswith("slots (")
-
-
 def test_the_page_about_kernels_is_not_stale(verdicts: dict[str, dict[Case, Verdict]]):
     assert (DOCS / "kernels.md").read_text() == kernels_page(verdicts["cuda"]), "run `make docs`"
