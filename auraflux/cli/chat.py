@@ -32,7 +32,7 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
 def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> None:
     """Talk with MODEL: a folder, a GGUF file or a name; without one, the built-in default."""
     settings = sampling(chosen, temperature=0.7, top_p=0.95)
-    loaded = load_model(model, chosen)
+    loaded = load_model(model, chosen, chat=True)
     click.echo(
         f"{loaded.path.stem}, context {loaded.context} tokens, cache {chosen['kv']}. /help lists the commands.", err=True
     )

@@ -10,7 +10,7 @@ import tokenizers
 from auraflux.errors import FormatError, InputError, TemplateError
 from auraflux.run.detokenize import Detokenizer
 from auraflux.run.pieces import Pieces
-from auraflux.run.template import Template
+from auraflux.run.template import render
 from auraflux.run.vocabulary import adds_bos, read_vocabulary
 from auraflux.weights.json_file import read_json
 
@@ -52,11 +52,6 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added = {token.content: number for number, token in added.items()}
         self._pieces = Pieces(inner)
-        self._compiled: dict[str, Template] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # compiled templates stay in their process
-        return {**vars(self), "_compiled": {}}
 
     @classmethod
     def from_folder(cls, path: Path | str) -> "Tokenizer | None":
@@ -113,9 +108,9 @@ class Tokenizer:
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those the files name, and the one the chat template puts after a reply."""
-        usual = {self.token_id(token) for token in DOCUMENT_ENDS} & self.special_ids
-        return frozenset(number for number in self._ends | usual | {self._turn_end()} if number is not None)
+        """Tokens that end any text: those the files name, and those that end a document wherever they exist."""
+        found = {self.token_id(token) for token in DOCUMENT_ENDS}
+        return frozenset(self._ends | {number for number in found if number is not None} & self.special_ids)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Give the tokens of a text; special tokens in it are found.
@@ -166,19 +161,19 @@ class Tokenizer:
         if template not in self.templates:
             there = f"It has: {', '.join(sorted(self.templates))}." if self.templates else "Give it a plain prompt instead."
             raise TemplateError(f"The model has no chat template{f' {template!r}' if self.templates else ''}. {there}")
-        if template not in self._compiled:
-            self._compiled[template] = Template(self.templates[template])
         given = {**self.names, **values, "add_generation_prompt": add_generation_prompt}
-        return self._compiled[template].render(messages, **given)
+        return render(self.templates[template], messages, **given)
 
-    def _turn_end(self) -> int | None:
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """The token that the chat template puts after a reply, if it is one: it ends an answer in a chat."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
         try:
             rest = self.apply_template(chat, add_generation_prompt=False).rpartition(REPLY)[2].lstrip()
         except TemplateError:
-            return None
+            return frozenset()
         found = max((token for token in self._added if rest.startswith(token)), key=len, default=None)
-        return None if found is None else self._added[found]
+        return frozenset() if found is None else frozenset({self._added[found]})
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:

@@ -11,6 +11,7 @@ from auraflux.cache import Batch
 from auraflux.errors import CacheFull, ContextError, FormatError, InputError, SettingsError
 from auraflux.run.graph import Replayer
 from auraflux.run.language import LanguageModel
+from auraflux.run.template_process import process
 from tests.run.tiny import tiny
 
 IDS = [5, 80, 301, 17, 44, 120, 9]
@@ -103,6 +104,31 @@ def test_chat_goes_on_where_it_was(model: LanguageModel):
     more = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "and dog"}]
     "".join(model.chat(more, max_tokens=6))
     assert model.stats.reused_tokens >= len(model.chat_ids(messages)) - 1
+
+
+def test_conversations_together_are_answered_as_alone(model: LanguageModel):
+    chats = [[{"role": "user", "content": text}] for text in ("Hello fox", "dog")]
+    alone = ["".join(model.chat(chat, max_tokens=6)) for chat in chats]
+    assert model.chat_batch(chats, max_tokens=6) == alone
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    chat = [{"role": "user", "content": "Hello fox"}]
+    ids = model.chat_ids(chat)
+    whole = list(model.tokens(ids, max_tokens=6, endless=True))
+    monkeypatch.setattr(model.tokenizer, "turn_ends", frozenset([whole[2]]))
+    cut = model.tokenizer.decode(whole[: whole.index(whole[2])])
+    assert "".join(model.chat(chat, max_tokens=6)) == cut
+    assert model.chat_batch([chat], max_tokens=6) == [cut]
+
+
+def test_a_template_is_not_looked_at_before_it_is_needed(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_):
+        raise AssertionError("a template was rendered")
+
+    monkeypatch.setattr(process, "render", refuse)
+    model = auraflux.load(tiny(), context=64, device="cpu")
+    "".join(model.generate("The quick", max_tokens=2))
 
 
 def test_a_batch_is_what_each_would_be_alone(model: LanguageModel):

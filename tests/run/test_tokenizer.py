@@ -97,10 +97,18 @@ def test_ends_of_a_text(tmp_path):
     assert ends(tokenizer_config={"eos_token": "<|im_end|>"}) == {0, 2}
     assert ends(tokenizer_config={}, config={"text_config": {"eos_token_id": 5}}) == {0, 5}
     assert ends(tokenizer_config={}, generation_config={"eos_token_id": [7, 8]}) == {0, 7, 8}
+    assert ends(tokenizer_config={"chat_template": CHATML}, generation_config={"eos_token_id": 0}) == {0}
+
+
+def test_ends_of_a_turn(tmp_path):
+    def ends(template):
+        tokenizer = Tokenizer.from_folder(folder(tmp_path, byte_level(), tokenizer_config={"chat_template": template}))
+        assert tokenizer is not None
+        return tokenizer.turn_ends
+
     # the template ends a turn with it, though nothing calls it an end
-    assert ends(tokenizer_config={"chat_template": CHATML}, generation_config={"eos_token_id": 0}) == {0, 2}
-    broken = {"chat_template": "{{ raise_exception('no') }}", "eos_token": "<|endoftext|>"}
-    assert ends(tokenizer_config=broken, generation_config={}, config={}) == {0}
+    assert ends(CHATML) == {2}
+    assert ends("{{ raise_exception('no') }}") == ends("{{ messages[1].content }} no token") == frozenset()
 
 
 def test_templates(tmp_path):
