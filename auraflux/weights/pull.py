@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from auraflux.errors import AurafluxError, FetchError, FormatError
+from auraflux.machine import cache_home
 
 Report = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
 
@@ -59,8 +60,8 @@ def _quiet(what: str, done: int, total: int) -> None:
 
 def models_folder() -> Path:
     """Where built-in models are kept: AURAFLUX_HOME, or auraflux in the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("AURAFLUX_HOME") or cache / "auraflux") / "models"
+    named = os.environ.get("AURAFLUX_HOME")
+    return (Path(named) if named else cache_home() / "auraflux") / "models"
 
 
 def locate(name: str | None = None, report: Report = _quiet) -> Path:
