@@ -14,7 +14,6 @@ import resource
 import select
 import signal
 import struct
-import sys
 import threading
 import time
 from functools import lru_cache
@@ -31,8 +30,6 @@ KEPT = 8  # compiled templates
 LONGEST_ERROR = 400  # characters
 ASK_PARENT_S = 5.0
 LOOK_S = 0.02
-# ru_maxrss is in bytes on macOS
-RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def main(memory_nbytes: int) -> None:
@@ -71,9 +68,18 @@ def _watch(most: int, parent: int, rendering: threading.Event) -> None:
     while rendering.wait():
         if os.getppid() != parent:
             os._exit(0)
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RESIDENT_UNIT > most:
+        if _resident_nbytes() > most:
             os._exit(OUT_OF_MEMORY)
         time.sleep(LOOK_S)
+
+
+def _resident_nbytes() -> int:
+    try:
+        # Linux counts into ru_maxrss what the process took that this one was started from
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _next_request(parent: int) -> tuple[float, str, dict[str, Any]] | None:

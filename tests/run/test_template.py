@@ -257,6 +257,16 @@ def test_memory_is_not_eaten(source, monkeypatch):
     assert render("still {{ 1 + 1 }}", []) == "still 2"
 
 
+def test_the_memory_of_the_process_that_asks_does_not_count():
+    child = started("""
+        from auraflux.run import template_process
+        template_process.MAX_NBYTES = 100 << 20
+        much = bytearray(b"1") * (300 << 20)
+        print(render("{% for i in range(99999) %}{% endfor %}fine", []))
+    """)
+    assert child.communicate(timeout=60) == ("fine\n", "")
+
+
 def test_long_conversations_are_taken():
     chat = [{"role": "user", "content": "é" * 1_000_000}, {"role": "user", "content": "\ud800 \x00 \u2028"}]
     assert render("{% for m in messages %}{{ m.content }}{% endfor %}", chat) == "".join(m["content"] for m in chat)
@@ -325,8 +335,8 @@ def test_signals_end_both_processes(number: int, status: int, source: str):
     child = started(f"""
         import time
         render("", [])
-        print(process.pid, flush=True)
         try:
+            print(process.pid, flush=True)
             print(render({source!r}, []), flush=True)
             time.sleep(60)
         except KeyboardInterrupt:

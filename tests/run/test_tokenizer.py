@@ -155,10 +155,13 @@ def test_a_broken_tokenizer_file_is_one_sentence(tmp_path, content):
 
 def test_broken_configurations(tmp_path):
     for config, said in (
-        ({"chat_template": 3}, "neither a text nor a list of named texts"),
+        ({"chat_template": 3}, "tokenizer_config.json has chat_template = 3; a text of"),
         ({"chat_template": [{"name": 1, "template": "x"}]}, "neither a text nor a list of named texts"),
-        ({"added_tokens_decoder": [1]}, "not a list of tokens by number"),
-        ({"added_tokens_decoder": {"x": {}}}, "not a list of tokens by number"),
+        ({"added_tokens_decoder": [1]}, r"has added_tokens_decoder = \[1\]; an object"),
+        ({"added_tokens_decoder": {"x": {}}}, "has a token under 'x' in added_tokens_decoder; a number"),
+        ({"added_tokens_decoder": {"7": {"special": True}}}, "token 7 has no content; a text"),
+        ({"added_tokens_decoder": {"7": {"content": "<x>", "special": "yes"}}}, "has special = 'yes'; true or false"),
+        ({"add_bos_token": 1}, "has add_bos_token = 1; true or false"),
     ):
         folder(tmp_path, byte_level(), tokenizer_config=config)
         with pytest.raises(FormatError, match=said):
