@@ -166,7 +166,8 @@ def _context(
     wanted: int | None, trained: int, shapes: list[Any], settings: CacheSettings, dtype: torch.dtype, free: int
 ) -> int:
     """Most tokens of a sequence; refuses settings that the model's layers cannot have before anything is loaded."""
-    per_token = Cache(shapes, settings, context=1, dtype=dtype).token_nbytes
+    # the meta device makes stores without their memory
+    per_token = Cache(shapes, settings, context=1, dtype=dtype, device="meta").token_nbytes
     if wanted is not None:
         if wanted < 1:
             raise SettingsError(f"context={wanted} must be at least 1.")

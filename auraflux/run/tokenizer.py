@@ -12,7 +12,7 @@ from auraflux.run.detokenize import Detokenizer
 from auraflux.run.pieces import Pieces
 from auraflux.run.template import render
 from auraflux.run.vocabulary import adds_bos, read_vocabulary
-from auraflux.weights.boundary import Kind, check, read_json, read_text, regular, shown
+from auraflux.weights.boundary import Kind, brief, check, read_json, read_text, regular, shown
 from auraflux.weights.model_keys import CONFIG, GENERATION, TOKENIZER, check_added_tokens
 
 # stands for a reply when looking what a template puts after one
@@ -67,8 +67,7 @@ class Tokenizer:
         _add_missing(inner, folder, config)
         names = _names(_optional(folder, "special_tokens_map.json", {})) | _names(config)
         bos, eos = inner.token_to_id(names.get("bos_token", "")), inner.token_to_id(names.get("eos_token", ""))
-        ends = _end_ids(_optional(folder, "generation_config.json", GENERATION))
-        ends = ends or _end_ids(_optional(folder, "config.json", CONFIG))
+        ends = _end_ids(folder)
         return cls(
             inner,
             names=names,
@@ -190,7 +189,7 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         raise
     # a panic in the tokenizers package is a BaseException
     except BaseException as err:
-        raise FormatError(f"{path} is not a tokenizer that can be read: {' '.join(str(err).split())[:400]}.") from err
+        raise FormatError(f"{path} is not a tokenizer that can be read: {brief(err)}.") from err
 
 
 def _optional(folder: Path, name: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
@@ -230,10 +229,15 @@ def _add_missing(inner: tokenizers.Tokenizer, folder: Path, config: dict[str, An
                 )
 
 
-def _end_ids(config: dict[str, Any]) -> set[int]:
+def _end_ids(folder: Path) -> set[int]:
+    """The tokens that generation_config.json, or else config.json, says end a text."""
+    config = _optional(folder, "config.json", CONFIG)
     inner = config.get("text_config") or {}
-    found = config.get("eos_token_id") if "eos_token_id" in config else inner.get("eos_token_id")
-    return set(found) if isinstance(found, list) else set() if found is None else {found}
+    check(folder / "config.json", inner, GENERATION)
+    for found in (_optional(folder, "generation_config.json", GENERATION), config, inner):
+        if (ids := found.get("eos_token_id")) is not None:
+            return set(ids) if isinstance(ids, list) else {ids}
+    return set()
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from auraflux.errors import FormatError
 LARGEST_JSON = 64 << 20  # bytes
 DEEPEST = 32  # objects and lists within each other
 SHOWN = 80  # characters of a value in an error
+LONGEST = 300  # of what another package says
 
 
 def regular(path: Path, home: Path | None = None) -> Path:
@@ -50,7 +51,7 @@ def read_text(path: Path, home: Path | None = None, most: int = LARGEST_JSON) ->
             raise FormatError(f"{named(path)} has more than {most:,} bytes.")
         return found.decode("utf-8")
     except UnicodeDecodeError as err:
-        raise FormatError(f"{named(path)} is not text: {err}.") from err
+        raise FormatError(f"{named(path)} is not text: {brief(err)}.") from err
     except OSError as err:
         raise FormatError(f"{named(path)} cannot be read: {err.strerror}.") from err
 
@@ -60,10 +61,13 @@ def read_json(path: Path, home: Path | None = None, most: int = LARGEST_JSON) ->
     text = read_text(path, home, most)
     try:
         found = json.loads(text)
+        if "\\ud" in text.lower():
+            # halves of characters, which JSON has escapes for, are no text
+            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         found = None
     except ValueError as err:
-        raise FormatError(f"{named(path)} cannot be read as JSON: {err}.") from err
+        raise FormatError(f"{named(path)} cannot be read as JSON: {brief(err)}.") from err
     if found is None or _depth_exceeds(found, DEEPEST):
         raise FormatError(f"{named(path)} has objects or lists within each other deeper than {DEEPEST}.")
     if not isinstance(found, dict):
@@ -126,23 +130,29 @@ OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
 def check(where: str | Path, found: Mapping[str, Any], kinds: Mapping[str, Kind], needed: Sequence[str] = ()) -> None:
     """Refuse values that are not of their kind; null is as good as missing, which only keys that are needed may not be."""
+    required = set(needed)
     for key, kind in kinds.items():
         value = found.get(key)
         if value is not None and not kind.fits(value):
-            raise FormatError(f"{named(where)} has {key} = {shown(value)}; {kind.wanted} is needed.")
-        if value is None and key in needed:
-            raise FormatError(f"{named(where)} has no {key}; {kind.wanted} is needed.")
+            raise FormatError(f"{named(where)} has {named(key)} = {shown(value)}; {kind.wanted} is needed.")
+        if value is None and key in required:
+            raise FormatError(f"{named(where)} has no {named(key)}; {kind.wanted} is needed.")
 
 
 def shown(value: Any) -> str:
     """A value as an error shows it: short."""
-    line = repr(value)
+    line = named(repr(value))
     return line if len(line) <= SHOWN else line[:SHOWN] + "..."
 
 
-def named(path: str | Path) -> str:
-    """A path as an error shows it: in one line, whatever its name."""
-    return "".join(each if each.isprintable() else "?" for each in str(path))
+def named(what: Any) -> str:
+    """A path or text as an error shows it: in one line, whatever is in it."""
+    return "".join(each if each.isprintable() else " " if each.isspace() else "?" for each in str(what))
+
+
+def brief(err: BaseException) -> str:
+    """What another package says of a file, in one line and cut."""
+    return " ".join(named(err).split())[:LONGEST].rstrip(".")
 
 
 def listed(names: Sequence[str], most: int = 24) -> str:

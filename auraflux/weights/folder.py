@@ -11,7 +11,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.weights.boundary import listed, read_json, regular
+from auraflux.weights.boundary import brief, listed, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.model_keys import check_config, check_index
 from auraflux.weights.stored import Stored
@@ -58,7 +58,7 @@ class Folder:
             try:
                 self._files[path] = safe_open(regular(path, self.path), framework="pt").__enter__()
             except (OSError, SafetensorError) as err:
-                raise FormatError(f"{path} cannot be read: {err}. It may have been cut short; fetch it again.") from err
+                raise FormatError(f"{path} cannot be read: {brief(err)}. It may have been cut short; fetch it again.") from err
         return self._files[path]
 
     def _slice(self, name: str) -> Any:
@@ -124,7 +124,7 @@ class Folder:
         try:
             found = [self._open(self._homes[part]).get_tensor(part) for part in parts]
         except SafetensorError as err:
-            raise FormatError(f"{self._homes[parts[0]]}: tensor {name} cannot be read: {err}.") from err
+            raise FormatError(f"{self._homes[parts[0]]}: tensor {name} cannot be read: {brief(err)}.") from err
         if len(parts) == 1:
             return found[0]
         if parts[0].endswith(BLOCKS):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
-from auraflux.weights.boundary import listed, regular
+from auraflux.weights.boundary import brief, listed, regular
 from auraflux.weights.expert_files import ExpertFiles
 from auraflux.weights.gguf_words import FREQUENCIES, architecture, make_config, tensor_name
 from auraflux.weights.model_keys import check_config, check_gguf
@@ -72,7 +72,7 @@ def _read(path: Path) -> _Reader:
         reader = _Reader(path, "c")
     # whatever the package stumbles over in a damaged file: there are errors of ten kinds
     except Exception as err:
-        raise FormatError(f"{path} cannot be read as GGUF: {err}. It may have been cut short; fetch it again.") from err
+        raise FormatError(f"{path} cannot be read as GGUF: {brief(err)}. It may have been cut short; fetch it again.") from err
     if reader.byte_order == "S":
         raise FormatError(f"{path} is a GGUF file of the other byte order, which is not supported.")
     return reader
@@ -117,7 +117,7 @@ class GGUFFile:
             fields = self._readers[0].fields.items()
             found = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
         except UnicodeDecodeError as err:
-            raise FormatError(f"{self.path} has metadata that is not UTF-8: {err}.") from err
+            raise FormatError(f"{self.path} has metadata that is not UTF-8: {brief(err)}.") from err
         check_gguf(self.path, found)
         return found
 

@@ -15,7 +15,7 @@ NAME = text(256)
 COUNT, WIDTH, HEAD = whole(1, 1 << 16), whole(1, 1 << 20), whole(1, 1024)
 TOKEN = whole(0, 1 << 31)
 TOKENS = either(TOKEN, list_of(TOKEN, 1024))
-POSITIONS = whole(1, 1 << 40)
+POSITIONS, WINDOW = whole(1, 1 << 40), whole(1, 1 << 24)
 FACTOR = number(1e-6, 1e6)
 LAYERS = whole(0, MOST_LAYERS)
 
@@ -40,7 +40,8 @@ CONFIG: dict[str, Kind] = {
     "sliding_window_pattern": whole(1, MOST_LAYERS),
     **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), LAYERS),
     "mlp_only_layers": list_of(LAYERS, MOST_LAYERS),
-    **dict.fromkeys(("max_position_embeddings", "sliding_window"), POSITIONS),
+    "max_position_embeddings": POSITIONS,
+    "sliding_window": WINDOW,
     "rms_norm_eps": number(0, 1),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), number(1, 1e12)),
     "partial_rotary_factor": number(0, 1),
@@ -68,14 +69,14 @@ FOREIGN: dict[str, Kind] = {"quant_method": NAME}
 GENERATION: dict[str, Kind] = {"eos_token_id": TOKENS}
 TOKENIZER: dict[str, Kind] = {
     **dict.fromkeys(("add_bos_token", "add_eos_token"), FLAG),
-    "added_tokens_decoder": mapping_of(OBJECT, 1 << 20),
+    "added_tokens_decoder": OBJECT,
     "chat_template": either(text(1 << 22), list_of(OBJECT, 64), mapping_of(text(1 << 22), 64)),
 }
 ADDED_TOKEN: dict[str, Kind] = {
     "content": text(1 << 12),
     **dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), FLAG),
 }
-INDEX: dict[str, Kind] = {"weight_map": mapping_of(NAME, 1 << 22)}
+INDEX: dict[str, Kind] = {"weight_map": OBJECT}
 # of a GGUF file, without the name of its architecture
 GGUF: dict[str, Kind] = {
     "block_count": whole(1, MOST_LAYERS),
@@ -84,7 +85,8 @@ GGUF: dict[str, Kind] = {
     **dict.fromkeys(("attention.key_length", "rope.dimension_count"), HEAD),
     "attention.layer_norm_rms_epsilon": number(0, 1),
     "rope.freq_base": number(1, 1e12),
-    **dict.fromkeys(("context_length", "attention.sliding_window", "rope.scaling.original_context_length"), POSITIONS),
+    **dict.fromkeys(("context_length", "rope.scaling.original_context_length"), POSITIONS),
+    "attention.sliding_window": WINDOW,
     "rope.scaling.type": NAME,
     **dict.fromkeys(("rope.scaling.factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), FACTOR),
 }
@@ -141,6 +143,7 @@ def _check_counts(where: str | Path, found: dict[str, Any]) -> None:
 
 def check_added_tokens(where: str | Path, listed: dict[str, Any]) -> None:
     """Refuse tokens of tokenizer_config.json that have no number or no content."""
+    check(f"{where}: added_tokens_decoder", listed, dict.fromkeys(listed, OBJECT), tuple(listed))
     for key, about in listed.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise FormatError(f"{named(where)} has a token under {shown(key)} in added_tokens_decoder; a number is needed.")
@@ -150,6 +153,7 @@ def check_added_tokens(where: str | Path, listed: dict[str, Any]) -> None:
 def check_index(where: Path, found: dict[str, Any]) -> dict[str, str]:
     """Give the file of each tensor; only files beside the index may be named."""
     check(where, found, INDEX, ("weight_map",))
+    check(f"{where}: weight_map", found["weight_map"], dict.fromkeys(found["weight_map"], NAME), tuple(found["weight_map"]))
     for name in set(found["weight_map"].values()):
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise FormatError(f"{named(where)} names {shown(name)}; the name of a file beside it is needed.")

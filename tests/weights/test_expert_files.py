@@ -148,5 +148,5 @@ def test_what_is_no_json_is_refused(text: str, folder: Path):
 def test_a_manifest_of_gigabytes_is_not_read(folder: Path):
     with (folder / "experts" / "manifest.json").open("r+b") as file:
         file.truncate(1 << 32)
-    with pytest.raises(FormatError, match="manifest.json has more than 67,108,864 bytes"):
+    with pytest.raises(FormatError, match=r"manifest\.json has more than 67,108,864 bytes"):
         open_checkpoint(folder)
