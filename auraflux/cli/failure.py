@@ -1,5 +1,7 @@
 """How the command line says no: one sentence on stderr and exit code 1."""
 
+import contextlib
+import os
 from typing import IO, Any
 
 import click
@@ -12,3 +14,16 @@ class Failure(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"error: {self.message}", file=file, err=file is None)
+
+
+def say(sentence: str) -> None:
+    """Tell it on stderr, if that can be written to."""
+    with contextlib.suppress(OSError):
+        click.echo(sentence, err=True)
+
+
+def end_output() -> None:
+    """Let what is still to be written to stdout go nowhere: it would fail again when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -1,7 +1,6 @@
 """`auraflux generate`: continue a text, or answer a question, once."""
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.stdin import read_all
 from auraflux.cli.traffic import show_traffic, summary
 from auraflux.errors import InputError
 
@@ -32,7 +32,7 @@ def generate(
 
     The text goes to stdout as it is written, the figures to stderr.
     """
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    texts = [read_all() if text == "-" else text for text in prompts]
     if not texts:
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
     settings = sampling(chosen)

@@ -1,5 +1,6 @@
 """`LanguageModel`: what `auraflux.load` gives. Text or tokens in, text or tokens or scores out."""
 
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -147,12 +148,25 @@ class LanguageModel:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._need_tokenizer("text").encode(prompt)
-        return [int(token) for token in prompt]
+        return _token_ids(prompt)
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
             raise InputError(f"{self.path} has no tokenizer files, so {what} cannot be read. Give a list of token ids.")
         return self.tokenizer
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """A list of plain numbers, from whatever holds whole ones."""
+    try:
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            raise TypeError
+        tokens = list(prompt)
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError as err:
+        raise InputError(f"a prompt is text or a list of token ids, not {prompt!r:.80}.") from err
 
 
 def _tokens_of(written: Iterator[tuple[Job, Event]]) -> Iterator[int]:

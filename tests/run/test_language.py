@@ -217,7 +217,7 @@ def test_without_a_tokenizer_it_runs_on_ids():
         ([5, -1], {}, InputError, "token -1 is not"),
         ([5] * 300, {}, ContextError, r"the prompt has 300 tokens.*limited to 256.*context=301"),
         (IDS, {"heat": 1}, InputError, "there is no setting heat"),
-        (IDS, {"temperature": -1.0}, InputError, "temperature=-1.0 must be 0 or more"),
+        (IDS, {"temperature": -1.0}, InputError, "temperature=-1.0 must be from 0 to"),
     ],
 )
 def test_what_does_not_fit_is_refused(model: LanguageModel, prompt: list[int], settings: dict, error: type, message: str):
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(model: LanguageModel, prompt: list[int], s
 def test_settings_are_refused_before_anything_is_loaded():
     with pytest.raises(SettingsError, match="kv='k5v5' has no codebook"):
         auraflux.load(tiny(), kv="k5v5")
-    with pytest.raises(SettingsError, match="context=0 must be at least 1"):
+    with pytest.raises(SettingsError, match="context=0 must be a whole number from 1"):
         auraflux.load(tiny(), context=0)
     with pytest.raises(InputError, match="there is no device 'gpu'"):
         auraflux.load(tiny(), device="gpu")

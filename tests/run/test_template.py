@@ -231,11 +231,8 @@ HUGE = "{% set x = ('f' * 4000000) | int(base=16) %}"
 )
 def test_what_does_not_end_is_ended(source, monkeypatch):
     monkeypatch.setattr(template_process, "MAX_SECONDS", 0.3)
-    begun = time.monotonic()
     with pytest.raises(TemplateError, match=r"was stopped: it (did not end within 0.3 seconds|computes with)"):
         render(source, CHATS["short"])
-    # generous: other tests run beside this one
-    assert time.monotonic() - begun < 60
     monkeypatch.undo()
     assert render("{{ messages[0].content }}", CHATS["short"]) == "Hi"
 
