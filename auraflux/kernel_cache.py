@@ -83,40 +83,31 @@ def _is_ours(folder: Path) -> bool:
 
 
 class _Files(caching.IndexDataCacheFile):
-    """Numba's files of one function; those of machine code begin with a digest of it."""
+    """The files of one function, one for each signature, named after it.
+
+    Numba numbers them and keeps an index; two processes that compile at once then give one number to two signatures.
+    """
+
+    def __init__(self, folder: str, name: str):
+        super().__init__(folder, name, None)
+        self._stem = os.path.join(folder, name)
+
+    def _path(self, key: Any) -> str:
+        return f"{self._stem}.{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.nbc"
 
     def load(self, key: Any) -> Any:
         try:
-            return super().load(key)
-        # pickles that were cut or spoiled fail in any way
+            content = Path(self._path(key)).read_bytes()
+            digest, content = content[:32], content[32:]
+            return pickle.loads(content) if hashlib.sha256(content).digest() == digest else None
+        # also pickles of another version of a package
         except Exception:
-            self._drop()
             return None
 
     def save(self, key: Any, data: Any) -> None:
-        try:
-            super().save(key, data)
-        except OSError as err:
-            _say_unwritten(self._cache_path, err)
-        # compiled again, so the index was not missing but spoiled
-        except Exception:
-            self._drop()
-
-    def _drop(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._index_path)
-
-    def _save_data(self, name: str, data: Any) -> None:
         content = self._dump(data)
-        with self._open_for_write(self._data_path(name)) as file:
+        with self._open_for_write(self._path(key)) as file:
             file.write(hashlib.sha256(content).digest() + content)
-
-    def _load_data(self, name: str) -> Any:
-        content = Path(self._data_path(name)).read_bytes()
-        digest, content = content[:32], content[32:]
-        if hashlib.sha256(content).digest() != digest:
-            raise ValueError(f"{name} is damaged")
-        return pickle.loads(content)
 
 
 _said = threading.Event()
@@ -141,7 +132,7 @@ class _KernelCache(caching.FunctionCache):
 
     def __init__(self, function: Any):
         super().__init__(function)
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
+        self._cache_file = _Files(str(self._cache_path), self._impl.filename_base)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

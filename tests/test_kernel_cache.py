@@ -153,15 +153,33 @@ def test_kernels_are_kept(base: Path):
 @pytest.mark.parametrize(
     "content", [b"", b"\x80", b"garbage", b"\x80\x04N.", None], ids=["empty", "cut", "text", "other", "half"]
 )
-@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc"])
-def test_spoiled_files_are_compiled_anew(base: Path, kind: str, content: bytes | None, caplog):
+def test_spoiled_files_are_compiled_anew(base: Path, content: bytes | None, caplog):
     folder = open_folder(VERSION)
     hits(folder)
-    spoiled = next(Path(folder).rglob(kind))
+    spoiled = next(Path(folder).rglob("*.nbc"))
     whole = spoiled.read_bytes()
     spoiled.write_bytes(whole[: len(whole) // 2] if content is None else content)
     assert [hits(folder), hits(folder)] == [0, 1]
     assert caplog.records == []
+
+
+def test_processes_that_compile_at_once_do_not_mix_their_files_up(base: Path):
+    folder = open_folder(VERSION)
+
+    def added(number: int):
+        def add(x):
+            return x + number
+
+        with kept_in(folder):
+            return numba.njit(cache=True)(add)
+
+    # both look before either has written
+    one, two = added(1), added(2)
+    assert (one(10), two(10)) == (11, 12)
+    again = added(1), added(2)
+    assert (again[0](10), again[1](10)) == (11, 12)
+    assert [sum(each.stats.cache_hits.values()) for each in again] == [1, 1]
+    assert len(list(Path(folder).rglob("*.nbc"))) == 2
 
 
 def test_machine_code_that_was_changed_is_not_run(base: Path):

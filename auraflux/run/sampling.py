@@ -8,7 +8,7 @@ from auraflux.errors import InputError
 
 HOTTEST = 1_000_000  # temperature
 LARGEST = 1_000  # penalty
-WORST = 1e30  # bias: scores are single precision
+WORST = 1e9  # bias
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,10 @@ class Sampling:
         self._number("repetition_penalty", f"above 0 and at most {LARGEST:,}", lambda x: 0 < x <= LARGEST)
         self._number("presence_penalty", f"from {-LARGEST:,} to {LARGEST:,}", lambda x: -LARGEST <= x <= LARGEST)
         self._number("frequency_penalty", f"from {-LARGEST:,} to {LARGEST:,}", lambda x: -LARGEST <= x <= LARGEST)
-        self._whole("top_k", "0 or more", self.top_k, 0)
-        if self.seed is not None:
-            self._whole("seed", "0 or more, or None", self.seed, 0)
-        if self.max_tokens is not None:
-            self._whole("max_tokens", "1 or more, or None", self.max_tokens, 1)
-        if self.logprobs is not None:
-            self._whole("logprobs", "0 or more, or None", self.logprobs, 0)
+        self._whole("top_k", 0)
+        for name, least in (("seed", 0), ("max_tokens", 1), ("logprobs", 0)):
+            if getattr(self, name) is not None:
+                self._whole(name, least)
         if not isinstance(self.logit_bias, Mapping):
             raise InputError(f"logit_bias={self.logit_bias!r:.80} is not numbers by token.")
         for token, bias in self.logit_bias.items():
@@ -78,10 +75,10 @@ class Sampling:
         if not _is_number(value) or not fits(value):
             raise InputError(f"{name}={value!r:.80} must be {wanted}.")
 
-    @staticmethod
-    def _whole(name: str, wanted: str, value: int, least: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name}={value!r:.80} must be a whole number, {wanted}.")
+    def _whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or not least <= value < 1 << 63:
+            raise InputError(f"{name}={value!r:.80} must be a whole number from {least} to 2**63 - 1.")
 
     @property
     def greedy(self) -> bool:

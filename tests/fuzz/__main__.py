@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 
 from tests.fuzz.file_targets import TARGETS as FILES
-from tests.fuzz.harness import LIMIT_S, Finding, attempts
+from tests.fuzz.harness import Finding, attempts
 from tests.fuzz.request_targets import TARGETS as REQUESTS
 
 ALL = [*FILES, *REQUESTS]
@@ -23,7 +23,7 @@ def main() -> int:
     found: list[Finding] = []
     for name, finding in attempts(targets, given.seconds, given.first):
         # what hangs where Python cannot be interrupted
-        faulthandler.dump_traceback_later(4 * LIMIT_S, exit=True)
+        faulthandler.dump_traceback_later(2 * max(target.limit_s for target in targets), exit=True)
         counts[name] += 1
         if finding is not None:
             found.append(finding)

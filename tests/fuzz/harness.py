@@ -14,7 +14,6 @@ from typing import Any
 
 from auraflux.errors import AurafluxError
 
-LIMIT_S = 10.0
 LONGEST = 2000  # characters of an error
 MOST_LINES = 3
 
@@ -25,11 +24,13 @@ class Target:
 
     attempt  makes an input by chance and lets it be taken; an AurafluxError refuses it
     short    how many inputs the short form tries
+    limit_s  in which an input must be dealt with
     """
 
     name: str
     attempt: Callable[[random.Random], Any]
     short: int = 20
+    limit_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attempt(target: Target, number: int, limit_s: float = LIMIT_S) -> Finding | None:
-    """Try one input."""
+def attempt(target: Target, number: int, patience: float = 1.0) -> Finding | None:
+    """Try one input; `patience` is by how much a machine with other work may take longer."""
     try:
-        with _limited(limit_s):
+        with _limited(target.limit_s * patience):
             target.attempt(random.Random(f"{target.name}/{number}"))
     except AurafluxError as err:
         said = str(err)
