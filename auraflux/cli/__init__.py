@@ -13,7 +13,7 @@ from auraflux.cli.bench import bench
 from auraflux.cli.chat import chat
 from auraflux.cli.convert import convert
 from auraflux.cli.doctor import doctor
-from auraflux.cli.failure import Failure, end_output, say
+from auraflux.cli.failure import Failure, end_output, nameless, say
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
@@ -32,9 +32,8 @@ class Program(click.Group):
         try:
             return super().main(*args, **options)
         except OSError as err:
-            # not even what is wrong could be written, or only that
             end_output()
-            say(f"error: the output cannot be written: {err.strerror or err}.")
+            say(f"error: {nameless(err)}")
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -48,7 +47,6 @@ class Program(click.Group):
             ctx.exit(INTERRUPTED)
         except OSError as err:
             if err.filename is None:
-                # of an open file, which here is stdout or stderr
                 raise
             raise Failure(f"{err.filename}: {err.strerror or err}.") from err
 

@@ -1,10 +1,13 @@
 """How the command line says no: one sentence on stderr and exit code 1."""
 
 import contextlib
+import errno
 import os
 from typing import IO, Any
 
 import click
+
+WRITING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF}
 
 
 class Failure(click.ClickException):
@@ -20,6 +23,12 @@ def say(sentence: str) -> None:
     """Tell it on stderr, if that can be written to."""
     with contextlib.suppress(OSError):
         click.echo(sentence, err=True)
+
+
+def nameless(err: OSError) -> str:
+    """A sentence for an error that names no file: files are written elsewhere, so one of writing is of the output."""
+    what = "the output cannot be written: " if err.errno in WRITING else ""
+    return f"{what}{err.strerror or err}."
 
 
 def end_output() -> None:

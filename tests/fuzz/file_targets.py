@@ -213,27 +213,22 @@ def gguf_words(rng: random.Random) -> None:
     made.encode("ab")
 
 
+TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.INT64, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+
+
 def _add(writer: gguf.GGUFWriter, key: str, types: list[GGUFValueType] | None, value: Any) -> None:
-    """Put a value under a key, in a type that has room for it; what no type has is left out."""
+    """Put a value under a key, in the types given or those it has in Python; what GGUF has no type for is left out."""
     if types is None:
-        for each in (type(value), list) if isinstance(value, list) else (type(value),):
-            kinds = {
-                bool: GGUFValueType.BOOL,
-                int: GGUFValueType.INT64,
-                float: GGUFValueType.FLOAT32,
-                str: GGUFValueType.STRING,
-            }
-            types = [kinds[each]] if each in kinds else [GGUFValueType.ARRAY]
-        if isinstance(value, dict) or value is None or value in ([], ""):
+        inner = {type(each) for each in value} if isinstance(value, list) else {type(value)}
+        if len(inner) != 1 or not inner <= set(TYPES) or value == "":
             return
-        if isinstance(value, list) and len({type(each) for each in value}) != 1:
-            return
+        types = [GGUFValueType.ARRAY] if isinstance(value, list) else [TYPES[type(value)]]
     try:
-        writer.add_key_value(key, value, types[0], sub_type=types[-1] if len(types) > 1 else None)
         writer._pack_val(value, types[0], True, types[-1] if len(types) > 1 else None)
-    # the writer refuses it
+    # a number without room, or a text that is none
     except Exception:
-        writer.kv_data[0].pop(key, None)
+        return
+    writer.add_key_value(key, value, types[0], sub_type=types[-1] if len(types) > 1 else None)
 
 
 TARGETS = [

@@ -159,3 +159,24 @@ def test_json_has_limits(tmp_path: Path):
         file.truncate(LARGEST_JSON + 1)
     with pytest.raises(FormatError, match="has more than 67,108,864 bytes"):
         read_json(path)
+
+
+def test_halves_of_characters_are_no_text(tmp_path: Path):
+    path = tmp_path / "x.json"
+    path.write_text(r'{"a": "\ud83e\udd99"}')
+    assert read_json(path) == {"a": "🦙"}
+    path.write_text(r'{"a": ["\uD83E"]}')
+    with pytest.raises(FormatError, match="cannot be read as JSON"):
+        read_json(path)
+
+
+def test_null_is_as_good_as_missing(model: Path):
+    rewritten(model, rope_parameters={"rope_type": "default", "rope_theta": None}, head_dim=None, sliding_window=None)
+    auraflux.load(model, device="cpu", context=64)
+
+
+def test_ends_are_numbers_wherever_they_are_named(model: Path):
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    rewritten(model, text_config={"eos_token_id": "2"})
+    with pytest.raises(FormatError, match="eos_token_id = '2'; a whole number"):
+        auraflux.load(model, device="cpu")
