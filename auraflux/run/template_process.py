@@ -5,6 +5,7 @@ with this process too, however that ends: what it reads from is closed then.
 """
 
 import atexit
+import contextlib
 import json
 import marshal
 import os
@@ -22,7 +23,7 @@ MAX_NBYTES = 1 << 30
 LENGTH = struct.Struct("<Q")
 # in characters of JSON; a text has at most a sixth of it
 LONGEST_ANSWER = 1 << 27
-OUT_OF_MEMORY = 3  # exit status, as in template_worker.py
+OUT_OF_MEMORY = 3  # exit status
 # finds the package and what it needs where this process found them
 START = """
 import json, sys
@@ -60,7 +61,8 @@ class TemplateProcess:
 
     def warm_up(self) -> None:
         """Start the process, so that it is ready by the time a template is rendered."""
-        with self._turn:
+        # whoever renders one is told why it cannot be started
+        with self._turn, contextlib.suppress(TemplateError):
             if self._process is None:
                 self._process = _start()
 

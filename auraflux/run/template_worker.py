@@ -13,7 +13,6 @@ import os
 import resource
 import select
 import signal
-import struct
 import threading
 import time
 from functools import lru_cache
@@ -23,9 +22,8 @@ import jinja2
 from jinja2.sandbox import SecurityError
 
 from auraflux.run.sandbox import MAX_LENGTH, Refused, Sandbox
+from auraflux.run.template_process import LENGTH, OUT_OF_MEMORY
 
-LENGTH = struct.Struct("<Q")
-OUT_OF_MEMORY = 3  # exit status
 KEPT = 8  # compiled templates
 LONGEST_ERROR = 400  # characters
 ASK_PARENT_S = 5.0
@@ -34,6 +32,13 @@ LOOK_S = 0.02
 
 def main(memory_nbytes: int) -> None:
     """Answer requests until whoever asks is gone."""
+    try:
+        _serve(memory_nbytes)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+def _serve(memory_nbytes: int) -> None:
     parent, answers = os.getppid(), os.dup(1)
     rendering = _limit(memory_nbytes, parent)
     # nothing but answers may go there
@@ -42,10 +47,7 @@ def main(memory_nbytes: int) -> None:
         seconds, source, values = request
         rendering.set()
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            answer = json.dumps(_answer(source, values)).encode("ascii")
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
+        answer = json.dumps(_answer(source, values)).encode("ascii")
         signal.setitimer(signal.ITIMER_REAL, 0)
         rendering.clear()
         _write(answers, LENGTH.pack(len(answer)) + answer)

@@ -269,6 +269,14 @@ def test_long_conversations_are_taken():
     assert render("{% for m in messages %}{{ m.content }}{% endfor %}", chat) == "".join(m["content"] for m in chat)
 
 
+def test_messages_without_room_are_one_sentence(monkeypatch):
+    monkeypatch.setattr(template_process, "MAX_NBYTES", 200 << 20)
+    process.close()
+    with pytest.raises(TemplateError, match="it took more than 200 MiB of memory"):
+        render("{{ messages[0].content }}", [{"role": "user", "content": "x" * (250 << 20)}])
+    process.close()
+
+
 def test_what_a_template_says_is_cut():
     with pytest.raises(TemplateError) as caught:
         render("{{ raise_exception('long ' * 99999) }}", [])
@@ -385,6 +393,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path, monkeypatch):
 def test_a_process_that_cannot_start_is_one_sentence(monkeypatch):
     process.close()
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    process.warm_up()
     with pytest.raises(TemplateError, match=r"cannot be started: .*No such file"):
         render("", [])
 
