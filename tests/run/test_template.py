@@ -338,7 +338,9 @@ HANGING = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize("source", ["done", HANGING], ids=["idle", "rendering"])
 def test_signals_end_both_processes(number: int, status: int, source: str):
     child = started(f"""
-        import time
+        import signal, time
+        # a shell lets what it starts in the background ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         render("", [])
         try:
             print(process.pid, flush=True)
@@ -354,7 +356,10 @@ def test_signals_end_both_processes(number: int, status: int, source: str):
     else:
         time.sleep(0.2)
     child.send_signal(number)
-    child.communicate(timeout=60)
+    try:
+        child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == status
     assert gone_soon(worker)
 
