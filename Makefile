@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: install demo test test-all check fix bench docs clean
+.PHONY: install demo test test-all fuzz check fix bench docs clean
 
 install: $(INSTALLED)
 
@@ -29,6 +29,11 @@ test: $(INSTALLED)
 # also the slow tests, and those for a GPU where there is one
 test-all: $(INSTALLED)
 	$(PYTEST)
+
+# inputs by chance for everything that strangers may give: files, requests, settings, command lines, templates
+SECONDS ?= 60
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from auraflux.errors import SettingsError
+
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 USUAL_CACHE_NBYTES = 32 << 20  # where the system does not say
@@ -52,10 +54,23 @@ def free_nbytes() -> int:
     return this_machine().memory_nbytes // 2
 
 
+def cache_home() -> Path:
+    """The user's cache folder, as the XDG base directory specification has it: a value that is no absolute path is ignored."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):
+        return Path(named)
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):
+        raise SettingsError("there is no home folder, and XDG_CACHE_HOME names no cache folder.")
+    return Path(home) / ".cache"
+
+
 def cache_folder() -> Path:
     """Where this package keeps what it can make again."""
     named = os.environ.get("AURAFLUX_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "auraflux"
+    if named and not os.path.isabs(named):
+        raise SettingsError(f"AURAFLUX_CACHE={named!r} is not an absolute path.")
+    return Path(named) if named else cache_home() / "auraflux"
 
 
 def load() -> float:

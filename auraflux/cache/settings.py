@@ -9,6 +9,7 @@ from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.codebook import BITS
 
 Bits = tuple[int, int]
+FURTHEST = 1 << 24  # positions
 
 
 class Shape(Protocol):
@@ -61,8 +62,10 @@ class CacheSettings:
     def __post_init__(self) -> None:
         parse_kv(self.kv)
         for name in ("protect_first", "protect_last", "newest", "sparse_v", "checkpoint_nbytes"):
-            if not getattr(self, name) >= 0:
+            if getattr(self, name) < 0:
                 raise SettingsError(f"{name}={getattr(self, name)} is negative.")
+        if self.newest > FURTHEST:
+            raise SettingsError(f"newest={self.newest} is more than the {FURTHEST:,} positions that can be kept uncompressed.")
         if not 0 <= self.seed < 1 << 63:
             raise SettingsError(f"seed={self.seed} is not between 0 and 2**63 - 1.")
         if self.checkpoint_stride is not None and self.checkpoint_stride < 1:

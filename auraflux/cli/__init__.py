@@ -3,6 +3,7 @@
 Commands import torch, numba and rich inside their functions: `auraflux --help` must not wait for them.
 """
 
+import sys
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from auraflux.cli.bench import bench
 from auraflux.cli.chat import chat
 from auraflux.cli.convert import convert
 from auraflux.cli.doctor import doctor
-from auraflux.cli.failure import Failure
+from auraflux.cli.failure import Failure, end_output, nameless, say
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
@@ -27,13 +28,27 @@ INTERRUPTED = 130
 class Program(click.Group):
     """A group whose commands may raise this package's errors and be interrupted without a traceback."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as err:
+            end_output()
+            say(f"error: {nameless(err)}")
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except AurafluxError as err:
             raise Failure(str(err)) from err
+        except MemoryError as err:
+            raise Failure("there is not enough memory.") from err
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
+        except OSError as err:
+            if err.filename is None:
+                raise
+            raise Failure(f"{err.filename}: {err.strerror or err}.") from err
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})

@@ -8,6 +8,7 @@ import click
 
 from auraflux.cli.generate import figures
 from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.stdin import read_line, stdin
 from auraflux.cli.traffic import show_traffic
 from auraflux.errors import AurafluxError
 
@@ -32,7 +33,8 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
 def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> None:
     """Talk with MODEL: a folder, a GGUF file or a name; without one, the built-in default."""
     settings = sampling(chosen, temperature=0.7, top_p=0.95)
-    loaded = load_model(model, chosen)
+    stdin()
+    loaded = load_model(model, chosen, chat=True)
     click.echo(
         f"{loaded.path.stem}, context {loaded.context} tokens, cache {chosen['kv']}. /help lists the commands.", err=True
     )
@@ -103,8 +105,8 @@ class Conversation:
 
 def _reader() -> Callable[[], str | None]:
     """Read lines with history and several-line input from a terminal, plain lines from anything else; None at the end."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return lambda: sys.stdin.readline() or None
+    if not (stdin().isatty() and sys.stderr.isatty()):
+        return read_line
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings

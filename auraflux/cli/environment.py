@@ -4,14 +4,14 @@ OURS = {
     "AURAFLUX_BACKEND": "Forces `reference`, `cpu` or `cuda` on every op, whatever device its tensors are on.",
     "AURAFLUX_ISA": "Names the instructions that CPU kernels use, of those this processor has: "
     "`avx512-vnni`, `avx-vnni`, `avx2`, `neon-dotprod` or `portable`; without it, the best.",
-    "AURAFLUX_CACHE": "The folder for what can be made again, compiled CPU kernels and prefixes among it; "
+    "AURAFLUX_CACHE": "The folder, an absolute path, for what can be made again, compiled CPU kernels and prefixes among it; "
     "without it, `auraflux` in the user's cache folder.",
     "AURAFLUX_HOME": "The folder under whose `models` built-in models are kept; "
     "without it, `auraflux` in the user's cache folder.",
     "AURAFLUX_API_KEY": "A key that `auraflux serve` demands of its clients, and that `auraflux bench serve` sends.",
 }
 OTHERS = {
-    "XDG_CACHE_HOME": "The user's cache folder; without it, `~/.cache`.",
+    "XDG_CACHE_HOME": "The user's cache folder, an absolute path; without it, `~/.cache`.",
     "HF_HOME": "Where huggingface_hub keeps models named as `org/name`; its other variables (`HF_TOKEN`, `HF_ENDPOINT`, "
     "`HF_HUB_OFFLINE`) hold too.",
     "NUMBA_NUM_THREADS": "How many threads CPU kernels run on; without it, one for each core.",

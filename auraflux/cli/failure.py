@@ -1,8 +1,13 @@
 """How the command line says no: one sentence on stderr and exit code 1."""
 
+import contextlib
+import errno
+import os
 from typing import IO, Any
 
 import click
+
+WRITING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF}
 
 
 class Failure(click.ClickException):
@@ -12,3 +17,22 @@ class Failure(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"error: {self.message}", file=file, err=file is None)
+
+
+def say(sentence: str) -> None:
+    """Tell it on stderr, if that can be written to."""
+    with contextlib.suppress(OSError):
+        click.echo(sentence, err=True)
+
+
+def nameless(err: OSError) -> str:
+    """A sentence for an error that names no file: files are written elsewhere, so one of writing is of the output."""
+    what = "the output cannot be written: " if err.errno in WRITING else ""
+    return f"{what}{err.strerror or err}."
+
+
+def end_output() -> None:
+    """Let what is still to be written to stdout go nowhere: it would fail again when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -1,18 +1,18 @@
 """`auraflux generate`: continue a text, or answer a question, once."""
 
 import json
-import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.stdin import read_all
 from auraflux.cli.traffic import show_traffic, summary
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
-    from auraflux.run.language import LanguageModel
     from auraflux.run.stats import Stats
 
 
@@ -32,17 +32,18 @@ def generate(
 
     The text goes to stdout as it is written, the figures to stderr.
     """
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    texts = [read_all() if text == "-" else text for text in prompts]
     if not texts:
         raise InputError("there is no prompt. Give one with -p TEXT, or -p - to read stdin.")
     settings = sampling(chosen)
-    loaded = load_model(model, chosen, sequences=len(texts))
     chat = chat or system is not None
-    asked: list[Any] = [_ask(loaded, text, system) for text in texts] if chat else texts
+    loaded = load_model(model, chosen, chat=chat, sequences=len(texts))
+    one, several = (loaded.chat, loaded.chat_batch) if chat else (loaded.generate, loaded.generate_batch)
+    asked: list[Any] = [_messages(text, system) for text in texts] if chat else texts
     if len(asked) == 1:
-        written = _stream(loaded, asked[0], settings, as_json)
+        written = _stream(one(asked[0], **settings), as_json)
     else:
-        written = loaded.generate_batch(asked, **settings)
+        written = several(asked, **settings)
         for text, answer in zip(texts, written, strict=True):
             if not as_json:
                 click.echo(f"> {text}\n{answer}\n")
@@ -54,15 +55,15 @@ def generate(
             show_traffic(loaded.stats.experts)
 
 
-def _ask(loaded: "LanguageModel", text: str, system: str | None) -> list[int]:
-    messages = [{"role": "system", "content": system}] if system else []
-    return loaded.chat_ids([*messages, {"role": "user", "content": text}])
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": text}]
 
 
-def _stream(loaded: "LanguageModel", prompt: Any, settings: dict[str, Any], quiet: bool) -> list[str]:
+def _stream(written: Iterable[str], quiet: bool) -> list[str]:
     """Show the text as it comes."""
     pieces = []
-    for piece in loaded.generate(prompt, **settings):
+    for piece in written:
         pieces.append(piece)
         if not quiet:
             click.echo(piece, nl=False)

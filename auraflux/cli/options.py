@@ -91,11 +91,14 @@ def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
     return ExpertSettings(memory, io, main_memory, guess=chosen["expert_guess"], verify=chosen["verify"])
 
 
-def load_model(model: str | None, chosen: dict[str, Any], **more: Any) -> "LanguageModel":
-    """Load what the options ask for, with progress, and say what should be known about it."""
+def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False, **more: Any) -> "LanguageModel":
+    """Load what the options ask for, with progress, and say what should be known about it; `chat` if templates are rendered."""
     from auraflux.ops.simd.jit import nothing_compiled
     from auraflux.run.load import load
+    from auraflux.run.template_process import process
 
+    if chat:
+        process.warm_up()
     given = {name: chosen[name] for name in LOADING_NAMES}
     loaded = load(model, kv=cache_settings(chosen), expert_memory=expert_settings(chosen), **given, **more)
     for note in loaded.notes:

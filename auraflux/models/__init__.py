@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from auraflux.errors import FormatError
+from auraflux.weights.boundary import shown
 
 # model_type -> module; several types share a file where only numbers differ
 FAMILIES = {
@@ -32,5 +33,5 @@ def family(config: dict[str, Any]) -> ModuleType:
     """The module that knows a checkpoint's model_type."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise FormatError(f"model_type {kind!r} is not supported. Those that are: {', '.join(sorted(FAMILIES))}.")
+        raise FormatError(f"model_type {shown(kind)} is not supported. Those that are: {', '.join(sorted(FAMILIES))}.")
     return importlib.import_module(f"auraflux.models.{FAMILIES[kind]}")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from auraflux.errors import FormatError
+from auraflux.weights.boundary import listed, shown
 
 
 class Keys:
@@ -16,7 +17,7 @@ class Keys:
     def __getitem__(self, key: str) -> Any:
         value = self._found.get(key)
         if value is None:
-            present = ", ".join(sorted(self._found))
+            present = listed(sorted(self._found), 100)
             raise FormatError(f"config.json of model_type {self.kind!r} has no {key!r}. The keys it has: {present}.")
         return value
 
@@ -33,7 +34,7 @@ class Keys:
         value = self._found.get(key)
         if value is not None and value not in accepted:
             wanted = " or ".join(map(repr, accepted))
-            raise FormatError(f"config.json of model_type {self.kind!r} has {key} {value!r}; only {wanted} is supported.")
+            raise FormatError(f"config.json of model_type {self.kind!r} has {key} {shown(value)}; only {wanted} is supported.")
 
     def layer_types(self, *known: str) -> tuple[str, ...]:
         """The kind of each layer, from the checkpoint's own list."""
@@ -42,7 +43,7 @@ class Keys:
             raise FormatError(f"config.json lists {len(kinds)} layer_types for num_hidden_layers {count}.")
         strange = sorted(set(kinds) - set(known))
         if strange:
-            raise FormatError(f"config.json has layer_types {', '.join(strange)}; {' and '.join(known)} are supported.")
+            raise FormatError(f"config.json has layer_types {listed(strange)}; {' and '.join(known)} are supported.")
         return kinds
 
 

@@ -38,7 +38,8 @@ def rope_settings(keys: Keys, layer_type: str | None = None) -> dict[str, Any]:
         found = dict(found[layer_type])
     if not found:
         found = {"rope_theta": keys.get("rope_theta", 10000.0), **keys.get("rope_scaling", {})}
-    found.setdefault("rope_theta", keys.get("rope_theta", 10000.0))
+    # null is as good as missing
+    found = {"rope_theta": keys.get("rope_theta", 10000.0)} | {key: value for key, value in found.items() if value is not None}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
     return found
 

@@ -1,5 +1,6 @@
 """`LanguageModel`: what `auraflux.load` gives. Text or tokens in, text or tokens or scores out."""
 
+import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -70,12 +71,18 @@ class LanguageModel:
 
         What the cache still holds of the conversation is not computed again.
         """
-        written = self._write(self.chat_ids(messages), sampling)
+        written = self._written(self._chat_request(messages, sampling))
         return (event.text for _, event in written if event.text)
 
     def generate_batch(self, prompts: Sequence[Prompt], **sampling: Any) -> list[str]:
         """Continue several prompts together, each as if it were alone."""
-        requests = [self._request(self._ids(prompt), sampling) for prompt in prompts]
+        return self._write_all([self._request(self._ids(prompt), sampling) for prompt in prompts])
+
+    def chat_batch(self, conversations: Sequence[Sequence[Message]], **sampling: Any) -> list[str]:
+        """Answer the last message of each conversation, each as if it were alone."""
+        return self._write_all([self._chat_request(messages, sampling) for messages in conversations])
+
+    def _write_all(self, requests: list[Request]) -> list[str]:
         self.stats, before = Stats(), self._traffic()
         texts: list[list[Event]] = [[] for _ in requests]
         jobs = [self.scheduler.submit(request, text.append) for request, text in zip(requests, texts, strict=True)]
@@ -118,11 +125,16 @@ class LanguageModel:
         finally:
             self.scheduler.cancel(job)
 
-    def _request(self, prompt: list[int], sampling: dict[str, Any]) -> Request:
+    def _request(self, prompt: list[int], sampling: dict[str, Any], ends: frozenset[int] | None = None) -> Request:
         """A request that is sure to be taken on."""
-        request = Request(tuple(prompt), _sampling(sampling))
+        request = Request(tuple(prompt), _sampling(sampling), ends=ends)
         self.scheduler.check(request)
         return request
+
+    def _chat_request(self, messages: Sequence[Message], sampling: dict[str, Any]) -> Request:
+        """A request that also ends where the template ends a reply."""
+        prompt = self.chat_ids(messages)
+        return self._request(prompt, sampling, self.scheduler.ends | self._need_tokenizer("a conversation").turn_ends)
 
     def _traffic(self) -> ExpertTraffic | None:
         return None if self.experts is None or self.experts.share.mapped else self.experts.traffic()
@@ -136,12 +148,25 @@ class LanguageModel:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._need_tokenizer("text").encode(prompt)
-        return [int(token) for token in prompt]
+        return _token_ids(prompt)
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
             raise InputError(f"{self.path} has no tokenizer files, so {what} cannot be read. Give a list of token ids.")
         return self.tokenizer
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """A list of plain numbers, from whatever holds whole ones."""
+    try:
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            raise TypeError
+        tokens = list(prompt)
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError as err:
+        raise InputError(f"a prompt is text or a list of token ids, not {prompt!r:.80}.") from err
 
 
 def _tokens_of(written: Iterator[tuple[Job, Event]]) -> Iterator[int]:

@@ -8,9 +8,10 @@ import torch
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.errors import SettingsError
-from auraflux.machine import cache_folder, free_nbytes
+from auraflux.machine import cache_folder, free_nbytes, this_machine
 from auraflux.models import family
 from auraflux.models.config import experts_per_token
+from auraflux.quant import check_format
 from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
@@ -25,6 +26,7 @@ from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
 from auraflux.weights.stored import Checkpoint
 
+GROUP = 64  # of weights that are rounded on the way
 SHARE = 4  # unless a context is given, a sequence that fills it takes at most this part of the free memory
 
 
@@ -66,6 +68,11 @@ def load(
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
     kept = expert_memory if isinstance(expert_memory, ExpertSettings) else ExpertSettings(expert_memory)
     target = find_device(device)
+    if quantize is not None:
+        check_format(quantize, GROUP)
+    for name, size, most in (("context", context, 1 << 40), ("chunk", chunk, 1 << 20), ("sequences", sequences, 1 << 16)):
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
+            raise SettingsError(f"{name}={size!r:.80} must be a whole number from 1 to {most:,}.")
     with on_terminal(report) as tell:
         checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), tell))
         module = family(checkpoint.config)
@@ -166,10 +173,15 @@ def _context(
     wanted: int | None, trained: int, shapes: list[Any], settings: CacheSettings, dtype: torch.dtype, free: int
 ) -> int:
     """Most tokens of a sequence; refuses settings that the model's layers cannot have before anything is loaded."""
-    per_token = Cache(shapes, settings, context=1, dtype=dtype).token_nbytes
+    # the meta device makes stores without their memory
+    per_token = Cache(shapes, settings, context=1, dtype=dtype, device="meta").token_nbytes
     if wanted is not None:
-        if wanted < 1:
-            raise SettingsError(f"context={wanted} must be at least 1.")
+        there = this_machine().memory_nbytes
+        if wanted * max(per_token, 1) > there:
+            raise SettingsError(
+                f"context={wanted} would take {wanted * max(per_token, 1) / 1e9:,.0f} GB of a machine that has "
+                f"{there / 1e9:,.0f} GB. Ask for less."
+            )
         return wanted
     return max(1, min(trained, free // SHARE // max(per_token, 1)))
 

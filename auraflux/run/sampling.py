@@ -1,10 +1,14 @@
 """How a text is chosen: settings that a user gives. Plain data; `sampler.py` does what they say."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from auraflux.errors import InputError
+
+HOTTEST = 1_000_000  # temperature
+LARGEST = 1_000  # penalty
+WORST = 1e9  # bias
 
 
 @dataclass(frozen=True)
@@ -43,37 +47,38 @@ class Sampling:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        self._number("temperature", "0 or more", lambda x: x >= 0)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, Sequence) or not all(isinstance(each, str) and each for each in stop):
+            raise InputError(f"stop={self.stop!r:.80} must be a string of at least one character, or several.")
+        object.__setattr__(self, "stop", tuple(stop))
+        self._number("temperature", f"from 0 to {HOTTEST:,}", lambda x: 0 <= x <= HOTTEST)
         self._number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._number("min_p", "between 0 and 1", lambda x: 0 <= x <= 1)
-        self._number("repetition_penalty", "above 0", lambda x: x > 0)
-        self._number("presence_penalty", "a finite number", lambda x: True)
-        self._number("frequency_penalty", "a finite number", lambda x: True)
-        self._whole("top_k", "0 or more", self.top_k, 0)
-        if self.seed is not None:
-            self._whole("seed", "0 or more, or None", self.seed, 0)
-        if self.max_tokens is not None:
-            self._whole("max_tokens", "1 or more, or None", self.max_tokens, 1)
-        if self.logprobs is not None:
-            self._whole("logprobs", "0 or more, or None", self.logprobs, 0)
+        self._number("repetition_penalty", f"above 0 and at most {LARGEST:,}", lambda x: 0 < x <= LARGEST)
+        self._number("presence_penalty", f"from {-LARGEST:,} to {LARGEST:,}", lambda x: -LARGEST <= x <= LARGEST)
+        self._number("frequency_penalty", f"from {-LARGEST:,} to {LARGEST:,}", lambda x: -LARGEST <= x <= LARGEST)
+        self._whole("top_k", 0)
+        for name, least in (("seed", 0), ("max_tokens", 1), ("logprobs", 0)):
+            if getattr(self, name) is not None:
+                self._whole(name, least)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError(f"logit_bias={self.logit_bias!r:.80} is not numbers by token.")
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
-                raise InputError(f"logit_bias={{{token!r}: {bias!r}}} is not a number for a token.")
-        for each in stop:
-            if not isinstance(each, str) or not each:
-                raise InputError(f"stop={each!r} is not a string of at least one character.")
+            if type(token) is not int or not _is_number(bias) or not (-WORST <= bias <= WORST or abs(bias) == math.inf):
+                raise InputError(f"logit_bias={{{token!r:.80}: {bias!r:.80}}} is not a number for a token.")
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise InputError(f"grammar={self.grammar!r:.80} is not a text.")
 
     def _number(self, name: str, wanted: str, fits: Callable[[float], bool]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
-            raise InputError(f"{name}={value!r} must be {wanted}.")
+        # NaN is within no limits
+        if not _is_number(value) or not fits(value):
+            raise InputError(f"{name}={value!r:.80} must be {wanted}.")
 
-    @staticmethod
-    def _whole(name: str, wanted: str, value: int, least: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name}={value!r} must be a whole number, {wanted}.")
+    def _whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or not least <= value < 1 << 63:
+            raise InputError(f"{name}={value!r:.80} must be a whole number from {least} to 2**63 - 1.")
 
     @property
     def greedy(self) -> bool:
@@ -82,3 +87,7 @@ class Sampling:
     @property
     def penalized(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)

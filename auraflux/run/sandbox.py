@@ -1,18 +1,15 @@
-"""Where chat templates run. A template comes with the weights and is a stranger's program.
+"""What chat templates find around them. A template comes with the weights and is a stranger's program.
 
-Jinja's sandbox keeps it from Python's internals and from changing what it is given. Here it is also stopped when it takes too
-long or would build more text than any prompt has: before an operation that makes text, the length of the result is bounded.
+Jinja's sandbox keeps it from Python's internals and from changing what it is given. Here it is also stopped where it would
+build more text than any prompt has: before an operation that makes text, the length of the result is bounded. What else takes
+long or much memory is ended from outside, with the process it runs in (template_worker.py).
 """
 
 import json
 import re
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
-from types import FrameType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -40,26 +37,6 @@ WIDE = re.compile(r"%(\([^)]*\))?[-#0 +]*(\d{0,4}\.)?(\*|\d{5})|\{[^{}]*:[^{}]*(
 
 class Refused(TemplateError):
     """The template itself called raise_exception."""
-
-
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """End the template that runs in this thread longer than that.
-
-    Python calls `look` for every line of a template and every call it makes, also where a template only counts.
-    """
-    end, before = time.monotonic() + seconds, sys.gettrace()
-
-    def look(frame: FrameType, event: str, about: Any) -> Any:
-        if time.monotonic() > end:
-            raise SecurityError(f"it did not end within {seconds:g} seconds")
-        return look if frame.f_code.co_filename == "<template>" else None
-
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 class _Code(CodeGenerator):

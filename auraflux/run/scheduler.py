@@ -152,7 +152,7 @@ class Scheduler:
     def _matcher(self, grammar: str, ends: frozenset[int]) -> Matcher:
         if self._grammars is None:
             assert self.tokenizer is not None
-            self._grammars = Grammars(self.tokenizer, self.engine.model.config.vocab, self.ends)
+            self._grammars = Grammars(self.tokenizer, self.engine.model.config.vocab, self.ends or ends)
         return self._grammars.matcher(grammar, ends)
 
     def _marks(self, prompt: list[int]) -> list[int]:

@@ -10,14 +10,17 @@ import tokenizers
 from auraflux.errors import FormatError, InputError, TemplateError
 from auraflux.run.detokenize import Detokenizer
 from auraflux.run.pieces import Pieces
-from auraflux.run.template import Template
+from auraflux.run.template import render
 from auraflux.run.vocabulary import adds_bos, read_vocabulary
-from auraflux.weights.json_file import read_json
+from auraflux.weights.boundary import Kind, brief, check, read_json, read_text, regular, shown
+from auraflux.weights.model_keys import CONFIG, GENERATION, TOKENIZER, check_added_tokens
 
 # stands for a reply when looking what a template puts after one
 REPLY = "a-reply-of-its-own"
 # special tokens that end a document in every vocabulary that has them, named as its end or not
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
+LARGEST_TOKENIZER = 256 << 20  # bytes
+LARGEST_TEMPLATE = 1 << 22
 
 
 class Tokenizer:
@@ -52,11 +55,6 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added = {token.content: number for number, token in added.items()}
         self._pieces = Pieces(inner)
-        self._compiled: dict[str, Template] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # compiled templates stay in their process
-        return {**vars(self), "_compiled": {}}
 
     @classmethod
     def from_folder(cls, path: Path | str) -> "Tokenizer | None":
@@ -64,12 +62,12 @@ class Tokenizer:
         folder = Path(path)
         if not (folder / "tokenizer.json").exists():
             return None
-        inner = _read_tokenizer(folder / "tokenizer.json")
-        config = _optional(folder / "tokenizer_config.json")
-        _add_missing(inner, config)
-        names = _names(_optional(folder / "special_tokens_map.json")) | _names(config)
+        inner = _read_tokenizer(folder)
+        config = _optional(folder, "tokenizer_config.json", TOKENIZER)
+        _add_missing(inner, folder, config)
+        names = _names(_optional(folder, "special_tokens_map.json", {})) | _names(config)
         bos, eos = inner.token_to_id(names.get("bos_token", "")), inner.token_to_id(names.get("eos_token", ""))
-        ends = _end_ids(_optional(folder / "generation_config.json")) or _end_ids(_optional(folder / "config.json"))
+        ends = _end_ids(folder)
         return cls(
             inner,
             names=names,
@@ -113,9 +111,9 @@ class Tokenizer:
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those the files name, and the one the chat template puts after a reply."""
-        usual = {self.token_id(token) for token in DOCUMENT_ENDS} & self.special_ids
-        return frozenset(number for number in self._ends | usual | {self._turn_end()} if number is not None)
+        """Tokens that end any text: those the files name, and those that end a document wherever they exist."""
+        found = {self.token_id(token) for token in DOCUMENT_ENDS}
+        return frozenset(self._ends | {number for number in found if number is not None} & self.special_ids)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Give the tokens of a text; special tokens in it are found.
@@ -166,33 +164,42 @@ class Tokenizer:
         if template not in self.templates:
             there = f"It has: {', '.join(sorted(self.templates))}." if self.templates else "Give it a plain prompt instead."
             raise TemplateError(f"The model has no chat template{f' {template!r}' if self.templates else ''}. {there}")
-        if template not in self._compiled:
-            self._compiled[template] = Template(self.templates[template])
         given = {**self.names, **values, "add_generation_prompt": add_generation_prompt}
-        return self._compiled[template].render(messages, **given)
+        return render(self.templates[template], messages, **given)
 
-    def _turn_end(self) -> int | None:
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """The token that the chat template puts after a reply, if it is one: it ends an answer in a chat."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
         try:
             rest = self.apply_template(chat, add_generation_prompt=False).rpartition(REPLY)[2].lstrip()
         except TemplateError:
-            return None
+            return frozenset()
         found = max((token for token in self._added if rest.startswith(token)), key=len, default=None)
-        return None if found is None else self._added[found]
+        return frozenset() if found is None else frozenset({self._added[found]})
 
 
-def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    path = regular(folder / "tokenizer.json", folder)
+    if (nbytes := path.stat().st_size) > LARGEST_TOKENIZER:
+        raise FormatError(f"{path} has {nbytes:,} bytes; at most {LARGEST_TOKENIZER:,} are read.")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
     # a panic in the tokenizers package is a BaseException
     except BaseException as err:
-        raise FormatError(f"{path} is not a tokenizer that can be read: {' '.join(str(err).split())}.") from err
+        raise FormatError(f"{path} is not a tokenizer that can be read: {brief(err)}.") from err
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+def _optional(folder: Path, name: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """What a file of a folder says; nothing where there is none."""
+    path = folder / name
+    if not path.exists():
+        return {}
+    found = read_json(path, folder)
+    check(path, found, kinds)
+    return found
 
 
 def _content(value: Any) -> str | None:
@@ -206,31 +213,36 @@ def _names(config: dict[str, Any]) -> dict[str, str]:
     return {name: content for name, content in found.items() if content is not None}
 
 
-def _add_missing(inner: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+def _add_missing(inner: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
     """Add the tokens that only tokenizer_config.json knows; their numbers must follow those there are."""
     listed = config.get("added_tokens_decoder") or {}
-    try:
-        ordered = sorted((int(number), dict(about)) for number, about in listed.items())
-        flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
-        added = [(n, tokenizers.AddedToken(a["content"], **{f: bool(a[f]) for f in flags if f in a})) for n, a in ordered]
-    except (AttributeError, KeyError, TypeError, ValueError) as err:
-        raise FormatError("The added_tokens_decoder of tokenizer_config.json is not a list of tokens by number.") from err
-    for number, token in added:
-        if inner.token_to_id(token.content) is None:
+    check_added_tokens(folder / "tokenizer_config.json", listed)
+    flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
+    for number, about in sorted((int(number), about) for number, about in listed.items()):
+        if inner.token_to_id(about["content"]) is None:
+            token = tokenizers.AddedToken(about["content"], **{flag: bool(about[flag]) for flag in flags if flag in about})
             inner.add_tokens([token])
             if inner.token_to_id(token.content) != number:
                 there = inner.token_to_id(token.content)
-                raise FormatError(f"tokenizer_config.json has {token.content!r} as token {number}, here it would be {there}.")
+                raise FormatError(
+                    f"tokenizer_config.json has {shown(token.content)} as token {number}, here it would be {there}."
+                )
 
 
-def _end_ids(config: dict[str, Any]) -> set[int]:
-    found = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-    return {number for number in (found if isinstance(found, list) else [found]) if isinstance(number, int)}
+def _end_ids(folder: Path) -> set[int]:
+    """The tokens that generation_config.json, or else config.json, says end a text."""
+    config = _optional(folder, "config.json", CONFIG)
+    inner = config.get("text_config") or {}
+    check(folder / "config.json", inner, GENERATION)
+    for found in (_optional(folder, "generation_config.json", GENERATION), config, inner):
+        if (ids := found.get("eos_token_id")) is not None:
+            return set(ids) if isinstance(ids, list) else {ids}
+    return set()
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Sources by name; a file of its own goes before what tokenizer_config.json says."""
-    listed = config.get("chat_template") or _optional(folder / "chat_template.json").get("chat_template") or {}
+    listed = config.get("chat_template") or _optional(folder, "chat_template.json", TOKENIZER).get("chat_template") or {}
     if isinstance(listed, str):
         listed = {"default": listed}
     elif isinstance(listed, list):
@@ -240,10 +252,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
-    try:
-        return listed | {name: path.read_text("utf-8") for name, path in files.items()}
-    except (OSError, UnicodeDecodeError) as err:
-        raise FormatError(f"A chat template of {folder} cannot be read: {err}.") from err
+    return listed | {name: read_text(path, folder, LARGEST_TEMPLATE) for name, path in files.items()}
 
 
 def _gguf_id(metadata: dict[str, Any], key: str) -> int | None:

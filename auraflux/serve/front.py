@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 import uvicorn
 
+from auraflux.run.template_process import process as template_process
 from auraflux.serve.app import make_app
 from auraflux.serve.guard import Access
 from auraflux.serve.limits import Limits
@@ -112,6 +113,7 @@ async def serve(connection: Connection, listening: socket.socket, settings: Fron
 def main(connection: Connection, listening: socket.socket, settings: FrontSettings) -> None:
     """Run as a process of its own."""
     set_up_log(settings.log_json)
+    template_process.warm_up()
     if sys.platform == "win32":
         asyncio.run(serve(connection, listening, settings))
         return

@@ -104,14 +104,13 @@ class Service:
         self.check_ready()
         self.limits.check(ask)
         tokens, tail, grammar = await asyncio.to_thread(self._prepare, ask)
-        syntax, ends = self.syntax, self.facts.ends
-        on = frozenset(self._ids(syntax.goes_on))
+        syntax = self.syntax
         request = Request(
             tokens,
             replace(ask.sampling, grammar=grammar or ask.sampling.grammar),
             user=ask.user,
             show=frozenset(self._ids(syntax.shows)),
-            ends=ends - on if on else None,
+            ends=(self.facts.ends | self.tokenizer.turn_ends) - frozenset(self._ids(syntax.goes_on)),
         )
         tools = _offered(ask)
         return self._submit([request], ask.count, lambda: syntax.parser(tail, tools), ask.parallel)
@@ -142,6 +141,8 @@ class Service:
     def _prepare(self, ask: Ask) -> tuple[tuple[int, ...], str, str | None]:
         """Give the prompt's tokens, its last characters and the grammar of the answer: work for a thread of its own."""
         text = self._render(ask)
+        # found by rendering once, which is no work for the event loop
+        _ = self.tokenizer.turn_ends
         tail = text[-TAIL:]
         grammar = grammar_for(ask, self.syntax, tail, self.tokenizer)
         return tuple(self.tokenizer.encode(text, special=False)), tail, grammar

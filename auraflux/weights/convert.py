@@ -8,10 +8,8 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +20,8 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor, check_format
+from auraflux.weights.boundary import regular
+from auraflux.weights.destination import put_in_place, working_folder
 from auraflux.weights.loader import ROUTERS, Rename, Weights, dense, is_blank
 from auraflux.weights.rounding import quantize_large
 from auraflux.weights.stored import Checkpoint, Stored
@@ -180,9 +180,12 @@ def convert(
     check_format(bits, group)
     if checkpoint.experts is not None:
         raise FormatError(f"{checkpoint.path} holds packed experts. Convert the model that it was packed from.")
-    check_paths(checkpoint, target, force)
+    target = target.absolute()
     try:
-        with _appearing(target) as folder:
+        with working_folder(target) as aside:
+            check_paths(checkpoint, target, force)
+            folder = aside / "new"
+            folder.mkdir()
             shards = Shards(folder)
             weights = Writing(checkpoint, family.rename, shards, bits=bits, group=group, advance=advance)
             family.Model(family.Config.from_hf(checkpoint.config), weights)
@@ -196,6 +199,7 @@ def convert(
             (folder / "config.json").write_text(json.dumps(config, indent=4))
             copy_others(checkpoint.path, folder)
             add(folder)
+            put_in_place(folder, target, aside, lambda: check_paths(checkpoint, target, force))
     except OSError as err:
         raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
     return target
@@ -203,7 +207,7 @@ def convert(
 
 def check_paths(checkpoint: Checkpoint, target: Path, force: bool) -> None:
     """Refuse to write over what is read, or over something else."""
-    if not target.exists():
+    if not os.path.lexists(target):
         return
     if target.resolve() == checkpoint.path.resolve():
         raise FormatError(f"{target} is the model that is to be written anew; name another folder.")
@@ -211,33 +215,6 @@ def check_paths(checkpoint: Checkpoint, target: Path, force: bool) -> None:
         raise FormatError(f"{target} is already there. Use --force to replace it.")
     if not (target / "config.json").exists() and (target.is_file() or any(target.iterdir())):
         raise FormatError(f"{target} is not a model folder, so it is not replaced.")
-
-
-@contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place at the end, and is gone if there is no good end."""
-    target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        made, old = folder / "new", folder / "old"
-        made.mkdir()
-        yield made
-        put_in_place(made, target, old)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def put_in_place(made: Path, target: Path, old: Path) -> None:
-    """Rename a folder to what it shall be called, and what had that name to `old`."""
-    if target.exists():
-        os.rename(target, old)
-    try:
-        os.rename(made, target)
-    except BaseException:
-        if old.exists():
-            os.rename(old, target)
-        raise
 
 
 def mlx_config(config: dict[str, Any], formats: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -275,4 +252,4 @@ def copy_others(source: Path, folder: Path) -> None:
         return
     for path in sorted({path for pattern in COPIED for path in source.glob(pattern)}):
         if path.name not in OWN and path.is_file():
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(regular(path, source), folder / path.name)

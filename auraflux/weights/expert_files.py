@@ -19,7 +19,7 @@ import torch
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
-from auraflux.weights.json_file import read_json
+from auraflux.weights.boundary import read_json, regular
 
 FOLDER, MANIFEST = "experts", "manifest.json"
 NAME, VERSION = "auraflux-experts", 1
@@ -29,7 +29,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 # no model comes near these; they keep products of what a manifest says within 64 bits
 MOST = {"count": 1 << 16, "hidden": 1 << 20, "inner": 1 << 20, "lanes": 64, "bits": 8, "group": 1 << 10}
 MOST_LAYERS = 1 << 12
-LARGEST_MANIFEST = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +69,7 @@ class ExpertFile:
 
     def check(self) -> None:
         """Refuse a file that is not there or has another size than was written."""
-        try:
-            found = self.path.stat().st_size
-        except OSError as err:
-            raise FormatError(f"{self.path} with the experts of {self.module} cannot be read: {err.strerror}.") from err
+        found = regular(self.path, self.path.parent.parent).stat().st_size
         if found != self.file_nbytes:
             raise FormatError(
                 f"{self.path} with the experts of {self.module} has {found} bytes, not the {self.file_nbytes} that were "
@@ -143,9 +139,7 @@ def has_experts(folder: Path) -> bool:
 def open_experts(folder: Path) -> ExpertFiles:
     """Read the manifest of a model's folder."""
     path = folder / FOLDER / MANIFEST
-    if path.stat().st_size > LARGEST_MANIFEST:
-        raise FormatError(f"{path} has {path.stat().st_size} bytes; no manifest has more than {LARGEST_MANIFEST}.")
-    return _Reading(path).files(read_json(path))
+    return _Reading(path).files(read_json(path, folder))
 
 
 def stride_of(nbytes: int) -> int:

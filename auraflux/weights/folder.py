@@ -11,8 +11,9 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
+from auraflux.weights.boundary import brief, listed, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
-from auraflux.weights.json_file import read_json
+from auraflux.weights.model_keys import check_config, check_index
 from auraflux.weights.stored import Stored
 
 PARTS = (".scales", ".biases")
@@ -28,19 +29,14 @@ class Folder:
         self.path = path
         if not (path / "config.json").exists():
             raise FormatError(f"{path} has no config.json, so it is not a model folder.")
-        self.config = read_json(path / "config.json")
+        self.config = read_json(path / "config.json", path)
+        check_config(path / "config.json", self.config)
         self.notes: list[str] = []
-        self.quantization = self._quantization()
+        self.quantization: dict[str, Any] = self.config.get("quantization") or {}
         self.experts: ExpertFiles | None = open_experts(path) if has_experts(path) else None
         # what is packed was written as convert writes it
         self.form = "mlx" if self.quantization or self.experts else "hf"
         self._files: dict[Path, Any] = {}
-
-    def _quantization(self) -> dict[str, Any]:
-        found = self.config.get("quantization")
-        if found is not None and not isinstance(found, dict):
-            raise FormatError(f"'quantization' in {self.path / 'config.json'} is {found!r}, not an object.")
-        return found or {}
 
     @cached_property
     def _homes(self) -> dict[str, Path]:
@@ -48,11 +44,11 @@ class Folder:
         files = sorted(self.path.glob("*.safetensors"))
         index = self.path / "model.safetensors.index.json"
         if index.exists():
-            wanted = read_json(index).get("weight_map", {})
-            missing = sorted({name for name in wanted.values() if not (self.path / name).exists()})
+            wanted = sorted(set(check_index(index, read_json(index, self.path)).values()))
+            missing = [name for name in wanted if not (self.path / name).exists()]
             if missing:
-                raise FormatError(f"{index} lists files that are not there: {', '.join(missing)}.")
-            files = [self.path / name for name in sorted(set(wanted.values()))]
+                raise FormatError(f"{index} lists files that are not there: {listed(missing)}.")
+            files = [self.path / name for name in wanted]
         if not files:
             raise FormatError(f"{self.path} has no .safetensors file.")
         return {name: path for path in files for name in self._open(path).keys()}  # noqa: SIM118
@@ -60,9 +56,9 @@ class Folder:
     def _open(self, path: Path) -> Any:
         if path not in self._files:
             try:
-                self._files[path] = safe_open(path, framework="pt").__enter__()
+                self._files[path] = safe_open(regular(path, self.path), framework="pt").__enter__()
             except (OSError, SafetensorError) as err:
-                raise FormatError(f"{path} cannot be read: {err}. It may have been cut short; fetch it again.") from err
+                raise FormatError(f"{path} cannot be read: {brief(err)}. It may have been cut short; fetch it again.") from err
         return self._files[path]
 
     def _slice(self, name: str) -> Any:
@@ -128,7 +124,7 @@ class Folder:
         try:
             found = [self._open(self._homes[part]).get_tensor(part) for part in parts]
         except SafetensorError as err:
-            raise FormatError(f"{self._homes[parts[0]]}: tensor {name} cannot be read: {err}.") from err
+            raise FormatError(f"{self._homes[parts[0]]}: tensor {name} cannot be read: {brief(err)}.") from err
         if len(parts) == 1:
             return found[0]
         if parts[0].endswith(BLOCKS):

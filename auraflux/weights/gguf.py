@@ -16,8 +16,10 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
+from auraflux.weights.boundary import brief, listed, regular
 from auraflux.weights.expert_files import ExpertFiles
 from auraflux.weights.gguf_words import FREQUENCIES, architecture, make_config, tensor_name
+from auraflux.weights.model_keys import check_config, check_gguf
 from auraflux.weights.stored import Stored
 
 MAGIC = b"GGUF"
@@ -57,6 +59,7 @@ class _Reader(gguf.GGUFReader):
 
 
 def _read(path: Path) -> _Reader:
+    path = regular(path)
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -69,7 +72,7 @@ def _read(path: Path) -> _Reader:
         reader = _Reader(path, "c")
     # whatever the package stumbles over in a damaged file: there are errors of ten kinds
     except Exception as err:
-        raise FormatError(f"{path} cannot be read as GGUF: {err}. It may have been cut short; fetch it again.") from err
+        raise FormatError(f"{path} cannot be read as GGUF: {brief(err)}. It may have been cut short; fetch it again.") from err
     if reader.byte_order == "S":
         raise FormatError(f"{path} is a GGUF file of the other byte order, which is not supported.")
     return reader
@@ -83,7 +86,7 @@ def _parts(path: Path) -> list[Path]:
     stem, _, count = found.groups()
     paths = [path.with_name(f"{stem}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1)]
     if missing := [each.name for each in paths if not each.exists()]:
-        raise FormatError(f"{path} is one of {len(paths)} files, and these are not beside it: {', '.join(missing)}.")
+        raise FormatError(f"{path} is one of {len(paths)} files, and these are not beside it: {listed(missing)}.")
     return paths
 
 
@@ -105,15 +108,18 @@ class GGUFFile:
         self._tensors = {tensor_name(name, self._architecture): found for name, found in every.items()}
         shapes = {name: self.shape(name) for name in self._tensors}
         self.config = make_config(self.metadata, shapes, None if frequencies is None else frequencies[1].data)
+        check_config(self.path, self.config)
         self.notes = self._notes()
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
         try:
             fields = self._readers[0].fields.items()
-            return {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
+            found = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
         except UnicodeDecodeError as err:
-            raise FormatError(f"{self.path} has metadata that is not UTF-8: {err}.") from err
+            raise FormatError(f"{self.path} has metadata that is not UTF-8: {brief(err)}.") from err
+        check_gguf(self.path, found)
+        return found
 
     @cached_property
     def formats(self) -> dict[str, str]:

@@ -53,8 +53,6 @@ class Words:
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._metadata.get(f"{self._architecture}.{key}", default)
-        if isinstance(value, list):
-            raise FormatError(f"the GGUF file has a list of {self._architecture}.{key}, one for each layer; one is supported.")
         # the file holds single precision; 1e-5 is meant where it says 9.999999747e-6
         return float(str(np.float32(value))) if isinstance(value, float) else value
 

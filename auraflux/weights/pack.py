@@ -17,7 +17,8 @@ import numpy as np
 from auraflux.errors import FormatError
 from auraflux.quant import check_format
 from auraflux.weights import expert_files
-from auraflux.weights.convert import Family, Shards, check_paths, copy_others, mlx_config, put_in_place
+from auraflux.weights.convert import Family, Shards, check_paths, copy_others, mlx_config
+from auraflux.weights.destination import put_in_place, working_folder
 from auraflux.weights.disk import sync
 from auraflux.weights.expert_files import write_format, write_layer
 from auraflux.weights.journal import NAME, Journal, digest, discard, stamps
@@ -52,7 +53,12 @@ def pack(
     """
     if bits is not None:
         check_format(bits, group)
-    check_paths(checkpoint, target, force)
+    target = target.absolute()
+    try:
+        with working_folder(target):
+            check_paths(checkpoint, target, force)
+    except OSError as err:
+        raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
     options: dict[str, Any] = {"bits": bits, "group": group, "lanes": lanes}
     config = family.Config.from_hf(checkpoint.config)
     plan = Packing(checkpoint, family.rename, None, **options)
@@ -60,7 +66,6 @@ def pack(
     plan.done()
     if not plan.layers:
         raise FormatError(f"{checkpoint.path} has no experts, so there is nothing to pack.")
-    target = target.absolute()
     folder = target.with_name(target.name + PARTIAL)
     try:
         if force:
@@ -76,7 +81,7 @@ def pack(
             run.write_manifest(checkpoint)
             copy_others(checkpoint.path, folder)
             add(folder)
-            _finish(folder, target)
+            _finish(folder, target, lambda: check_paths(checkpoint, target, force))
         finally:
             journal.close()
     except OSError as err:
@@ -93,15 +98,14 @@ def _construct(
     return weights.formats
 
 
-def _finish(folder: Path, target: Path) -> None:
+def _finish(folder: Path, target: Path, check: Callable[[], None]) -> None:
     """Give a whole folder its name."""
-    (folder / NAME).unlink()
     sync(folder)
-    old = target.with_name(target.name + ".old" + PARTIAL)
-    shutil.rmtree(old, ignore_errors=True)
-    put_in_place(folder, target, old)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with working_folder(target) as aside:
+        put_in_place(folder, target, aside, check)
+        sync(target.parent)
+    (target / NAME).unlink()
+    sync(target)
 
 
 class _Run:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from auraflux.errors import AurafluxError, FetchError, FormatError
+from auraflux.machine import cache_home
+from auraflux.weights.boundary import shown
 
 Report = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
 
@@ -59,8 +61,8 @@ def _quiet(what: str, done: int, total: int) -> None:
 
 def models_folder() -> Path:
     """Where built-in models are kept: AURAFLUX_HOME, or auraflux in the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("AURAFLUX_HOME") or cache / "auraflux") / "models"
+    named = os.environ.get("AURAFLUX_HOME")
+    return (Path(named) if named else cache_home() / "auraflux") / "models"
 
 
 def locate(name: str | None = None, report: Report = _quiet) -> Path:
@@ -70,16 +72,20 @@ def locate(name: str | None = None, report: Report = _quiet) -> Path:
           "org/name/file.gguf"); None for the default model
     """
     name = DEFAULT if name is None else name
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+    # a name that is too long, or a user that is not known
+    except (OSError, RuntimeError) as err:
+        raise FormatError(f"there is no model {shown(name)}: {getattr(err, 'strerror', None) or err}.") from err
     if name.lower() in BUILT_IN:
         return _built_in(name.lower(), report)
     found = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/(.+\.gguf))?", name)
     if found is None:
         known = ", ".join(BUILT_IN)
         raise FormatError(
-            f"there is no model {name!r}: no such folder or file, and neither a built-in name ({known}) nor a repository "
+            f"there is no model {shown(name)}: no such folder or file, and neither a built-in name ({known}) nor a repository "
             "on the Hugging Face hub (org/name)."
         )
     return _from_hub(found[1], found[2])

@@ -11,6 +11,7 @@ from auraflux.cache import Batch
 from auraflux.errors import CacheFull, ContextError, FormatError, InputError, SettingsError
 from auraflux.run.graph import Replayer
 from auraflux.run.language import LanguageModel
+from auraflux.run.template_process import process
 from tests.run.tiny import tiny
 
 IDS = [5, 80, 301, 17, 44, 120, 9]
@@ -105,6 +106,31 @@ def test_chat_goes_on_where_it_was(model: LanguageModel):
     assert model.stats.reused_tokens >= len(model.chat_ids(messages)) - 1
 
 
+def test_conversations_together_are_answered_as_alone(model: LanguageModel):
+    chats = [[{"role": "user", "content": text}] for text in ("Hello fox", "dog")]
+    alone = ["".join(model.chat(chat, max_tokens=6)) for chat in chats]
+    assert model.chat_batch(chats, max_tokens=6) == alone
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    chat = [{"role": "user", "content": "Hello fox"}]
+    ids = model.chat_ids(chat)
+    whole = list(model.tokens(ids, max_tokens=6, endless=True))
+    monkeypatch.setattr(model.tokenizer, "turn_ends", frozenset([whole[2]]))
+    cut = model.tokenizer.decode(whole[: whole.index(whole[2])])
+    assert "".join(model.chat(chat, max_tokens=6)) == cut
+    assert model.chat_batch([chat], max_tokens=6) == [cut]
+
+
+def test_a_template_is_not_looked_at_before_it_is_needed(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_):
+        raise AssertionError("a template was rendered")
+
+    monkeypatch.setattr(process, "render", refuse)
+    model = auraflux.load(tiny(), context=64, device="cpu")
+    "".join(model.generate("The quick", max_tokens=2))
+
+
 def test_a_batch_is_what_each_would_be_alone(model: LanguageModel):
     prompts = ["The quick brown", [3, 4, 5, 6], "x"]
     alone = ["".join(model.generate(prompt, max_tokens=10)) for prompt in prompts]
@@ -191,7 +217,7 @@ def test_without_a_tokenizer_it_runs_on_ids():
         ([5, -1], {}, InputError, "token -1 is not"),
         ([5] * 300, {}, ContextError, r"the prompt has 300 tokens.*limited to 256.*context=301"),
         (IDS, {"heat": 1}, InputError, "there is no setting heat"),
-        (IDS, {"temperature": -1.0}, InputError, "temperature=-1.0 must be 0 or more"),
+        (IDS, {"temperature": -1.0}, InputError, "temperature=-1.0 must be from 0 to"),
     ],
 )
 def test_what_does_not_fit_is_refused(model: LanguageModel, prompt: list[int], settings: dict, error: type, message: str):
@@ -202,7 +228,7 @@ def test_what_does_not_fit_is_refused(model: LanguageModel, prompt: list[int], s
 def test_settings_are_refused_before_anything_is_loaded():
     with pytest.raises(SettingsError, match="kv='k5v5' has no codebook"):
         auraflux.load(tiny(), kv="k5v5")
-    with pytest.raises(SettingsError, match="context=0 must be at least 1"):
+    with pytest.raises(SettingsError, match="context=0 must be a whole number from 1"):
         auraflux.load(tiny(), context=0)
     with pytest.raises(InputError, match="there is no device 'gpu'"):
         auraflux.load(tiny(), device="gpu")

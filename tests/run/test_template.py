@@ -1,6 +1,5 @@
 """Chat templates: the text transformers gives, one sentence for what is wrong, and strangers' programs kept in."""
 
-import sys
 import time
 from collections import UserDict
 
@@ -8,8 +7,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from auraflux.errors import InputError, TemplateError
-from auraflux.run import template as module
-from auraflux.run.template import Template
+from auraflux.run.template import render
 
 CHATML = """{%- if tools %}
 <|im_start|>system
@@ -77,13 +75,13 @@ def test_the_text_is_that_of_transformers(source, tools, chat):
         want = render_jinja_template(conversations=[CHATS[chat]], chat_template=source, **values)[0][0]
     except Exception as err:
         with pytest.raises(TemplateError, match=f"refuses the messages: {err}"):
-            Template(source).render(CHATS[chat], **values)
+            render(source, CHATS[chat], **values)
     else:
-        assert Template(source).render(CHATS[chat], **values) == want
+        assert render(source, CHATS[chat], **values) == want
 
 
 def test_today():
-    assert Template("{{ strftime_now('%Y') }}").render([]) == time.strftime("%Y")
+    assert render("{{ strftime_now('%Y') }}", []) == time.strftime("%Y")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_today():
 )
 def test_errors_are_one_sentence(source, said):
     with pytest.raises(TemplateError, match=said) as caught:
-        Template(source).render(CHATS["short"])
+        render(source, CHATS["short"])
     assert "\n" not in str(caught.value)
 
 
@@ -122,7 +120,7 @@ def test_errors_are_one_sentence(source, said):
     ],
 )
 def test_python_s_internals_are_not_to_be_had(source):
-    assert Template(source).render(CHATS["short"]) == ""
+    assert render(source, CHATS["short"]) == ""
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_python_s_internals_are_not_to_be_had(source):
 def test_nothing_outside_is_reached_or_changed(source):
     chat = [{"role": "user", "content": "Hi"}]
     with pytest.raises(TemplateError):
-        Template(source).render(chat)
+        render(source, chat)
     assert chat == [{"role": "user", "content": "Hi"}]
 
 
@@ -198,48 +196,32 @@ GROWTHS = [
 )
 def test_gigantic_texts_are_not_built(source):
     with pytest.raises(TemplateError, match=r"was stopped: it (builds|pads|computes)"):
-        Template(source).render(CHATS["short"])
+        render(source, CHATS["short"])
 
 
-NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{% set x = m(n-1) %}{% set y = m(n-1) %}{% endif %}{% endmacro %}{{ m(60) }}",
-        NESTED + "{{ ns.x }}",
-        NESTED + "{{ ns.x | tojson }}",
-    ],
-)
-def test_what_does_not_end_is_ended(source, monkeypatch):
-    monkeypatch.setattr(module, "MAX_SECONDS", 0.2)
-    before = sys.gettrace()
-    with pytest.raises(TemplateError, match=r"was stopped: it (did not end within 0.2 seconds|builds more than)"):
-        Template(source).render(CHATS["short"])
-    assert sys.gettrace() is before
+def test_any_name_may_be_a_value():
+    assert render("{{ source }}{{ values }}{{ self is defined }}", [], source=1, values=2) == "12True"
 
 
 @pytest.mark.parametrize("source", ["{{ range(10 ** 9) }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"])
 def test_other_ways_to_run_away(source):
     with pytest.raises(TemplateError, match=r"Range too big|recursion"):
-        Template(source).render(CHATS["short"])
+        render(source, CHATS["short"])
 
 
 def test_only_plain_data_goes_in():
     class Name(str):
         pass
 
-    assert Template("{{ messages[0].content }}").render([UserDict(role="user", content=Name("x"))]) == "x"
+    assert render("{{ messages[0].content }}", [UserDict(role="user", content=Name("x"))]) == "x"
     with pytest.raises(InputError, match="text, numbers, lists and dicts, not object"):
-        Template("").render([{"role": "user", "content": object()}])
+        render("", [{"role": "user", "content": object()}])
     with pytest.raises(InputError, match="A message is a dict with a 'role'"):
-        Template("").render(["hi"])
+        render("", ["hi"])
     deep: list = []
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(InputError, match="too deep"):
-        Template("").render([{"role": "user", "content": deep}])
+        render("", [{"role": "user", "content": deep}])
     with pytest.raises(TemplateError, match="is list, not text"):
-        Template([])
+        render([], [])

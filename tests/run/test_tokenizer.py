@@ -97,10 +97,18 @@ def test_ends_of_a_text(tmp_path):
     assert ends(tokenizer_config={"eos_token": "<|im_end|>"}) == {0, 2}
     assert ends(tokenizer_config={}, config={"text_config": {"eos_token_id": 5}}) == {0, 5}
     assert ends(tokenizer_config={}, generation_config={"eos_token_id": [7, 8]}) == {0, 7, 8}
+    assert ends(tokenizer_config={"chat_template": CHATML}, generation_config={"eos_token_id": 0}) == {0}
+
+
+def test_ends_of_a_turn(tmp_path):
+    def ends(template):
+        tokenizer = Tokenizer.from_folder(folder(tmp_path, byte_level(), tokenizer_config={"chat_template": template}))
+        assert tokenizer is not None
+        return tokenizer.turn_ends
+
     # the template ends a turn with it, though nothing calls it an end
-    assert ends(tokenizer_config={"chat_template": CHATML}, generation_config={"eos_token_id": 0}) == {0, 2}
-    broken = {"chat_template": "{{ raise_exception('no') }}", "eos_token": "<|endoftext|>"}
-    assert ends(tokenizer_config=broken, generation_config={}, config={}) == {0}
+    assert ends(CHATML) == {2}
+    assert ends("{{ raise_exception('no') }}") == ends("{{ messages[1].content }} no token") == frozenset()
 
 
 def test_templates(tmp_path):
@@ -147,10 +155,13 @@ def test_a_broken_tokenizer_file_is_one_sentence(tmp_path, content):
 
 def test_broken_configurations(tmp_path):
     for config, said in (
-        ({"chat_template": 3}, "neither a text nor a list of named texts"),
+        ({"chat_template": 3}, "tokenizer_config.json has chat_template = 3; a text of"),
         ({"chat_template": [{"name": 1, "template": "x"}]}, "neither a text nor a list of named texts"),
-        ({"added_tokens_decoder": [1]}, "not a list of tokens by number"),
-        ({"added_tokens_decoder": {"x": {}}}, "not a list of tokens by number"),
+        ({"added_tokens_decoder": [1]}, r"has added_tokens_decoder = \[1\]; an object"),
+        ({"added_tokens_decoder": {"x": {}}}, "has a token under 'x' in added_tokens_decoder; a number"),
+        ({"added_tokens_decoder": {"7": {"special": True}}}, "token 7 has no content; a text"),
+        ({"added_tokens_decoder": {"7": {"content": "<x>", "special": "yes"}}}, "has special = 'yes'; true or false"),
+        ({"add_bos_token": 1}, "has add_bos_token = 1; true or false"),
     ):
         folder(tmp_path, byte_level(), tokenizer_config=config)
         with pytest.raises(FormatError, match=said):

@@ -139,12 +139,14 @@ def test_a_hostile_manifest_is_refused(name: str, folder: Path):
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"count": ' + "9" * 5000 + "}", "\xff", "[" * 100_000])
 def test_what_is_no_json_is_refused(text: str, folder: Path):
     (folder / "experts" / "manifest.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(FormatError, match=r"manifest\.json (cannot be read as JSON|holds list)"):
+    with pytest.raises(
+        FormatError, match=r"manifest\.json (cannot be read as JSON|holds list|is not text|has objects or lists within)"
+    ):
         open_checkpoint(folder)
 
 
 def test_a_manifest_of_gigabytes_is_not_read(folder: Path):
     with (folder / "experts" / "manifest.json").open("r+b") as file:
         file.truncate(1 << 32)
-    with pytest.raises(FormatError, match="no manifest has more than"):
+    with pytest.raises(FormatError, match=r"manifest\.json has more than 67,108,864 bytes"):
         open_checkpoint(folder)

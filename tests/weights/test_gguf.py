@@ -143,7 +143,7 @@ def test_yarn_and_linear_scaling(tmp_path):
         ({"words": {"expert_count": 8}}, r"with experts \(Mixtral\) are not supported"),
         ({"words": {"rope.dimension_count": 16}}, "rotates 16 of 32 channels of a head"),
         ({"words": {"rope.scaling.type": "longrope"}}, "asks for rope scaling 'longrope'"),
-        ({"words": {"attention.head_count_kv": [1, 2]}}, "a list of llama.attention.head_count_kv"),
+        ({"words": {"attention.head_count_kv": [1, 2]}}, r"llama.attention.head_count_kv = \[1, 2\]; a whole number"),
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path, options, message: str):

@@ -178,7 +178,7 @@ def test_mapped_files_are_checked_too(packed: Any, tmp_path: Path):
 def test_files_that_are_not_whole_are_refused_at_once(packed: Any, tmp_path: Path, change: Any):
     files = copy_of(packed, tmp_path)
     change(files.files[1].path)
-    with pytest.raises(FormatError, match=r"layer_001\.bin with the experts of model\.layers\.1\.mlp"):
+    with pytest.raises(FormatError, match=r"layer_001\.bin (with the experts of model\.layers\.1\.mlp|cannot be read)"):
         store(files, K)
 
 

@@ -4,20 +4,19 @@ Kernels take addresses (`tensor.data_ptr()`) and sizes, because an array argumen
 fraction of one. Inside, `floats(address, n)` and its siblings make an array over the memory. Nothing checks bounds in there:
 shapes, dtypes and contiguity are checked before a kernel runs.
 
-`@jit` compiles a function, `@Kernel` one that all threads run together. Compiled code is cached on disk, in a folder named
-after a digest of the CPU ops' sources: Numba itself looks only at the file of the function it compiles, and would run
-stale code after a change in a module that function was built from.
+`@jit` compiles a function, `@Kernel` one that all threads run together. Compiled code is kept on disk (kernel_cache.py), in a
+folder named after a digest of the CPU ops' sources: Numba itself looks only at the file of the function it compiles, and would
+run stale code after a change in a module that function was built from.
 """
 
 import hashlib
 import os
 import platform
-import shutil
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,8 @@ from numba.extending import intrinsic
 from numba.np.ufunc import parallel
 from torch import Tensor
 
+from auraflux.kernel_cache import kept_in, open_folder
 from auraflux.ops._recording import recorder
-
-KEPT_CACHES = 4
 
 # its names are made when it is imported, out of sight of type checkers
 config: Any = _config
@@ -55,23 +53,7 @@ def _sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_folder() -> str:
-    base = os.environ.get("AURAFLUX_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "auraflux"
-    )
-    folder = Path(base) / "numba" / _sources_digest()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        # numba falls back to a folder of its own, or compiles anew each time
-        return ""
-    for old in sorted(folder.parent.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)[KEPT_CACHES:]:
-        shutil.rmtree(old, ignore_errors=True)
-    os.utime(folder)
-    return str(folder)
-
-
-CACHE_FOLDER = _cache_folder()
+CACHE_FOLDER = open_folder(_sources_digest())
 
 
 def nothing_compiled() -> bool:
@@ -92,13 +74,8 @@ _choose_threads()
 FAST = {"contract", "reassoc", "nsz"}
 
 
-@contextmanager
-def _our_cache() -> Iterator[None]:
-    before, config.CACHE_DIR = config.CACHE_DIR, CACHE_FOLDER or config.CACHE_DIR
-    try:
-        yield
-    finally:
-        config.CACHE_DIR = before
+def _our_cache() -> AbstractContextManager[None]:
+    return kept_in(CACHE_FOLDER)
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:

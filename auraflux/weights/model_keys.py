@@ -1,0 +1,168 @@
+"""What the keys of a model's files may be. Families and tokenizers see only values that fit these tables.
+
+The limits are far above what any model has, and low enough that nothing is built or computed from a value before the weights
+themselves have confirmed it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from auraflux.errors import FormatError
+from auraflux.weights.boundary import FLAG, OBJECT, Kind, check, either, list_of, mapping_of, named, number, shown, text, whole
+
+MOST_LAYERS = 1024
+NAME = text(256)
+COUNT, WIDTH, HEAD = whole(1, 1 << 16), whole(1, 1 << 20), whole(1, 1024)
+TOKEN = whole(0, 1 << 31)
+TOKENS = either(TOKEN, list_of(TOKEN, 1024))
+POSITIONS, WINDOW = whole(1, 1 << 40), whole(1, 1 << 24)
+FACTOR = number(1e-6, 1e6)
+LAYERS = whole(0, MOST_LAYERS)
+
+CONFIG: dict[str, Kind] = {
+    "model_type": NAME,
+    "text_config": OBJECT,
+    "num_hidden_layers": whole(1, MOST_LAYERS),
+    "layer_types": list_of(NAME, MOST_LAYERS),
+    "vocab_size": whole(1, 1 << 24),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank"), WIDTH),
+    "shared_expert_intermediate_size": whole(0, 1 << 20),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), COUNT),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD),
+    "kv_lora_rank": whole(1, 4096),
+    "linear_conv_kernel_dim": whole(1, 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), whole(0, 1 << 16)),
+    "n_shared_experts": whole(0, 256),
+    "num_experts_per_tok": whole(0, 1 << 16),
+    **dict.fromkeys(("n_group", "topk_group"), COUNT),
+    **dict.fromkeys(("decoder_sparse_step", "full_attention_interval", "moe_layer_freq"), whole(1, MOST_LAYERS)),
+    "sliding_window_pattern": whole(1, MOST_LAYERS),
+    **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), LAYERS),
+    "mlp_only_layers": list_of(LAYERS, MOST_LAYERS),
+    "max_position_embeddings": POSITIONS,
+    "sliding_window": WINDOW,
+    "rms_norm_eps": number(0, 1),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), number(1, 1e12)),
+    "partial_rotary_factor": number(0, 1),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), FACTOR),
+    **dict.fromkeys(("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"), FACTOR),
+    **dict.fromkeys(("attention_bias", "attn_output_gate", "norm_topk_prob", "rope_interleave", "tie_word_embeddings"), FLAG),
+    **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), FLAG),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "scoring_func", "topk_method"), NAME),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization", "quantization_config"), OBJECT),
+    "eos_token_id": TOKENS,
+}
+ROPE: dict[str, Kind] = {
+    **dict.fromkeys(("rope_type", "type"), NAME),
+    "rope_theta": number(1, 1e12),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), FACTOR),
+    **dict.fromkeys(("beta_fast", "beta_slow"), FACTOR),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), number(0, 1e6)),
+    "original_max_position_embeddings": POSITIONS,
+    "partial_rotary_factor": number(0, 1),
+    "truncate": FLAG,
+}
+QUANTIZATION: dict[str, Kind] = {"bits": whole(2, 8), "group_size": whole(1, 1024), "mode": NAME}
+# of weights that are not read
+FOREIGN: dict[str, Kind] = {"quant_method": NAME}
+GENERATION: dict[str, Kind] = {"eos_token_id": TOKENS}
+TOKENIZER: dict[str, Kind] = {
+    **dict.fromkeys(("add_bos_token", "add_eos_token"), FLAG),
+    "added_tokens_decoder": OBJECT,
+    "chat_template": either(text(1 << 22), list_of(OBJECT, 64), mapping_of(text(1 << 22), 64)),
+}
+ADDED_TOKEN: dict[str, Kind] = {
+    "content": text(1 << 12),
+    **dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), FLAG),
+}
+INDEX: dict[str, Kind] = {"weight_map": OBJECT}
+# of a GGUF file, without the name of its architecture
+GGUF: dict[str, Kind] = {
+    "block_count": whole(1, MOST_LAYERS),
+    **dict.fromkeys(("embedding_length", "feed_forward_length", "expert_feed_forward_length"), WIDTH),
+    **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "expert_count", "expert_used_count"), COUNT),
+    **dict.fromkeys(("attention.key_length", "rope.dimension_count"), HEAD),
+    "attention.layer_norm_rms_epsilon": number(0, 1),
+    "rope.freq_base": number(1, 1e12),
+    **dict.fromkeys(("context_length", "rope.scaling.original_context_length"), POSITIONS),
+    "attention.sliding_window": WINDOW,
+    "rope.scaling.type": NAME,
+    **dict.fromkeys(("rope.scaling.factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), FACTOR),
+}
+GGUF_TEXT: dict[str, Kind] = {
+    "general.architecture": NAME,
+    **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre"), NAME),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), list_of(text(1 << 16), 1 << 24)),
+    "tokenizer.ggml.token_type": list_of(whole(0, 255), 1 << 24),
+    "tokenizer.ggml.scores": list_of(number(-3.5e38, 3.5e38), 1 << 24),
+    **{f"tokenizer.ggml.{key}_token_id": TOKEN for key in ("bos", "eos", "unknown", "padding", "eot", "eom")},
+    **{f"tokenizer.ggml.{key}": FLAG for key in ("add_bos_token", "add_eos_token", "add_space_prefix")},
+    "tokenizer.chat_template": text(1 << 22),
+}
+
+
+def check_config(where: str | Path, config: dict[str, Any]) -> None:
+    """Refuse a config.json, or what stands for one, of which a value is not of its kind."""
+    inner = config.get("text_config")
+    for part in (config, inner) if isinstance(inner, dict) else (config,):
+        check(where, part, CONFIG)
+        for key in ("rope_scaling", "rope_parameters"):
+            _check_rope(where, part.get(key) or {})
+        check(where, part.get("quantization_config") or {}, FOREIGN)
+    _check_quantization(where, config.get("quantization") or {})
+    _check_counts(where, {**config, **(inner or {})})
+
+
+def _check_rope(where: str | Path, found: dict[str, Any]) -> None:
+    check(where, found, ROPE)
+    # one for each type of layer
+    for each in found.values():
+        if isinstance(each, dict):
+            check(where, each, ROPE)
+
+
+def _check_quantization(where: str | Path, found: dict[str, Any]) -> None:
+    check(where, found, QUANTIZATION)
+    # of some modules, another format is said under their names
+    for module, own in found.items():
+        if isinstance(own, dict):
+            check(f"{where}: {module}", own, QUANTIZATION)
+
+
+def _check_counts(where: str | Path, found: dict[str, Any]) -> None:
+    """Refuse numbers that do not go with each other."""
+    heads, kv_heads = found.get("num_attention_heads"), found.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads and not found.get("kv_lora_rank"):
+        raise FormatError(f"{named(where)} has {heads} num_attention_heads, which {kv_heads} num_key_value_heads cannot share.")
+    chosen = found.get("num_experts_per_tok")
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if chosen and found.get(key) and chosen > found[key]:
+            raise FormatError(f"{named(where)} has num_experts_per_tok = {chosen}, more than {key} = {found[key]}.")
+
+
+def check_added_tokens(where: str | Path, listed: dict[str, Any]) -> None:
+    """Refuse tokens of tokenizer_config.json that have no number or no content."""
+    check(f"{where}: added_tokens_decoder", listed, dict.fromkeys(listed, OBJECT), tuple(listed))
+    for key, about in listed.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise FormatError(f"{named(where)} has a token under {shown(key)} in added_tokens_decoder; a number is needed.")
+        check(f"{where}: token {key}", about, ADDED_TOKEN, ("content",))
+
+
+def check_index(where: Path, found: dict[str, Any]) -> dict[str, str]:
+    """Give the file of each tensor; only files beside the index may be named."""
+    check(where, found, INDEX, ("weight_map",))
+    check(f"{where}: weight_map", found["weight_map"], dict.fromkeys(found["weight_map"], NAME), tuple(found["weight_map"]))
+    for name in set(found["weight_map"].values()):
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise FormatError(f"{named(where)} names {shown(name)}; the name of a file beside it is needed.")
+    return found["weight_map"]
+
+
+def check_gguf(where: Path, metadata: dict[str, Any]) -> None:
+    """Refuse metadata of a GGUF file of which a value is not of its kind."""
+    check(where, metadata, GGUF_TEXT, ("general.architecture",))
+    architecture = metadata["general.architecture"]
+    check(where, metadata, {f"{architecture}.{key}": kind for key, kind in GGUF.items()})
+    check(where, metadata, {key: text(1 << 22) for key in metadata if key.startswith("tokenizer.chat_template")})

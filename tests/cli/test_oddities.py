@@ -1,0 +1,173 @@
+"""Command lines, settings and streams that nobody means: one sentence, the right exit code, never a traceback."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import auraflux
+from auraflux.cache import CacheSettings
+from auraflux.cli import main
+from auraflux.errors import FormatError, InputError, SettingsError
+from auraflux.run.sampling import Sampling
+from tests.run.tiny import tiny
+from tests.weights.gguf_files import llama_tensors, write_gguf
+
+KEEP = ("-n", "2", "--context", "64")
+
+
+def shell(words: list[Any], redirected: str) -> subprocess.CompletedProcess[str]:
+    command = " ".join(shlex.quote(str(word)) for word in (sys.executable, "-m", "auraflux", *words))
+    return subprocess.run(f"{command} {redirected}", shell=True, capture_output=True, text=True, check=False)
+
+
+def refused(*words: Any) -> str:
+    """The sentence with which a command ends."""
+    done = CliRunner().invoke(main, list(map(str, words)))
+    assert done.exit_code == 1, done.output
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert len(done.stderr) < 500
+    return done.stderr
+
+
+@pytest.mark.parametrize("words", [["generate", "-p", "-"], ["chat"]])
+def test_a_closed_stdin_is_one_sentence(words: list[str]):
+    done = shell([*words, tiny()], "<&-")
+    assert (done.returncode, done.stderr) == (1, "error: stdin is closed, so nothing can be read from it.\n")
+
+
+def test_a_stdin_that_is_no_text_is_one_sentence():
+    octets = shlex.quote("\\377")
+    command = (
+        f"printf {octets} | PYTHONUTF8=0 LC_ALL=C.UTF-8 PYTHONIOENCODING=utf-8:strict {sys.executable} -m auraflux generate"
+    )
+    done = subprocess.run(f"{command} -p - {tiny()}", shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: stdin is not text: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["inspect", tiny()], ["inspect", tiny(), "--json"]])
+def test_a_full_disk_at_the_other_end_is_one_sentence(words: list[Any]):
+    done = shell(words, ">/dev/full")
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
+    assert shell(words, ">/dev/full 2>/dev/full").returncode == 1
+
+
+def test_text_that_cannot_be_written_is_one_sentence():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("the system has no /dev/full")
+    done = shell(["generate", tiny(), "-p", "The quick", *KEEP], ">/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: the output cannot be written: No space left on device.\n")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 300 + "/y", "~nosuchuser/x", "a\nb"])
+@pytest.mark.parametrize("command", [["generate", "-p", "a"], ["inspect"], ["pull"]])
+def test_names_that_cannot_be_paths(command: list[str], name: str):
+    assert "there is no model " in refused(command[0], name, *command[1:])
+
+
+def test_a_destination_that_cannot_be(tmp_path: Path):
+    assert "File name too long" in refused("convert", tiny(), tmp_path / ("x" * 300))
+    assert "Not a directory" in refused("convert", tiny(), "/dev/null/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--context", "99999999999"], "context=99999999999 would take "),
+        (["--context", "1" + "0" * 30], "must be a whole number from 1 to 1,099,511,627,776"),
+        (["--context", "0"], "context=0 must be a whole number"),
+        (["--quantize", "99"], "99 bits in groups of 64 is not a format"),
+        (["--newest", "1" + "0" * 20], "newest=100000000000000000000 is more than"),
+        (["--sparse-v", "nan"], "sparse_v=nan is no share of all weights"),
+        (["--temperature", "1e400"], "temperature=inf must be from 0 to 1,000,000"),
+        (["--frequency-penalty", "-1e300"], "frequency_penalty=-1e+300 must be from -1,000 to 1,000"),
+        (["--repetition-penalty", "nan"], "repetition_penalty=nan must be above 0"),
+        (["--prompt", ""], "the prompt is empty"),
+    ],
+)
+def test_options_beyond_reason(options: list[str], said: str):
+    prompt = [] if "--prompt" in options else ["-p", "a"]
+    assert said in refused("generate", tiny(), *prompt, "-n", "2", *options)
+
+
+def test_bits_are_looked_at_before_a_file_of_codes_is_loaded(tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf", llama_tensors(), "Q8_0", tokenizer=True)
+    with pytest.raises(FormatError, match="99 bits in groups of 64 is not a format"):
+        auraflux.load(path, quantize=99, device="cpu", context=64)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop": 5},
+        {"stop": ["a", 5]},
+        {"stop": [""]},
+        {"stop": {"a"}},
+        {"temperature": 10**400},
+        {"temperature": True},
+        {"temperature": "1"},
+        {"top_p": 10**400},
+        {"presence_penalty": 1e300},
+        {"frequency_penalty": -1e300},
+        {"logit_bias": {1: 10**400}},
+        {"logit_bias": {1: 10**30}},
+        {"seed": 10**30},
+        {"top_k": 1 << 63},
+        {"logit_bias": {1.5: 1}},
+        {"logit_bias": [1]},
+        {"logit_bias": {1: float("nan")}},
+        {"max_tokens": 1.5},
+        {"seed": -1},
+        {"grammar": 5},
+    ],
+)
+def test_settings_of_the_wrong_kind_are_refused(given: dict[str, Any]):
+    with pytest.raises(InputError) as caught:
+        Sampling(**given)
+    assert len(str(caught.value)) < 300
+
+
+def test_usual_settings_are_taken():
+    assert Sampling(stop="a").stop == ("a",)
+    assert Sampling(stop=["a", "b"]).stop == ("a", "b")
+    assert Sampling(stop=None).stop == ()
+    Sampling(temperature=2, presence_penalty=-2.0, logit_bias={5: float("-inf"), 6: -100})
+
+
+def test_prompts_that_are_no_tokens_are_refused():
+    model = auraflux.load(tiny(), device="cpu", context=64)
+    for wrong in (b"abc", bytearray(b"a"), [1.7], [1, "2"], [True], 5, None, {"a": 1}, [[1]]):
+        with pytest.raises(InputError, match="a prompt is text or a list of token ids, not "):
+            model.generate(wrong)
+    assert list(model.tokens(torch.tensor([5, 6]), max_tokens=2)) == list(model.tokens((5, 6), max_tokens=2))
+
+
+@pytest.mark.parametrize("given", [{"context": 1.5}, {"context": "64"}, {"chunk": 0}, {"sequences": 10**9}, {"context": True}])
+def test_sizes_are_whole_numbers(given: dict[str, Any]):
+    with pytest.raises(SettingsError, match="must be a whole number from 1 to"):
+        auraflux.load(tiny(), device="cpu", **given)
+
+
+def test_negative_settings_of_a_cache():
+    with pytest.raises(SettingsError, match="newest=-1 is negative"):
+        CacheSettings("k8v4", newest=-1)
+
+
+def test_memory_that_ends_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("auraflux.run.load.load", full)
+    assert refused("generate", tiny(), "-p", "a") == "error: there is not enough memory.\n"

@@ -1,0 +1,182 @@
+"""The boundary to a model's files: what is read is of its kind, and everything else is one short error that says what."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import auraflux
+from auraflux.errors import FormatError
+from auraflux.weights.boundary import LARGEST_JSON, check, either, list_of, mapping_of, number, read_json, regular, text, whole
+from auraflux.weights.checkpoint import open_checkpoint
+from tests.run.tiny import tiny
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the tiny model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in tiny().iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def rewritten(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (whole(1, 8), [1, 8], [0, 9, 1.0, True, "1", None, [1], 10**400]),
+        (number(0, 1e6), [0, 1.5, 1e6], [-1, float("nan"), float("inf"), True, "1", 10**400]),
+        (text(3), ["", "abc"], ["abcd", 1, b"a", ["a"]]),
+        (list_of(whole(0, 9), 2), [[], [1, 2]], [[1, 2, 3], ["a"], {}, 1]),
+        (mapping_of(text(1), 1), [{}, {"x": "a"}], [{"x": 1}, {"a": "", "b": ""}, []]),
+        (either(whole(0, 1), text(1)), [0, "a"], [2, "ab", None]),
+    ],
+)
+def test_kinds(kind, good: list[Any], bad: list[Any]):
+    assert all(kind.fits(value) for value in good)
+    assert not any(kind.fits(value) for value in bad)
+
+
+def test_an_error_names_file_key_value_and_what_is_needed():
+    with pytest.raises(FormatError, match=r"^a/config\.json has x = 'y'; a whole number from 1 to 5 is needed\.$"):
+        check(Path("a/config.json"), {"x": "y"}, {"x": whole(1, 5)})
+    with pytest.raises(FormatError, match=r"^f has no x; a whole number from 1 to 5 is needed\.$"):
+        check("f", {"x": None}, {"x": whole(1, 5)}, ("x",))
+    with pytest.raises(FormatError) as caught:
+        check("f\n\x1b[31m", {"x": ["\n" * 9999]}, {"x": whole(1, 5)})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 200
+    check("f", {"x": None}, {"x": whole(1, 5)})
+
+
+REFUSED = {
+    "layers": ({"num_hidden_layers": 100_000}, "num_hidden_layers = 100000; a whole number from 1 to 1,024"),
+    "head": ({"head_dim": 10**9}, "head_dim = 1000000000; a whole number from 1 to 1,024"),
+    "window": ({"sliding_window": 1 << 40}, "sliding_window = 1099511627776; a whole number"),
+    "type": ({"model_type": ["llama"]}, r"model_type = \['llama'\]; a text"),
+    "inner": ({"text_config": {"hidden_size": "64"}}, "hidden_size = '64'; a whole number"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads = 0; a whole number"),
+    "heads": ({"num_attention_heads": 4, "num_key_value_heads": 3}, "which 3 num_key_value_heads cannot share"),
+    "rope": ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor = '2'; a number"),
+    "rope of a layer": ({"rope_parameters": {"full_attention": {"rope_theta": -1}}}, "rope_theta = -1; a number"),
+    "bits": ({"quantization": {"bits": 99, "group_size": 64}}, "bits = 99; a whole number from 2 to 8"),
+    "module": ({"quantization": {"bits": 4, "group_size": 64, "lm_head": {"bits": []}}}, r"lm_head has bits = \[\]"),
+    "ends": ({"eos_token_id": [[1]]}, r"eos_token_id = \[\[1\]\]; a whole number"),
+    "eps": ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; a number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_that_do_not_fit_are_refused_before_a_family_sees_them(name: str, model: Path):
+    changes, message = REFUSED[name]
+    with pytest.raises(FormatError, match=rf"config\.json.* has .*{message}|{message}"):
+        open_checkpoint(rewritten(model, **changes))
+
+
+def test_the_largest_numbers_that_are_taken_build_nothing(model: Path):
+    rewritten(model, num_hidden_layers=1024, head_dim=1024, num_attention_heads=1 << 16, num_key_value_heads=1 << 16)
+    with pytest.raises(FormatError, match="do not fit the model"):
+        auraflux.load(model, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_is_not_waited_for(name: str, model: Path):
+    (model / name).unlink()
+    os.mkfifo(model / name)
+    with pytest.raises(FormatError, match=f"{name} is not a regular file"):
+        auraflux.load(model, device="cpu")
+
+
+def test_a_gguf_pipe_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(FormatError, match=r"m\.gguf is not a regular file"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json"])
+def test_links_that_lead_outside_are_refused(name: str, model: Path):
+    outside = model.parent / "outside"
+    (model / name).rename(outside)
+    (model / name).symlink_to(outside)
+    with pytest.raises(FormatError, match=rf"{name} is a link to .*outside, which lies outside of the model's folder"):
+        auraflux.load(model, device="cpu")
+
+
+def test_links_within_a_folder_or_a_hub_s_cache_are_followed(model: Path, tmp_path: Path):
+    (model / "config.json").rename(model / "other.json")
+    (model / "config.json").symlink_to("other.json")
+    open_checkpoint(model)
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in model.iterdir():
+        (blobs / path.name).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    open_checkpoint(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    open_checkpoint(tmp_path / "link")
+
+
+def test_links_that_lead_nowhere_are_one_sentence(tmp_path: Path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for name in ("a", "missing", "x" * 300, "null\0"):
+        with pytest.raises(FormatError, match="cannot be read: "):
+            regular(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "a\\b", "a\0b", None, 3, ["x"]]
+)
+def test_an_index_names_files_beside_it_only(name: Any, model: Path):
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(FormatError, match=r"index\.json"):
+        open_checkpoint(model).sizes()
+
+
+def test_json_has_limits(tmp_path: Path):
+    path = tmp_path / "x.json"
+    path.write_text("{" + '"a":{' * 40 + "}" * 41)
+    with pytest.raises(FormatError, match="deeper than 32"):
+        read_json(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="deeper than 32"):
+        read_json(path)
+    path.write_text("[1]")
+    with pytest.raises(FormatError, match="holds list, not an object"):
+        read_json(path)
+    with path.open("wb") as file:
+        file.truncate(LARGEST_JSON + 1)
+    with pytest.raises(FormatError, match="has more than 67,108,864 bytes"):
+        read_json(path)
+
+
+def test_halves_of_characters_are_no_text(tmp_path: Path):
+    path = tmp_path / "x.json"
+    path.write_text(r'{"a": "\ud83e\udd99"}')
+    assert read_json(path) == {"a": "🦙"}
+    path.write_text(r'{"a": ["\uD83E"]}')
+    with pytest.raises(FormatError, match="cannot be read as JSON"):
+        read_json(path)
+
+
+def test_null_is_as_good_as_missing(model: Path):
+    rewritten(model, rope_parameters={"rope_type": "default", "rope_theta": None}, head_dim=None, sliding_window=None)
+    auraflux.load(model, device="cpu", context=64)
+
+
+def test_ends_are_numbers_wherever_they_are_named(model: Path):
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    rewritten(model, text_config={"eos_token_id": "2"})
+    with pytest.raises(FormatError, match="eos_token_id = '2'; a whole number"):
+        auraflux.load(model, device="cpu")

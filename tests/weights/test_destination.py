@@ -1,0 +1,155 @@
+"""Where folders are written: nothing that is there is lost, one of several wins, and what a killed run leaves is cleared."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from auraflux.errors import FormatError
+from auraflux.models import family
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.convert import convert
+from auraflux.weights.destination import MARK, put_in_place, working_folder
+from tests.run.tiny import tiny
+from tests.weights.packed_folders import hf_folder, packed
+
+
+def written(target: Path, **options) -> Path:
+    checkpoint = open_checkpoint(tiny())
+    return convert(checkpoint, family(checkpoint.config), target, **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def appear(target: Path) -> None:
+    target.mkdir()
+    (target / "letters.txt").write_text("dear")
+
+
+def test_a_folder_that_appears_meanwhile_is_not_touched(tmp_path: Path):
+    target = tmp_path / "mlx"
+    with pytest.raises(FormatError, match=r"mlx is already there\. Use --force"):
+        written(target, add=lambda folder: appear(target))
+    assert names(tmp_path) == ["mlx"]
+    assert names(target) == ["letters.txt"]
+    # nor with --force, since it is no model
+    shutil.rmtree(target)
+    with pytest.raises(FormatError, match="is not a model folder, so it is not replaced"):
+        written(target, force=True, add=lambda folder: appear(target))
+    assert names(target) == ["letters.txt"]
+
+
+def test_pack_does_not_touch_it_either_and_goes_on_when_it_is_gone(tmp_path: Path):
+    source, target = hf_folder(tmp_path / "hf"), tmp_path / "packed"
+    with pytest.raises(FormatError, match=r"packed is already there\. Use --force"):
+        packed(source, target, bits=4, group=32, add=lambda folder: appear(target))
+    assert names(target) == ["letters.txt"]
+    target.rename(tmp_path / "letters")
+    packed(source, target, bits=4, group=32)
+    assert names(tmp_path) == ["hf", "letters", "packed"]
+
+
+def test_a_dangling_link_is_not_written_over(tmp_path: Path):
+    (tmp_path / "mlx").symlink_to("nowhere")
+    with pytest.raises(FormatError, match="is already there"):
+        written(tmp_path / "mlx")
+    assert os.path.lexists(tmp_path / "mlx")
+
+
+def test_one_of_two_at_once_says_so(tmp_path: Path):
+    target, said = tmp_path / "mlx", []
+
+    def meanwhile(folder: Path) -> None:
+        for force in (False, True):
+            with pytest.raises(FormatError, match=r"\.mlx\.unfinished is being written by another process") as caught:
+                written(target, force=force)
+            said.append(str(caught.value))
+
+    written(target, add=meanwhile)
+    assert len(said) == 2
+    assert names(tmp_path) == ["mlx"]
+
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from auraflux.weights import destination
+from auraflux.weights.destination import put_in_place, working_folder
+target = Path(sys.argv[1])
+rename, left = os.rename, int(sys.argv[2])
+def counted(*names):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(*names)
+destination.os.rename = counted
+with working_folder(target) as aside:
+    (aside / "new").mkdir()
+    (aside / "new" / "which").write_text("new")
+    put_in_place(aside / "new", target, aside, lambda: None)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("renames", "which"), [(0, "old"), (1, "old"), (2, "new")])
+def test_what_a_killed_run_left_is_put_right(tmp_path: Path, renames: int, which: str):
+    target = tmp_path / "mlx"
+    target.mkdir()
+    (target / "which").write_text("old")
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(target), str(renames)], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / ".mlx.unfinished" / MARK).exists()
+    with working_folder(target) as aside:
+        assert names(aside) == [MARK]
+        assert (target / "which").read_text() == which
+    assert names(tmp_path) == ["mlx"]
+
+
+def test_the_next_run_clears_what_a_killed_one_left(tmp_path: Path):
+    left = tmp_path / ".mlx.unfinished"
+    (left / "new").mkdir(parents=True)
+    (left / "new" / "part-0").write_text("half")
+    (left / MARK).touch()
+    written(tmp_path / "mlx")
+    assert names(tmp_path) == ["mlx"]
+
+
+def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path: Path):
+    (tmp_path / ".mlx.unfinished").mkdir()
+    (tmp_path / ".mlx.unfinished" / "letters.txt").touch()
+    with pytest.raises(FormatError, match="was not left by an interrupted run"):
+        written(tmp_path / "mlx")
+    assert names(tmp_path / ".mlx.unfinished") == ["letters.txt"]
+
+
+def test_a_rename_that_fails_puts_back_what_was_there(tmp_path: Path):
+    target = tmp_path / "mlx"
+    appear(target)
+    with working_folder(target) as aside, pytest.raises(FileNotFoundError):
+        put_in_place(aside / "missing", target, aside, lambda: None)
+    assert names(target) == ["letters.txt"]
+
+
+def test_links_out_of_the_model_are_not_copied(tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    source = tmp_path / "source"
+    shutil.copytree(tiny(), source)
+    (source / "extra.json").symlink_to(secret)
+    checkpoint = open_checkpoint(source)
+    with pytest.raises(FormatError, match=r"extra\.json is a link to .*secret, which lies outside"):
+        convert(checkpoint, family(checkpoint.config), tmp_path / "mlx")
+    assert names(tmp_path) == ["secret", "source"]
+
+
+def test_a_name_that_is_too_long_is_one_sentence(tmp_path: Path):
+    with pytest.raises(FormatError, match="cannot be written: File name too long"):
+        written(tmp_path / ("x" * 300))
