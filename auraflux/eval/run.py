@@ -19,7 +19,6 @@ from auraflux.run.engine import Engine
 from auraflux.weights.plan import CONTEXTS
 
 Tell = Callable[[str, int, int], None]  # what is measured, and how many of how many results are there
-WARM = 32  # tokens of a text that pays for compiling
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,6 @@ class Evaluation:
         if setting.peer is not None or not missing:
             return
         reader = self._reader(setting, max(missing) + WARM_UP + WRITTEN, exact=False, graphs=True)
-        speed(reader, next(iter(missing.values()))[:WARM])
         for length, ids in missing.items():
             self._say(f"{setting.name}, speed:{length}")
             self.state.add(setting.name, f"speed:{length}", speed(reader, ids))

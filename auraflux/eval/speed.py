@@ -11,7 +11,12 @@ WARM_UP = 8
 
 
 def speed(reader: EngineReader, ids: list[int]) -> dict[str, float]:
-    """Time reading a text, and writing after it: tokens per second. The kernels have been compiled after the first call."""
+    """Time reading a text, and writing after it: tokens per second, the better of two rounds. The first may have to compile."""
+    first, second = _round(reader, ids), _round(reader, ids)
+    return {name: max(first[name], second[name]) for name in first}
+
+
+def _round(reader: EngineReader, ids: list[int]) -> dict[str, float]:
     engine = reader.engine
     reader.forget()
     sequence = engine.cache.open()
