@@ -122,12 +122,13 @@ def _measure(
     model: str | None, loaded: "LanguageModel", settings: list[Any], plan: "Plan", chosen: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Run what has not been run before: one row for each setting."""
+    import auraflux
     from auraflux.eval.run import Evaluation
     from auraflux.eval.state import State, digest
     from auraflux.machine import cache_folder
     from auraflux.weights.fingerprint import fingerprint
 
-    facts = chosen["quantize"], chosen["exact"], str(loaded.engine.device), plan.digest
+    facts = auraflux.__version__, chosen["quantize"], chosen["exact"], str(loaded.engine.device), plan.digest
     state_file = cache_folder() / "eval" / f"{digest(fingerprint(loaded.path, *facts))}.jsonl"
     if chosen["fresh"]:
         state_file.unlink(missing_ok=True)

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from auraflux.errors import InputError
+
 Key = tuple[str, str]  # setting and task
 
 
@@ -14,6 +16,12 @@ class State:
     def __init__(self, path: Path):
         self.path = path
         self._found: dict[Key, Any] = {}
+        try:
+            self._open(path)
+        except OSError as err:
+            raise InputError(f"what was measured cannot be kept in {path}: {err.strerror or err}.") from err
+
+    def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = 0
         if path.exists():
