@@ -154,13 +154,14 @@ def _plan(texts: "list[Text]", tokenizer: "Tokenizer", trained: int, chosen: dic
     wanted = [chosen["window"], *(n + COPY for n in chosen["distances"]), *chosen["needles"], *chosen["speeds"]]
     if max(wanted) > trained:
         raise SettingsError(f"{max(wanted)} tokens are more than the {trained} that the model was made for.")
+    cut = windows(texts, chosen["window"], chosen["windows"])
     for length in chosen["speeds"]:
         if length > len(longest.ids):
             raise InputError(
                 f"no text has {length} tokens to read before writing is timed; the longest has {len(longest.ids)}."
             )
     return Plan(
-        windows(texts, chosen["window"], chosen["windows"]),
+        cut,
         copies(texts, chosen["distances"], COPY),
         {length: [haystack(longest, tokenizer, length, turn) for turn in range(TURNS)] for length in chosen["needles"]},
         {length: list(longest.ids[:length]) for length in chosen["speeds"]},
