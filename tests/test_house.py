@@ -12,7 +12,7 @@ import auraflux
 
 ROOT = Path(auraflux.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
-LEVELS = {"ops": 0, "quant": 0, "cache": 1, "weights": 1, "models": 2, "run": 3, "serve": 4, "bench": 4, "cli": 5}
+LEVELS = {"ops": 0, "quant": 0, "cache": 1, "weights": 1, "models": 2, "run": 3, "serve": 4, "bench": 4, "eval": 4, "cli": 5}
 # `ops` may use the weight formats; the formats know nothing of ops
 SAME_LEVEL = {("ops", "quant"), ("cache", "weights"), ("weights", "cache")}
 BACKENDS = {"cpu": {"cpu", "simd"}, "cuda": {"cuda", "hopper"}}

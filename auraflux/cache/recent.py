@@ -6,31 +6,41 @@ last `newest`, as a window layer keeps them.
 """
 
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from auraflux.cache.batch import AttentionLayer, Batch
 from auraflux.cache.dense import DenseLayer
-from auraflux.cache.turboquant import CodedLayer
+from auraflux.cache.pages import LayerGroup
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.attention.reference import attention_partials, merge_partials
-from auraflux.ops.turboquant.pages import CodePages
-from auraflux.ops.turboquant.reference import rotate, turboquant_partials
 
 Partials = tuple[Tensor, Tensor, Tensor]
+
+
+class PartialLayer(AttentionLayer, Protocol):
+    """A layer whose attention can be stopped before the division, so that it is merged with another's."""
+
+    group: LayerGroup
+
+    def partials(
+        self, pages: Any, q: Tensor, starts: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Partials:
+        """Attend to what `view` gave, or to the beginning of it: as `merge_partials` takes it, one block."""
 
 
 class RecentLayer(AttentionLayer):
     """Codes of all tokens, and the newest of them uncompressed."""
 
-    def __init__(self, coded: CodedLayer, recent: DenseLayer):
+    def __init__(self, coded: PartialLayer, recent: DenseLayer):
         self.coded, self.recent = coded, recent
         assert recent.group.span is not None
         self.newest: int = recent.group.span
         self.token_nbytes = coded.token_nbytes
 
-    def view(self, batch: Batch) -> tuple[CodePages, KVPages]:
+    def view(self, batch: Batch) -> tuple[Any, KVPages]:
         return self.coded.view(batch), self.recent.view(batch)
 
     def steady(self, batch: Batch) -> bool:
@@ -53,9 +63,9 @@ class RecentLayer(AttentionLayer):
         if older is not None:
             parts.append(older)
         o, m, l = (torch.cat(part, 1) for part in zip(*parts, strict=True))  # noqa: E741
-        return merge_partials(o, m, l).view(q.shape).to(q.dtype)
+        return merge_partials(o, m, l).view(*q.shape[:2], -1).to(q.dtype)
 
-    def _older(self, batch: Batch, codes: CodePages, q: Tensor, scale: float, softcap: float | None) -> Partials | None:
+    def _older(self, batch: Batch, codes: Any, q: Tensor, scale: float, softcap: float | None) -> Partials | None:
         """Attend to the codes at least `newest` back: a query at p does as if it stood at p - newest in a shorter sequence."""
         rows: list[int] = []
         old_starts = [0]
@@ -69,19 +79,17 @@ class RecentLayer(AttentionLayer):
         shorter = replace(codes, lengths=(codes.lengths - self.newest).clamp(min=0))
         span = self.coded.group.span
         window = None if span is None else span - self.newest
-        options = window, None, softcap, self.coded.threshold
         if len(rows) == len(q):
-            o, m, l = turboquant_partials(q, shorter, batch.starts, scale, shorter.capacity, *options)  # noqa: E741
-            return rotate(o, codes.seed, inverse=True), m, l
+            return self.coded.partials(shorter, q, batch.starts, scale, window, softcap)
         tokens = torch.tensor(rows, device=q.device)
         begins = torch.tensor(old_starts, dtype=torch.int32, device=q.device)
-        found = turboquant_partials(q[tokens], shorter, begins, scale, shorter.capacity, *options)
-        return self._spread(found, tokens, q, codes.seed)
+        return self._spread(self.coded.partials(shorter, q[tokens], begins, scale, window, softcap), tokens, q)
 
-    def _spread(self, found: Partials, tokens: Tensor, q: Tensor, seed: int) -> Partials:
+    def _spread(self, found: Partials, tokens: Tensor, q: Tensor) -> Partials:
         """Give what some tokens found to all; the others saw nothing."""
-        o = q.new_zeros(q.shape, dtype=torch.float32)
+        width = found[0].shape[-1]
+        o = q.new_zeros(*q.shape[:2], width, dtype=torch.float32)
         m, l = o.new_full(q.shape[:2], -torch.inf), o.new_zeros(q.shape[:2])  # noqa: E741
-        o[tokens] = rotate(found[0], seed, inverse=True).view(len(tokens), *q.shape[1:])
+        o[tokens] = found[0].view(len(tokens), -1, width)
         m[tokens], l[tokens] = (part.view(len(tokens), -1) for part in found[1:])
         return o.flatten(0, 1).unsqueeze(1), m.view(-1, 1), l.view(-1, 1)

@@ -6,7 +6,7 @@ from auraflux.cache.batch import AttentionLayer, Batch, Turn
 from auraflux.cache.pages import LayerGroup
 from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.pages import CodePages, row_words
-from auraflux.ops.turboquant.reference import append_codes, rope_append_codes, turboquant_attention
+from auraflux.ops.turboquant.reference import append_codes, rope_append_codes, rotate, turboquant_attention, turboquant_partials
 
 NORM_NBYTES = 4
 
@@ -45,3 +45,11 @@ class CodedLayer(AttentionLayer):
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
         options = self.group.span, sinks, softcap, self.threshold
         return turboquant_attention(q, batch.view(self), batch.starts, scale, *options)
+
+    def partials(
+        self, pages: CodePages, q: Tensor, starts: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend without the division, see `turboquant_partials`; what it found is rotated back."""
+        options = window, None, softcap, self.threshold
+        o, m, l = turboquant_partials(q, pages, starts, scale, pages.capacity, *options)  # noqa: E741
+        return rotate(o, pages.seed, inverse=True), m, l

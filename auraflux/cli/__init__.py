@@ -13,6 +13,7 @@ from auraflux.cli.bench import bench
 from auraflux.cli.chat import chat
 from auraflux.cli.convert import convert
 from auraflux.cli.doctor import doctor
+from auraflux.cli.eval import evaluate
 from auraflux.cli.failure import Failure, end_output, nameless, say
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
@@ -57,5 +58,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, serve, pull, inspect, convert, pack, ops, doctor, bench):
+for command in (generate, chat, serve, pull, inspect, convert, pack, ops, doctor, evaluate, bench):
     main.add_command(command)

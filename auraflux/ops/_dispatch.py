@@ -232,6 +232,13 @@ def check_shape(name: str, tensor: Any, *shape: int | None) -> None:
     raise InputError(f"'{name}' has shape {list(found)}; [{wanted}] is needed.")
 
 
+def check_floating(**tensors: Any) -> None:
+    """Refuse whole numbers and booleans, which a result in their dtype would truncate; None is passed over."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise InputError(f"'{name}' has dtype {str(tensor.dtype).removeprefix('torch.')}; a floating-point one is needed.")
+
+
 def check_dtype(name: str, tensor: Any, *dtypes: Any) -> None:
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)

@@ -1,5 +1,6 @@
 """A model with its cache: tokens go in, scores of the next token come out."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -135,11 +136,15 @@ class Engine:
         expected = next((reach - 1 for reach in REACHES if longest < reach), longest)
         return self.cache.batch([sequence], expected, silent=silent)
 
-    def all_scores(self, sequence: Sequence, ids: list[int]) -> Tensor:
-        """The scores after every token of a text, [T, V], read through the cache as generation reads it."""
+    def scores(self, sequence: Sequence, ids: list[int]) -> Iterator[Tensor]:
+        """The scores after every token of a text, [T, V] in pieces of `chunk`, read through the cache as in generation."""
         batch = self._batch_for(sequence, ids)
-        pieces = [ids[start : start + self.chunk] for start in range(0, len(ids), self.chunk)]
-        return torch.cat([self.score(self.step(batch, [piece])) for piece in pieces])
+        for start in range(0, len(ids), self.chunk):
+            yield self.score(self.step(batch, [ids[start : start + self.chunk]]))
+
+    def all_scores(self, sequence: Sequence, ids: list[int]) -> Tensor:
+        """All of them together."""
+        return torch.cat(list(self.scores(sequence, ids)))
 
 
 def steps_of(count: int) -> int:

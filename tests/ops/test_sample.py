@@ -166,8 +166,18 @@ def test_numbers_and_settings_out_of_range_still_draw_a_kept_token(backend):
     with use_backend(backend):
         for number in (1.0, 7.0, -3.0, torch.nan):
             assert draw(logits, torch.tensor([number])).item() in (2, 5)
-        for chosen in ((-1.0, 0, 1.0, 0.0), (torch.nan, 0, 1.0, 0.0), (1.0, -5, 2.0, -1.0), (1.0, 0, torch.nan, 3.0)):
+        for chosen in ((1.0, -5, 2.0, 0.0), (1.0, 0, 1.0, 3.0)):
             assert draw(logits, torch.tensor([0.3]), *chosen).item() == 2
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "chosen",
+    [(-1.0, 0, 1.0, 0.0), (torch.nan, 0, 1.0, 0.0), (1.0, 0, torch.nan, 0.0), (1.0, 0, 1.0, -1.0), (1.0, 0, -0.5, 0.0)],
+)
+def test_settings_that_mean_nothing_are_refused(chosen, backend):
+    with use_backend(backend), pytest.raises(InputError, match="for a row; it may not be negative"):
+        draw(torch.ones(1, 10), torch.tensor([0.3]), *chosen)
 
 
 @BACKENDS

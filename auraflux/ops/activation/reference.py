@@ -5,11 +5,12 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_heads, check_shape, op
+from auraflux.ops._dispatch import check_dense, check_floating, check_heads, check_shape, op
 
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
     check_dense(gate=gate, up=up)
+    check_floating(gate=gate, up=up)
     check_shape("up", up, *gate.shape)
 
 
@@ -52,6 +53,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
 
 
 def _check_sigmoid_gate(x: Tensor, gate: Tensor) -> None:
+    check_floating(x=x, gate=gate)
     check_shape("gate", gate, *x.shape)
     if gate.dim() == 3 and not gate.is_contiguous():
         check_dense(x=x)

@@ -59,6 +59,12 @@ def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
         pages.v[page, :, slot] = v[start : start + new].to(pages.v.dtype)
 
 
+def check_window(window: int | None) -> None:
+    """Refuse what is no number of positions."""
+    if window is not None and not (isinstance(window, int) and window >= 0):
+        raise InputError(f"window is {window}; it may be 0, a whole number of positions, or None for all.")
+
+
 def _check_attention(
     q: Tensor,
     pages: KVPages,
@@ -78,8 +84,7 @@ def _check_attention(
     if sinks is not None:
         check_shape("sinks", sinks, q.shape[1])
         check_dtype("sinks", sinks, torch.float32)
-    if window is not None and window < 0:
-        raise InputError(f"window is {window}; it may be 0, a number of positions, or None for all.")
+    check_window(window)
     if softcap is not None and not softcap > 0:
         raise InputError(f"softcap is {softcap}; it must be positive, or None.")
 
@@ -151,6 +156,8 @@ def _check_merge_partials(o: Tensor, m: Tensor, l: Tensor) -> None:  # noqa: E74
         check_shape(name, tensor, *o.shape[:2])
         check_dtype(name, tensor, torch.float32)
     check_dtype("o", o, torch.float32)
+    if not o.shape[1]:
+        raise InputError(f"'o' has shape {list(o.shape)}; one block at least is needed.")
 
 
 @op(

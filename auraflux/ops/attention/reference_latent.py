@@ -129,7 +129,7 @@ def _check_split_latent(q: Tensor, kv: Tensor, heads: int, nope: int) -> None:
     check_shape("kv", kv, q.shape[0], None)
     check_dense(q=q, kv=kv)
     rope = q.shape[1] // heads - nope
-    if q.shape[1] % heads or not 0 < rope < kv.shape[1]:
+    if q.shape[1] % heads or nope < 0 or not 0 < rope < kv.shape[1]:
         raise InputError(
             f"q is {q.shape[1]} wide, kv {kv.shape[1]}: {heads} heads of {nope} and their rotated part do not fit."
         )

@@ -187,6 +187,7 @@ def add_norm_gate_up(
 
 def _check_embed(ids: Tensor, table: Weight) -> None:
     check_dense(ids=ids, table=table)
+    check_shape("ids", ids, None)
     check_dtype("ids", ids, torch.int32, torch.int64)
     if len(table.shape) != 2:
         raise InputError(f"'table' has shape {list(table.shape)}; a matrix [V, D] is needed.")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
 from auraflux.ops.activation.reference import clamped_swiglu, swiglu
 from auraflux.ops.linear.reference import FLOAT_DTYPES, dense, gate_up_swiglu, linear
 from auraflux.ops.moe.experts import Experts, SharedExpert
@@ -79,6 +79,7 @@ def _within_best_groups(scores: Tensor, routing: Routing) -> Tensor:
 
 def _check_combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> None:
     check_dense(h=h, moe=moe, shared=shared, shared_gate=shared_gate)
+    check_floating(h=h, moe=moe, shared=shared, shared_gate=shared_gate)
     check_shape("h", h, None, None)
     check_shape("moe", moe, *h.shape)
     if shared is not None:

@@ -18,8 +18,15 @@ def _check_rows(name: str, x: Tensor) -> int:
     return shape[-1]
 
 
+def check_eps(eps: float) -> None:
+    """Refuse what would be taken from a sum of squares, and NaN."""
+    if not eps >= 0:
+        raise InputError(f"eps is {eps}; it may not be negative.")
+
+
 def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     check_dense(x=x, weight=weight)
+    check_eps(eps)
     check_shape("weight", weight, _check_rows("x", x))
 
 
@@ -46,6 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    check_eps(eps)
     check_dense(x=x, residual=residual, weight=weight)
     check_shape("residual", residual, *x.shape)
     check_shape("weight", weight, _check_rows("x", x))
@@ -65,6 +73,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def _check_gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> None:
     check_dense(x=x, z=z, weight=weight)
+    check_eps(eps)
     check_shape("z", z, *x.shape)
     check_shape("weight", weight, _check_rows("x", x))
 
@@ -84,6 +93,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _check_qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> None:
     check_dense(q=q, k=k)
+    check_eps(eps)
     q_width, k_width = _check_rows("q", q), _check_rows("k", k)
     if q_width != k_width:
         raise InputError(f"q has heads of width {q_width}, k of {k_width}; they must be equal.")

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_dtype, check_heads, check_shape, op
-from auraflux.ops.norm.reference import rms_norm
+from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_heads, check_shape, op
+from auraflux.ops.norm.reference import check_eps, rms_norm
 
 
 def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False) -> None:
@@ -15,6 +15,7 @@ def _check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 
 
 
 def check_rope(x: Tensor, inv_freq: Tensor, positions: Tensor) -> None:
+    check_floating(x=x)
     check_shape("inv_freq", inv_freq, None)
     check_shape("positions", positions, x.shape[0])
     check_dtype("inv_freq", inv_freq, torch.float32)
@@ -62,6 +63,7 @@ def check_norm_rope(
     check_heads("q", q)
     check_dense(k=k, inv_freq=inv_freq, positions=positions)
     check_rope(q, inv_freq, positions)
+    check_eps(eps)
     check_shape("k", k, q.shape[0], None, q.shape[2])
     check_dtype("k", k, q.dtype)
     for name, weight in zip(("norms[0]", "norms[1]"), norms or (), strict=False):

@@ -24,6 +24,11 @@ def _check_sample(logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: T
         check_dtype(name, setting, torch.float32)
     check_shape("top_k", top_k, logits.shape[0])
     check_dtype("top_k", top_k, torch.int32)
+    # asking a GPU for its values would stop the step
+    if logits.is_cpu:
+        for name, setting in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+            if wrong := [value for value in setting.tolist() if not value >= 0]:
+                raise InputError(f"'{name}' is {wrong[0]} for a row; it may not be negative.")
 
 
 @op(check=_check_sample)

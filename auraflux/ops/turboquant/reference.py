@@ -10,7 +10,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, check_starts
-from auraflux.ops.attention.reference import merge_partials
+from auraflux.ops.attention.reference import check_window, merge_partials
 from auraflux.ops.attention.softmax import visible
 from auraflux.ops.rope.reference import check_norm_rope, norm_rope
 from auraflux.ops.turboquant.arrangement import Arrangement
@@ -105,6 +105,8 @@ def _check_turboquant_values(
     check_shape("codes", codes, *norms.shape, row_words(bits, width))
     check_shape("weights", weights, None, norms.shape[1])
     _check_groups("weights", weights.shape[0], norms.shape[0])
+    if not threshold >= 0:
+        raise InputError(f"'threshold' is {threshold}; a weight is needed, 0 to pass over none.")
 
 
 @op(
@@ -229,8 +231,7 @@ def _check_turboquant_attention(
     if sinks is not None:
         check_dtype("sinks", sinks, torch.float32)
         check_shape("sinks", sinks, q.shape[1])
-    if window is not None and window < 0:
-        raise InputError(f"'window' is {window}; it may be 0, a number of positions, or None for all.")
+    check_window(window)
     if softcap is not None and not softcap > 0:
         raise InputError(f"'softcap' is {softcap}; a positive number is needed, or None for no cap.")
     if not 0 <= threshold < 1:

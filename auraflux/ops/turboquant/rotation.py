@@ -34,7 +34,7 @@ class Rotation:
 def check_rotation(width: int, seed: int) -> None:
     if not NARROWEST <= width <= WIDEST:
         raise InputError(f"vectors of width {width} cannot be coded; {NARROWEST} to {WIDEST} is needed.")
-    if not 0 <= seed < 1 << 63:
+    if not (isinstance(seed, int) and 0 <= seed < 1 << 63):
         raise InputError(f"'seed' is {seed}; a whole number from 0 to 2**63 - 1 is needed.")
 
 

@@ -1,0 +1,228 @@
+"""`auraflux eval`: what a compressed cache costs in quality, beside other engines' caches."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from auraflux.cli.options import model_argument, options
+from auraflux.errors import InputError, SettingsError
+
+if TYPE_CHECKING:
+    from auraflux.eval.run import Plan
+    from auraflux.eval.text import Text
+    from auraflux.run.engine import Engine
+    from auraflux.run.language import LanguageModel
+    from auraflux.run.tokenizer import Tokenizer
+
+COPY = 128  # tokens of a passage that is repeated
+TURNS = 2  # texts of each length of the needle test
+OPEN = 64  # tokens; the model is loaded with a context as short as that, and measured with caches of their own
+
+
+class Lengths(click.ParamType):
+    """Numbers of tokens with commas between them, or none."""
+
+    name = "lengths"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        if not isinstance(value, str):
+            return value
+        try:
+            found = [] if value == "none" else [int(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is neither 'none' nor numbers with commas between them.", param, ctx)
+        if any(n < 1 for n in found):
+            self.fail(f"{value!r} has a length below 1.", param, ctx)
+        return found
+
+
+def _lengths(flag: str, name: str, default: str, text: str) -> Any:
+    return click.option(flag, name, type=Lengths(), default=default, show_default=True, metavar="N,M", help=text)
+
+
+OPTIONS = [
+    click.option(
+        "--text",
+        "paths",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A text; may be given several times. Without it, the addresses that come along.",
+    ),
+    click.option(
+        "--kv",
+        default="none,k8v4,k4v4",
+        show_default=True,
+        metavar="A,B",
+        help="Settings to measure: none, pairs of bits, peers; changed as in k4v4+newest=32+quantize=4.",
+    ),
+    click.option("--peers", is_flag=True, help="Also caches of other engines, simulated."),
+    click.option("--ablations", is_flag=True, help="Also the first compressed setting with one thing changed at a time."),
+    click.option("--chat", is_flag=True, help="Put every text into the model's chat format, as an answer."),
+    click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window."),
+    click.option("--windows", type=click.IntRange(min=1), default=8, show_default=True, help="Windows, spread over all texts."),
+    _lengths("--copy", "distances", "512", "Tokens after which a passage is repeated, or none."),
+    _lengths("--needle", "needles", "1024", "Tokens of texts in which facts are hidden, or none."),
+    _lengths("--speed", "speeds", "128,1024", "Tokens before those whose writing is timed, or none."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    click.option("--quantize", type=int, metavar="BITS", help="Round dense weights for all settings, the uncompressed too."),
+    click.option("--exact/--fast", default=True, help="Multiply float32 activations, or int8 ones; speed is of the latter."),
+    click.option("--fresh", is_flag=True, help="Forget what an interrupted run has measured."),
+]
+
+
+@click.command("eval")
+@model_argument
+@options(OPTIONS)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--save", type=click.Path(path_type=Path), metavar="FOLDER", help="Write JSON and PNG pictures.")
+def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any) -> None:
+    """Measure what compressing the cache of MODEL does to what it says.
+
+    Every setting is compared with the uncompressed run of the same weights, token by token. A run that was interrupted goes on
+    where it ended when it is started again.
+    """
+    from auraflux.eval.plot import check_folder, draw_all
+    from auraflux.eval.setting import parse_all
+    from auraflux.eval.text import read_files, tokenized
+
+    settings = parse_all(chosen["kv"], chosen["peers"], chosen["ablations"])
+    texts = read_files(list(chosen["paths"]))
+    if save is not None:
+        check_folder(save)
+    loaded = _load(model, chosen, chosen["quantize"])
+    if loaded.tokenizer is None:
+        raise InputError(f"{loaded.path} has no tokenizer files, so texts cannot be read.")
+    tokens = tokenized(texts, loaded.tokenizer, chosen["chat"])
+    plan = _plan(tokens, loaded.tokenizer, loaded.engine.model.config.context, chosen)
+    document = _document(loaded, plan, list(texts), _measure(model, loaded, settings, plan, chosen))
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _show(document)
+    if save is not None:
+        (save / "eval.json").write_text(json.dumps(document, indent=2) + "\n")
+        for path in [save / "eval.json", *draw_all(document["results"], save)]:
+            click.echo(f"wrote {path}", err=True)
+
+
+def _load(model: str | None, chosen: dict[str, Any], quantize: int | None) -> "LanguageModel":
+    from auraflux.run.load import load
+
+    return load(model, chosen["device"], "none", quantize, chosen["exact"], OPEN, sequences=1)
+
+
+def _measure(
+    model: str | None, loaded: "LanguageModel", settings: list[Any], plan: "Plan", chosen: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Run what has not been run before: one row for each setting."""
+    import auraflux
+    from auraflux.eval.run import Evaluation
+    from auraflux.eval.state import State, digest
+    from auraflux.machine import cache_folder
+    from auraflux.weights.fingerprint import fingerprint
+
+    facts = auraflux.__version__, chosen["quantize"], chosen["exact"], str(loaded.engine.device), plan.digest
+    state_file = cache_folder() / "eval" / f"{digest(fingerprint(loaded.path, *facts))}.jsonl"
+    if chosen["fresh"]:
+        state_file.unlink(missing_ok=True)
+    state = State(state_file)
+    if len(state):
+        click.echo(f"note: {len(state)} results of an interrupted run are taken over; --fresh measures them again.", err=True)
+    try:
+        with _progress() as tell:
+            rows = Evaluation(_bases(model, loaded, chosen), settings, plan, state, chosen["exact"], tell).run()
+    finally:
+        state.close()
+    state.remove()
+    return rows
+
+
+def _plan(texts: "list[Text]", tokenizer: "Tokenizer", trained: int, chosen: dict[str, Any]) -> "Plan":
+    """What the options ask for; refuses what the texts or the model are too short for."""
+    from auraflux.eval.needle import haystack
+    from auraflux.eval.run import Plan
+    from auraflux.eval.text import copies, windows
+
+    longest = max(texts, key=lambda text: len(text.ids))
+    wanted = [chosen["window"], *(n + COPY for n in chosen["distances"]), *chosen["needles"], *chosen["speeds"]]
+    if max(wanted) > trained:
+        raise SettingsError(f"{max(wanted)} tokens are more than the {trained} that the model was made for.")
+    cut = windows(texts, chosen["window"], chosen["windows"])
+    for length in chosen["speeds"]:
+        if length > len(longest.ids):
+            raise InputError(
+                f"no text has {length} tokens to read before writing is timed; the longest has {len(longest.ids)}."
+            )
+    return Plan(
+        cut,
+        copies(texts, chosen["distances"], COPY),
+        {length: [haystack(longest, tokenizer, length, turn) for turn in range(TURNS)] for length in chosen["needles"]},
+        {length: list(longest.ids[:length]) for length in chosen["speeds"]},
+    )
+
+
+def _bases(model: str | None, loaded: "LanguageModel", chosen: dict[str, Any]) -> "Callable[[int | None], Engine]":
+    """Engines by the bits of their weights: the one that is loaded, and one more at a time."""
+    other: dict[int, LanguageModel] = {}
+
+    def base(bits: int | None) -> "Engine":
+        if bits is None:
+            return loaded.engine
+        if bits not in other:
+            other.clear()
+            other[bits] = _load(model, chosen, bits)
+        return other[bits].engine
+
+    return base
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("")
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+def _document(loaded: "LanguageModel", plan: "Plan", texts: list[str], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    import auraflux
+    from auraflux.bench.document import commit
+    from auraflux.machine import load, this_machine
+
+    return {
+        "machine": asdict(this_machine()),
+        "version": auraflux.__version__,
+        "command": shlex.join(["auraflux", *sys.argv[1:]]),
+        "commit": commit(),
+        "load": round(load(), 2),
+        "device": str(loaded.engine.device),
+        "model": loaded.path.name,
+        "texts": texts,
+        "windows": len(plan.windows),
+        "tokens": sum(passage.measured for passage in plan.windows),
+        "results": rows,
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    from auraflux.cli.eval_table import needle_table, quality_table, speed_table
+    from auraflux.cli.screen import stdout
+
+    console = stdout()
+    console.print(f"{document['model']} on {document['device']}, {document['tokens']} tokens in {document['windows']} windows")
+    for table in (quality_table, needle_table, speed_table):
+        made = table(document["results"])
+        if made is not None:
+            console.print(made)

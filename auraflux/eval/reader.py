@@ -1,0 +1,100 @@
+"""Reading passages with a model through one kind of cache."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import CacheSettings
+from auraflux.eval.metrics import NONE, Differences, compare
+from auraflux.eval.text import Passage
+from auraflux.run.engine import Engine
+
+PIECE = 256  # tokens whose scores are in memory together
+
+
+class Reader(Protocol):
+    """Something that scores tokens."""
+
+    def scores(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """The scores after every token of a text, [T, V] in pieces of `PIECE` tokens."""
+
+    def likelihoods(self, prompt: Sequence[int], endings: Sequence[Sequence[int]], shared: int) -> list[float]:
+        """Log-likelihoods, in nats, of what comes after a prompt: of all of an ending's tokens but the first `shared`."""
+
+
+class EngineReader:
+    """A model with a cache of its own."""
+
+    def __init__(
+        self, base: Engine, shapes: list[Any], settings: CacheSettings, context: int, exact: bool, graphs: bool = False
+    ):
+        self.engine = Engine(
+            base.model,
+            shapes,
+            settings,
+            context=context,
+            # the prompt, and one ending
+            sequences=2,
+            chunk=PIECE,
+            exact=exact,
+            graphs=graphs,
+            dtype=base.cache.dtype,
+            device=base.device,
+        )
+        self._prompt: tuple[int, ...] = ()
+        self._read: Any = None
+
+    def scores(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        self.forget()
+        sequence = self.engine.cache.open()
+        try:
+            yield from self.engine.scores(sequence, list(ids))
+        finally:
+            sequence.close()
+
+    def likelihoods(self, prompt: Sequence[int], endings: Sequence[Sequence[int]], shared: int) -> list[float]:
+        self._keep(tuple(prompt))
+        return [self._likelihood(list(ending), shared) for ending in endings]
+
+    def _likelihood(self, ending: list[int], shared: int) -> float:
+        branch = self._read.fork()
+        try:
+            scores = self.engine.all_scores(branch, ending[:-1])[shared - 1 :]
+        finally:
+            branch.close()
+        targets = torch.tensor(ending[shared:], device=scores.device)
+        return float(torch.log_softmax(scores.float(), -1).gather(-1, targets[:, None]).sum())
+
+    def _keep(self, prompt: tuple[int, ...]) -> None:
+        """Have a prompt read; questions about the same one share it."""
+        if self._read is not None and self._prompt == prompt:
+            return
+        self.forget()
+        self._read, self._prompt = self.engine.cache.open(), prompt
+        for start in range(0, len(prompt), PIECE):
+            self.engine.read([self._read], [list(prompt[start : start + PIECE])])
+
+    def forget(self) -> None:
+        """Close the prompt that was kept."""
+        if self._read is not None:
+            self._read.close()
+        self._read, self._prompt = None, ()
+
+
+def differences(reference: Reader, readers: dict[str, Reader], passage: Passage) -> dict[str, Differences]:
+    """Read a passage with all readers side by side, and compare each with the reference, which may be among them."""
+    others = [name for name, reader in readers.items() if reader is not reference]
+    found = dict.fromkeys(readers, NONE)
+    ids, start = list(passage.ids), 0
+    # the scores after the last token predict nothing that is there
+    read = ids[:-1]
+    for wanted, *theirs in zip(reference.scores(read), *(readers[name].scores(read) for name in others), strict=True):
+        skipped = max(passage.first - 1 - start, 0)
+        targets = torch.tensor(ids[start + 1 : start + 1 + len(wanted)])[skipped:]
+        scores = dict(zip(others, theirs, strict=True))
+        for name in readers:
+            found[name] += compare(wanted[skipped:], scores.get(name, wanted)[skipped:], targets)
+        start += len(wanted)
+    return found

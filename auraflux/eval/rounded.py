@@ -1,0 +1,86 @@
+"""A cache layer that holds what another engine would read back: uncompressed memory, rounded contents.
+
+Keys and values are rounded where they are stored, and all else of the model is the same. A simulation: it says what the codes
+cost in quality and counts the bytes they would take, and says nothing of speed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import AttentionShape, Batch
+from auraflux.cache.dense import DenseLayer
+from auraflux.cache.recent import Partials, RecentLayer
+from auraflux.cache.shapes import Room
+from auraflux.errors import SettingsError
+from auraflux.eval.peers import Peer
+from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.attention.reference import attention_partials
+
+
+@dataclass(frozen=True)
+class RoundedShape(AttentionShape):
+    """Attention whose cache is that of a peer."""
+
+    peer: Peer | None = None
+
+    def build(self, room: Room, bits: Any) -> Any:
+        assert self.peer is not None
+        dense = self.heads, self.width, self.value_width or self.width, room.dtype
+        newest = self.peer.newest
+        if self.window is not None and self.window <= newest:
+            return DenseLayer(room.group(self.window), *dense)
+        rounded = RoundedLayer(self.peer, room.group(self.window), *dense)
+        return RecentLayer(rounded, DenseLayer(room.group(newest), *dense)) if newest else rounded
+
+
+def rounded_shapes(shapes: Sequence[Any], peer: Peer) -> list[Any]:
+    """The layers of a model with a peer's cache; recurrent ones are as they were."""
+    return [_rounded_shape(shape, peer, index) for index, shape in enumerate(shapes)]
+
+
+def _rounded_shape(shape: Any, peer: Peer, index: int) -> Any:
+    if not shape.attends:
+        return shape
+    if type(shape) is not AttentionShape:
+        raise SettingsError(f"{peer.title} is simulated for keys and values of heads, and layer {index} is {shape.title}.")
+    for width in {shape.width, shape.value_width or shape.width}:
+        if reason := peer.refusal(width):
+            raise SettingsError(f"{peer.title} cannot be simulated in layer {index}: {reason}")
+    return RoundedShape(shape.heads, shape.width, shape.value_width, shape.window, peer)
+
+
+class RoundedLayer(DenseLayer):
+    """Keys and values as a peer would read them back."""
+
+    def __init__(self, peer: Peer, group: Any, heads: int, width: int, value_width: int, dtype: torch.dtype):
+        super().__init__(group, heads, width, value_width, dtype)
+        self.peer = peer
+        self.token_nbytes = round(heads * (width + value_width) * peer.bits / 8)
+
+    def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
+        """Round and store the keys and values of the batch's new tokens: [T, Hkv, D] and [T, Hkv, Dv]."""
+        by_token = self.peer.over is None
+        super().append(batch, self.peer.round(k) if by_token else k, self.peer.round(v))
+        if not by_token:
+            self._round_channels(batch)
+
+    def _round_channels(self, batch: Batch) -> None:
+        """Round the keys of every run of `over` tokens that has become whole, each channel by itself."""
+        over, table = self.peer.over, batch.table(self.group)
+        assert over is not None
+        assert self.group.size % over == 0, "a run lies within a page"
+        for b, (sequence, new) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
+            for start in range((sequence.length - new) // over * over, sequence.length // over * over, over):
+                slot = start % self.group.size
+                keys = self.k[int(table[b, start // self.group.size]), :, slot : slot + over]  # [Hkv, over, D]
+                keys.copy_(self.peer.round(keys.transpose(1, 2)).transpose(1, 2))
+
+    def partials(
+        self, pages: KVPages, q: Tensor, starts: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Partials:
+        """Attend without the division, see `attention_partials`."""
+        return attention_partials(q, pages, starts, scale, window, None, softcap)

@@ -1,0 +1,152 @@
+"""Measuring every setting: texts, copies, needles, speed. What is done is kept, so that an interrupted run goes on."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from auraflux.eval.memory import cache_of, nbytes_at
+from auraflux.eval.metrics import NONE, Differences, summary
+from auraflux.eval.needle import DEPTHS, Haystack, recall
+from auraflux.eval.reader import EngineReader, Reader, differences
+from auraflux.eval.setting import REFERENCE, Setting
+from auraflux.eval.speed import WARM_UP, WRITTEN, speed
+from auraflux.eval.state import State, digest
+from auraflux.eval.text import Passage
+from auraflux.run.engine import Engine
+from auraflux.weights.plan import CONTEXTS
+
+Tell = Callable[[str, int, int], None]  # what is measured, and how many of how many results are there
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of every setting.
+
+    windows  of text
+    copies   by distance
+    needles  by length, several texts each
+    speeds   texts to read before writing is timed, by length
+    """
+
+    windows: list[Passage]
+    copies: dict[int, Passage] = field(default_factory=dict)
+    needles: dict[int, list[Haystack]] = field(default_factory=dict)
+    speeds: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def passages(self) -> list[Passage]:
+        return [*self.windows, *self.copies.values()]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names under which results are kept."""
+        asked = [f"needle:{length}" for length in self.needles]
+        return [*(passage.name for passage in self.passages), *asked, *(f"speed:{length}" for length in self.speeds)]
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(asdict(self))
+
+
+class Evaluation:
+    """A run over settings.
+
+    bases  gives an engine whose weights are rounded to so many bits, or are as they are
+    exact  multiply float32 activations where quality is measured; speed is that of the usual kernels
+    """
+
+    def __init__(
+        self, bases: Callable[[int | None], Engine], settings: list[Setting], plan: Plan, state: State, exact: bool, tell: Tell
+    ):
+        self.bases, self.settings, self.plan, self.state, self.exact, self.tell = bases, settings, plan, state, exact, tell
+        self._shapes = bases(None).cache.shapes
+        self.caches = {setting.name: cache_of(setting, self._shapes) for setting in settings}
+
+    def run(self) -> list[dict[str, Any]]:
+        """Measure what is not there yet: one row for each setting."""
+        for bits in dict.fromkeys(setting.quantize for setting in self.settings):
+            self._measure([setting for setting in self.settings if setting.quantize == bits])
+        self._say("done")
+        return [self._row(setting) for setting in self.settings]
+
+    def _measure(self, settings: list[Setting]) -> None:
+        self._passages(settings)
+        for setting in settings:
+            self._needles(setting)
+            self._speeds(setting)
+
+    def _passages(self, settings: list[Setting]) -> None:
+        """Compare with the uncompressed run, all settings side by side."""
+        context = max((len(passage.ids) for passage in self.plan.passages), default=0)
+        readers: dict[str, Reader] = {}
+        for passage in self.plan.passages:
+            missing = [setting for setting in settings if (setting.name, passage.name) not in self.state]
+            if not missing:
+                continue
+            self._say(passage.name)
+            for setting in (REFERENCE, *missing):
+                if setting.name not in readers:
+                    readers[setting.name] = self._reader(setting, context)
+            chosen = {setting.name: readers[setting.name] for setting in missing}
+            for name, found in differences(readers[REFERENCE.name], chosen, passage).items():
+                self.state.add(name, passage.name, asdict(found))
+
+    def _needles(self, setting: Setting) -> None:
+        for length, texts in self.plan.needles.items():
+            task = f"needle:{length}"
+            if (setting.name, task) in self.state:
+                continue
+            self._say(f"{setting.name}, {task}")
+            longest = max(len(ending) for hidden in texts for endings in hidden.endings for ending in endings)
+            reader = self._reader(setting, length + longest)
+            self.state.add(setting.name, task, [recall(reader, hidden) for hidden in texts])
+
+    def _speeds(self, setting: Setting) -> None:
+        # a simulated cache says nothing of a peer's speed
+        missing = {n: ids for n, ids in self.plan.speeds.items() if (setting.name, f"speed:{n}") not in self.state}
+        if setting.peer is not None or not missing:
+            return
+        reader = self._reader(setting, max(missing) + WARM_UP + WRITTEN, exact=False, graphs=True)
+        for length, ids in missing.items():
+            self._say(f"{setting.name}, speed:{length}")
+            self.state.add(setting.name, f"speed:{length}", speed(reader, ids))
+
+    def _reader(self, setting: Setting, context: int, exact: bool | None = None, graphs: bool = False) -> EngineReader:
+        base, shapes = self.bases(setting.quantize), setting.shapes(self._shapes)
+        return EngineReader(base, shapes, setting.cache, context, self.exact if exact is None else exact, graphs)
+
+    def _say(self, what: str) -> None:
+        keys = [(setting.name, task) for setting in self.settings for task in self.plan.tasks]
+        wanted = [key for key in keys if not key[1].startswith("speed:") or not self._simulated(key[0])]
+        self.tell(what, sum(key in self.state for key in wanted), len(wanted))
+
+    def _simulated(self, name: str) -> bool:
+        return any(setting.name == name and setting.peer is not None for setting in self.settings)
+
+    def _row(self, setting: Setting) -> dict[str, Any]:
+        cache, speeds = self.caches[setting.name], {}
+        if setting.peer is None:
+            speeds = {length: self.state[setting.name, f"speed:{length}"] for length in self.plan.speeds}
+        return {
+            "setting": setting.name,
+            "title": setting.title,
+            "simulated": setting.peer is not None,
+            "token_nbytes": cache.token_nbytes,
+            "nbytes_at": {length: nbytes_at(cache, length) for length in CONTEXTS},
+            "text": summary(self._found(setting, self.plan.windows)),
+            "copy": {distance: summary(self._found(setting, [each])) for distance, each in self.plan.copies.items()},
+            "needle": {length: self._recalled(setting, length) for length in self.plan.needles},
+            "speed": speeds,
+        }
+
+    def _found(self, setting: Setting, passages: list[Passage]) -> Differences:
+        return sum((Differences(**self.state[setting.name, passage.name]) for passage in passages), NONE)
+
+    def _recalled(self, setting: Setting, length: int) -> dict[str, Any]:
+        """The mean probability of the right value, over all and by depth, and how often it is above one half."""
+        found = np.array(self.state[setting.name, f"needle:{length}"])
+        by_depth = dict(zip(map(str, DEPTHS), found.mean(0).tolist(), strict=True))
+        return {"mean": float(found.mean()), "above_half": float((found > 0.5).mean()), "by_depth": by_depth}

@@ -1,0 +1,75 @@
+"""What a run has measured so far, on disk, so that one that was interrupted goes on."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from auraflux.errors import InputError
+
+Key = tuple[str, str]  # setting and task
+
+
+class State:
+    """Records by setting and task, one line of a file each; a line that was cut off is written again."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._found: dict[Key, Any] = {}
+        try:
+            self._open(path)
+        except OSError as err:
+            raise InputError(f"what was measured cannot be kept in {path}: {err.strerror or err}.") from err
+
+    def _open(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = 0
+        if path.exists():
+            for line in path.read_bytes().splitlines(keepends=True):
+                record = _parse(line)
+                if record is None:
+                    break
+                self._found[record["setting"], record["task"]] = record["result"]
+                whole += len(line)
+        self._file = path.open("ab")
+        self._file.truncate(whole)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: Key) -> Any:
+        return self._found[key]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, setting: str, task: str, result: Any) -> None:
+        """Keep a result, on disk before this returns."""
+        record = {"setting": setting, "task": task, "result": result}
+        # as it will be read again, so that a run that goes on has the same numbers as one that was never interrupted
+        line = json.dumps(record)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        self._found[setting, task] = json.loads(line)["result"]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def remove(self) -> None:
+        """Forget a run that is done: another measures again."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _parse(line: bytes) -> Any:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def digest(*facts: object) -> str:
+    """A name for all that a result depends on."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

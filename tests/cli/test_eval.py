@@ -1,0 +1,86 @@
+"""`auraflux eval`: a table, JSON, pictures; one sentence for what cannot be measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from auraflux.cli import main
+from tests.eval.tiny_heads import tiny_heads
+
+SHORT = ["--device", "cpu", "--window", "100", "--windows", "2", "--copy", "150", "--needle", "400", "--speed", "32"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("auraflux.machine.cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(main, ["eval", str(tiny_heads()), *map(str, words)])
+
+
+def test_it_measures_shows_and_saves(tmp_path: Path, own_cache: Path):
+    found = run(*SHORT, "--kv", "none,k4v4", "--peers", "--save", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    for words in ("KL mean", "FP8 e4m3 (simulated)", "probability of the right fact", "writing after 32"):
+        assert words in found.output
+    document = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert document["tokens"] == 2 * 99
+    rows = {row["setting"]: row for row in document["results"]}
+    assert rows["none"]["text"]["kl_mean"] == 0
+    assert 0 < rows["fp8"]["text"]["kl_mean"] < rows["kivi2"]["text"]["kl_mean"]
+    assert rows["k4v4"]["token_nbytes"] == 2 * 72
+    assert rows["fp8"]["speed"] == {}
+    for name in ("kl", "memory", "needle"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    # a run that is done is not gone on with
+    assert list((own_cache / "eval").iterdir()) == []
+
+
+def test_json_in_chat_format_with_rounded_weights():
+    few = ["--device", "cpu", "--window", "100", "--windows", "1", "--copy", "none", "--needle", "none", "--speed", "none"]
+    found = run(*few, "--kv", "none,none+quantize=4", "--chat", "--json")
+    assert found.exit_code == 0, found.output
+    plain, rounded = json.loads(found.stdout)["results"]
+    assert plain["text"]["kl_mean"] == 0 < rounded["text"]["kl_mean"]
+    assert plain["token_nbytes"] == rounded["token_nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"Too short.", "fewer than one window of 100"),
+        (b"\xff\xfe\x00text", "is no text: byte 0 is not UTF-8"),
+        (b"text\0text", "is no text: it has zero bytes"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_texts_that_cannot_be_measured_are_one_sentence(tmp_path: Path, content: bytes | None, match: str):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    found = run(*SHORT, "--text", path)
+    assert found.exit_code == 1
+    assert match in found.output
+    assert len(found.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "match", "code"),
+    [
+        (["--kv", "k9v9"], "kv='k9v9'", 1),
+        (["--kv", "best"], "there is no setting 'best'", 1),
+        (["--window", "5000"], "5000 tokens are more than the 1024 that the model was made for", 1),
+        (["--needle", "few"], "neither 'none' nor numbers", 2),
+        (["--kv", "none,k4v4+protect_first=2"], "would compress nothing", 1),
+    ],
+)
+def test_settings_that_cannot_be_measured_are_one_sentence(words: list[str], match: str, code: int):
+    found = run(*SHORT, *words)
+    assert found.exit_code == code
+    assert match in found.output

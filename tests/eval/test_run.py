@@ -1,0 +1,114 @@
+"""Whole evaluations of a tiny model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from auraflux.eval.metrics import summary
+from auraflux.eval.needle import haystack
+from auraflux.eval.reader import EngineReader, differences
+from auraflux.eval.run import Evaluation, Plan
+from auraflux.eval.setting import parse
+from auraflux.eval.state import State
+from auraflux.eval.text import copies, read_files, tokenized, windows
+from auraflux.run.load import load
+from auraflux.weights.pull import models_folder
+from tests.eval.tiny_heads import loaded
+
+
+def plan() -> Plan:
+    tokenizer = loaded().tokenizer
+    assert tokenizer is not None
+    texts = tokenized(read_files([]), tokenizer, chat=False)
+    return Plan(windows(texts, 200, 3), copies(texts, [150], 64), {400: [haystack(texts[0], tokenizer, 400, 0)]})
+
+
+def reader(name: str) -> EngineReader:
+    setting, base = parse(name), loaded().engine
+    return EngineReader(base, setting.shapes(base.cache.shapes), setting.cache, 600, exact=True)
+
+
+def run(path: Path, names: str, tell: Any = lambda *said: None) -> list[dict[str, Any]]:
+    settings = [parse(name) for name in names.split(",")]
+    state = State(path)
+    try:
+        return Evaluation(lambda bits: loaded().engine, settings, plan(), state, True, tell).run()
+    finally:
+        state.close()
+
+
+def test_uncompressed_it_is_the_plain_forward_pass():
+    passage = plan().windows[0]
+    ids = list(passage.ids)
+    wanted = torch.log_softmax(loaded().logits(ids)[:-1], -1)
+    plain = -wanted.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+    none = reader("none")
+    assert differences(none, {"none": none}, passage)["none"].nll == pytest.approx(plain.tolist(), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["none", "k4v4", "k4v4+newest=32", "kivi4", "fp8"])
+def test_a_setting_does_not_differ_from_itself(name: str):
+    found = differences(reader(name), {"again": reader(name)}, plan().windows[0])["again"]
+    assert max(found.kl) < 1e-9
+    assert min(found.same) == 1
+
+
+def test_more_bits_are_nearer():
+    names = ["k8v8", "k6v6", "k4v4", "k3v3", "k2v2"]
+    none = reader("none")
+    found = [differences(none, {name: reader(name) for name in names}, passage) for passage in plan().windows]
+    means = [summary(sum((each[name] for each in found[1:]), found[0][name]))["kl_mean"] for name in names]
+    assert means == sorted(means)
+    assert means[0] < means[-1] / 10
+
+
+def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path: Path):
+    names = "none,k4v4,q4_0"
+    whole = run(tmp_path / "whole", names)
+    said: list[tuple[str, int, int]] = []
+
+    def interrupt(*what: Any) -> None:
+        said.append(what)
+        if len(said) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", names, interrupt)
+    kept = (tmp_path / "parts").read_bytes()
+    assert 0 < kept.count(b"\n") < (tmp_path / "whole").read_bytes().count(b"\n")
+    # as if it had been killed while writing
+    (tmp_path / "parts").write_bytes(kept + kept[:100])
+    assert run(tmp_path / "parts", names, lambda *what: said.append(what)) == whole
+    assert said[4][1] == kept.count(b"\n")
+    assert said[-1] == ("done", 15, 15)
+
+
+def test_a_needle_is_scored_as_the_plain_forward_pass_scores_it():
+    hidden = plan().needles[400][0]
+    ending, shared = hidden.endings[0][0], hidden.shared[0]
+    ids = [*hidden.prompt, *ending]
+    log = torch.log_softmax(loaded().logits(ids), -1)
+    wanted = sum(float(log[at - 1, ids[at]]) for at in range(len(hidden.prompt) + shared, len(ids)))
+    assert reader("none").likelihoods(hidden.prompt, [ending], shared) == pytest.approx([wanted], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_more_bits_are_nearer_in_a_real_model():
+    if not list(models_folder().glob("smollm2*")):
+        pytest.skip("SmolLM2 has not been fetched")
+    base = load(kv="none", exact=True, context=64, device="cpu")
+    texts = tokenized(read_files([]), base.tokenizer, chat=False)
+    names = ["k8v8", "k8v4", "k4v4", "k3v3", "fp8", "q4_0"]
+    settings = {name: parse(name) for name in ["none", *names]}
+    readers = {
+        name: EngineReader(base.engine, each.shapes(base.engine.cache.shapes), each.cache, 256, True)
+        for name, each in settings.items()
+    }
+    found = differences(readers["none"], readers, windows(texts, 256, 1)[0])
+    means = [summary(found[name])["kl_mean"] for name in names[:4]]
+    assert means == sorted(means)
+    # what docs/quality.md says of these, on fewer tokens
+    assert means[1] < 0.02 < means[2] < 0.2
+    assert summary(found["fp8"])["kl_mean"] < 0.02 < summary(found["q4_0"])["kl_mean"]
