@@ -281,7 +281,7 @@ def test_what_leads_outside_the_pages_is_refused(backend, change, message):
         ({"starts": torch.tensor([0, 5])}, "'starts' has dtype int64"),
         ({"starts": starts_of([5])}, r"'starts' has shape \[2\]; \[3\]"),
         ({"sinks": torch.randn(2)}, r"'sinks' has shape \[2\]; \[4\]"),
-        ({"window": -1}, "window is -1"),
+        ({"window": -1}, "'window' is -1"),
         ({"softcap": 0.0}, "softcap is 0.0"),
     ],
 )

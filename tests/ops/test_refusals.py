@@ -62,11 +62,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "seed": (lambda: rotate(ROWS, 1.5), r"'seed' is 1\.5; a whole number"),
     "nope": (lambda: split_latent(torch.ones(1, 8), torch.ones(1, 24), 1, -1), "1 heads of -1"),
-    "rms_norm": (lambda: rms_norm(ROWS, torch.ones(8), -1e-6), "eps is -1e-06"),
-    "rms_norm nan": (lambda: rms_norm(ROWS, torch.ones(8), float("nan")), "eps is nan"),
-    "gated_rms_norm": (lambda: gated_rms_norm(ROWS, ROWS, torch.ones(8), -1.0), "eps is -1"),
-    "qk_norm": (lambda: qk_norm(ROWS, ROWS, -1.0), "eps is -1"),
-    "norm_rope": (lambda: norm_rope(heads(), heads(), *TURN, (torch.ones(8), torch.ones(8)), -1.0), "eps is -1"),
+    "rms_norm": (lambda: rms_norm(ROWS, torch.ones(8), -1e-6), "'eps' is -1e-06"),
+    "rms_norm nan": (lambda: rms_norm(ROWS, torch.ones(8), float("nan")), "'eps' is nan"),
+    "gated_rms_norm": (lambda: gated_rms_norm(ROWS, ROWS, torch.ones(8), -1.0), "'eps' is -1"),
+    "qk_norm": (lambda: qk_norm(ROWS, ROWS, -1.0), "'eps' is -1"),
+    "norm_rope": (lambda: norm_rope(heads(), heads(), *TURN, (torch.ones(8), torch.ones(8)), -1.0), "'eps' is -1"),
     "temperature": (lambda: chosen(temperature=-ONE), "'temperature' is -1.0 for a row"),
     "top_p": (lambda: chosen(top_p=ONE * float("nan")), "'top_p' is nan for a row"),
     "min_p": (lambda: chosen(min_p=-ONE), "'min_p' is -1.0 for a row"),
@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "ids": (lambda: embed(torch.zeros(2, 2).int(), torch.ones(4, 8)), r"'ids' has shape \[2, 2\]"),
     "window": (
         lambda: attention(heads(), pages(), torch.tensor([0, 2]).int(), 1.0, window=2.5),
-        "window is 2.5; it may be 0, a whole number",
+        "'window' is 2.5; it may be 0, a whole number",
     ),
 }
 

@@ -21,7 +21,7 @@ def _check_rows(name: str, x: Tensor) -> int:
 def check_eps(eps: float) -> None:
     """Refuse what would be taken from a sum of squares, and NaN."""
     if not eps >= 0:
-        raise InputError(f"eps is {eps}; it may not be negative.")
+        raise InputError(f"'eps' is {eps}; it may not be negative.")
 
 
 def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
