@@ -48,7 +48,7 @@ bench: $(INSTALLED)
 	@mkdir -p bench/results
 	$(BIN)/auraflux bench ops --save bench/results
 
-# docs/cli.md and docs/ops.md
+# docs/cli.md, docs/ops.md and docs/kernels.md
 docs: $(INSTALLED)
 	$(BIN)/python -m auraflux.cli.manual docs
 

@@ -171,8 +171,12 @@ def test_halves_of_characters_are_no_text(tmp_path: Path):
 
 
 def test_null_is_as_good_as_missing(model: Path):
-    rewritten(model, rope_parameters={"rope_type": "default", "rope_theta": None}, head_dim=None, sliding_window=None)
-    auraflux.load(model, device="cpu", context=64)
+    ids = [3, 4, 5, 6]
+    wanted = list(auraflux.load(model, device="cpu", context=64).tokens(ids, max_tokens=4, endless=True))
+    rewritten(model, head_dim=None, sliding_window=None)
+    assert list(auraflux.load(model, device="cpu", context=64).tokens(ids, max_tokens=4, endless=True)) == wanted
+    rewritten(model, rope_parameters={"rope_type": "default", "rope_theta": None})
+    assert len(list(auraflux.load(model, device="cpu", context=64).tokens(ids, max_tokens=4, endless=True))) == 4
 
 
 def test_ends_are_numbers_wherever_they_are_named(model: Path):
