@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args
+from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
+from auraflux.ops.turboquant.plain import PlainPages
 
 BF16 = torch.bfloat16
 WIDTHS = (64, 80, 96, 128, 256, 512)
@@ -54,8 +57,14 @@ def code_pages(
     page: int = 16,
     gone: list[int] | None = None,
     arrangement: Arrangement = Arrangement.ROWS,
+    calibrated: bool = False,
+    plain: tuple[int, int] | None = None,
+    plain_dtype: torch.dtype = torch.float32,
 ) -> CodePages:
-    """Fill a pool with random codes; pages lie in random order. Entries past a length, or among the first `gone`, are wild."""
+    """Fill a pool with random codes; pages lie in random order. Entries past a length, or among the first `gone`, are wild.
+
+    plain  how many first and newest positions are kept as they are, too
+    """
     pool, table = page_table(lengths, page, gone)
     keys, vals = (coded(pool, heads, page, bits=b, width=width) for b in bits)
     return CodePages(
@@ -69,7 +78,31 @@ def code_pages(
         width,
         SEED,
         arrangement,
+        calibration(heads, width, table.shape[1] * page) if calibrated else None,
+        None if plain is None else plain_pages(lengths, heads, width, *plain, plain_dtype),
     )
+
+
+def calibration(heads: int, width: int, capacity: int, rotated: int | None = None, interleaved: bool = False) -> Calibration:
+    """Vectors as keys have them: some channels large and far from 0; those from `rotated` on do not turn."""
+    scale = torch.exp(0.5 * torch.randn(heads, width))
+    along, across = (torch.randn(heads, width) * scale for _ in range(2))
+    table = angle_table(rope_frequencies(rotated or width, 1e4), -(-capacity // BLOCK), width, interleaved)
+    return Calibration(scale, 1 / scale, along, across, table)
+
+
+def plain_pages(
+    lengths: list[int], heads: int, width: int, first: int, newest: int, dtype: torch.dtype = torch.float32, page: int = 16
+) -> PlainPages:
+    """Random rows, as long as codes of random norms are; entries of pages that nobody reads are wild."""
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+
+    def kept(pool: int, table: Tensor, page: int) -> KVPages:
+        k, v = (vectors(pool, heads, page, width, dtype=dtype, scale=width**-0.5) for _ in range(2))
+        return KVPages(k, v, table, sizes)
+
+    head = kept(len(lengths) + 1, torch.randperm(len(lengths) + 1)[: len(lengths), None].int(), first) if first else None
+    return PlainPages(head, kept(*page_table(lengths, page), page) if newest else None, newest)
 
 
 def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> tuple[int, Tensor]:
@@ -147,12 +180,12 @@ def attend(
     sinks: bool = False,
     softcap: float | None = None,
     threshold: float | None = None,
-    arrangement: Arrangement = Arrangement.ROWS,
+    **more: Any,
 ) -> Args:
     """Make queries of the last `counts` tokens of sequences of the given lengths; heads are (query heads, coded heads)."""
     args = {
         "q": vectors(sum(counts), heads[0], width, dtype=dtype, scale=2.0),
-        "pages": code_pages(lengths, heads[1], width, bits, page, gone, arrangement),
+        "pages": code_pages(lengths, heads[1], width, bits, page, gone, **more),
         "starts": edges(counts),
         "scale": width**-0.5,
     }

@@ -59,6 +59,24 @@ BYTES = list(product(PAIR_BITS, PAIR_BITS))  # of which values may lie in pairs
 # bits of keys and values, width: some cross the edges of words
 UNITS = ((3, 3, 128), (6, 4, 128), (4, 6, 64), (3, 6, 256), (8, 3, 128), (6, 6, 64), (2, 6, 128))
 
+# what keys leave out, and what is kept as it is: as models are served, and each alone
+KEPT: dict[str, dict[str, Any]] = {
+    "kept": {"calibrated": True, "plain": (1, 32)},
+    "calibrated": {"calibrated": True},
+    "plain": {"plain": (2, 20)},
+}
+KEPT_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fast": ({"lengths": [333, 40, 5], "counts": [1, 1, 1], "heads": (8, 2), "width": 128, "bits": (4, 4)}, FAST),
+    "fast-w256": ({"lengths": [333], "counts": [1], "heads": (4, 1), "width": 256, "bits": (8, 4), "page": 64}, FAST),
+    "few": ({"lengths": [150, 33], "counts": [3, 2], "heads": (4, 2), "width": 64}, {}),
+    "prefill": ({"lengths": [33, 200, 63], "counts": [33, 170, 1], "heads": (8, 2), "width": 128}, {}),
+    "window": ({"lengths": [200, 60, 10], "counts": [1, 40, 10], "heads": (4, 2), "width": 64, "window": 48}, {}),
+    "window-sinks": ({"lengths": [70, 3], "counts": [2, 1], "heads": (4, 2), "width": 64, "window": 41, "sinks": True}, {}),
+    "softcap": ({"lengths": [165], "counts": [5], "heads": (4, 4), "width": 256, "softcap": 3.0}, {}),
+    "matrix": ({"lengths": [100, 40], "counts": [1, 4], "heads": (4, 2), "width": 80}, {}),
+    "sparse": ({"lengths": [400], "counts": [1], "heads": (4, 2), "width": 64, "threshold": 1e-3}, {"tol": 2e-2}),
+}
+
 CASES = [
     Case(rotate, "one-token", lambda: {"x": vectors(1, 32, 128), "seed": SEED}, bench=True),
     Case(rotate, "many-tokens", lambda: {"x": vectors(256, 8, 128), "seed": SEED}, bench=True),
@@ -326,6 +344,24 @@ CASES = [
     Case(turboquant_attention, "pairs-softcap", lambda: in_pairs(attend, [150], [1], (4, 4), 256, (8, 4), softcap=3.0), **FAST),
     Case(turboquant_attention, "pairs-nothing-visible", lambda: in_pairs(attend, [9, 5], [1, 1], (4, 2), 64, window=0), **FAST),
     Case(turboquant_attention, "pairs-bf16", lambda: in_pairs(attend, [500], [1], (8, 2), 128, (8, 4), dtype=BF16), tol=4e-3),
+    *(
+        Case(append_codes, f"{name}-k{k}v{v}", partial(append, [121, 40, 3], [35, 1, 3], 2, 64, bits=(k, v), **kept))
+        for (name, kept), (k, v) in product(KEPT.items(), ((8, 4), (4, 4), (3, 2)))
+    ),
+    *(Case(rope_append_codes, name, partial(turned, [121, 40], [1, 1], (4, 2), 128, **kept)) for name, kept in KEPT.items()),
+    *(
+        Case(
+            turboquant_attention, f"{name}-k{k}v{v}", partial(attend, [150, 37, 1], [1, 1, 1], (4, 2), 64, bits=(k, v), **kept)
+        )
+        for (name, kept), (k, v) in product(KEPT.items(), PAIRS)
+    ),
+    *(
+        Case(turboquant_attention, f"{name}-{kind}", partial(attend, **shape, **kept), **tolerance)
+        for (name, kept), (kind, (shape, tolerance)) in product(KEPT.items(), KEPT_SHAPES.items())
+    ),
+    Case(turboquant_attention, "kept-head", lambda: attend([150, 2], [1, 1], (4, 2), 64, plain=(1, 0))),
+    Case(turboquant_attention, "kept-recent", lambda: attend([150, 20], [3, 20], (4, 2), 64, plain=(0, 32))),
+    Case(turboquant_partials, "kept", lambda: attend([70, 33], [1, 3], (4, 2), 64, block=16, calibrated=True, plain=(1, 8))),
     Case(turboquant_attention, "many-tokens", lambda: attend([512], [128], (16, 4), 128, bits=(8, 4), page=64), **BENCH),
     *(Case(append_latent_codes, f"b{b}", partial(append_latent, [21, 40], [5, 1], 64, 8, bits=b)) for b in BITS),
     *(Case(append_latent_codes, f"w{d}", partial(append_latent, [3, 33], [3, 2], d, 16, bits=6)) for d in (100, 128, 512)),

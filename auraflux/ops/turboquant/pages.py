@@ -14,7 +14,9 @@ from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 from auraflux.ops.attention.pages import DTYPES, rows_of, spans
 from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.codebook import check_bits
+from auraflux.ops.turboquant.plain import PlainPages
 from auraflux.ops.turboquant.rotation import check_rotation
 
 
@@ -69,6 +71,8 @@ class CodePages:
     width                   D, of a head
     seed                    of the rotation
     arrangement             the order of the values' codes within a page
+    calibration             what the codes of keys leave out; None for nothing
+    plain                   positions that are kept as they are as well; None for none
     """
 
     key_codes: Tensor
@@ -82,6 +86,8 @@ class CodePages:
     width: int
     seed: int
     arrangement: Arrangement = Arrangement.ROWS
+    calibration: Calibration | None = None
+    plain: PlainPages | None = None
 
     def __post_init__(self) -> None:
         check_bits("key_bits", self.key_bits)
@@ -104,6 +110,10 @@ class CodePages:
             )
         if (reason := self.arrangement.refusal(rows[2], self.width)) is not None:
             raise InputError(reason)
+        if self.calibration is not None:
+            self.calibration.check(rows[1], self.width, self.capacity)
+        if self.plain is not None:
+            self.plain.check(rows[1], self.width, len(self.lengths))
 
     @classmethod
     def empty(

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
-from auraflux.ops.attention.pages import DTYPES, check_starts
+from auraflux.ops.attention.pages import DTYPES, check_starts, rows_of
 from auraflux.ops.attention.reference import check_window, merge_partials
-from auraflux.ops.attention.softmax import visible
 from auraflux.ops.rope.reference import check_norm_rope, norm_rope
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import check_bits, codebook
 from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
+from auraflux.ops.turboquant.plain import PlainPages
 from auraflux.ops.turboquant.reference_codec import decode, encode, rotate
 from auraflux.ops.turboquant.reference_latent import (
     append_latent_codes,
     rope_append_latent_codes,
     turboquant_latent_attention,
 )
+from auraflux.ops.turboquant.reference_rows import Query, coded_rows, plain_rows
 from auraflux.ops.turboquant.rotation import check_rotation
 
 __all__ = [
@@ -56,6 +57,9 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     starts  [B + 1]      int32
     """
     batch = pages.spans(starts, k.shape[0], reach=0)
+    if pages.calibration is not None:
+        positions = [torch.arange(first, length, device=k.device) for _, _, _, first, length in batch]
+        k = pages.calibration.reduced(k, torch.cat(positions)) if positions else k
     key_codes, key_norms = encode.reference(k, pages.key_bits, pages.seed)
     value_codes, value_norms = encode.reference(v, pages.value_bits, pages.seed)
     rows = pages.arranged(Arrangement.ROWS)
@@ -66,6 +70,20 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
         rows.value_codes[page, :, slot], pages.value_norms[page, :, slot] = value_codes[mine], value_norms[mine]
     if rows is not pages:
         pages.value_codes.copy_(rows.arranged(pages.arrangement).value_codes)
+    if pages.plain is not None:
+        plain_k, plain_v = (rotate.reference(x.float(), pages.seed) for x in (k, v))
+        for b, start, new, first, length in batch:
+            _keep(pages.plain, b, first, length, plain_k[start : start + new], plain_v[start : start + new])
+
+
+def _keep(plain: PlainPages, b: int, first: int, length: int, k: Tensor, v: Tensor) -> None:
+    """Keep the rotated rows of the positions [first, length) of a sequence, those that will be read."""
+    for kept, begin, end in ((plain.head, first, min(length, plain.first)), (plain.recent, first, length)):
+        if kept is None or begin >= end:
+            continue
+        page, slot = rows_of(kept, b, begin, end)
+        mine = slice(begin - first, end - first)
+        kept.k[page, :, slot], kept.v[page, :, slot] = k[mine].to(kept.k.dtype), v[mine].to(kept.v.dtype)
 
 
 def _check_rope_append_codes(
@@ -162,55 +180,39 @@ def turboquant_partials(
     threshold  values with a smaller share of their block's weights are passed over
     returns    (o [T * Hq, N, D], m [T * Hq, N], l [T * Hq, N]), float32, as `merge_partials` takes them; o is still rotated
 
-    N covers all positions the table has room for; a block that saw nothing has o = 0, m = -inf, l = 0. With sinks there is one
-    block more, the last: o = 0, m = sink, l = 1. When positions are split between calls, one of them gets the sinks.
+    N covers all positions the table has room for; a block that saw nothing has o = 0, m = -inf, l = 0. Where some positions are
+    kept as they are there is one block more, of those that a query reads so. With sinks there is another, the last: o = 0,
+    m = sink, l = 1. When positions are split between calls, one of them gets the sinks.
     """
     pages = pages.arranged(Arrangement.ROWS)
     tokens, heads, width = q.shape
-    blocks = max(1, -(-pages.capacity // block)) + (sinks is not None)
-    out = torch.zeros(tokens, heads, blocks, width, device=q.device)
-    highest = torch.full((tokens, heads, blocks), -torch.inf, device=q.device)
-    total = torch.zeros(tokens, heads, blocks, device=q.device)
-    rotated = rotate.reference(q.float(), pages.seed)
+    blocks = max(1, -(-pages.capacity // block)) + (pages.plain is not None)
+    out = torch.zeros(tokens, heads, blocks + (sinks is not None), width, device=q.device)
+    highest = torch.full(out.shape[:3], -torch.inf, device=q.device)
+    total = torch.zeros(out.shape[:3], device=q.device)
+    query = Query(q.float(), pages, scale, softcap)
     reach = None if window is None else max(window - 1, 0)
     for b, start, new, oldest, length in pages.spans(starts, tokens, reach):
-        mine = slice(start, start + new)
-        for n in range(oldest // block, -(-length // block)):
-            first, last = max(n * block, oldest), min((n + 1) * block, length)
-            page, slot = pages.rows_of(b, first, last)
-            scores = _scores(rotated[mine], pages, page, slot) * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            seen = visible(new, length, first, last, window, q.device)
-            scores = scores.masked_fill(~seen[:, None], -torch.inf)
-            top = scores.amax(-1, keepdim=True)
-            weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
-            share = weights.sum(-1)
-            # a value passed over still counts in the sum
-            weights = weights.masked_fill(weights < threshold * share.unsqueeze(-1), 0.0)
-            out[mine, :, n] = _values(weights, pages, page, slot)
-            highest[mine, :, n], total[mine, :, n] = top.squeeze(-1), share
+        mine, asking = slice(start, start + new), torch.arange(length - new, length, device=q.device)[:, None]
+        parts = [(n, coded_rows(pages, b, *ends)) for n, ends in _split(oldest, length, block)]
+        if pages.plain is not None:
+            parts.append((blocks - 1, plain_rows(pages.plain, b, new, length)))
+        for n, rows in parts:
+            seen = rows.positions <= asking
+            if window is not None:
+                seen &= rows.positions > asking - window
+            if pages.plain is not None:
+                seen &= pages.plain.covers(asking, rows.positions) == rows.plain
+            found = query.attend(mine, rows, seen, 0.0 if rows.plain else threshold)
+            out[mine, :, n], highest[mine, :, n], total[mine, :, n] = found
     if sinks is not None:
         highest[..., -1], total[..., -1] = sinks, 1.0
     return out.flatten(0, 1), highest.flatten(0, 1), total.flatten(0, 1)
 
 
-def _scores(q: Tensor, pages: CodePages, page: Tensor, slot: Tensor) -> Tensor:
-    """Inner products of rotated queries with coded keys: [n, Hq, D], [t], [t] -> [n, Hq, t]."""
-    codes = unpack(pages.key_codes[page, :, slot], pages.key_bits, pages.width)
-    levels = codebook(pages.key_bits, pages.width, q.device)[codes]  # t, Hkv, D
-    products = torch.einsum("nhgd,thd->nhgt", q.unflatten(1, (pages.heads, -1)), levels)
-    return (products * pages.key_norms[page, :, slot].T.unsqueeze(1)).flatten(1, 2)
-
-
-def _values(weights: Tensor, pages: CodePages, page: Tensor, slot: Tensor) -> Tensor:
-    """Sums of coded values by weights: [n, Hq, t], [t], [t] -> [n, Hq, D], rotated."""
-    codes = unpack(pages.value_codes[page, :, slot], pages.value_bits, pages.width)
-    levels = codebook(pages.value_bits, pages.width, weights.device)[codes]
-    grouped = weights.unflatten(1, (pages.heads, -1))
-    # 0 times NaN is NaN: a value that a query does not see must not reach it
-    weighed = torch.where(grouped == 0, 0.0, grouped * pages.value_norms[page, :, slot].T.unsqueeze(1))
-    return torch.einsum("nhgt,thd->nhgd", weighed, levels).flatten(1, 2)
+def _split(oldest: int, length: int, block: int) -> list[tuple[int, tuple[int, int]]]:
+    """The blocks that positions [oldest, length) lie in, and the part of each."""
+    return [(n, (max(n * block, oldest), min((n + 1) * block, length))) for n in range(oldest // block, -(-length // block))]
 
 
 def _check_turboquant_attention(

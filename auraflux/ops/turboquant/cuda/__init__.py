@@ -45,6 +45,7 @@ def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Te
 
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     _check(k, k.shape[-1])
+    _check_kept(pages)
     APPEND(Append(k, v, pages, starts))
 
 
@@ -62,6 +63,7 @@ def rope_append_codes(
     interleaved: bool = False,
 ) -> Tensor:
     _check(k, k.shape[-1])
+    _check_kept(pages)
     return ROPE_APPEND(RopeAppend(q, k, v, pages, starts, inv_freq, positions, norms, eps, mscale, interleaved))
 
 
@@ -96,6 +98,7 @@ def turboquant_partials(
     threshold: float = 0.0,
 ) -> Parts:
     _check(q, pages.width)
+    _check_kept(pages)
     return attend_in_blocks(q, pages, starts, scale, block, window, sinks, softcap)
 
 
@@ -110,6 +113,7 @@ def turboquant_attention(
     threshold: float = 0.0,
 ) -> Tensor:
     _check(q, pages.width)
+    _check_kept(pages)
     return ATTEND(Attend(q, pages, starts, scale, window, sinks, softcap))
 
 
@@ -122,3 +126,8 @@ def _check(first: Tensor, width: int) -> None:
     ready(first)
     if width < NARROWEST:
         raise Declined(f"rows of {width}, fewer than the {NARROWEST} codes that fill whole words at every number of bits")
+
+
+def _check_kept(pages: CodePages) -> None:
+    if pages.calibration is not None or pages.plain is not None:
+        raise Declined("keys are calibrated, or some positions are kept as they are")
