@@ -31,15 +31,27 @@ def index_of(pages: Any, starts: Tensor) -> Index:
 
 
 @triton.jit
-def place_token(token, index, PAGE: tl.constexpr, S: tl.constexpr):
-    """Find the page and the slot a new token belongs to; a page outside the pool is given as -1."""
+def position_of(token, index, S: tl.constexpr):
+    """Find the sequence of a new token, and its position there."""
     b = tl.arange(0, S)
     start = tl.load(index.starts + b, mask=b < index.sequences, other=1 << 30)
     sequence = tl.sum((start <= token).to(tl.int32), 0) - 1
-    position = tl.load(index.lengths + sequence) - tl.load(index.starts + sequence + 1) + token
-    inside = (position >= 0) & (position < index.width * PAGE)
-    page = tl.load(index.table + sequence.to(tl.int64) * index.width + position // PAGE, mask=inside, other=-1)
-    return tl.where(page < index.pool, page, -1).to(tl.int64), position % PAGE
+    return sequence, tl.load(index.lengths + sequence) - tl.load(index.starts + sequence + 1) + token
+
+
+@triton.jit
+def place_of(table, sequence, position, width, pool, PAGE: tl.constexpr):
+    """Find the page and the slot of a position; a page outside the pool, or past the table, is given as -1."""
+    inside = (position >= 0) & (position < width * PAGE)
+    page = tl.load(table + sequence.to(tl.int64) * width + position // PAGE, mask=inside, other=-1)
+    return tl.where(page < pool, page, -1).to(tl.int64), position % PAGE
+
+
+@triton.jit
+def place_token(token, index, PAGE: tl.constexpr, S: tl.constexpr):
+    """Find the page and the slot a new token belongs to; a page outside the pool is given as -1."""
+    sequence, position = position_of(token, index, S)
+    return place_of(index.table, sequence, position, index.width, index.pool, PAGE)
 
 
 @triton.jit

@@ -64,11 +64,18 @@ def encoded(x, there, rotation, levels, D: tl.constexpr, P: tl.constexpr, BITS: 
 @triton.jit
 def encoded_values(wide, signs, levels, D: tl.constexpr, BITS: tl.constexpr):
     """Encode vectors [R, D], given in float64, where D is a power of two: codes [R, D] and norms [R]."""
+    found, norm, _ = encoded_and_rotated(wide, signs, levels, D, BITS)
+    return found, norm
+
+
+@triton.jit
+def encoded_and_rotated(wide, signs, levels, D: tl.constexpr, BITS: tl.constexpr):
+    """Encode vectors as `encoded_values` does, and give what was rounded, too: [R, D] in float32."""
     length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
     inverse = tl.where(length == 0, 0.0, 1.0 / length)
     y = hadamard((wide * inverse).to(tl.float32) * tl.load(signs + tl.arange(0, D)[None, :]), D)
     found, level = nearest(y, levels, BITS)
-    return found, norm_of(length, level)
+    return found, norm_of(length, level), y * length.to(tl.float32)
 
 
 @triton.jit

@@ -10,10 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.device import not_hopper
 from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import index_of, place_token
+from auraflux.ops.hopper.pages import index_of, place_of, position_of
 from auraflux.ops.hopper.rope import Rope, cos_sin
-from auraflux.ops.turboquant.cuda.arguments import keys_of, shape_of, values_of
-from auraflux.ops.turboquant.cuda.codec import encoded_values
+from auraflux.ops.turboquant.cuda.arguments import calibrated_of, kept_of, keys_of, plain_of, shape_of, values_of
+from auraflux.ops.turboquant.cuda.codec import encoded_and_rotated
 from auraflux.ops.turboquant.cuda.hadamard import (
     half_of_pair,
     levels_for,
@@ -22,6 +22,7 @@ from auraflux.ops.turboquant.cuda.hadamard import (
     store_half_units,
     store_words,
 )
+from auraflux.ops.turboquant.cuda.keep import reduced, store_plain
 from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 64  # that are rotated and coded in one launch
@@ -70,10 +71,13 @@ def rotated_row(
 
 @triton.jit
 def rotate_and_append(
-    q, k, v, q_out, norms, rope, half, q_pitch, keys, values, signs, index, SHAPE: tl.constexpr, Q_HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
+    q, k, v, q_out, norms, rope, half, q_pitch, keys, values, signs, index, calibrated, plain, SHAPE: tl.constexpr,
+    KEPT: tl.constexpr, Q_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Turn a query, or code a key or a value; grid (HEADS keys, HEADS values, Q_HEADS queries; tokens).
+
+    calibrated  what keys leave out; None for nothing
+    plain       where rows are kept as they are; None for nowhere
 
     EARLY  launched before the kernel before has ended; positions and pages are older than that
     """
@@ -87,14 +91,19 @@ def rotate_and_append(
         y = rotated_row(q + row * q_pitch, norms.q, rope, position, half, norms.eps, kind, D, INTERLEAVED, EARLY)
         tl.store(q_out + row * D + d, y.to(kind))
         return
-    page, slot = place_token(tl.program_id(1), index, SHAPE.page, SHAPE.sequences)
+    sequence, at_position = position_of(tl.program_id(1), index, SHAPE.sequences)
+    page, slot = place_of(index.table, sequence, at_position, index.width, index.pool, SHAPE.page)
     there = page + tl.zeros([1], tl.int64) >= 0
     row = (page * SHAPE.heads + head % SHAPE.heads) * SHAPE.page + slot + tl.zeros([1], tl.int64)
     source = (token * SHAPE.heads + head % SHAPE.heads) * D
     if head < SHAPE.heads:
         position = tl.load(rope.positions + token)
         y = rotated_row(k + source, norms.k, rope, position, half, norms.eps, kind, D, INTERLEAVED, EARLY)
-        codes, norm = encoded_values(y.to(tl.float64), signs, keys.levels, D, SHAPE.key_bits)
+        if calibrated is not None:
+            y = reduced(y, calibrated, head, at_position, d, d < D, D)
+        codes, norm, rotated = encoded_and_rotated(y.to(tl.float64), signs, keys.levels, D, SHAPE.key_bits)
+        if plain is not None:
+            store_plain(rotated, plain, sequence, at_position, head, d, True, SHAPE, KEPT)
         store_words(keys.codes, row, there, codes, SHAPE.key_bits, D, (D * SHAPE.key_bits + 31) // 32)
         tl.store(keys.norms + row, norm, mask=there)
         return
@@ -104,7 +113,9 @@ def rotate_and_append(
         at, mine, shift = half_of_pair(values.codes, row, SHAPE.value_bits, D)
         old = tl.load(at, mask=there, other=0)
     y = tl.load(v + source + d).to(tl.float64)
-    codes, norm = encoded_values(y, signs, values.levels, D, SHAPE.value_bits)
+    codes, norm, rotated = encoded_and_rotated(y, signs, values.levels, D, SHAPE.value_bits)
+    if plain is not None:
+        store_plain(rotated, plain, sequence, at_position, head - SHAPE.heads, d, False, SHAPE, KEPT)
     tl.store(values.norms + row, norm, mask=there)
     if not SHAPE.pairs:
         store_words(values.codes, row, there, codes, SHAPE.value_bits, D, (D * SHAPE.value_bits + 31) // 32)
@@ -137,8 +148,9 @@ def append(
         keys_of(pages, levels_for(pages.key_bits, width, k.device)),
         values_of(pages, levels_for(pages.value_bits, width, k.device)),
         rotation_for(width, pages.seed, False, k.device)[0],
-        index_of(pages, starts),
+        *(index_of(pages, starts), calibrated_of(pages), plain_of(pages)),
         SHAPE=shape_of(pages),
+        KEPT=kept_of(pages),
         Q_HEADS=q.shape[1],
         INTERLEAVED=interleaved,
         EARLY=early,

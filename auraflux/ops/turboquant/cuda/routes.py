@@ -24,6 +24,7 @@ from auraflux.ops.turboquant.cuda import (
     dequantize,
     encode_prefill,
     flash_codes_launch,
+    keep,
     mla_columns,
     mla_rope_append,
     mla_rows,
@@ -162,8 +163,18 @@ def _refuses_rope_first(call: RopeAppend) -> str | None:
 def _rope_first(call: RopeAppend) -> Tensor:
     rotation = call.inv_freq, call.positions, call.norms, call.eps, call.mscale, call.interleaved
     q, k = norm_rope(call.q, call.k, *rotation)
-    APPEND(Append(k, call.v, call.pages, call.starts))
+    append_kept(Append(k, call.v, call.pages, call.starts))
     return q
+
+
+def append_kept(call: Append) -> None:
+    """Take out of keys what their codes leave out, keep rows that are kept as they are, and code the rest."""
+    k, v, pages, starts = call
+    # few are coded from float32, as the reference does; a prompt's in 16 bits, which 8 bits hardly notice
+    many = k.shape[0] * k.shape[1] >= encode_prefill.MANY
+    k = keep.without_centres(k, pages, starts, k.dtype if many else torch.float32)
+    keep.keep(k, v, pages, starts)
+    APPEND(Append(k, v, pages, starts))
 
 
 def _appended(call: RopeAppend) -> list[tuple[Routes[Append, None], Append]]:
