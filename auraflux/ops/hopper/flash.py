@@ -22,6 +22,16 @@ MOST_SPLITS = 128
 PROGRAMS_INTERPRETED = 16  # at a time, where each takes milliseconds and none runs beside another
 
 
+class Near(NamedTuple):
+    """Keys less than `newest` back from a query are read from other pages than those further back.
+
+    far  where their pages begin in each row of the table; the first has the oldest such position of the sequence's first query
+    """
+
+    newest: int
+    far: int
+
+
 class Shape(NamedTuple):
     """How one launch is cut: rows of a program, keys at a time, tiles in the grid, splits of the keys, warps, stages."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from auraflux.ops.attention.pages import Pages
 from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.flash import EVERYTHING, keys_of_split, leave, load_rows, mix, narrow, rows_of_tile, shape_for
+from auraflux.ops.hopper.flash import EVERYTHING, Near, keys_of_split, leave, load_rows, mix, narrow, rows_of_tile, shape_for
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of, place_keys
 from auraflux.ops.hopper.sizes import power_of_two
@@ -41,12 +41,13 @@ class Tile(NamedTuple):
 
 @triton.jit
 def attend_pages(
-    q, q_rope, keys, values, index, sinks, out, parts, scale, softcap, window, heads, splits, SHAPE: tl.constexpr,
+    q, q_rope, keys, values, index, sinks, out, parts, scale, softcap, window, near, heads, splits, SHAPE: tl.constexpr,
     TILE: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend from M rows to the keys of one split; grid (tiles, HEADS, splits).
 
     q_rope  None; or keys are latents of D, and values too: `values` holds the rotated keys of width DV that score with it
+    near    None; or keys near to a row lie elsewhere, see `Near`: the first split takes them
     """
     LATENT: tl.constexpr = q_rope is not None
     G: tl.constexpr = SHAPE.group
@@ -76,7 +77,11 @@ def attend_pages(
         x_rope = load_rows(q_rope, at, live, DV, PV, WIDE)
     table = index.table + sequence.to(tl.int64) * index.width
     last = length - new + tl.minimum((first_row + M - 1) // G, new - 1)
-    begin, end, full, edge = keys_of_split(length - new + first_row // G, last, window, 0, split, splits, N)
+    first_position, shift = length - new + first_row // G, 0
+    if near is not None:
+        shift = near.newest
+    reach = window - shift
+    begin, end, full, edge = keys_of_split(first_position - shift, last - shift, reach, 0, split, splits, N)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     acc = tl.zeros([M, O], tl.float32)
@@ -101,12 +106,27 @@ def attend_pages(
                 v = load_rows(values + origin * DV, row, there, DV, PV, WIDE)
             s = capped(s * scale, softcap, SOFTCAP)
             key = first + tl.arange(0, N)
-            seen = there[None, :] & (key[None, :] <= position[:, None])
+            seen = there[None, :] & (key[None, :] <= position[:, None] - shift)
             if EDGE:
-                seen = seen & (key[None, :] > position[:, None] - window)
+                seen = seen & (key[None, :] > position[:, None] - shift - reach)
             s = tl.where(seen, s, float("-inf"))
             p, fade, m, l = soften(s, m, l)  # noqa: E741
             acc = mix(acc * fade[:, None], p, v, seen, N, EDGE, PRECISION)
+    if near is not None and split == 0:
+        oldest = tl.maximum(length - new - near.newest + 1, 0) // PAGE
+        reach = tl.minimum(window, near.newest)
+        begin = tl.maximum(first_position - reach + 1, 0) // N * N
+        beside = table + near.far - oldest
+        for first in range(begin, last + 1, N):
+            room = oldest + index.width - near.far
+            origin, row, there = place_keys(beside, first, last + 1, head, room, index.pool, HEADS, PAGE, N, ALIGNED)
+            k = load_rows(keys + origin * D, row, there, D, P, WIDE)
+            v = load_rows(values + origin * DV, row, there, DV, PV, WIDE)
+            s = capped(tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
+            key = first + tl.arange(0, N)
+            seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - reach)
+            p, fade, m, l = soften(tl.where(seen, s, float("-inf")), m, l)  # noqa: E741
+            acc = mix(acc * fade[:, None], p, v, seen, N, True, PRECISION)
     sink = tl.full([M], float("-inf"), tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head * G + r % G) * LOG2E
@@ -125,6 +145,7 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    near: Near | None = None,
 ) -> None:
     """Attend with products in 16 bits where all operands have the same 16, into results or into parts of one block."""
     ready(q)
@@ -144,7 +165,7 @@ def attend(
     parts = None if whole else parts_like(tokens * heads, cut.splits, result, q.device)
     launch(attend_pages, (cut.tiles, key_heads, cut.splits))(
         *(q, q_rope, a, b, index_of(pages, starts), sinks, out if whole else None, parts),
-        *(scale, softcap or 1.0, EVERYTHING if window is None else window, heads, cut.splits),
+        *(scale, softcap or 1.0, EVERYTHING if window is None else window, near, heads, cut.splits),
         SHAPE=PageShape(group, key_heads, width, b.shape[-1], page, power_of_two(sequences)),
         TILE=Tile(cut.rows, cut.keys, *padded),
         WIDE=wide,

@@ -32,11 +32,11 @@ from auraflux.ops.attention.cuda.prefill_tiles import (
     mix_by_rows,
     rows_of_tile,
     soften,
-    tile_at,
+    tile_near,
 )
 from auraflux.ops.attention.cuda.prefill_unmasked import attend_one, attend_pairs, attend_whole, scores_of
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.flash import EVERYTHING, Near
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import power_of_two
@@ -49,11 +49,16 @@ SHORT = 1024  # positions, for which keys need no splitting
 
 
 class Scores(NamedTuple):
-    """What scores are multiplied by and capped with, and how far back they reach."""
+    """What scores are multiplied by and capped with, and how far back they reach.
+
+    newest, far  see `Near`; 0 where there is none
+    """
 
     scale: float
     softcap: float
     window: int
+    newest: int
+    far: int
 
 
 class Rows(NamedTuple):
@@ -64,6 +69,7 @@ class Rows(NamedTuple):
     begin, end          keys that some of them see
     full, edge          keys that all of them see
     parted, tiles       tiles of keys that not all of them see, and all tiles
+    near                of these, tiles of keys near to them, see `tile_near`; None where keys lie in one place
     """
 
     start: Any
@@ -76,6 +82,7 @@ class Rows(NamedTuple):
     edge: Any
     parted: Any
     tiles: Any
+    near: Any
 
 
 @gluon.jit
@@ -123,6 +130,17 @@ def _result(acc, m, l, sinks, head, row, G: gl.constexpr, D: gl.constexpr, DTYPE
 
 
 @gluon.jit
+def _sight(i, position, scores, rows):
+    """Give the latest key that each row sees in the i-th tile, how far back it sees from there, and the end of all keys."""
+    if rows.near is None:
+        return position, scores.window, rows.end
+    near = i < rows.near[0]
+    latest = position - gl.where(near, 0, scores.newest)
+    window = gl.where(near, gl.minimum(scores.newest, scores.window), scores.window - scores.newest)
+    return latest, window, gl.where(near, rows.length, rows.end)
+
+
+@gluon.jit
 def _attend(
     q, out, sinks, values, K, V, bars, table, scores, heads, head, rows, pool, G: gl.constexpr, HEADS: gl.constexpr,
     PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, PART: gl.constexpr,
@@ -137,19 +155,20 @@ def _attend(
     stage, phase = 0, 0
     factor = LOG2E if SOFTCAP else scores.scale * LOG2E
     for i in range(rows.parted):
-        first = tile_at(i, rows.parted, rows.begin, rows.full, rows.edge)
-        page = gl.load(table + first // PAGE)
+        first, shift = tile_near(i, rows.near, rows.parted, rows.begin, rows.full, rows.edge)
+        page = gl.load(table + first // PAGE + shift)
+        latest, window, end = _sight(i, position, scores, rows)
         s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
         mbarrier.arrive(bars.index(2 * ST + stage))
         key = first + gl.arange(0, 64, KEY)[None, :]
-        seen = (key <= position[:, None]) & (key > position[:, None] - scores.window) & (page >= 0) & (page < pool)
+        seen = (key <= latest[:, None]) & (key > latest[:, None] - window) & (page >= 0) & (page < pool)
         # scores of keys beyond the rows.end may be NaN
         s = gl.where(seen, capped(s, scores.scale, scores.softcap, SOFTCAP), float("-inf"))
         p, fade, m, l = soften(s, m, l, factor, D)  # noqa: E741
         p = gl.where(seen, p, 0.0)
         acc = acc * fade[:, None]
         mbarrier.wait(bars.index(ST + stage), phase)
-        acc = _mix(acc, p, V.index(stage), values, head, first, rows.end, position, scores.window, page, pool, HEADS, PAGE, D)
+        acc = _mix(acc, p, V.index(stage), values, head, first, end, latest, window, page, pool, HEADS, PAGE, D)
         mbarrier.arrive(bars.index(3 * ST + stage))
         stage, phase = advance(stage, phase, ST)
     whole = rows.tiles - rows.parted
@@ -177,16 +196,27 @@ def _attend(
 @gluon.jit
 def prefill_tiles(
     q, keys, values, lines, index, sinks, out, scores, heads, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    PAGE: gl.constexpr, S: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
+    PAGE: gl.constexpr, S: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
-    """Attend from 128 rows to all keys they see; grid (HEADS, tiles)."""
+    """Attend from 128 rows to all keys they see; grid (HEADS, tiles).
+
+    NEAR  keys near to a row lie elsewhere, see `Near`
+    """
     # late tiles of a prompt see most keys: they come first
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
     sequence, start, new, length, first_row = rows_of_tile(tile, index, G, S)
     last = length - new + gl.minimum((first_row + 127) // G, new - 1)
-    begin, end, full, edge = keys_of_rows(length - new + first_row // G, last, scores.window)
+    first = length - new + first_row // G
+    if NEAR:
+        begin, end, full, edge = keys_of_rows(first - scores.newest, last - scores.newest, scores.window - scores.newest)
+        nearest = gl.maximum(first - gl.minimum(scores.newest, scores.window) + 1, 0) // 64 * 64
+        beside = gl.where(first_row < new * G, (last - nearest + 64) // 64, 0)
+        near = (beside, nearest, scores.far - gl.maximum(length - new - scores.newest + 1, 0) // PAGE)
+    else:
+        begin, end, full, edge = keys_of_rows(first, last, scores.window)
+        beside, near = 0, None
     # a tile that got no row has nothing to do
-    count = gl.where(first_row < new * G, (end - begin + 63) // 64, 0)
+    count = gl.where(first_row < new * G, (end - begin + 63) // 64 + beside, 0)
     parted = gl.where(first_row < new * G, count - (edge - full) // 64, 0)
     table = index.table + sequence.to(gl.int64) * index.width
     K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
@@ -197,14 +227,15 @@ def prefill_tiles(
         mbarrier.init(bars.index(i), count=2 if i // (2 * ST) == 1 else 1)
     fence_async_shared()
     gl.thread_barrier()
-    rows = Rows(start, new, length, first_row, begin, end, full, edge, parted, count)
+    rows = Rows(start, new, length, first_row, begin, end, full, edge, parted, count, near)
     gl.warp_specialize(
         [
             (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, index.pool, G, HEADS, PAGE, D, ST,
                        SOFTCAP, 0)),
             (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, index.pool, G, HEADS, PAGE, D, ST,
                        SOFTCAP, 1)),
-            (feed, (keys, values, K, V, bars, table, begin, full, edge, parted, count, head, index.pool, HEADS, PAGE, D, ST)),
+            (feed, (keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, index.pool, HEADS, PAGE, D,
+                    ST)),
         ],
         [4, 1],
         [232, 40],
@@ -220,6 +251,7 @@ def attend_prefill(
     sinks: Tensor | None,
     softcap: float | None,
     out: Tensor,
+    near: Near | None,
 ) -> None:
     """`attention` into `out`."""
     (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
@@ -227,6 +259,6 @@ def attend_prefill(
     grid = key_heads, tokens * group // ROWS + sequences
     launch(prefill_tiles, grid)(
         q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, index_of(pages, starts), sinks, out,
-        Scores(scale, softcap or 1.0, EVERYTHING if window is None else window), heads, group, key_heads, width,
-        page, power_of_two(sequences), STAGES[width], softcap is not None, num_warps=4,
+        Scores(scale, softcap or 1.0, EVERYTHING if window is None else window, *(near or (0, 0))), heads, group, key_heads,
+        width, page, power_of_two(sequences), STAGES[width], softcap is not None, near is not None, num_warps=4,
     )  # fmt: skip

@@ -53,16 +53,31 @@ def tile_at(i, parted, begin, full, edge):
 
 
 @gluon.jit
+def tile_near(i, near, parted, begin, full, edge):
+    """First position of the i-th tile, and how far its page lies from its own place in the table.
+
+    near  how many tiles of keys near to the rows come before all others, the first position of these, and where they are
+    """
+    if near is None:
+        return tile_at(i, parted, begin, full, edge), 0
+    count, first, shift = near
+    others = tile_at(i - count, parted - count, begin, full, edge)
+    return gl.where(i < count, first + i * 64, others), gl.where(i < count, shift, 0)
+
+
+@gluon.jit
 def feed(
-    keys, values, K, V, bars, table, begin, full, edge, parted, count, head, pool,
+    keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, pool,
     HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     stage, phase = 0, 1
     NBYTES: gl.constexpr = 64 * D * 2
-    following = gl.load(table + gl.where(count > 0, tile_at(0, parted, begin, full, edge), 0) // PAGE)
+    first, shift = tile_near(0, near, parted, begin, full, edge)
+    following = gl.load(table + gl.where(count > 0, first // PAGE + shift, 0))
     for i in range(count):
-        first, page = tile_at(i, parted, begin, full, edge), following
-        following = gl.load(table + tile_at(gl.minimum(i + 1, count - 1), parted, begin, full, edge) // PAGE)
+        first, page = tile_near(i, near, parted, begin, full, edge)[0], following
+        after, shift = tile_near(gl.minimum(i + 1, count - 1), near, parted, begin, full, edge)
+        following = gl.load(table + after // PAGE + shift)
         row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
         mbarrier.wait(bars.index(2 * ST + stage), phase)
         mbarrier.expect(bars.index(stage), NBYTES)

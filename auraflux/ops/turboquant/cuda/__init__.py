@@ -111,7 +111,6 @@ def turboquant_attention(
     threshold: float = 0.0,
 ) -> Tensor:
     _check(q, pages.width)
-    _check_kept(pages)
     return ATTEND(Attend(q, pages, starts, scale, window, sinks, softcap))
 
 

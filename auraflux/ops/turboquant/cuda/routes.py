@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import is_exact
-from auraflux.ops.attention.cuda import attention, split_latent
+from auraflux.ops.attention.cuda import split_latent
 from auraflux.ops.attention.cuda.mla_rope_append import MOST_FUSED
+from auraflux.ops.attention.cuda.routes import ATTENTION
+from auraflux.ops.attention.cuda.routes import Attend as Plain
 from auraflux.ops.hopper.device import interpreted, not_hopper
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import norm_rope, rope
@@ -64,6 +66,8 @@ def _refuses_attend(call: Attend) -> str | None:
     pages = call.pages
     if pages.arrangement is not Arrangement.PAIRS:
         return NOT_PAIRS
+    if pages.calibration is not None or pages.plain is not None:
+        return "keys leave something out, or some positions are kept as they are"
     tokens = call.q.shape[0]
     if tokens > attend_launch.MOST_TOKENS * pages.lengths.shape[0]:
         return f"{tokens} new tokens; it is for up to {attend_launch.MOST_TOKENS} of a sequence"
@@ -76,6 +80,8 @@ def _refuses_attend(call: Attend) -> str | None:
 
 def _refuses_dequantized(call: Attend) -> str | None:
     pages, tokens = call.pages, call.q.shape[0]
+    if pages.calibration is not None or pages.plain is not None:
+        return None
     many = dequantize.MANY_INTERPRETED if interpreted() else dequantize.MANY
     if tokens < many * pages.lengths.shape[0]:
         return f"{tokens} new tokens; it is for {many} of a sequence and more"
@@ -85,8 +91,11 @@ def _refuses_dequantized(call: Attend) -> str | None:
 
 
 def _dequantized(call: Attend) -> Tensor:
-    written = dequantize.written(call.pages, call.starts, call.window, call.q.dtype)
-    return attention(call.q, written, call.starts, call.scale, call.window, call.sinks, call.softcap)
+    q, pages, starts, scale, window, sinks, softcap = call
+    written, near = dequantize.written(pages, starts, window, len(q), q.dtype)
+    out = torch.empty_like(q)
+    ATTENTION(Plain(q, written, starts, scale, window, sinks, softcap, out, near))
+    return out
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
