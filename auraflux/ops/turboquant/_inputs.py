@@ -88,7 +88,7 @@ def calibration(heads: int, width: int, capacity: int, rotated: int | None = Non
     scale = torch.exp(0.5 * torch.randn(heads, width))
     along, across = (torch.randn(heads, width) * scale for _ in range(2))
     table = angle_table(rope_frequencies(rotated or width, 1e4), -(-capacity // BLOCK), width, interleaved)
-    return Calibration(scale, 1 / scale, along, across, table)
+    return Calibration(scale, 1 / scale, along, across, table, rotated, interleaved)
 
 
 def plain_pages(

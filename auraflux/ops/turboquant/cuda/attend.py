@@ -24,8 +24,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from auraflux.ops.hopper.copy import wait_ptx
 from auraflux.ops.hopper.ptx import run
 from auraflux.ops.hopper.reduce import same
+from auraflux.ops.turboquant.cuda.attend_kept import (
+    STEPS,
+    attend_plain,
+    centre_scores,
+    of_step,
+    row_positions,
+    store_angle_queries,
+)
 from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rotated_back, leave_rows
-from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, table_words, transform
+from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, scaled_queries, table_words, transform
 from auraflux.ops.turboquant.cuda.attend_ring import (
     block_of,
     copy_keys,
@@ -56,6 +64,19 @@ WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1")
 MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
 
 
+class Scores(NamedTuple):
+    """How products become scores.
+
+    factor  what makes the products of rotated queries and levels logarithms to base 2, or, capped, arguments of the cap
+    cap     what capped scores reach, to base 2
+    window  how far back queries see
+    """
+
+    factor: float
+    cap: float
+    window: int
+
+
 class Work(NamedTuple):
     """How the work is cut.
 
@@ -77,15 +98,15 @@ class Work(NamedTuple):
 
 @gluon.jit
 def attend_pairs(
-    q, signs, keys, values, levels, index, parts, sinks, out, factor, cap, window, tokens, splits, SHAPE: gl.constexpr,
-    WORK: gl.constexpr, G: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    q, signs, keys, values, levels, index, parts, sinks, out, scores, tokens, splits, centres, plain, SHAPE: gl.constexpr,
+    KEPT: gl.constexpr, WORK: gl.constexpr, G: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attend from one token's query heads to the keys of one split; grid (splits, HEADS * tiles of 8 query heads, tokens).
 
     parts   where the parts of a row are left; or None, with one split
-    out     [tokens, query heads, D]  where rows are left that have one part
-    factor  what makes the products of rotated queries and levels logarithms to base 2, or, capped, arguments of the cap
-    cap     what capped scores reach, to base 2
+    out      [tokens, query heads, D]  where rows are left that have one part
+    centres  what keys leave out; None for nothing
+    plain    rows that are read as they are, by the first split; None for none
     """
     HEADS: gl.constexpr = SHAPE.heads
     D: gl.constexpr = SHAPE.width
@@ -109,7 +130,7 @@ def attend_pairs(
     filling = _levels(levels, KEY_BITS, VALUE_BITS, NW)
     if WORK.shared:
         number = split
-        given = shares(index, splits, window, NW * 16 * U, S, NW)
+        given = shares(index, splits, scores.window, NW * 16 * U, S, NW)
         sequence, token, position, old, splits, split = part_of(number, given, index.sequences)
         guess = sequence
         if sequence >= index.sequences:
@@ -117,8 +138,11 @@ def attend_pairs(
     else:
         guess = gl.minimum(token, index.sequences - 1)
         sequence, position, old = _find(index, token, guess, tokens, S, NW)
-    low = gl.maximum(position + 1 - window, 0) if WINDOW else 0
-    end = gl.minimum(position + 1, index.width * PAGE)
+    # codes are read from `low` on and up to `end`; of what is kept as it is, `oldest` on
+    LOW: gl.constexpr = WINDOW or KEPT.first > 0
+    oldest = gl.maximum(position + 1 - scores.window, 0)
+    low = gl.maximum(oldest, KEPT.first) if LOW else 0
+    end = gl.minimum(position + 1 - KEPT.newest, index.width * PAGE)
     # splits take blocks in turn
     stride = splits * (NW * 16 * U)
     begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
@@ -127,7 +151,7 @@ def attend_pairs(
     left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, splits)
     live = gl.minimum(EACH, G - tile * EACH)
     if not WORK.one:  # noqa: SIM102
-        if begin >= end:
+        if begin >= end and (plain is None or split > 0):
             gdc_wait()
             leave_nothing(parts, left, live, NW)
             return
@@ -143,13 +167,23 @@ def attend_pairs(
     gdc_wait()
     gdc_launch_dependents()
     x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
+    if centres is not None:
+        x = scaled_queries(x, centres.scale + head * D, NW)
     _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
-    qx = _operand(x, shared, factor, D, KEY_BITS, NW)
+    qx = _operand(x, shared, scores.factor, D, KEY_BITS, NW)
+    if centres is not None:
+        store_angle_queries(q + row.to(gl.int64) * D, centres, shared, head, live, scores.factor * D, D, NW)
+        found = centre_scores(centres, shared, row_positions(begin, stride, D, NW, 16 * U), D, NW)
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o = gl.full([NW, D, 8], 0.0, gl.float32, M)
     l = gl.full([NW, 8, 8], 0.0, gl.float32, sum_layout(NW))  # noqa: E741
     m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
+    if plain is not None:  # noqa: SIM102
+        if split == 0:
+            o, l, m = attend_plain(  # noqa: E741
+                plain, centres, shared, qx, sequence, position, head, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
+            )
     stage = split * 0
     for i in range(_steps(begin, end, stride, U)):
         run(wait_ptx(2 * DEEP - 1), lane)
@@ -159,15 +193,20 @@ def attend_pairs(
         needed = t < end - (i + DEEP) * stride
         copy_keys(to, source, stage, block, needed, D, KEY_BITS, U, True)
         page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, index.width, PAGE)
-        seen = seen_of(key, low - i * stride, end - i * stride, WINDOW, U)
-        scores, top = all_scores(mine, seen, m, qx, column, place, cap, D, KEY_BITS, SOFTCAP, U, NW)
+        seen = seen_of(key, low - i * stride, end - i * stride, LOW, U)
+        centre = None
+        if centres is not None:
+            if i % STEPS == 0 and i > 0:
+                found = centre_scores(centres, shared, row_positions(begin + i * stride, stride, D, NW, 16 * U), D, NW)
+            centre = of_step(found, i, NW)
+        logits, top = all_scores(mine, seen, m, qx, centre, column, place, scores.cap, D, KEY_BITS, SOFTCAP, U, NW)
         run(wait_ptx(2 * DEEP - 1), lane)
         words = values_at(at, stage, D, VALUE_BITS, U, NW)
         copy_values(to, source, stage, block, needed, D, VALUE_BITS, U, True)
         fade = gl.exp2(m - top)
         o, l = o * fade[:, None, :], l * halved(fade, NW)  # noqa: E741
         for u in gl.static_range(U):
-            p = gl.exp2(scores[u] - top[:, None, :])
+            p = gl.exp2(logits[u] - top[:, None, :])
             l += halves(p, NW)  # noqa: E741
             vx = value_tile(words[u], column, place, KEY_BITS, VALUE_BITS, D, NW)
             o = mma_v2(vx, weights(p, mine[u][2], seen[u], NW), o)

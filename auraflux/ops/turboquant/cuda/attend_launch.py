@@ -16,8 +16,9 @@ from auraflux.ops.hopper.pages import Index, index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E, Parts, parts_like
 from auraflux.ops.turboquant.codebook import codebook
-from auraflux.ops.turboquant.cuda.arguments import keys_of, shape_of, values_of
-from auraflux.ops.turboquant.cuda.attend import RING, Work, attend_pairs
+from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, shape_of, values_of
+from auraflux.ops.turboquant.cuda.attend import RING, Scores, Work, attend_pairs
+from auraflux.ops.turboquant.cuda.attend_kept import centres_of
 from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.pages import CodePages
@@ -26,6 +27,7 @@ MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
 COLUMNS = 8  # query heads of a program
 BLOCK = 16  # tokens of a warp at a time, or twice as many
 MOST_SPLITS = 256
+MOST_PLAIN = 128  # positions kept as they are: 16 for every warp
 MOST_SHARED = 256  # texts that a warp shares out
 LONG = 16  # steps in all, from which a warp takes more blocks at a time; fewer would leave programs without work
 
@@ -166,17 +168,17 @@ def attend_few(
     grid = (plan.splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
     rows, together = (tokens * heads, plan.splits) if room is None else (grid[0] * heads, 1)
     parts, index = None if one else parts_like(rows, together, width, device), index_of(pages, starts)
-    window_keys = EVERYTHING if window is None else window
+    window_keys, kept, plain = EVERYTHING if window is None else window, kept_of(pages), plain_of(pages)
     signs, _ = rotation_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
     launch(attend_pairs, grid)(
         *(q, signs, keys_of(pages), values_of(pages), level_words(*bits, width, device), index, parts),
         *((sinks, out) if one else (None, None)),
-        factor * 2 / softcap if softcap else factor,
-        softcap * LOG2E.value if softcap else 1.0,
-        *(window_keys, tokens, room or plan.splits),
+        Scores(factor * 2 / softcap if softcap else factor, softcap * LOG2E.value if softcap else 1.0, window_keys),
+        *(tokens, room or plan.splits, centres_of(pages.calibration), plain),
         SHAPE=shape_of(pages),
+        KEPT=kept,
         WORK=Work(cut.warps, plan.depth, plan.blocks, plan.soon, one, room is not None),
         G=group,
         WINDOW=window is not None,

@@ -66,8 +66,6 @@ def _refuses_attend(call: Attend) -> str | None:
     pages = call.pages
     if pages.arrangement is not Arrangement.PAIRS:
         return NOT_PAIRS
-    if pages.calibration is not None or pages.plain is not None:
-        return "keys leave something out, or some positions are kept as they are"
     tokens = call.q.shape[0]
     if tokens > attend_launch.MOST_TOKENS * pages.lengths.shape[0]:
         return f"{tokens} new tokens; it is for up to {attend_launch.MOST_TOKENS} of a sequence"
@@ -75,6 +73,9 @@ def _refuses_attend(call: Attend) -> str | None:
         return "exact products of float32 are wanted"
     if not fills_words(pages.key_bits, pages.width) or not fills_words(pages.value_bits, pages.width):
         return f"two tokens of {pages.key_bits} or {pages.value_bits} bits, {pages.width} wide, do not fill words"
+    if pages.plain is not None and pages.plain.first + pages.plain.newest > attend_launch.MOST_PLAIN:
+        kept = pages.plain.first + pages.plain.newest
+        return f"{kept} positions are kept as they are; it is for up to {attend_launch.MOST_PLAIN}"
     return not_hopper(call.q.device)
 
 
