@@ -10,6 +10,7 @@ from auraflux.ops.attention.cuda.routes import ATTENTION, HEAD_PRODUCTS, LATENT,
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
 from auraflux.ops.norm.cuda import rms_norm
@@ -92,7 +93,7 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Te
 def _append(sides: list[tuple[Tensor, Tensor]], pages: Pages, starts: Tensor, heads: int) -> None:
     (a, pool_a), (b, pool_b) = sides
     ready(a)
-    tokens, (sequences, table_width), (pool, page) = a.shape[0], pages.table.shape, pages.pool
+    tokens, sequences, page = a.shape[0], len(pages.lengths), pages.pool[1]
     if not tokens * heads:
         return
     wider = max(a.shape[-1], b.shape[-1])
@@ -101,12 +102,7 @@ def _append(sides: list[tuple[Tensor, Tensor]], pages: Pages, starts: Tensor, he
         b,
         pool_a,
         pool_b,
-        pages.table,
-        pages.lengths,
-        starts,
-        sequences,
-        table_width,
-        pool,
+        index_of(pages, starts),
         HEADS=heads,
         A=a.shape[-1],
         B=b.shape[-1],
@@ -123,7 +119,7 @@ def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
     if not o.shape[1]:
         return out.zero_()
     if out.numel():
-        launch_merge((o, m, l), None, out, 1)
+        launch_merge(Parts(o, m, l), None, out, 1)
     return out
 
 

@@ -21,17 +21,17 @@ def advance(stage, phase, ST: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_tile(tile, starts, lengths, sequences, G: gl.constexpr, S: gl.constexpr):
+def rows_of_tile(tile, index, G: gl.constexpr, S: gl.constexpr):
     """Find a tile's sequence; give it, its first token, new tokens, length, and the first of its rows in the tile."""
     b = gl.arange(0, S, LIST)
-    start = gl.load(starts + b, mask=b < sequences, other=0)
-    first = gl.where(b < sequences, start * G // 128 + b, 1 << 30)
+    start = gl.load(index.starts + b, mask=b < index.sequences, other=0)
+    first = gl.where(b < index.sequences, start * G // 128 + b, 1 << 30)
     sequence = gl.sum((first <= tile).to(gl.int32), 0) - 1
     if S > 1:
         sequence = same(sequence)
-    start = gl.load(starts + sequence)
-    new = gl.load(starts + sequence + 1) - start
-    return sequence, start, new, gl.load(lengths + sequence), (tile - start * G // 128 - sequence) * 128
+    start = gl.load(index.starts + sequence)
+    new = gl.load(index.starts + sequence + 1) - start
+    return sequence, start, new, gl.load(index.lengths + sequence), (tile - start * G // 128 - sequence) * 128
 
 
 @gluon.jit

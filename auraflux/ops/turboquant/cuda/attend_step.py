@@ -154,7 +154,7 @@ def weights(p, vn, seen, NW: gl.constexpr):
 
 
 @gluon.jit
-def values(vw, column, place, KEY_BITS: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
+def value_tile(vw, column, place, KEY_BITS: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
     """Values [warps, D, 16 tokens] of a block as the first operand of their sum."""
     SIDE: gl.constexpr = 0 if KEY_BITS == BITS else 1
     A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)

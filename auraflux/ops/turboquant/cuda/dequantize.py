@@ -15,8 +15,9 @@ from torch import Tensor
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.cuda.arguments import keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.hadamard import book_for, codes_of, pairs_as_rows
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference_codec import rotate
@@ -28,16 +29,16 @@ ELEMENTS = 1 << 13  # of a program's rows
 
 @triton.jit
 def _write_rows(
-    codes, norms, book, back, out, unit, origin, to, row, there, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    COLUMNS: tl.constexpr, PAIRS: tl.constexpr,
+    store, back, out, unit, origin, to, row, there, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Write rows of one page and head, some columns at a time."""
     WORDS: tl.constexpr = (D * BITS + 31) // 32
     N: tl.constexpr = row.shape[0]
-    levels = tl.load(book + codes_of(codes + origin * WORDS, row, there, BITS, P, WORDS))
+    levels = tl.load(store.levels + codes_of(store.codes + origin * WORDS, row, there, BITS, P, WORDS))
     if PAIRS:
         levels = pairs_as_rows(levels, N, D)
-    length = tl.load(norms + origin + row, mask=there, other=0.0) * unit
+    length = tl.load(store.norms + origin + row, mask=there, other=0.0) * unit
     k, column = tl.arange(0, P)[:, None], tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, D, COLUMNS):
         d = first + column
@@ -48,25 +49,24 @@ def _write_rows(
 
 @triton.jit
 def write_pages(
-    k_codes, k_norms, k_book, v_codes, v_norms, v_book, back, table, lengths, starts, k_out, v_out, unit, window,
-    table_width, pool, HEADS: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    keys, values, back, index, k_out, v_out, unit, window, SHAPE: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """Write out N rows of one entry of the table, if a new token sees any of the page; grid (entries, 2 HEADS, PAGE / N)."""
     entry, head = tl.program_id(0), tl.program_id(1) // 2
-    sequence, first = entry // table_width, entry % table_width * PAGE
-    length, new = tl.load(lengths + sequence), tl.load(starts + sequence + 1) - tl.load(starts + sequence)
-    if (new <= 0) | (first >= length) | (first + PAGE + window <= length - new + 1):
+    sequence, first = entry // index.width, entry % index.width * SHAPE.page
+    length, new = tl.load(index.lengths + sequence), tl.load(index.starts + sequence + 1) - tl.load(index.starts + sequence)
+    if (new <= 0) | (first >= length) | (first + SHAPE.page + window <= length - new + 1):
         return
-    page = tl.load(table + entry)
+    page = tl.load(index.table + entry)
     row = tl.program_id(2) * N + tl.arange(0, N)
-    there = (row < PAGE) & (page >= 0) & (page < pool)
-    origin = (page.to(tl.int64) * HEADS + head) * PAGE
-    to = (entry.to(tl.int64) * HEADS + head) * PAGE
+    there = (row < SHAPE.page) & (page >= 0) & (page < index.pool)
+    origin = (page.to(tl.int64) * SHAPE.heads + head) * SHAPE.page
+    to = (entry.to(tl.int64) * SHAPE.heads + head) * SHAPE.page
     if tl.program_id(1) % 2 == 0:
-        _write_rows(k_codes, k_norms, k_book, back, k_out, unit, origin, to, row, there, KEY_BITS, D, P, COLUMNS, False)
+        _write_rows(keys, back, k_out, unit, origin, to, row, there, SHAPE.key_bits, SHAPE.width, P, COLUMNS, False)
     else:
-        _write_rows(v_codes, v_norms, v_book, back, v_out, unit, origin, to, row, there, VALUE_BITS, D, P, COLUMNS, PAIRS)
+        _write_rows(values, back, v_out, unit, origin, to, row, there, SHAPE.value_bits, SHAPE.width, P, COLUMNS, SHAPE.pairs)
 
 
 @cache
@@ -83,13 +83,17 @@ def written(pages: CodePages, starts: Tensor, window: int | None, dtype: torch.d
     k_book, v_book = (book_for(bits, width, not wide, device) for bits in (pages.key_bits, pages.value_bits))
     rows = max(16, min(64, power_of_two(page), ELEMENTS // padded))
     launch(write_pages, (sequences * table_width, 2 * pages.heads, cdiv(page, rows)))(
-        pages.key_codes, pages.key_norms, k_book, pages.value_codes, pages.value_norms, v_book,
-        _back(width, pages.seed, torch.float32 if wide else torch.float16, device), pages.table, pages.lengths, starts, k, v,
-        width**-0.5 if wide else 1 / width, EVERYTHING if window is None else window, table_width, pages.pool[0],
-        HEADS=pages.heads, KEY_BITS=pages.key_bits, VALUE_BITS=pages.value_bits, D=width, P=padded,
-        COLUMNS=min(padded, max(16, 2 * ELEMENTS // padded)), PAGE=page, N=rows,
-        PAIRS=pages.arrangement is Arrangement.PAIRS, num_warps=4,
-    )  # fmt: skip
+        keys_of(pages, k_book),
+        values_of(pages, v_book),
+        _back(width, pages.seed, torch.float32 if wide else torch.float16, device),
+        index_of(pages, starts),
+        *(k, v, width**-0.5 if wide else 1 / width, EVERYTHING if window is None else window),
+        SHAPE=shape_of(pages),
+        P=padded,
+        COLUMNS=min(padded, max(16, 2 * ELEMENTS // padded)),
+        N=rows,
+        num_warps=4,
+    )
     return KVPages(k, v, _in_order(sequences, table_width, device), pages.lengths)
 
 
