@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     begin, end          keys that some of them see
     full, edge          keys that all of them see
     parted, tiles       tiles of keys that not all of them see, and all tiles
-    near                of these, tiles of keys near to them, see `tile_near`; None where keys lie in one place
+    near                of these, tiles of keys near to them, see `tile_near`
     """
 
     start: Any
@@ -130,9 +130,9 @@ def _result(acc, m, l, sinks, head, row, G: gl.constexpr, D: gl.constexpr, DTYPE
 
 
 @gluon.jit
-def _sight(i, position, scores, rows):
+def _sight(i, position, scores, rows, NEAR: gl.constexpr):
     """Give the latest key that each row sees in the i-th tile, how far back it sees from there, and the end of all keys."""
-    if rows.near is None:
+    if not NEAR:
         return position, scores.window, rows.end
     near = i < rows.near[0]
     latest = position - gl.where(near, 0, scores.newest)
@@ -143,7 +143,7 @@ def _sight(i, position, scores, rows):
 @gluon.jit
 def _attend(
     q, out, sinks, values, K, V, bars, table, scores, heads, head, rows, pool, G: gl.constexpr, HEADS: gl.constexpr,
-    PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, PART: gl.constexpr,
+    PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, NEAR: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     at, live = lines_of(rows.first + PART * 64, rows.start, rows.new, heads, head, G, D)
     x = _operand(gl.load(q + at, mask=live, other=0.0), D)
@@ -155,9 +155,9 @@ def _attend(
     stage, phase = 0, 0
     factor = LOG2E if SOFTCAP else scores.scale * LOG2E
     for i in range(rows.parted):
-        first, shift = tile_near(i, rows.near, rows.parted, rows.begin, rows.full, rows.edge)
+        first, shift = tile_near(i, rows.near, rows.parted, rows.begin, rows.full, rows.edge, NEAR)
         page = gl.load(table + first // PAGE + shift)
-        latest, window, end = _sight(i, position, scores, rows)
+        latest, window, end = _sight(i, position, scores, rows, NEAR)
         s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
         mbarrier.arrive(bars.index(2 * ST + stage))
         key = first + gl.arange(0, 64, KEY)[None, :]
@@ -214,7 +214,7 @@ def prefill_tiles(
         near = (beside, nearest, scores.far - gl.maximum(length - new - scores.newest + 1, 0) // PAGE)
     else:
         begin, end, full, edge = keys_of_rows(first, last, scores.window)
-        beside, near = 0, None
+        beside, near = 0, (0, 0, 0)
     # a tile that got no row has nothing to do
     count = gl.where(first_row < new * G, (end - begin + 63) // 64 + beside, 0)
     parted = gl.where(first_row < new * G, count - (edge - full) // 64, 0)
@@ -231,11 +231,11 @@ def prefill_tiles(
     gl.warp_specialize(
         [
             (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, index.pool, G, HEADS, PAGE, D, ST,
-                       SOFTCAP, 0)),
+                       SOFTCAP, NEAR, 0)),
             (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, index.pool, G, HEADS, PAGE, D, ST,
-                       SOFTCAP, 1)),
+                       SOFTCAP, NEAR, 1)),
             (feed, (keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, index.pool, HEADS, PAGE, D,
-                    ST)),
+                    ST, NEAR)),
         ],
         [4, 1],
         [232, 40],

@@ -53,12 +53,12 @@ def tile_at(i, parted, begin, full, edge):
 
 
 @gluon.jit
-def tile_near(i, near, parted, begin, full, edge):
+def tile_near(i, near, parted, begin, full, edge, NEAR: gl.constexpr):
     """First position of the i-th tile, and how far its page lies from its own place in the table.
 
     near  how many tiles of keys near to the rows come before all others, the first position of these, and where they are
     """
-    if near is None:
+    if not NEAR:
         return tile_at(i, parted, begin, full, edge), 0
     count, first, shift = near
     others = tile_at(i - count, parted - count, begin, full, edge)
@@ -68,15 +68,15 @@ def tile_near(i, near, parted, begin, full, edge):
 @gluon.jit
 def feed(
     keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, pool,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     stage, phase = 0, 1
     NBYTES: gl.constexpr = 64 * D * 2
-    first, shift = tile_near(0, near, parted, begin, full, edge)
+    first, shift = tile_near(0, near, parted, begin, full, edge, NEAR)
     following = gl.load(table + gl.where(count > 0, first // PAGE + shift, 0))
     for i in range(count):
-        first, page = tile_near(i, near, parted, begin, full, edge)[0], following
-        after, shift = tile_near(gl.minimum(i + 1, count - 1), near, parted, begin, full, edge)
+        first, page = tile_near(i, near, parted, begin, full, edge, NEAR)[0], following
+        after, shift = tile_near(gl.minimum(i + 1, count - 1), near, parted, begin, full, edge, NEAR)
         following = gl.load(table + after // PAGE + shift)
         row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
         mbarrier.wait(bars.index(2 * ST + stage), phase)
