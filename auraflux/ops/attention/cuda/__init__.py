@@ -9,6 +9,7 @@ from auraflux.ops.attention.cuda.mla_rope_append import not_fused, rope_append
 from auraflux.ops.attention.cuda.routes import ATTENTION, HEAD_PRODUCTS, LATENT, Attend, AttendLatent, HeadProducts
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.flash import Near
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
@@ -39,9 +40,10 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    near: Near | None = None,
 ) -> Tensor:
     out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
-    ATTENTION(Attend(q, pages, starts, scale, window, sinks, softcap, out))
+    ATTENTION(Attend(q, pages, starts, scale, window, sinks, softcap, out, near))
     return out
 
 

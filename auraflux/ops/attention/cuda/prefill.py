@@ -70,6 +70,7 @@ class Rows(NamedTuple):
     full, edge          keys that all of them see
     parted, tiles       tiles of keys that not all of them see, and all tiles
     near                of these, tiles of keys near to them, see `tile_near`
+    pool                pages that there are
     """
 
     start: Any
@@ -83,6 +84,7 @@ class Rows(NamedTuple):
     parted: Any
     tiles: Any
     near: Any
+    pool: Any
 
 
 @gluon.jit
@@ -142,7 +144,7 @@ def _sight(i, position, scores, rows, NEAR: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    q, out, sinks, values, K, V, bars, table, scores, heads, head, rows, pool, G: gl.constexpr, HEADS: gl.constexpr,
+    q, out, sinks, values, K, V, bars, table, scores, heads, head, rows, G: gl.constexpr, HEADS: gl.constexpr,
     PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, NEAR: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     at, live = lines_of(rows.first + PART * 64, rows.start, rows.new, heads, head, G, D)
@@ -161,14 +163,14 @@ def _attend(
         s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
         mbarrier.arrive(bars.index(2 * ST + stage))
         key = first + gl.arange(0, 64, KEY)[None, :]
-        seen = (key <= latest[:, None]) & (key > latest[:, None] - window) & (page >= 0) & (page < pool)
+        seen = (key <= latest[:, None]) & (key > latest[:, None] - window) & (page >= 0) & (page < rows.pool)
         # scores of keys beyond the rows.end may be NaN
         s = gl.where(seen, capped(s, scores.scale, scores.softcap, SOFTCAP), float("-inf"))
         p, fade, m, l = soften(s, m, l, factor, D)  # noqa: E741
         p = gl.where(seen, p, 0.0)
         acc = acc * fade[:, None]
         mbarrier.wait(bars.index(ST + stage), phase)
-        acc = _mix(acc, p, V.index(stage), values, head, first, end, latest, window, page, pool, HEADS, PAGE, D)
+        acc = _mix(acc, p, V.index(stage), values, head, first, end, latest, window, page, rows.pool, HEADS, PAGE, D)
         mbarrier.arrive(bars.index(3 * ST + stage))
         stage, phase = advance(stage, phase, ST)
     whole = rows.tiles - rows.parted
@@ -227,12 +229,12 @@ def prefill_tiles(
         mbarrier.init(bars.index(i), count=2 if i // (2 * ST) == 1 else 1)
     fence_async_shared()
     gl.thread_barrier()
-    rows = Rows(start, new, length, first_row, begin, end, full, edge, parted, count, near)
+    rows = Rows(start, new, length, first_row, begin, end, full, edge, parted, count, near, index.pool)
     gl.warp_specialize(
         [
-            (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, index.pool, G, HEADS, PAGE, D, ST,
+            (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, G, HEADS, PAGE, D, ST,
                        SOFTCAP, NEAR, 0)),
-            (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, index.pool, G, HEADS, PAGE, D, ST,
+            (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, G, HEADS, PAGE, D, ST,
                        SOFTCAP, NEAR, 1)),
             (feed, (keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, index.pool, HEADS, PAGE, D,
                     ST, NEAR)),

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import is_exact
-from auraflux.ops.attention.cuda import split_latent
+from auraflux.ops.attention.cuda import attention, split_latent
 from auraflux.ops.attention.cuda.mla_rope_append import MOST_FUSED
-from auraflux.ops.attention.cuda.routes import ATTENTION
-from auraflux.ops.attention.cuda.routes import Attend as Plain
 from auraflux.ops.hopper.device import interpreted, not_hopper
 from auraflux.ops.norm.cuda import rms_norm
 from auraflux.ops.rope.cuda import norm_rope, rope
@@ -94,9 +92,7 @@ def _refuses_dequantized(call: Attend) -> str | None:
 def _dequantized(call: Attend) -> Tensor:
     q, pages, starts, scale, window, sinks, softcap = call
     written, near = dequantize.written(pages, starts, window, len(q), q.dtype)
-    out = torch.empty_like(q)
-    ATTENTION(Plain(q, written, starts, scale, window, sinks, softcap, out, near))
-    return out
+    return attention(q, written, starts, scale, window, sinks, softcap, near)
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
