@@ -65,6 +65,8 @@ TWICE_ROUNDED = 1e-2  # what lies between two products is rounded too
 
 HEADS = (32, 8)
 MAIN_PAIRS = ((4, 4), (8, 4), (4, 2))
+# as models are served: keys without centres and scales, the first position and the newest 32 as they are
+KEPT: dict[str, Any] = {"calibrated": True, "plain": (1, 32), "plain_dtype": BF16}
 OTHER_PAIRS = [pair for pair in product(BITS, BITS) if pair not in MAIN_PAIRS]
 
 
@@ -218,6 +220,11 @@ CODED = [
         for k, v in MAIN_PAIRS
         for name, lengths in (("128k", [128 * K]), ("32k", [32 * K]), ("8x32k", [32 * K] * 8))
     ),
+    *(
+        coded(f"k{k}v{v}-kept-{name}", lengths, HEADS, 128, (k, v), **KEPT)
+        for k, v in MAIN_PAIRS[:2]
+        for name, lengths in (("128k", [128 * K]), ("32k", [32 * K]), ("8x32k", [32 * K] * 8))
+    ),
     coded("k4v4-64x64-sinks-128k", [128 * K], (64, 8), 64, (4, 4), sinks=True),
     coded("k4v4-16x256-128k", [128 * K], (16, 2), 256, (4, 4)),
     Case(
@@ -237,6 +244,21 @@ CODED = [
         )
         for name, length, n in (("one-token", 1000, 1), ("2048-tokens", 2048, 2048))
         for k, v in MAIN_PAIRS[:2]
+    ),
+    Case(
+        turboquant_attention,
+        "k4v4-kept-prefill-2k",
+        partial(as_cached, attend, [2 * K], [2 * K], HEADS, 128, (4, 4), **KEPT),
+        tol=TOL,
+        nbytes=attend_nbytes,
+        flops=attend_flops,
+    ),
+    Case(
+        rope_append_codes,
+        "one-token-kept-k4v4",
+        partial(as_cached, turned, [1000], [1], HEADS, 128, bits=(4, 4), **KEPT),
+        tol=TOL,
+        nbytes=append_nbytes,
     ),
     Case(
         rope_append_codes,

@@ -11,10 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.turboquant._inputs import append
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
-from auraflux.ops.turboquant.cuda.encode_prefill import _side, append_many, sizes, tile_count
+from auraflux.ops.turboquant.cuda.arguments import Coded
+from auraflux.ops.turboquant.cuda.encode_prefill import _places, append_many, sizes, tile_count
 from auraflux.ops.turboquant.cuda.encode_tables import SEARCH, SQUARES, places_for, scaled_middles, sign_words, step
 from auraflux.ops.turboquant.reference import append_codes
 from auraflux.ops.turboquant.rotation import rotation
@@ -174,21 +176,29 @@ def run(args: dict[str, Any]) -> None:
     def put(x: Any) -> Any:
         return Places(device.put(x.contiguous()).at, KINDS[x.dtype]) if isinstance(x, torch.Tensor) else np.float32(x)
 
-    made = _side(pages.key_codes, pages.key_norms, pages.key_bits, width)
-    made += _side(pages.value_codes, pages.value_norms, pages.value_bits, width)
-    found = [put(x) for x in (k, v, *made, sign_words(width, pages.seed, CPU), pages.table, pages.lengths, args["starts"])]
+    keys, values = (
+        Coded(put(codes), put(norms), type(places)(*(put(x) for x in places)))
+        for codes, norms, places in (
+            (pages.key_codes, pages.key_norms, _places(pages.key_bits, width, CPU)),
+            (pages.value_codes, pages.value_norms, _places(pages.value_bits, width, CPU)),
+        )
+    )
     sequences = len(pages.lengths)
     tiles, batch = tile_count(tokens, sequences), sequences > 1
-    rest = sequences, np.full(1, tokens, np.int32).view(Threads), pages.table.shape[1], pages.pool[0], tiles
+    index = index_of(pages, args["starts"])
+    index = index._replace(**{name: put(getattr(index, name)) for name in ("table", "lengths", "starts")})
+    sides = put(k), put(v), keys, values, put(sign_words(width, pages.seed, CPU))
+    rest = index, np.full(1, tokens, np.int32).view(Threads), tiles
     for program in range(2 * tiles * heads):
         machine = Coder(device, 1, program)
         kernel = machine.program(append_many, asm=machine.inline_asm_elementwise, _memory=machine.shared)
         with np.errstate(all="ignore"):
             sized = sizes(pages.key_bits, pages.value_bits)
-            kernel(*found, *rest, BATCH=batch, HEADS=heads, PAGE=pages.pool[1], **sized)
-    for place, name in ((2, "key_codes"), (3, "key_norms"), (7, "value_codes"), (8, "value_norms")):
-        like = getattr(pages, name)
-        like.copy_(device.get(found[place], like))
+            kernel(*sides, *rest, BATCH=batch, HEADS=heads, PAGE=pages.pool[1], **sized)
+    for side, name in ((keys, "key"), (values, "value")):
+        for place, kind in ((side.codes, "codes"), (side.norms, "norms")):
+            like = getattr(pages, f"{name}_{kind}")
+            like.copy_(device.get(place, like))
 
 
 def unusual(x: torch.Tensor) -> torch.Tensor:

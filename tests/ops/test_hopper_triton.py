@@ -13,9 +13,9 @@ from auraflux.ops._cases import relative_rms
 from auraflux.ops.attention.reference import merge_partials
 from auraflux.ops.hopper.codes import constants, operands, weights_at
 from auraflux.ops.hopper.device import INTERPRETED
-from auraflux.ops.hopper.pages import place_keys, place_token
+from auraflux.ops.hopper.pages import Index, place_keys, place_token
 from auraflux.ops.hopper.rope import cos_sin
-from auraflux.ops.hopper.softmax import launch_merge
+from auraflux.ops.hopper.softmax import Parts, launch_merge
 from auraflux.quant import quantize
 from tests.ops.test_cuda import _sound_interpreter  # noqa: F401
 
@@ -42,9 +42,9 @@ def test_every_format_is_unpacked(bits: int, group: int, kind: str):
 
 
 @triton.jit
-def _places(table, lengths, starts, out, sequences, width, pool, PAGE: tl.constexpr, S: tl.constexpr):
+def _places(index, out, PAGE: tl.constexpr, S: tl.constexpr):
     token = tl.program_id(0)
-    page, slot = place_token(token, table, lengths, starts, sequences, width, pool, PAGE, S)
+    page, slot = place_token(token, index, PAGE, S)
     tl.store(out + 2 * token, page)
     tl.store(out + 2 * token + 1, slot.to(tl.int64))
 
@@ -54,7 +54,7 @@ def test_new_tokens_find_their_page_and_slot():
     table = torch.tensor([[5, 7, 2], [1, 99, 0]], dtype=torch.int32, device=DEVICE)
     lengths, starts = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([9, 5], [0, 3, 5]))
     out = torch.zeros(5, 2, dtype=torch.int64, device=DEVICE)
-    _places[(5,)](table, lengths, starts, out, 2, 3, 8, 4, 2)
+    _places[(5,)](Index(table, lengths, starts, 2, 3, 8), out, 4, 2)
     assert out.tolist() == [[7, 2], [7, 3], [2, 0], [1, 3], [-1, 0]]
 
 
@@ -83,7 +83,7 @@ def test_parts_of_a_softmax_are_merged(blocks: int):
     torch.manual_seed(blocks)
     o, m, l = torch.randn(6, blocks, 40), 4 * torch.randn(6, blocks), torch.rand(6, blocks)  # noqa: E741
     l[2, -1] = 0  # nothing was seen
-    parts = tuple(x.to(DEVICE) for x in (o, m, l))
+    parts = Parts(*(x.to(DEVICE) for x in (o, m, l)))
     out = torch.full((6, 40), float("nan"), device=DEVICE)
     launch_merge(parts, None, out, 3)
     assert relative_rms(out.cpu(), merge_partials.reference(o, m, l)) < 1e-5

@@ -1,7 +1,7 @@
 """Launching again: the same build for what Triton would build once, another for what it would build anew."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,10 +53,37 @@ def add(x, y, n, factor, BLOCK: tl.constexpr, WIDE: tl.constexpr = False):
     pass
 
 
+class Sides(NamedTuple):
+    x: Any
+    y: Any
+    n: Any = 48
+
+
+class Others(NamedTuple):
+    x: Any
+    y: Any
+    n: Any = 48
+
+
+class Tile(NamedTuple):
+    rows: int
+    wide: bool
+
+
+def add_sides(sides, factor, TILE: tl.constexpr):
+    pass
+
+
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=Driver()))
     return Recorded(triton.runtime.jit.JITFunction(add))
+
+
+@pytest.fixture
+def tupled(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=Driver()))
+    return Recorded(triton.runtime.jit.JITFunction(add_sides))
 
 
 X, Y = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
@@ -136,6 +163,38 @@ def test_what_another_build_serves_is_told_apart(kernel: Recorded, args: tuple[A
     assert kernel.counts == (2, 0)
     kernel(*args, **usual | named)
     assert kernel.counts == (2, 1)
+
+
+def test_tuples_are_passed_on_as_they_are_nested(tupled: Recorded):
+    for _ in range(2):
+        tupled(Sides(X, Sides(Y, None)), 0.5, Tile(16, True))
+    assert tupled.counts == (1, 1)
+    assert tupled.launched[0][9:] == ([X.data_ptr(), [Y.data_ptr(), None, 48], 48], 0.5, [16, True])
+
+
+@pytest.mark.parametrize(
+    ("sides", "tile"),
+    [
+        (Sides(X.bfloat16(), Y), Tile(16, True)),
+        (Sides(X[1:], Y), Tile(16, True)),
+        (Sides(X, Y[1:]), Tile(16, True)),
+        (Sides(X, None), Tile(16, True)),
+        (Sides(X, Y, 47), Tile(16, True)),
+        (Sides(X, Sides(Y, None)), Tile(16, True)),
+        (Others(X, Y), Tile(16, True)),
+        ((X, Y, 48), Tile(16, True)),
+        ((X, Y), Tile(16, True)),
+        (None, Tile(16, True)),
+        (Sides(X, Y), Tile(32, True)),
+        (Sides(X, Y), Tile(16, 1)),
+    ],
+)
+def test_what_is_in_tuples_tells_builds_apart(tupled: Recorded, sides: Any, tile: Tile):
+    tupled(Sides(X, Y), 0.5, Tile(16, True))
+    tupled(sides, 0.5, tile)
+    assert tupled.counts == (2, 0)
+    tupled(sides, 0.5, tile)
+    assert tupled.counts == (2, 1)
 
 
 def test_devices_have_builds_of_their_own(kernel: Recorded, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """Tens of tokens on Hopper, on numpy: codes and tokens meet, programs of a cluster add up, streams are normalised."""
 
-import numpy as np
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -8,8 +9,10 @@ from auraflux.ops._cases import relative_rms
 from auraflux.ops.norm.reference import add_rms_norm
 
 pytest.importorskip("triton")
+from auraflux.ops.linear.cuda.call import PLAIN, Normed
 from auraflux.ops.linear.cuda.gemm_cluster import matmul_batch
-from auraflux.ops.linear.cuda.gemm_cluster_dense import scores_batch
+from auraflux.ops.linear.cuda.gemm_cluster_dense import DenseProduct, scores_batch
+from auraflux.ops.linear.cuda.row_copies import Product
 from tests.emulator.cluster import run_cluster
 from tests.emulator.ptx import Device
 from tests.ops.test_linear_hopper import nothing, put, weight_of
@@ -28,8 +31,8 @@ def read(stream: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     return (x, x) if norm is None else add_rms_norm(delta, x, norm, EPS)
 
 
-def ends_of(rows: list[int], each: int) -> list[int]:
-    return [int(end) for end in np.cumsum([-(-count // each) for count in rows])]
+def ends_of(rows: list[int], each: int) -> tuple[int, ...]:
+    return tuple(accumulate(-(-count // each) for count in rows))
 
 
 def multiply(stream: tuple, weights: list, programs: int, late: bool = False) -> tuple[list, torch.Tensor]:
@@ -37,15 +40,12 @@ def multiply(stream: tuple, weights: list, programs: int, late: bool = False) ->
     device, (tokens, width) = Device(), stream[0].shape
     rows = [weight.shape[0] for weight in weights]
     outs, total = [device.put(nothing(tokens, count)) for count in rows], device.put(nothing(tokens, width))
-    args = [*(device.put(part) for part in stream), None if stream[1] is None else total, EPS]
-    for number in range(4):
-        args += put(device, weights[number]) if number < len(weights) else [None] * 3
-        args.append(outs[number] if number < len(outs) else None)
+    x, delta, norm = (device.put(part) for part in stream)
+    products = tuple(Product(put(device, weight), out) for weight, out in zip(weights, outs, strict=True))
     ends = ends_of(rows, 16 * WARPS)
-    args += [ends[number] if number < len(rows) - 1 else None for number in range(3)]
-    args += [rows[number] if number < len(rows) else None for number in range(4)]
+    normed = PLAIN if norm is None else Normed(delta, norm, total, EPS)
     tiles = 1 << (-(-tokens // 8) - 1).bit_length()
-    args += [ends[-1], tokens, len(rows), width, tiles, WARPS, programs, late]
+    args = x, normed, products, tuple(rows), ends[:-1], ends[-1], tokens, width, tiles, WARPS, programs, late
     for number in range(ends[-1]):
         run_cluster(device, WARPS, programs, number, matmul_batch, args)
     found = [device.get(out, nothing(tokens, count)).float() for out, count in zip(outs, rows, strict=True)]
@@ -85,13 +85,10 @@ def test_scores(tokens: int, rows: list[int], blocks: int):
     weights = [(torch.randn(count, width) / 32).bfloat16() for count in rows]
     total, h = (device.put(nothing(tokens, width)) for _ in range(2))
     outs = [device.put(nothing(tokens, count)) for count in rows]
-    args = [device.put(x), device.put(delta), device.put(norm), total, h, EPS]
-    for number in range(2):
-        args += [device.put(weights[number]), outs[number]] if number < len(rows) else [None] * 2
-    ends = ends_of(rows, 16 * blocks)
-    args += [ends[0] if len(rows) > 1 else None, rows[0], rows[1] if len(rows) > 1 else None, ends[-1], tokens]
-    tiles = 1 << (-(-tokens // 8) - 1).bit_length()
-    args += [len(rows), width, blocks, tiles, WARPS, programs]
+    products = tuple(DenseProduct(device.put(weight), out) for weight, out in zip(weights, outs, strict=True))
+    ends, tiles = ends_of(rows, 16 * blocks), 1 << (-(-tokens // 8) - 1).bit_length()
+    args = device.put(x), Normed(device.put(delta), device.put(norm), total, EPS), h, products, tuple(rows), ends[:-1]
+    args += ends[-1], tokens, width, blocks, tiles, WARPS, programs
     for number in range(ends[-1]):
         run_cluster(device, WARPS, programs, number, scores_batch, args)
     wanted_h, wanted_total = add_rms_norm(delta, x, norm, EPS)

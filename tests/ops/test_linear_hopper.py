@@ -1,5 +1,7 @@
 """Products of few tokens on Hopper, on numpy: which bits of which words meet which inputs, and where scales are found."""
 
+from itertools import zip_longest
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ from auraflux.ops._cases import relative_rms
 from auraflux.quant import quantize
 
 pytest.importorskip("triton")
+from auraflux.ops.hopper.codes import Codes
 from auraflux.ops.linear.cuda.gemm_bits_skinny import matmul_codes
 from auraflux.ops.linear.cuda.matvec_bits import matvec_codes
 from auraflux.ops.linear.cuda.matvec_int8 import matvec_bytes
+from auraflux.ops.linear.cuda.row_copies import Product, in_bytes
 from tests.emulator.ptx import Device, Machine
 
 TOL = 4e-3
@@ -24,10 +28,8 @@ def weight_of(rows: int, width: int, bits: int, group: int):
     return quantize(torch.randn(rows, width).bfloat16(), bits, group or 32, "affine" if group else "mxfp4")
 
 
-def put(device: Device, weight) -> list:
-    return [
-        device.put(None if part is None else part.view(torch.int8)) for part in (weight.packed, weight.scales, weight.biases)
-    ]
+def put(device: Device, weight) -> Codes:
+    return Codes(*(device.put(part) for part in in_bytes(weight)))
 
 
 def nothing(*shape: int) -> torch.Tensor:
@@ -40,14 +42,11 @@ def multiply(
     """Every program of `matvec_codes` or `matvec_bytes` over one or two weights of as many rows."""
     device, (rows, width) = Device(), weights[0].shape
     outs = [device.put(nothing(1, rows)) for _ in range(1 if gated else len(weights))]
-    args = [device.put(x)]
-    for number in range(4):
-        args += put(device, weights[number]) if number < len(weights) else [None] * 3
-        args += [device.put(added) if number < len(weights) else None, outs[number] if number < len(outs) else None]
-    count = 1 if gated else len(weights)
+    codes, more = [put(device, weight) for weight in weights], device.put(added)
+    products = tuple(Product(each, out, more) for each, out in zip_longest(codes, outs))
     programs = len(weights) * rows // (16 * blocks)
-    args += [programs // 2 if number < count - 1 else None for number in range(3)]
-    sizes = count, gated, width, weights[0].bits, weights[0].group, blocks, parts
+    args = device.put(x), products, () if len(outs) == 1 else (programs // 2,)
+    sizes = gated, width, weights[0].bits, weights[0].group, blocks, parts
     for program in range(programs):
         if in_bytes:
             Machine(device, 2 * blocks, program).program(matvec_bytes)(*args, *sizes, 2 * blocks, 3, 2, blocks > 1, 0)

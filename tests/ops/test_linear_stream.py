@@ -1,5 +1,7 @@
 """One token times four-bit weights on Hopper, on numpy: tiles of rows, several weights, and a norm before them."""
 
+from itertools import zip_longest
+
 import pytest
 import torch
 
@@ -7,17 +9,14 @@ from auraflux.ops._cases import relative_rms
 from auraflux.ops.norm.reference import add_rms_norm, rms_norm
 
 pytest.importorskip("triton")
-from auraflux.ops.linear.cuda.matvec_int4 import matvec
+from auraflux.ops.hopper.codes import Codes
+from auraflux.ops.linear.cuda.call import PLAIN, Normed
+from auraflux.ops.linear.cuda.matvec_int4 import matvec, operands
+from auraflux.ops.linear.cuda.row_copies import Product
 from tests.emulator.ptx import Device, Machine
 from tests.ops.test_linear_hopper import TOL, nothing, product, weight_of
 
 EPS, WARPS, DEEP = 1e-6, 2, 3
-
-
-def operands(device: Device, weight) -> list:
-    """As the kernel is given them: bytes of codes, and scales four at a time."""
-    scales = [part.view(torch.int64) for part in (weight.scales, weight.biases)]
-    return [device.put(part) for part in (weight.packed.view(torch.int8), *scales)]
 
 
 def multiply(stream: tuple, weights: list, gated: bool, tiles: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -27,15 +26,15 @@ def multiply(stream: tuple, weights: list, gated: bool, tiles: int) -> tuple[lis
     rows = [weight.shape[0] for weight in weights]
     outs = [device.put(nothing(1, count)) for count in (rows[:1] if gated else rows)]
     total = device.put(nothing(1, width))
-    args = [device.put(x), device.put(delta), device.put(norm), total, EPS]
-    for number in range(4):
-        args += operands(device, weights[number]) if number < len(weights) else [None] * 3
-        args.append(outs[number] if number < len(outs) else None)
+    normed = PLAIN if norm is None else Normed(device.put(delta), device.put(norm), total, EPS)
+    # as the kernel is given them: bytes of codes, and scales four at a time
+    codes = [Codes(*(device.put(part) for part in operands(weight))) for weight in weights]
+    products = tuple(Product(each, out) for each, out in zip_longest(codes, outs))
     each = (8 if gated else 16) * tiles
-    ends = [sum(rows[: number + 1]) // each for number in range(len(outs))]
-    args += [ends[number] if number < len(outs) - 1 else None for number in range(3)]
+    ends = tuple(sum(rows[: number + 1]) // each for number in range(len(outs)))
+    args = device.put(x), normed, products, ends[:-1]
     for program in range(ends[-1]):
-        Machine(device, WARPS, program).program(matvec)(*args, len(outs), gated, width, tiles, WARPS, DEEP)
+        Machine(device, WARPS, program).program(matvec)(*args, gated, width, tiles, WARPS, DEEP)
     found = [device.get(out, nothing(1, count)).float() for out, count in zip(outs, rows, strict=False)]
     return found, device.get(total, nothing(1, width))
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.linear.cuda import gemm_wgmma as wgmma
 from auraflux.ops.linear.cuda import gemm_wgmma_launch as tiles
+from auraflux.ops.linear.cuda.call import Normed
 from auraflux.quant import quantize
 from auraflux.quant.packing import unpack
 from tests.emulator.gluon import STILL, Pointer, Program, Tensor
@@ -61,9 +62,9 @@ def test_a_stream_is_normalised_and_ordered():
     both = x + delta
     unit = both / np.sqrt((both**2).mean(1, keepdims=True) + eps) * norm
     for token in range(tile):
-        stream = [Pointer(part.reshape(-1)) for part in (x, delta, norm, total)]
+        stream, *normed = (Pointer(part.reshape(-1)) for part in (x, delta, norm, total))
         sizes = tokens, width, padded
-        run(tiles.order_normed, *stream, Pointer(ordered), *sizes, eps, 4, tile, 256, 512, ids=(token, 0, 0))
+        run(tiles.order_normed, stream, Normed(*normed, eps), Pointer(ordered), *sizes, 4, tile, 256, 512, ids=(token, 0, 0))
         run(tiles.order_tokens, Pointer(unit.reshape(-1)), Pointer(plain), *sizes, 4, tile, 256, 512, ids=(token, 0, 0))
     assert np.allclose(ordered, plain, rtol=1e-5, atol=1e-6)
     assert (total == both).all()

@@ -6,7 +6,7 @@ weights cost nothing.
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,8 @@ class Build:
     """One specialisation of a kernel, as Triton compiles it for a launch.
 
     kernel      of a module: "auraflux.ops.norm.cuda:_rms"
-    signature   types of the arguments by name; "constexpr" for those that are constant
-    constants   values of these, by place
+    signature   types of the arguments by name, those of a tuple in a tuple; "constexpr" for those that are constant
+    constants   values of these, by place; a member of a tuple has the tuple's place and its own
     attributes  what is known of the others, by place: multiples of 16
     options     of the launch: num_warps, num_stages, maxnreg
     """
@@ -48,20 +48,44 @@ class Build:
     @property
     def name(self) -> str:
         """The kernel, types in order (i32:16 is a multiple of 16, and so are pointers but for *bf16:1), constants, options."""
-        names = list(self.signature)
-        types = [self._type(place, kind) for place, kind in enumerate(self.signature.values()) if kind != "constexpr"]
-        constants = [f"{names[place]}={value}" for (place, *_), value in self.constants.items()]
+        types = [self._type(place, kind) for place, kind in _leaves(self.signature.values()) if kind != "constexpr"]
+        constants = [each for place, value in self.constants.items() for each in _assigned(self._name_at(place), value)]
         options = [f"{name}={value}" for name, value in self.options.items()]
         return " ".join([self.kernel.rpartition(":")[2], *types, *constants, *options])
 
-    def _type(self, place: int, kind: str) -> str:
-        aligned = self.attributes.get((place,)) == ALIGNED
+    def _type(self, place: tuple[int, ...], kind: str) -> str:
+        aligned = self.attributes.get(place) == ALIGNED
         return kind + (":1" * (not aligned) if kind.startswith("*") else ":16" * aligned)
+
+    def _name_at(self, place: tuple[int, ...]) -> str:
+        """What an argument is called: a, a.b as a member of a named tuple, or a.0 as one of a tuple without names."""
+        kinds: Any
+        name, kinds = list(self.signature.items())[place[0]]
+        for at in place[1:]:
+            name, kinds = f"{name}.{getattr(kinds, '_fields', range(len(kinds)))[at]}", kinds[at]
+        return name
 
     def find(self) -> Any:
         """The kernel itself."""
         module, _, name = self.kernel.partition(":")
         return getattr(importlib.import_module(module), name)
+
+
+def _leaves(kinds: Iterable[Any], place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The types of arguments with their places, members of tuples one by one."""
+    for at, kind in enumerate(kinds):
+        if isinstance(kind, tuple):
+            yield from _leaves(kind, (*place, at))
+        else:
+            yield (*place, at), kind
+
+
+def _assigned(name: str, value: Any) -> list[str]:
+    """A constant with its value; of a named tuple every member."""
+    if not hasattr(value, "_fields"):
+        return [f"{name}={value}"]
+    members = zip(value._fields, value, strict=True)
+    return [each for member, its in members for each in _assigned(f"{name}.{member}", its)]
 
 
 class CompileOnly:

@@ -6,6 +6,8 @@ exponent of 2**BITS, one instruction less than a conversion. The offset is taken
 MXFP4 (`AFFINE` is False) comes out as its value over 2**14: its bits are those of a half whose exponent is 14 smaller.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -106,9 +108,17 @@ def weights_at(packed, scales, biases, row, k, there, K, BITS: tl.constexpr, GRO
     return weight_value(code_value(low, high, k % UNIT, BITS, AFFINE), slope, intercept, AFFINE)
 
 
-def operands(weight: QTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give codes, scales and biases; where there are no biases, scales stand in for a pointer that is not read."""
-    return weight.packed, weight.scales, weight.scales if weight.biases is None else weight.biases
+class Codes(NamedTuple):
+    """A weight as kernels take it; where it has no biases, they are None, or scales stand in for them and are not read."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    biases: torch.Tensor | None
+
+
+def operands(weight: QTensor) -> Codes:
+    """Give a weight's codes; scales stand in for biases that are not there."""
+    return Codes(weight.packed, weight.scales, weight.scales if weight.biases is None else weight.biases)
 
 
 def constants(weight: QTensor) -> dict[str, int | bool]:

@@ -22,6 +22,16 @@ MOST_SPLITS = 128
 PROGRAMS_INTERPRETED = 16  # at a time, where each takes milliseconds and none runs beside another
 
 
+class Near(NamedTuple):
+    """Keys less than `newest` back from a query are read from other pages than those further back.
+
+    far  where their pages begin in each row of the table; the first has the oldest such position of the sequence's first query
+    """
+
+    newest: int
+    far: int
+
+
 class Shape(NamedTuple):
     """How one launch is cut: rows of a program, keys at a time, tiles in the grid, splits of the keys, warps, stages."""
 
@@ -64,15 +74,15 @@ def narrow(*tensors: Tensor) -> bool:
 
 
 @triton.jit
-def rows_of_tile(tile, starts, lengths, sequences, G: tl.constexpr, M: tl.constexpr, S: tl.constexpr):
+def rows_of_tile(tile, index, G: tl.constexpr, M: tl.constexpr, S: tl.constexpr):
     """Find a tile's sequence; give it, its first token, new tokens, length, and the first of its rows in the tile."""
     b = tl.arange(0, S)
-    start = tl.load(starts + b, mask=b < sequences, other=0)
-    first = tl.where(b < sequences, start * G // M + b, 1 << 30)
+    start = tl.load(index.starts + b, mask=b < index.sequences, other=0)
+    first = tl.where(b < index.sequences, start * G // M + b, 1 << 30)
     sequence = tl.sum((first <= tile).to(tl.int32), 0) - 1
-    start = tl.load(starts + sequence)
-    new = tl.load(starts + sequence + 1) - start
-    return sequence, start, new, tl.load(lengths + sequence), (tile - start * G // M - sequence) * M
+    start = tl.load(index.starts + sequence)
+    new = tl.load(index.starts + sequence + 1) - start
+    return sequence, start, new, tl.load(index.lengths + sequence), (tile - start * G // M - sequence) * M
 
 
 @triton.jit
@@ -127,7 +137,7 @@ def mix(acc, p, v, seen, N: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.cons
 
 @triton.jit
 def leave(out, parts, at, live, acc, m, l, sink, split, splits, D: tl.constexpr, P: tl.constexpr, WHOLE: tl.constexpr):  # noqa: E741
-    """Store results where one program saw all keys, otherwise what `merge` needs; parts are (sums, maxima, sums of weights)."""
+    """Store results where one program saw all keys, otherwise what `merge` needs."""
     d = tl.arange(0, P)
     if WHOLE:
         top = tl.maximum(m, sink)
@@ -137,8 +147,7 @@ def leave(out, parts, at, live, acc, m, l, sink, split, splits, D: tl.constexpr,
         acc = tl.where((total == 0)[:, None], 0.0, acc * (kept / total)[:, None])
         tl.store(out + at[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
     else:
-        o, highest, sums = parts
         at = at * splits + split
-        tl.store(o + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
-        tl.store(highest + at, m * LN2, mask=live)
-        tl.store(sums + at, l, mask=live)
+        tl.store(parts.o + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
+        tl.store(parts.m + at, m * LN2, mask=live)
+        tl.store(parts.l + at, l, mask=live)

@@ -5,7 +5,7 @@ prompts would wait for Python. Layers repeat each other, so a `Launcher` remembe
 more, in terms that are quick to ask for, and hands addresses and numbers straight to what Triton made to launch a build.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 KNOWN = "3.6."
 NUMBERS = {int, float, bool, str, type(None)}
 Grid = tuple[int, ...]
+NOTHING_CONSTANT: tuple[bool, ...] = ()  # of what is in a tuple; asked for something else, it raises
 MOST = 4096  # calls of a kernel that are remembered
 
 
@@ -69,45 +70,67 @@ class Launcher:
     def _call(self, args: tuple[Any, ...], named: dict[str, Any], device: int) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
         """Make what tells calls apart, never less than Triton does; what is passed on; what must be kept for that."""
         key: list[Any] = [device]
-        passed: list[Any] = []
         kept: list[Any] = []
-        add, give, pointers = key.append, passed.append, 0
         rest = [named[name] if name in named else self._defaults[name] for name in self._names[len(args) :]]
         if len(args) + len(rest) > len(self._names):
             raise TypeError
-        for each in (*args, *rest):
-            kind = each.__class__
-            if kind is Tensor:
-                address = each.data_ptr()
-                pointers |= address
-                add(each.dtype)
-                give(address)
-                continue
-            give(each)
-            if kind in NUMBERS:
-                # 1, 1.0 and True are equal
-                add(kind)
-                add(each)
-            elif kind is TensorDescriptor:
-                key += each.base.dtype, *each.block_shape, id(each.layout), each.padding
-                kept.append(each.layout)
-            elif self._constant[len(passed) - 1]:
-                add(id(each))
-                kept.append(each)
-            else:
-                raise TypeError
+        passed, pointers = _read((*args, *rest), self._constant, key, kept)
         # Triton uses that addresses are multiples of 16
         if pointers % 16:
-            key += [each % 16 == 0 for each in passed if each.__class__ is int]
+            key += [each % 16 == 0 for each in _integers(passed)]
         for option in named.items():
             if option[0] not in self._places:
-                add(option)
+                key.append(option)
         return tuple(key), passed, kept
 
     def _remember(self, key: tuple[Any, ...], launch: Launch) -> None:
         if len(self._launches) == MOST:
             self._launches.clear()
         self._launches[key] = launch
+
+
+def _read(values: Sequence[Any], constant: Sequence[bool], key: list[Any], kept: list[Any]) -> tuple[list[Any], int]:
+    """Add arguments to a key; give what is passed on, tuples as lists, and all addresses in one number."""
+    passed: list[Any] = []
+    add, give, pointers = key.append, passed.append, 0
+    for each in values:
+        kind = each.__class__
+        if kind is Tensor:
+            address = each.data_ptr()
+            pointers |= address
+            add(each.dtype)
+            give(address)
+        elif kind in NUMBERS:
+            # 1, 1.0 and True are equal
+            add(kind)
+            add(each)
+            give(each)
+        elif kind is TensorDescriptor:
+            key += each.base.dtype, *each.block_shape, id(each.layout), each.padding
+            kept.append(each.layout)
+            give(each)
+        elif isinstance(each, tuple):
+            add(kind)
+            add(len(each))
+            its, addresses = _read(each, NOTHING_CONSTANT, key, kept)
+            pointers |= addresses
+            give(its)
+        elif constant[len(passed)]:
+            add(id(each))
+            kept.append(each)
+            give(each)
+        else:
+            raise TypeError
+    return passed, pointers
+
+
+def _integers(passed: Sequence[Any]) -> Iterator[int]:
+    """Addresses and whole numbers, also those in tuples."""
+    for each in passed:
+        if each.__class__ is int:
+            yield each
+        elif each.__class__ is list:
+            yield from _integers(each)
 
 
 _launchers: dict[int, Callable[..., Any]] = {}

@@ -1,19 +1,57 @@
 """Where tokens lie in a pool of pages, in Triton: the place of a new one, and those of keys to be read."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class Index(NamedTuple):
+    """Where the tokens of a step lie, as kernels take it.
+
+    table      [sequences, width]  int32, the pages of each sequence in order
+    lengths    [sequences]         positions, those of this step included
+    starts     [sequences + 1]     where the new tokens of each begin in the stack
+    pool       pages that there are
+    """
+
+    table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    sequences: int
+    width: int
+    pool: int
+
+
+def index_of(pages: Any, starts: Tensor) -> Index:
+    """Give the index of pages of any kind."""
+    sequences, width = pages.table.shape
+    return Index(pages.table, pages.lengths, starts, sequences, width, pages.pool[0])
 
 
 @triton.jit
-def place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE: tl.constexpr, S: tl.constexpr):
-    """Find the page and the slot a new token belongs to; a page outside the pool is given as -1."""
+def position_of(token, index, S: tl.constexpr):
+    """Find the sequence of a new token, and its position there."""
     b = tl.arange(0, S)
-    start = tl.load(starts + b, mask=b < sequences, other=1 << 30)
+    start = tl.load(index.starts + b, mask=b < index.sequences, other=1 << 30)
     sequence = tl.sum((start <= token).to(tl.int32), 0) - 1
-    position = tl.load(lengths + sequence) - tl.load(starts + sequence + 1) + token
-    inside = (position >= 0) & (position < table_width * PAGE)
-    page = tl.load(table + sequence.to(tl.int64) * table_width + position // PAGE, mask=inside, other=-1)
+    return sequence, tl.load(index.lengths + sequence) - tl.load(index.starts + sequence + 1) + token
+
+
+@triton.jit
+def place_of(table, sequence, position, width, pool, PAGE: tl.constexpr):
+    """Find the page and the slot of a position; a page outside the pool, or past the table, is given as -1."""
+    inside = (position >= 0) & (position < width * PAGE)
+    page = tl.load(table + sequence.to(tl.int64) * width + position // PAGE, mask=inside, other=-1)
     return tl.where(page < pool, page, -1).to(tl.int64), position % PAGE
+
+
+@triton.jit
+def place_token(token, index, PAGE: tl.constexpr, S: tl.constexpr):
+    """Find the page and the slot a new token belongs to; a page outside the pool is given as -1."""
+    sequence, position = position_of(token, index, S)
+    return place_of(index.table, sequence, position, index.width, index.pool, PAGE)
 
 
 @triton.jit

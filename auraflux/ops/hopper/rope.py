@@ -5,13 +5,23 @@ an eighth of a turn of zero, where float32 polynomials are good to the last bit 
 """
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 QUARTER_HIGH = tl.constexpr(1.570796326734125614166)
 QUARTER_LOW = tl.constexpr(6.077100506506192e-11)
 PER_QUARTER = tl.constexpr(2 / math.pi)
+
+
+class Rope(NamedTuple):
+    """By how much tokens are rotated: frequencies of pairs, position of each token, and what the result is multiplied by."""
+
+    inv_freq: Tensor
+    positions: Tensor
+    mscale: float
 
 
 @triton.jit

@@ -4,6 +4,8 @@ Scores are kept in units of log2(e), so that exponentials are powers of two. Wha
 a sum of values, the largest score and a sum of weights.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,18 @@ from auraflux.ops.hopper.sizes import cdiv, power_of_two
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-Parts = tuple[Tensor, Tensor, Tensor]
+
+class Parts(NamedTuple):
+    """What is left of softmaxes over some of the keys.
+
+    o  [rows, parts, D]  values summed by their weights
+    m  [rows, parts]     the largest score
+    l  [rows, parts]     the sum of weights
+    """
+
+    o: Tensor
+    m: Tensor
+    l: Tensor  # noqa: E741
 
 
 @triton.jit
@@ -38,60 +51,46 @@ def soften(s, m, l):  # noqa: E741
 
 
 @triton.jit
-def merged_row(o, m, l, row, sink, blocks, d, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr):  # noqa: E741
+def merged_row(parts, row, sink, blocks, d, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """Merge the blocks of one row at coordinates `d`, `sink` being one more block's logit, or -inf: sums, maximum, total."""
     s = tl.arange(0, S)
-    l_all = tl.load(l + row * blocks + s, mask=s < blocks, other=0.0)
-    m_all = tl.load(m + row * blocks + s, mask=(s < blocks) & (l_all != 0), other=float("-inf"))
+    l_all = tl.load(parts.l + row * blocks + s, mask=s < blocks, other=0.0)
+    m_all = tl.load(parts.m + row * blocks + s, mask=(s < blocks) & (l_all != 0), other=float("-inf"))
     highest = tl.maximum(tl.max(m_all, 0), sink)
     top = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.where(l_all != 0, tl.exp(m_all - top) * l_all, 0.0), 0) + tl.exp(sink - top)
     acc = tl.zeros([d.shape[0]], tl.float32)
     for first in range(0, blocks, C):
         block = first + tl.arange(0, C)
-        live = tl.load(l + row * blocks + block, mask=block < blocks, other=0.0) != 0
-        high = tl.load(m + row * blocks + block, mask=live, other=float("-inf"))
+        live = tl.load(parts.l + row * blocks + block, mask=block < blocks, other=0.0) != 0
+        high = tl.load(parts.m + row * blocks + block, mask=live, other=float("-inf"))
         at = (row * blocks + block)[:, None] * D + d[None, :]
-        values = tl.load(o + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        values = tl.load(parts.o + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
         acc += tl.sum(tl.where(live, tl.exp(high - top), 0.0)[:, None] * values, 0)
     return acc, highest, total
 
 
 @triton.jit
-def merge(o, m, l, sinks, out, heads, blocks, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, C: tl.constexpr):  # noqa: E741
+def merge(parts, sinks, out, heads, blocks, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """Merge the blocks of one row; grid (rows, parts of P coordinates)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * P + tl.arange(0, P)
     sink = float("-inf") if sinks is None else tl.load(sinks + row % heads)
-    acc, _, total = merged_row(o, m, l, row, sink, blocks, d, D, S, C)
+    acc, _, total = merged_row(parts, row, sink, blocks, d, D, S, C)
     found = tl.where(total == 0, 0.0, acc / total)
     tl.store(out + row * D + d, found.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
-def join(
-    o,
-    m,
-    l,  # noqa: E741
-    sinks,
-    out_o,
-    out_m,
-    out_l,
-    heads,
-    blocks,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    S: tl.constexpr,
-    C: tl.constexpr,
-):
+def join(parts, sinks, out, heads, blocks, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """Merge the blocks of one row into one block; grid (rows, parts of P coordinates)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * P + tl.arange(0, P)
     sink = float("-inf") if sinks is None else tl.load(sinks + row % heads)
-    acc, highest, total = merged_row(o, m, l, row, sink, blocks, d, D, S, C)
-    tl.store(out_o + row * D + d, acc, mask=d < D)
-    tl.store(out_m + row, highest, mask=tl.program_id(1) == 0)
-    tl.store(out_l + row, total, mask=tl.program_id(1) == 0)
+    acc, highest, total = merged_row(parts, row, sink, blocks, d, D, S, C)
+    tl.store(out.o + row * D + d, acc, mask=d < D)
+    tl.store(out.m + row, highest, mask=tl.program_id(1) == 0)
+    tl.store(out.l + row, total, mask=tl.program_id(1) == 0)
 
 
 def launch_merge(parts: Parts, sinks: Tensor | None, out: Tensor | Parts, heads: int) -> None:
@@ -101,14 +100,14 @@ def launch_merge(parts: Parts, sinks: Tensor | None, out: Tensor | Parts, heads:
     sizes = {"D": width, "P": piece, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
     grid = rows, cdiv(width, piece)
     if rows and isinstance(out, tuple):
-        launch(join, grid)(*parts, sinks, *out, heads, blocks, **sizes)
+        launch(join, grid)(parts, sinks, out, heads, blocks, **sizes)
     elif rows:
-        launch(merge, grid)(*parts, sinks, out, heads, blocks, **sizes)
+        launch(merge, grid)(parts, sinks, out, heads, blocks, **sizes)
 
 
 def parts_like(rows: int, splits: int, width: int, device: torch.device) -> Parts:
     """Allocate parts [rows, splits, width], [rows, splits] twice."""
-    return (
+    return Parts(
         torch.empty(rows, splits, width, device=device),
         torch.empty(rows, splits, device=device),
         torch.empty(rows, splits, device=device),

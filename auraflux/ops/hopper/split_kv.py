@@ -9,6 +9,7 @@ than it has room for before its own wait: what the next call reads keeps the sha
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,12 +22,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import power_of_two
+from auraflux.ops.hopper.softmax import Parts
 
 TILE = 64  # positions
 MOST_SPLITS = 128
 WARPS = 4  # of a program that merges
 ACROSS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of what warps tell each other, [4, columns]
 LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+class Whole(NamedTuple):
+    """Results of programs that have no others to share with, in the place of parts."""
+
+    o: Tensor
+    m: None = None
+    l: None = None  # noqa: E741
 
 
 @gluon.constexpr_function
@@ -63,7 +73,7 @@ def sum_of_columns(x, room, N: gl.constexpr):
 
 
 @gluon.jit
-def share_of(token, split, splits, window, lengths, starts, sequences, S: gl.constexpr, N: gl.constexpr):
+def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr):
     """Find a token's sequence, and a split's share of what it sees, in tiles of N.
 
     returns sequence, first position of the share, first that is seen, end of the share, number of tiles, and how many positions
@@ -72,9 +82,9 @@ def share_of(token, split, splits, window, lengths, starts, sequences, S: gl.con
     sequence = token * 0
     if S > 1:
         b = gl.arange(0, S, LIST)
-        sequence = gl.sum((gl.load(starts + b + 1, mask=b < sequences, other=2147483647) <= token).to(gl.int32), 0)
-    stop, length = gl.load(starts + sequence + 1), gl.load(lengths + sequence)
-    seen, old = length - stop + token + 1, length - stop + gl.load(starts + sequence)
+        sequence = gl.sum((gl.load(index.starts + b + 1, mask=b < index.sequences, other=2147483647) <= token).to(gl.int32), 0)
+    stop, length = gl.load(index.starts + sequence + 1), gl.load(index.lengths + sequence)
+    seen, old = length - stop + token + 1, length - stop + gl.load(index.starts + sequence)
     low = gl.maximum(seen - window, 0)
     share = ((seen - low // N * N + N - 1) // N + splits - 1) // splits * N
     begin = low // N * N + split * share
@@ -84,9 +94,7 @@ def share_of(token, split, splits, window, lengths, starts, sequences, S: gl.con
 
 
 @triton.jit
-def merge_shares(
-    o, m, l, sinks, out, heads, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr,  # noqa: E741
-):  # fmt: skip
+def merge_shares(parts, sinks, out, heads, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, EARLY: tl.constexpr):
     """Merge the shares of one head at P channels; grid (tokens * heads, D / P).
 
     EARLY  let the next kernel begin before the shares are there
@@ -98,10 +106,10 @@ def merge_shares(
         gdc_launch_dependents()
     line, s = tl.program_id(0), tl.arange(0, S)
     row, d = line.to(tl.int64) * splits, tl.program_id(1) * P + tl.arange(0, P)
-    sums = tl.load(l + row + s, mask=s < splits, other=0.0)
-    highest = tl.load(m + row + s, mask=s < splits, other=float("-inf"))
+    sums = tl.load(parts.l + row + s, mask=s < splits, other=0.0)
+    highest = tl.load(parts.m + row + s, mask=s < splits, other=float("-inf"))
     # a share without positions has left zeros
-    means = tl.load(o + (row + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0).to(tl.float32)
+    means = tl.load(parts.o + (row + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0).to(tl.float32)
     top = tl.max(tl.where(sums != 0, highest, float("-inf")), 0)
     sink = float("-inf")
     if sinks is not None:
@@ -116,17 +124,17 @@ def merge_shares(
     tl.store(out + line.to(tl.int64) * D + d, found.to(out.dtype.element_ty))
 
 
-def merge(parts: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, out: Tensor, piece: int, early: bool) -> None:
+def merge(parts: Parts, sinks: Tensor | None, out: Tensor, piece: int, early: bool) -> None:
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D], `piece` channels a program."""
     lines, splits, width = parts[0].shape
     grid, sizes = (lines, width // piece), (width, power_of_two(splits), piece, early)
-    launch(merge_shares, grid)(*parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
+    launch(merge_shares, grid)(parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
 
 
-def room_for(lines: int, splits: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def room_for(lines: int, splits: int, width: int, dtype: torch.dtype, device: torch.device) -> Parts:
     """Allocate shares [lines, splits, width] in `dtype`, and their largest scores and sums of weights."""
     highest, sums = torch.empty(2, lines, splits, device=device)
-    return torch.empty(lines, splits, width, dtype=dtype, device=device), highest, sums
+    return Parts(torch.empty(lines, splits, width, dtype=dtype, device=device), highest, sums)
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args
-from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.attention.pages import KVPages, rows_of
 from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
@@ -88,7 +88,7 @@ def calibration(heads: int, width: int, capacity: int, rotated: int | None = Non
     scale = torch.exp(0.5 * torch.randn(heads, width))
     along, across = (torch.randn(heads, width) * scale for _ in range(2))
     table = angle_table(rope_frequencies(rotated or width, 1e4), -(-capacity // BLOCK), width, interleaved)
-    return Calibration(scale, 1 / scale, along, across, table)
+    return Calibration(scale, 1 / scale, along, across, table, rotated, interleaved)
 
 
 def plain_pages(
@@ -102,7 +102,13 @@ def plain_pages(
         return KVPages(k, v, table, sizes)
 
     head = kept(len(lengths) + 1, torch.randperm(len(lengths) + 1)[: len(lengths), None].int(), first) if first else None
-    return PlainPages(head, kept(*page_table(lengths, page), page) if newest else None, newest)
+    recent = kept(*page_table(lengths, page), page) if newest else None
+    if head is not None and recent is not None:
+        # what is among the first and the newest is one row
+        for b, length in enumerate(lengths):
+            to, at = rows_of(recent, b, 0, min(first, length)), rows_of(head, b, 0, min(first, length))
+            recent.k[to[0], :, to[1]], recent.v[to[0], :, to[1]] = head.k[at[0], :, at[1]], head.v[at[0], :, at[1]]
+    return PlainPages(head, recent, newest)
 
 
 def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> tuple[int, Tensor]:

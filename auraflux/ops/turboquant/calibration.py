@@ -28,6 +28,8 @@ class Calibration:
     inverse        [Hkv, D]     float32, 1 / scale
     along, across  [Hkv, D]     float32, what meets the cosine and the sine
     table          [N, 2, D]    float32, cosine and sine in the middle of each block of positions, see `angle_table`
+    rotated        how many channels turn, the first ones; None for all
+    interleaved    whether neighbours turn together
     """
 
     scale: Tensor
@@ -35,10 +37,13 @@ class Calibration:
     along: Tensor
     across: Tensor
     table: Tensor
+    rotated: int | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
-        check_dense(**vars(self))
-        for name, tensor in vars(self).items():
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        check_dense(**tensors)
+        for name, tensor in tensors.items():
             check_dtype(name, tensor, torch.float32)
         check_shape("scale", self.scale, None, None)
         for name in ("inverse", "along", "across"):
@@ -56,6 +61,14 @@ class Calibration:
             raise InputError(f"'calibration' has vectors of shape {list(self.scale.shape)}; [{heads}, {width}] is needed.")
         if self.reach < capacity:
             raise InputError(f"'calibration' reaches {self.reach} positions; the page table has room for {capacity}.")
+
+    def pairs(self) -> Tensor:
+        """Pair the channels that turn by the same angle: int32 [2, D / 2]; those that do not turn with each other."""
+        width = self.scale.shape[1]
+        rotated = width if self.rotated is None else self.rotated
+        half = rotated // 2
+        turning = torch.arange(rotated).view(half, 2).T if self.interleaved else torch.arange(rotated).view(2, half)
+        return torch.cat((turning, torch.arange(rotated, width).view(-1, 2).T), 1).int().contiguous()
 
     def centres(self, positions: Tensor) -> Tensor:
         """Give the centre that each position's key is coded around: float64 [..., Hkv, D]."""

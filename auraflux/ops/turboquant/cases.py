@@ -74,7 +74,22 @@ KEPT_SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "window-sinks": ({"lengths": [70, 3], "counts": [2, 1], "heads": (4, 2), "width": 64, "window": 41, "sinks": True}, {}),
     "softcap": ({"lengths": [165], "counts": [5], "heads": (4, 4), "width": 256, "softcap": 3.0}, {}),
     "matrix": ({"lengths": [100, 40], "counts": [1, 4], "heads": (4, 2), "width": 80}, {}),
-    "sparse": ({"lengths": [400], "counts": [1], "heads": (4, 2), "width": 64, "threshold": 1e-3}, {"tol": 2e-2}),
+    "sparse": ({"lengths": [400], "counts": [1], "heads": (4, 2), "width": 64, "threshold": 1e-4}, {"tol": 2e-2}),
+}
+
+# what a GPU's kernel of few tokens meets: several splits, texts shorter than what is kept, more heads than a tile, pages gone
+KEPT_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "k4v4": ({"lengths": [700, 5, 33], "counts": [1, 1, 1], "heads": (8, 2), "width": 128, "bits": (4, 4)}, FAST),
+    "k8v4": ({"lengths": [1500], "counts": [1], "heads": (12, 1), "width": 64, "bits": (8, 4)}, FAST),
+    "k3v3": ({"lengths": [333, 64], "counts": [1, 1], "heads": (4, 2), "width": 128, "bits": (3, 3)}, FAST),
+    "w256": ({"lengths": [333], "counts": [1], "heads": (4, 1), "width": 256, "bits": (4, 4)}, FAST),
+    "few": ({"lengths": [150, 33], "counts": [3, 2], "heads": (4, 2), "width": 64, "bits": (4, 4)}, FAST),
+    "window-sinks": (
+        {"lengths": [300, 60], "counts": [1, 1], "heads": (4, 2), "width": 64, "window": 128, "sinks": True, "gone": [9, 0]},
+        FAST,
+    ),
+    "softcap": ({"lengths": [165], "counts": [1], "heads": (4, 4), "width": 128, "softcap": 3.0}, FAST),
+    "prompt": ({"lengths": [200, 150], "counts": [140, 150], "heads": (4, 2), "width": 128, **PROMPT}, ROUNDED),
 }
 
 CASES = [
@@ -353,7 +368,16 @@ CASES = [
         Case(
             turboquant_attention, f"{name}-k{k}v{v}", partial(attend, [150, 37, 1], [1, 1, 1], (4, 2), 64, bits=(k, v), **kept)
         )
-        for (name, kept), (k, v) in product(KEPT.items(), PAIRS)
+        for name, kept in KEPT.items()
+        for k, v in (PAIRS if name == "kept" else PAIRS[::4])
+    ),
+    *(
+        Case(turboquant_attention, f"pairs-{name}-{kind}", partial(in_pairs, attend, **shape, **kept), **tolerance)
+        for (name, kept), (kind, (shape, tolerance)) in product(KEPT.items(), KEPT_PAIRS.items())
+    ),
+    *(
+        Case(rope_append_codes, f"pairs-{name}", partial(in_pairs, turned, [121, 40], [1, 1], (4, 2), 128, **kept))
+        for name, kept in KEPT.items()
     ),
     *(
         Case(turboquant_attention, f"{name}-{kind}", partial(attend, **shape, **kept), **tolerance)

@@ -9,7 +9,9 @@ from auraflux.ops.attention.cuda.mla_rope_append import not_fused, rope_append
 from auraflux.ops.attention.cuda.routes import ATTENTION, HEAD_PRODUCTS, LATENT, Attend, AttendLatent, HeadProducts
 from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
 from auraflux.ops.hopper.device import ready
+from auraflux.ops.hopper.flash import Near
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
 from auraflux.ops.norm.cuda import rms_norm
@@ -38,9 +40,10 @@ def attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    near: Near | None = None,
 ) -> Tensor:
     out = torch.empty(*q.shape[:2], pages.v.shape[3], dtype=q.dtype, device=q.device)
-    ATTENTION(Attend(q, pages, starts, scale, window, sinks, softcap, out))
+    ATTENTION(Attend(q, pages, starts, scale, window, sinks, softcap, out, near))
     return out
 
 
@@ -92,7 +95,7 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Te
 def _append(sides: list[tuple[Tensor, Tensor]], pages: Pages, starts: Tensor, heads: int) -> None:
     (a, pool_a), (b, pool_b) = sides
     ready(a)
-    tokens, (sequences, table_width), (pool, page) = a.shape[0], pages.table.shape, pages.pool
+    tokens, sequences, page = a.shape[0], len(pages.lengths), pages.pool[1]
     if not tokens * heads:
         return
     wider = max(a.shape[-1], b.shape[-1])
@@ -101,12 +104,7 @@ def _append(sides: list[tuple[Tensor, Tensor]], pages: Pages, starts: Tensor, he
         b,
         pool_a,
         pool_b,
-        pages.table,
-        pages.lengths,
-        starts,
-        sequences,
-        table_width,
-        pool,
+        index_of(pages, starts),
         HEADS=heads,
         A=a.shape[-1],
         B=b.shape[-1],
@@ -123,7 +121,7 @@ def merge_partials(o: Tensor, m: Tensor, l: Tensor) -> Tensor:  # noqa: E741
     if not o.shape[1]:
         return out.zero_()
     if out.numel():
-        launch_merge((o, m, l), None, out, 1)
+        launch_merge(Parts(o, m, l), None, out, 1)
     return out
 
 

@@ -8,26 +8,12 @@ from auraflux.ops.hopper.pages import place_token
 
 @triton.jit
 def append_rows(
-    a,
-    b,
-    pool_a,
-    pool_b,
-    table,
-    lengths,
-    starts,
-    sequences,
-    table_width,
-    pool,
-    HEADS: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    PAGE: tl.constexpr,
-    P: tl.constexpr,
+    a, b, pool_a, pool_b, index, HEADS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, PAGE: tl.constexpr, P: tl.constexpr,
     S: tl.constexpr,
-):
+):  # fmt: skip
     """Copy a token's rows of two kinds, of widths A and B, to the pages; grid (tokens, HEADS)."""
     token, head = tl.program_id(0), tl.program_id(1)
-    page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
+    page, slot = place_token(token, index, PAGE, S)
     d = tl.arange(0, P)
     source, target = token.to(tl.int64) * HEADS + head, (page * HEADS + head) * PAGE + slot
     x = tl.load(a + source * A + d, mask=d < A)

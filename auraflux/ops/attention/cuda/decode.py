@@ -6,6 +6,8 @@ warp asks for keys and values by TMA, several tiles ahead; those of earlier step
 this one has ended.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,12 +25,14 @@ from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
     ACROSS,
     MOST_SPLITS,
     TILE,
+    Whole,
     columns,
     merge,
     room_for,
@@ -47,10 +51,27 @@ F32 = gl.float32
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
+class Memory(NamedTuple):
+    """Shared memory of a program.
+
+    Q, K, V  queries, and tiles of keys and values in flight
+    P        weights
+    X        what warps tell each other
+    bars     barriers of keys there, of values there, of tiles read, and of queries
+    """
+
+    Q: Any
+    K: Any
+    V: Any
+    P: Any
+    X: Any
+    bars: Any
+
+
 @gluon.jit
 def _feed(
-    queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
+    queries, keys, values, memory, table, begin, old, count, line, head, pool, HEADS: gl.constexpr, PAGE: gl.constexpr,
+    D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     waited = False
     following = gl.load(table + begin // PAGE)
@@ -63,18 +84,18 @@ def _feed(
             gdc_wait()
             gdc_launch_dependents()
             waited = True
-            mbarrier.expect(bars.index(3 * ST), N * D * 2)
-            tma.async_copy_global_to_shared(queries, [line, 0], bars.index(3 * ST), Q)
-        mbarrier.wait(bars.index(2 * ST + i % ST), (i // ST % 2) ^ 1)
-        mbarrier.expect(bars.index(i % ST), 64 * D * 2)
-        tma.async_copy_global_to_shared(keys, [row, 0], bars.index(i % ST), K.index(i % ST))
-        mbarrier.expect(bars.index(ST + i % ST), 64 * D * 2)
-        tma.async_copy_global_to_shared(values, [row, 0], bars.index(ST + i % ST), V.index(i % ST))
+            mbarrier.expect(memory.bars.index(3 * ST), N * D * 2)
+            tma.async_copy_global_to_shared(queries, [line, 0], memory.bars.index(3 * ST), memory.Q)
+        mbarrier.wait(memory.bars.index(2 * ST + i % ST), (i // ST % 2) ^ 1)
+        mbarrier.expect(memory.bars.index(i % ST), 64 * D * 2)
+        tma.async_copy_global_to_shared(keys, [row, 0], memory.bars.index(i % ST), memory.K.index(i % ST))
+        mbarrier.expect(memory.bars.index(ST + i % ST), 64 * D * 2)
+        tma.async_copy_global_to_shared(values, [row, 0], memory.bars.index(ST + i % ST), memory.V.index(i % ST))
     if not waited:
         gdc_wait()
         gdc_launch_dependents()
-        mbarrier.expect(bars.index(3 * ST), N * D * 2)
-        tma.async_copy_global_to_shared(queries, [line, 0], bars.index(3 * ST), Q)
+        mbarrier.expect(memory.bars.index(3 * ST), N * D * 2)
+        tma.async_copy_global_to_shared(queries, [line, 0], memory.bars.index(3 * ST), memory.Q)
 
 
 @gluon.jit
@@ -91,11 +112,12 @@ def _clear(V, low, high, D: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    Q, K, V, P, X, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line, head, split, splits,
-    pool, G: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
+    memory, table, sinks, parts, scale, softcap, seen, line, head, split, splits, pool, G: gl.constexpr,
+    PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
+    begin, low, end, count = seen
     T: gl.constexpr = columns(N)
-    DTYPE: gl.constexpr = K.dtype
+    DTYPE: gl.constexpr = memory.K.dtype
     position, query = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
     m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
     l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
@@ -103,56 +125,58 @@ def _attend(
     zero = gl.full([64, N], 0.0, F32, T)
     following = gl.load(table + begin // PAGE)
     gdc_wait()
-    mbarrier.wait(bars.index(3 * ST), 0)
+    mbarrier.wait(memory.bars.index(3 * ST), 0)
     for i in range(count):
         first, stage, phase = begin + i * 64, i % ST, i // ST % 2
         page, following = following, gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
         till = gl.where((page >= 0) & (page < pool), end - first, 0)
-        mbarrier.wait(bars.index(stage), phase)
-        s = warpgroup_mma(K.index(stage), Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(memory.bars.index(stage), phase)
+        s = warpgroup_mma(memory.K.index(stage), memory.Q.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s]) * scale
         if SOFTCAP:
             # tanh by one exponential; its absolute error is what counts here
             s = softcap * (1.0 - 2.0 / (gl.exp(2.0 * (s / softcap)) + 1.0))
         s = gl.where(((position < till) & (first + position >= low))[:, None], s * LOG2E, float("-inf"))
-        top = gl.maximum(m, top_of_columns(s, X, N))
+        top = gl.maximum(m, top_of_columns(s, memory.X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(s - safe[None, :])
         fade = gl.exp2(m - safe)
         m, l = top, l * fade[None, :] + p  # noqa: E741
-        P.permute((1, 0)).store(p.to(DTYPE))
-        mbarrier.wait(bars.index(ST + stage), phase)
+        memory.P.permute((1, 0)).store(p.to(DTYPE))
+        mbarrier.wait(memory.bars.index(ST + stage), phase)
         if (till < 64) | (first < low):
-            _clear(V.index(stage), low - first, till, D)
+            _clear(memory.V.index(stage), low - first, till, D)
         fence_async_shared()
         gl.thread_barrier()
-        acc = warpgroup_mma(V.index(stage).permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma(memory.V.index(stage).permute((1, 0)), memory.P.permute((1, 0)), acc * fade[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(bars.index(2 * ST + stage))
-    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, D, gl.SliceLayout(1, T)), query < G
+        mbarrier.arrive(memory.bars.index(2 * ST + stage))
+    total, channel, inside = sum_of_columns(l, memory.X, N), gl.arange(0, D, gl.SliceLayout(1, T)), query < G
     at = line.to(gl.int64) * splits + split
-    if part_m is not None:
-        gl.store(part_m + at + query * splits, m, mask=inside)
-        gl.store(part_l + at + query * splits, total, mask=inside)
+    if parts.m is not None:
+        gl.store(parts.m + at + query * splits, m, mask=inside)
+        gl.store(parts.l + at + query * splits, total, mask=inside)
     if sinks is not None:
         sink = gl.load(sinks + head * G + query, mask=inside, other=0.0) * LOG2E
         total += gl.exp2(sink - gl.where(m == float("-inf"), sink, m))
     part = gl.where(total == 0.0, 0.0, 1.0 / total)
     where = at * D + (query[None, :] * (splits * D) + channel[:, None])
-    gl.store(out + where, (acc * part[None, :]).to(out.dtype.element_ty), mask=inside[None, :] & (channel >= 0)[:, None])
+    gl.store(
+        parts.o + where, (acc * part[None, :]).to(parts.o.dtype.element_ty), mask=inside[None, :] & (channel >= 0)[:, None]
+    )
 
 
 @gluon.jit
 def decode_columns(
-    queries, keys, values, table, lengths, starts, sinks, out, part_m, part_l, scale, softcap, window, sequences, heads,
-    table_width, pool, splits, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr,
-    N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr, SOFTCAP: gl.constexpr,
+    queries, keys, values, index, sinks, parts, scale, softcap, window, heads, splits, G: gl.constexpr, HEADS: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """G heads of one token, N columns, with one share of the positions they see; grid (tokens * HEADS, splits)."""
     token, head, split = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1)
-    share = share_of(token, split, splits, window, lengths, starts, sequences, S, 64)
+    share = share_of(token, split, splits, window, index, S, 64)
     sequence, begin, low, end, count, old = share
-    table += sequence.to(gl.int64) * table_width
+    table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(keys.dtype, [N, D], queries.layout)
     K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
     V = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], values.layout)
@@ -163,12 +187,12 @@ def decode_columns(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    line = token * heads + head * G
+    line, memory = token * heads + head * G, Memory(Q, K, V, P, X, bars)
     gl.warp_specialize(
         [
-            (_attend, (Q, K, V, P, X, bars, table, sinks, out, part_m, part_l, scale, softcap, begin, low, end, count, line,
-                       head, split, splits, pool, G, PAGE, D, N, ST, SOFTCAP)),
-            (_feed, (queries, keys, values, Q, K, V, bars, table, begin, old, count, line, head, pool, HEADS, PAGE, D, N, ST,
+            (_attend, (memory, table, sinks, parts, scale, softcap, (begin, low, end, count), line, head, split, splits,
+                       index.pool, G, PAGE, D, N, ST, SOFTCAP)),
+            (_feed, (queries, keys, values, memory, table, begin, old, count, line, head, index.pool, HEADS, PAGE, D, N, ST,
                      BEFORE)),
         ],
         [1],
@@ -187,17 +211,17 @@ def attend_decode(
     out: Tensor,
 ) -> None:
     """`attention` into `out`."""
-    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
+    (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
     (sequences, table_width), group = pages.table.shape, heads // key_heads
     programs, (each, stages, before, registers) = tokens * key_heads, SHAPES[width]
     splits = max(1, min(MOST_SPLITS, each * multiprocessors(q.device) // programs, cdiv(table_width * page, TILE)))
     parts = None if splits == 1 else room_for(tokens * heads, splits, width, torch.float32, q.device)
     n, seen = max(8, power_of_two(group)), EVERYTHING if window is None else window
     launch(decode_columns, (programs, splits))(
-        tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.table, pages.lengths, starts,
-        sinks if parts is None else None, *(parts or (out, None, None)), scale, softcap or 1.0, seen,
-        sequences, heads, table_width, pool, splits, group, key_heads, width, page, power_of_two(sequences), n,
-        stages, before, softcap is not None, num_warps=4, maxnreg=registers, launch_pdl=True,
+        tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), index_of(pages, starts),
+        sinks if parts is None else None, parts or Whole(out), scale, softcap or 1.0, seen, heads, splits,
+        group, key_heads, width, page, power_of_two(sequences), n, stages, before, softcap is not None,
+        num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
         merge(parts, sinks, out, MERGED, before < stages)

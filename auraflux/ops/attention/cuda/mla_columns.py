@@ -5,6 +5,8 @@ that no row of the tensor core is empty however few the heads are, and the work 
 latents by TMA, those of earlier steps before the kernel launched before this one has ended.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -21,12 +23,14 @@ from auraflux.ops.attention.cuda.mla_tma import clear, feed
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
     ACROSS,
     MOST_SPLITS,
     TILE,
+    Whole,
     columns,
     merge,
     room_for,
@@ -46,6 +50,25 @@ BF, F32 = gl.bfloat16, gl.float32
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0,0;")
 
 
+class Memory(NamedTuple):
+    """Shared memory of a program.
+
+    Q, QR  queries and rotated queries
+    K, R   tiles of latents and of rotated keys in flight
+    P      weights
+    X      what warps tell each other
+    bars   barriers of tiles full and empty, and of queries
+    """
+
+    Q: Any
+    QR: Any
+    K: Any
+    R: Any
+    P: Any
+    X: Any
+    bars: Any
+
+
 @gluon.jit
 def _fetch(line):
     """Have 128 bytes brought to the cache."""
@@ -54,8 +77,8 @@ def _fetch(line):
 
 @gluon.jit
 def _attend(
-    Q, QR, K, R, P, X, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads, split, splits, pool,
-    PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    memory, table, parts, scale, begin, end, count, token, heads, split, splits, pool, PAGE: gl.constexpr, N: gl.constexpr,
+    ST: gl.constexpr,
 ):  # fmt: skip
     T: gl.constexpr = columns(N)
     position, head = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
@@ -65,44 +88,45 @@ def _attend(
     zero = gl.full([64, N], 0.0, F32, T)
     following = gl.load(table + begin // PAGE)
     gdc_wait()
-    mbarrier.wait(bars.index(2 * ST), 0)
+    mbarrier.wait(memory.bars.index(2 * ST), 0)
     for i in range(count):
-        first, tile = begin + i * 64, K.index(i % ST)
+        first, tile = begin + i * 64, memory.K.index(i % ST)
         page, following = following, gl.load(table + (begin + gl.minimum(i + 1, count - 1) * 64) // PAGE)
         left = gl.where((page >= 0) & (page < pool), end - first, 0)
-        mbarrier.wait(bars.index(i % ST), i // ST % 2)
+        mbarrier.wait(memory.bars.index(i % ST), i // ST % 2)
         if left < 64:
             clear(tile, left, 64)
-        s = warpgroup_mma(tile, Q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma(R.index(i % ST), QR.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(tile, memory.Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(memory.R.index(i % ST), memory.QR.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         s = gl.where((position < left)[:, None], s * scale, float("-inf"))
-        top = gl.maximum(m, top_of_columns(s, X, N))
+        top = gl.maximum(m, top_of_columns(s, memory.X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(s - safe[None, :])
         fade = gl.exp2(m - safe)
         m, l = top, l * fade[None, :] + p  # noqa: E741
-        P.permute((1, 0)).store(p.to(BF))
+        memory.P.permute((1, 0)).store(p.to(BF))
         fence_async_shared()
         gl.thread_barrier()
-        acc = warpgroup_mma(tile.permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma(tile.permute((1, 0)), memory.P.permute((1, 0)), acc * fade[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(bars.index(ST + i % ST))
-    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < heads
+        mbarrier.arrive(memory.bars.index(ST + i % ST))
+    total, channel, inside = sum_of_columns(l, memory.X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < heads
     at = token.to(gl.int64) * heads * splits + split
-    if part_m is not None:
-        gl.store(part_m + at + head * splits, m, mask=inside)
-        gl.store(part_l + at + head * splits, total, mask=inside)
+    if parts.m is not None:
+        gl.store(parts.m + at + head * splits, m, mask=inside)
+        gl.store(parts.l + at + head * splits, total, mask=inside)
     part = gl.where(total == 0.0, 0.0, 1.0 / total)
     where = at * 512 + (head[None, :] * (splits * 512) + channel[:, None])
-    gl.store(out + where, (acc * part[None, :]).to(out.dtype.element_ty), mask=inside[None, :] & (channel >= 0)[:, None])
+    gl.store(
+        parts.o + where, (acc * part[None, :]).to(parts.o.dtype.element_ty), mask=inside[None, :] & (channel >= 0)[:, None]
+    )
 
 
 @gluon.jit
 def latent_columns(
-    queries, rotated, latents, ropes, q_latent, q_rope, table, lengths, starts, out, part_m, part_l,
-    scale, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
-    BEFORE: gl.constexpr,
+    queries, rotated, latents, ropes, q_latent, q_rope, index, parts, scale, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
+    N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
     """All heads of one token, N at most, with one share of its positions; grid (tokens, splits).
 
@@ -111,9 +135,9 @@ def latent_columns(
     token, split = gl.program_id(0), gl.program_id(1)
     _fetch(q_latent + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
     _fetch(q_rope + (token * heads + split % heads) * 64)
-    share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
+    share = share_of(token, split, splits, 1 << 30, index, S, 64)
     sequence, begin, _, end, count, old = share
-    table += sequence.to(gl.int64) * table_width
+    table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(BF, [N, 512], queries.layout)
     QR = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)
     K = gl.allocate_shared_memory(BF, [ST, 64, 512], latents.layout)
@@ -125,11 +149,11 @@ def latent_columns(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    memory = Memory(Q, QR, K, R, P, X, bars)
     gl.warp_specialize(
         [
-            (_attend, (Q, QR, K, R, P, X, bars, table, out, part_m, part_l, scale, begin, end, count, token, heads,
-                       split, splits, pool, PAGE, N, ST)),
-            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, token * heads, pool,
+            (_attend, (memory, table, parts, scale, begin, end, count, token, heads, split, splits, index.pool, PAGE, N, ST)),
+            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, token * heads, index.pool,
                     PAGE, N, 64, ST, BEFORE)),
         ],
         [1],
@@ -146,15 +170,15 @@ def attend_columns(
     out: Tensor,
 ) -> None:
     """`latent_attention` of few heads into `out`."""
-    (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
+    (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tokens, cdiv(table_width * page, TILE)))
     parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
     n = max(8, power_of_two(heads))
     registers, before = SHAPES[n]
     launch(latent_columns, (tokens, splits))(
         tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
-        q_latent, q_rope, pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences,
-        heads, table_width, pool, splits, page, power_of_two(sequences), n, STAGES, before,
+        q_latent, q_rope, index_of(pages, starts), parts or Whole(out), scale * LOG2E.value, heads, splits,
+        page, power_of_two(sequences), n, STAGES, before,
         num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:

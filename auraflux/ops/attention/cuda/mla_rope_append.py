@@ -1,7 +1,7 @@
 """New tokens of latent attention on CUDA: the latent normalised, the key and the queries rotated by RoPE, and what is kept
 stored, all in one launch. One program of a token takes latent and key, the others some of its queries."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import place_token
-from auraflux.ops.hopper.rope import cos_sin, rotate_heads
+from auraflux.ops.hopper.pages import index_of, place_token
+from auraflux.ops.hopper.rope import Rope, cos_sin, rotate_heads
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 MOST_FUSED = 64  # tokens; more are taken apart, rotated and stored step by step
@@ -50,26 +50,59 @@ def store_rotated_key(
 
 @triton.jit
 def rotate_and_append_latent(
-    q, kv, q_out, norm, inv_freq, positions, mscale, eps, q_pitch, heads, latent, rope, table, lengths, starts, sequences,
-    table_width, pool, C: tl.constexpr, R: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
+    q, kv, q_out, norm, rope, eps, q_pitch, heads, latent, k_rope, index, C: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    QUERIES: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Store a token's latent and key, or rotate HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
     token, block = tl.program_id(0), tl.program_id(1)
     if block > 0:
         rotate_heads(
-            q, None, inv_freq, positions, q_out, block - 1, heads, q_pitch, R, R // 2, mscale, 0.0, INTERLEAVED, HEADS, HALF, 0
+            q,
+            None,
+            rope.inv_freq,
+            rope.positions,
+            q_out,
+            block - 1,
+            heads,
+            q_pitch,
+            R,
+            R // 2,
+            rope.mscale,
+            0.0,
+            QUERIES.interleaved,
+            QUERIES.heads,
+            QUERIES.half,
+            0,
         )
         return
     source = kv + token.to(tl.int64) * (C + R)
     y = normed_latent(source, norm, eps, C, P)
-    page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
+    page, slot = place_token(token, index, PAGE, S)
     row, there, c = page * PAGE + slot, page >= 0, tl.arange(0, P)[None, :]
     tl.store(latent + row * C + c, y.to(latent.dtype.element_ty), mask=(c < C) & there)
-    store_rotated_key(source + C, inv_freq, tl.load(positions + token), mscale, rope, row, there, R, HALF, INTERLEAVED)
+    store_rotated_key(
+        source + C,
+        rope.inv_freq,
+        tl.load(rope.positions + token),
+        rope.mscale,
+        k_rope,
+        row,
+        there,
+        R,
+        QUERIES.half,
+        QUERIES.interleaved,
+    )
 
 
 Rotation = tuple[Tensor, Tensor, float, bool]
+
+
+class Queries(NamedTuple):
+    """How queries are rotated: heads of a program, pairs of a head up to a power of two, whether neighbours are pairs."""
+
+    heads: int
+    half: int
+    interleaved: bool
 
 
 def not_fused(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> str | None:
@@ -77,6 +110,11 @@ def not_fused(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> str | None:
     if not 0 < len(q) <= MOST_FUSED:
         return f"{len(q)} tokens; it is for up to {MOST_FUSED}"
     return None if 2 * len(inv_freq) == q.shape[1] // heads - nope else "not all of a key's channels are rotated"
+
+
+def rope_of(rotation: Rotation) -> Rope:
+    """Give a rotation as kernels take it."""
+    return Rope(rotation[0], rotation[1], float(rotation[2]))
 
 
 def queries_apart(q: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,8 +129,9 @@ def launch_sizes(q_rope: Tensor, kv: Tensor, rotation: Rotation) -> tuple[tuple[
     (tokens, heads, rope), latent = q_rope.shape, kv.shape[1] - q_rope.shape[2]
     padded = max(32, power_of_two(latent))
     block = min(QUERIES, power_of_two(heads))
-    sizes = {"R": rope, "P": padded, "HALF": power_of_two(rope // 2), "HEADS": block, "INTERLEAVED": rotation[3]}
-    return (tokens, 1 + cdiv(heads, block)), {**sizes, "num_warps": 1 if padded <= 256 else 4}
+    queries = Queries(block, power_of_two(rope // 2), rotation[3])
+    sizes = {"R": rope, "P": padded, "QUERIES": queries, "num_warps": 1 if padded <= 256 else 4}
+    return (tokens, 1 + cdiv(heads, block)), sizes
 
 
 def rope_append(
@@ -103,8 +142,8 @@ def rope_append(
     plain, rotated, out = queries_apart(q, heads, nope)
     grid, sizes = launch_sizes(rotated, kv, rotation)
     launch(rotate_and_append_latent, grid)(
-        *(rotated, kv, out, norm, rotation[0], rotation[1], float(rotation[2]), float(eps), rotated.stride(1), heads),
-        *(pages.latent, pages.rope, pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]),
+        *(rotated, kv, out, norm, rope_of(rotation), float(eps), rotated.stride(1), heads),
+        *(pages.latent, pages.rope, index_of(pages, starts)),
         C=pages.latent.shape[2],
         PAGE=pages.pool[1],
         S=power_of_two(pages.table.shape[0]),

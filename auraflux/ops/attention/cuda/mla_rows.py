@@ -6,6 +6,8 @@ while the first is at the scores of the next. What is passed between them, weigh
 shared memory.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,9 +24,10 @@ from auraflux.ops.attention.cuda.mla_tma import ROWS, clear, feed
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
-from auraflux.ops.hopper.split_kv import MOST_SPLITS, TILE, columns, merge, room_for, share_of, tiles_of
+from auraflux.ops.hopper.split_kv import MOST_SPLITS, TILE, Whole, columns, merge, room_for, share_of, tiles_of
 
 HEADS, LATENT, ROPE = 64, 512, 64  # of a program, and channels
 STAGES = 2
@@ -35,10 +38,28 @@ SUMS = gl.constexpr(columns(128))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+class Memory(NamedTuple):
+    """Shared memory of a program.
+
+    Q, QR  queries and rotated queries
+    K, R   tiles of latents and of rotated keys in flight
+    P, F   weights, and what becomes of earlier sums
+    bars   barriers of tiles full and empty, of queries, of weights made and used
+    """
+
+    Q: Any
+    QR: Any
+    K: Any
+    R: Any
+    P: Any
+    F: Any
+    bars: Any
+
+
 @gluon.jit
 def _score(
-    Q, QR, K, R, P, F, bars, table, part_m, part_l, scale, begin, end, count, at, room, splits, pool,
-    PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    memory, table, parts, scale, begin, end, count, at, room, splits, pool, PAGE: gl.constexpr, N: gl.constexpr,
+    ST: gl.constexpr,
 ):  # fmt: skip
     """Make the weights of each tile, and at last what the results must be multiplied with."""
     T: gl.constexpr = columns(N)
@@ -48,16 +69,16 @@ def _score(
     zero = gl.full([64, N], 0.0, F32, T)
     following = gl.load(table + begin // PAGE)
     gdc_wait()
-    mbarrier.wait(bars.index(2 * ST), 0)
+    mbarrier.wait(memory.bars.index(2 * ST), 0)
     for i in range(count):
-        first, tile = begin + i * N, K.index(i % ST)
+        first, tile = begin + i * N, memory.K.index(i % ST)
         page, following = following, gl.load(table + (begin + gl.minimum(i + 1, count - 1) * N) // PAGE)
         left = gl.where((page >= 0) & (page < pool), end - first, 0)
-        mbarrier.wait(bars.index(i % ST), i // ST % 2)
+        mbarrier.wait(memory.bars.index(i % ST), i // ST % 2)
         if left < N:
             clear(tile, left, N)
-        s = warpgroup_mma(Q, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma(QR, R.index(i % ST).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(memory.Q, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(memory.QR, memory.R.index(i % ST).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         s = gl.where((position < left)[None, :], s * scale, float("-inf"))
         top = gl.maximum(m, gl.max(s, 1))
@@ -65,35 +86,35 @@ def _score(
         p = gl.exp2(s - safe[:, None])
         fade = gl.exp2(m - safe)
         m, l = top, l * fade + gl.sum(p, 1)  # noqa: E741
-        mbarrier.wait(bars.index(2 * ST + 2), (i % 2) ^ 1)
-        P.store(p.to(BF))
-        F.store(fade)
+        mbarrier.wait(memory.bars.index(2 * ST + 2), (i % 2) ^ 1)
+        memory.P.store(p.to(BF))
+        memory.F.store(fade)
         fence_async_shared()
-        mbarrier.arrive(bars.index(2 * ST + 1))
-    mbarrier.wait(bars.index(2 * ST + 2), (count % 2) ^ 1)
-    F.store(gl.where(l == 0.0, 0.0, 1.0 / l))
-    mbarrier.arrive(bars.index(2 * ST + 1))
-    if part_m is not None:
-        gl.store(part_m + at + row * splits, m, mask=row < room)
-        gl.store(part_l + at + row * splits, l, mask=row < room)
+        mbarrier.arrive(memory.bars.index(2 * ST + 1))
+    mbarrier.wait(memory.bars.index(2 * ST + 2), (count % 2) ^ 1)
+    memory.F.store(gl.where(l == 0.0, 0.0, 1.0 / l))
+    mbarrier.arrive(memory.bars.index(2 * ST + 1))
+    if parts.m is not None:
+        gl.store(parts.m + at + row * splits, m, mask=row < room)
+        gl.store(parts.l + at + row * splits, l, mask=row < room)
 
 
 @gluon.jit
-def _mix(Q, K, P, F, bars, out, count, at, room, splits, ST: gl.constexpr, HALF: gl.constexpr):
+def _mix(memory, out, count, at, room, splits, ST: gl.constexpr, HALF: gl.constexpr):
     """Add up half of the channels, and store their means."""
     acc = gl.full([64, 256], 0.0, F32, SUMS)
     for i in range(count):
-        mbarrier.wait(bars.index(i % ST), i // ST % 2)
-        mbarrier.wait(bars.index(2 * ST + 1), i % 2)
-        fade = F.load(gl.SliceLayout(1, SUMS))
-        acc = warpgroup_mma(P, K.index(i % ST).slice(HALF * 256, 256, dim=1), acc * fade[:, None], is_async=True)
+        mbarrier.wait(memory.bars.index(i % ST), i // ST % 2)
+        mbarrier.wait(memory.bars.index(2 * ST + 1), i % 2)
+        fade = memory.F.load(gl.SliceLayout(1, SUMS))
+        acc = warpgroup_mma(memory.P, memory.K.index(i % ST).slice(HALF * 256, 256, dim=1), acc * fade[:, None], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(bars.index(2 * ST + 2))
-        mbarrier.arrive(bars.index(ST + i % ST))
-    mbarrier.wait(bars.index(2 * ST + 1), count % 2)
+        mbarrier.arrive(memory.bars.index(2 * ST + 2))
+        mbarrier.arrive(memory.bars.index(ST + i % ST))
+    mbarrier.wait(memory.bars.index(2 * ST + 1), count % 2)
     # queries are done with; their place lets lines be stored whole
-    lines = Q.slice(HALF * 256, 256, dim=1)
-    lines.store((acc * F.load(gl.SliceLayout(1, SUMS))[:, None]).to(BF))
+    lines = memory.Q.slice(HALF * 256, 256, dim=1)
+    lines.store((acc * memory.F.load(gl.SliceLayout(1, SUMS))[:, None]).to(BF))
     gl.thread_barrier()
     row, channel = gl.arange(0, 64, gl.SliceLayout(1, ROWS)), gl.arange(0, 256, gl.SliceLayout(0, ROWS))
     where = at * 512 + HALF * 256 + (row[:, None] * (splits * 512) + channel[None, :])
@@ -102,36 +123,35 @@ def _mix(Q, K, P, F, bars, out, count, at, room, splits, ST: gl.constexpr, HALF:
 
 @gluon.jit
 def latent_rows(
-    queries, rotated, latents, ropes, table, lengths, starts, out, part_m, part_l, scale, sequences, heads, table_width, pool,
-    splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    queries, rotated, latents, ropes, index, parts, scale, heads, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr,
+    ST: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one token with one share of its positions; grid (tokens * tiles of heads, splits)."""
     tiles = (heads + 63) // 64
     token, first, split = gl.program_id(0) // tiles, gl.program_id(0) % tiles * 64, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, N)
+    share = share_of(token, split, splits, 1 << 30, index, S, N)
     sequence, begin, _, end, count, old = share
     line, room = token * heads + first, heads - first
     at = line.to(gl.int64) * splits + split
-    table += sequence.to(gl.int64) * table_width
+    table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(BF, [64, 512], queries.layout)
     QR = gl.allocate_shared_memory(BF, [64, 64], rotated.layout)
     K = gl.allocate_shared_memory(BF, [ST, N, 512], latents.layout)
     R = gl.allocate_shared_memory(BF, [ST, N, 64], ropes.layout)
     P = gl.allocate_shared_memory(BF, [64, N], gl.NVMMASharedLayout.get_default_for([64, N], BF))
     F = gl.allocate_shared_memory(F32, [64], LINE)
-    # tiles full and empty, queries there, weights made and used
     bars = gl.allocate_shared_memory(gl.int64, [2 * ST + 3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * ST + 3):
         mbarrier.init(bars.index(i), count=2 if (i >= ST and i < 2 * ST) or i == 2 * ST + 2 else 1)
     fence_async_shared()
     gl.thread_barrier()
+    memory = Memory(Q, QR, K, R, P, F, bars)
     gl.warp_specialize(
         [
-            (_score, (Q, QR, K, R, P, F, bars, table, part_m, part_l, scale, begin, end, count, at, room, splits, pool,
-                      PAGE, N, ST)),
-            (_mix, (Q, K, P, F, bars, out, count, at, room, splits, ST, 0)),
-            (_mix, (Q, K, P, F, bars, out, count, at, room, splits, ST, 1)),
-            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, line, pool,
+            (_score, (memory, table, parts, scale, begin, end, count, at, room, splits, index.pool, PAGE, N, ST)),
+            (_mix, (memory, parts.o, count, at, room, splits, ST, 0)),
+            (_mix, (memory, parts.o, count, at, room, splits, ST, 1)),
+            (feed, (queries, rotated, latents, ropes, Q, QR, K, R, bars, table, begin, old, count, line, index.pool,
                     PAGE, 64, N, ST, ST)),
         ],
         [4, 4, 1],
@@ -148,15 +168,15 @@ def attend_rows(
     out: Tensor,
 ) -> None:
     """`latent_attention` of many heads into `out`."""
-    (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
+    (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     tiles = tokens * cdiv(heads, HEADS)
     splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tiles, cdiv(table_width * page, TILE)))
     # rounded once more, which means of many shares do not show
     parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.bfloat16, out.device)
     launch(latent_rows, (tiles, splits))(
         tiles_of(q_latent, HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
-        pages.table, pages.lengths, starts, *(parts or (out, None, None)), scale * LOG2E.value, sequences, heads, table_width,
-        pool, splits, page, power_of_two(sequences), TILE, STAGES, num_warps=4, launch_pdl=True,
+        index_of(pages, starts), parts or Whole(out), scale * LOG2E.value, heads, splits, page, power_of_two(sequences),
+        TILE, STAGES, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
         merge(parts, None, out, MERGED, False)

@@ -6,6 +6,8 @@ its softmax, the other multiplies. Tiles that some row sees only in part come fi
 scores are begun together with the products of the weights before, and softened while those are made.
 """
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,12 +32,13 @@ from auraflux.ops.attention.cuda.prefill_tiles import (
     mix_by_rows,
     rows_of_tile,
     soften,
-    tile_at,
+    tile_near,
 )
 from auraflux.ops.attention.cuda.prefill_unmasked import attend_one, attend_pairs, attend_whole, scores_of
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.flash import EVERYTHING, Near
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import TILE, columns, tiles_of
@@ -43,6 +46,45 @@ from auraflux.ops.hopper.split_kv import TILE, columns, tiles_of
 ROWS = 128  # of a program
 STAGES = {64: 6, 128: 6, 256: 2}  # tiles of keys and of values in flight, by width
 SHORT = 1024  # positions, for which keys need no splitting
+
+
+class Scores(NamedTuple):
+    """What scores are multiplied by and capped with, and how far back they reach.
+
+    newest, far  see `Near`; 0 where there is none
+    """
+
+    scale: float
+    softcap: float
+    window: int
+    newest: int
+    far: int
+
+
+class Rows(NamedTuple):
+    """The rows of a program, and the keys that they see.
+
+    start, new, length  of their sequence: the first of its new tokens, how many these are, and all of its positions
+    first               row of the program
+    begin, end          keys that some of them see
+    full, edge          keys that all of them see
+    parted, tiles       tiles of keys that not all of them see, and all tiles
+    near                of these, tiles of keys near to them, see `tile_near`
+    pool                pages that there are
+    """
+
+    start: Any
+    new: Any
+    length: Any
+    first: Any
+    begin: Any
+    end: Any
+    full: Any
+    edge: Any
+    parted: Any
+    tiles: Any
+    near: Any
+    pool: Any
 
 
 @gluon.jit
@@ -90,75 +132,95 @@ def _result(acc, m, l, sinks, head, row, G: gl.constexpr, D: gl.constexpr, DTYPE
 
 
 @gluon.jit
+def _sight(i, position, scores, rows, NEAR: gl.constexpr):
+    """Give the latest key that each row sees in the i-th tile, how far back it sees from there, and the end of all keys."""
+    if not NEAR:
+        return position, scores.window, rows.end
+    near = i < rows.near[0]
+    latest = position - gl.where(near, 0, scores.newest)
+    window = gl.where(near, gl.minimum(scores.newest, scores.window), scores.window - scores.newest)
+    return latest, window, gl.where(near, rows.length, rows.end)
+
+
+@gluon.jit
 def _attend(
-    q, out, sinks, values, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row, begin, end,
-    full, edge, parted, count, pool,
-    G: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr,
-    PART: gl.constexpr,
+    q, out, sinks, values, K, V, bars, table, scores, heads, head, rows, G: gl.constexpr, HEADS: gl.constexpr,
+    PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, NEAR: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    at, live = lines_of(first_row + PART * 64, start, new, heads, head, G, D)
+    at, live = lines_of(rows.first + PART * 64, rows.start, rows.new, heads, head, G, D)
     x = _operand(gl.load(q + at, mask=live, other=0.0), D)
-    row = first_row + PART * 64 + gl.arange(0, 64, ROW)
-    position = length - new + gl.minimum(row // G, new - 1)
+    row = rows.first + PART * 64 + gl.arange(0, 64, ROW)
+    position = rows.length - rows.new + gl.minimum(row // G, rows.new - 1)
     m = gl.full([64], float("-inf"), F32, ROW)
     l = gl.full([64], 0.0, F32, ROW)  # noqa: E741
     acc = gl.full([64, D], 0.0, F32, columns(D))
     stage, phase = 0, 0
-    factor = LOG2E if SOFTCAP else scale * LOG2E
-    for i in range(parted):
-        first = tile_at(i, parted, begin, full, edge)
-        page = gl.load(table + first // PAGE)
+    factor = LOG2E if SOFTCAP else scores.scale * LOG2E
+    for i in range(rows.parted):
+        first, shift = tile_near(i, rows.near, rows.parted, rows.begin, rows.full, rows.edge, NEAR)
+        page = gl.load(table + first // PAGE + shift)
+        latest, window, end = _sight(i, position, scores, rows, NEAR)
         s = warpgroup_mma_wait(0, deps=[scores_of(x, K, bars, stage, phase)])
         mbarrier.arrive(bars.index(2 * ST + stage))
         key = first + gl.arange(0, 64, KEY)[None, :]
-        seen = (key <= position[:, None]) & (key > position[:, None] - window) & (page >= 0) & (page < pool)
-        # scores of keys beyond the end may be NaN
-        s = gl.where(seen, capped(s, scale, softcap, SOFTCAP), float("-inf"))
+        seen = (key <= latest[:, None]) & (key > latest[:, None] - window) & (page >= 0) & (page < rows.pool)
+        # scores of keys beyond the rows.end may be NaN
+        s = gl.where(seen, capped(s, scores.scale, scores.softcap, SOFTCAP), float("-inf"))
         p, fade, m, l = soften(s, m, l, factor, D)  # noqa: E741
         p = gl.where(seen, p, 0.0)
         acc = acc * fade[:, None]
         mbarrier.wait(bars.index(ST + stage), phase)
-        acc = _mix(acc, p, V.index(stage), values, head, first, end, position, window, page, pool, HEADS, PAGE, D)
+        acc = _mix(acc, p, V.index(stage), values, head, first, end, latest, window, page, rows.pool, HEADS, PAGE, D)
         mbarrier.arrive(bars.index(3 * ST + stage))
         stage, phase = advance(stage, phase, ST)
-    whole = count - parted
+    whole = rows.tiles - rows.parted
     if D == 128:
         if whole % 2 == 1:
             acc, m, l = attend_one(  # noqa: E741
-                x, K, V, bars, acc, m, l, stage, phase, scale, softcap, factor, D, ST, SOFTCAP
+                x, K, V, bars, acc, m, l, stage, phase, scores.scale, scores.softcap, factor, D, ST, SOFTCAP
             )
             stage, phase = advance(stage, phase, ST)
         if whole > 1:
             acc, m, l = attend_pairs(  # noqa: E741
-                x, K, V, bars, acc, m, l, stage, phase, whole, scale, softcap, factor, D, ST, SOFTCAP, PART
+                x, K, V, bars, acc, m, l, stage, phase, whole, scores.scale, scores.softcap, factor, D, ST, SOFTCAP, PART
             )
     else:
         acc, m, l = attend_whole(  # noqa: E741
-            x, K, V, bars, acc, m, l, stage, phase, whole, scale, softcap, factor, D, ST, SOFTCAP
+            x, K, V, bars, acc, m, l, stage, phase, whole, scores.scale, scores.softcap, factor, D, ST, SOFTCAP
         )
     found = _result(acc, m, l, sinks, head, row, G, D, K.dtype)
     # places found anew, as registers are short in between
-    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [first_row], gl.int32, is_pure=False, pack=1)
-    at, live = lines_of(same + PART * 64, start, new, heads, head, G, D)
+    same = gl.inline_asm_elementwise("mov.b32 $0,$1;", "=r,r", [rows.first], gl.int32, is_pure=False, pack=1)
+    at, live = lines_of(same + PART * 64, rows.start, rows.new, heads, head, G, D)
     gl.store(out + at, found, mask=live)
 
 
 @gluon.jit
 def prefill_tiles(
-    q, keys, values, lines, table, lengths, starts, sinks, out, scale, softcap, window, sequences, heads, table_width, pool,
-    G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, ST: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    q, keys, values, lines, index, sinks, out, scores, heads, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    PAGE: gl.constexpr, S: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
-    """Attend from 128 rows to all keys they see; grid (HEADS, tiles)."""
+    """Attend from 128 rows to all keys they see; grid (HEADS, tiles).
+
+    NEAR  keys near to a row lie elsewhere, see `Near`
+    """
     # late tiles of a prompt see most keys: they come first
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
-    sequence, start, new, length, first_row = rows_of_tile(tile, starts, lengths, sequences, G, S)
+    sequence, start, new, length, first_row = rows_of_tile(tile, index, G, S)
     last = length - new + gl.minimum((first_row + 127) // G, new - 1)
-    begin, end, full, edge = keys_of_rows(length - new + first_row // G, last, window)
+    first = length - new + first_row // G
+    if NEAR:
+        begin, end, full, edge = keys_of_rows(first - scores.newest, last - scores.newest, scores.window - scores.newest)
+        nearest = gl.maximum(first - gl.minimum(scores.newest, scores.window) + 1, 0) // 64 * 64
+        beside = gl.where(first_row < new * G, (last - nearest + 64) // 64, 0)
+        near = (beside, nearest, scores.far - gl.maximum(length - new - scores.newest + 1, 0) // PAGE)
+    else:
+        begin, end, full, edge = keys_of_rows(first, last, scores.window)
+        beside, near = 0, (0, 0, 0)
     # a tile that got no row has nothing to do
-    count = gl.where(first_row < new * G, (end - begin + 63) // 64, 0)
+    count = gl.where(first_row < new * G, (end - begin + 63) // 64 + beside, 0)
     parted = gl.where(first_row < new * G, count - (edge - full) // 64, 0)
-    table += sequence.to(gl.int64) * table_width
+    table = index.table + sequence.to(gl.int64) * index.width
     K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)
     V = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], values.layout)
     # keys there, values there; keys read, values read, by both groups; the groups' turns
@@ -167,17 +229,15 @@ def prefill_tiles(
         mbarrier.init(bars.index(i), count=2 if i // (2 * ST) == 1 else 1)
     fence_async_shared()
     gl.thread_barrier()
+    rows = Rows(start, new, length, first_row, begin, end, full, edge, parted, count, near, index.pool)
     gl.warp_specialize(
         [
-            (_attend, (
-                q, out, sinks, lines, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row,
-                begin, end, full, edge, parted, count, pool, G, HEADS, PAGE, D, ST, SOFTCAP, 0,
-            )),
-            (_attend, (
-                q, out, sinks, lines, K, V, bars, table, scale, softcap, window, start, new, length, heads, head, first_row,
-                begin, end, full, edge, parted, count, pool, G, HEADS, PAGE, D, ST, SOFTCAP, 1,
-            )),
-            (feed, (keys, values, K, V, bars, table, begin, full, edge, parted, count, head, pool, HEADS, PAGE, D, ST)),
+            (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, G, HEADS, PAGE, D, ST,
+                       SOFTCAP, NEAR, 0)),
+            (_attend, (q, out, sinks, lines, K, V, bars, table, scores, heads, head, rows, G, HEADS, PAGE, D, ST,
+                       SOFTCAP, NEAR, 1)),
+            (feed, (keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, index.pool, HEADS, PAGE, D,
+                    ST, NEAR)),
         ],
         [4, 1],
         [232, 40],
@@ -193,13 +253,14 @@ def attend_prefill(
     sinks: Tensor | None,
     softcap: float | None,
     out: Tensor,
+    near: Near | None,
 ) -> None:
     """`attention` into `out`."""
-    (tokens, heads, width), (pool, key_heads, page, _) = q.shape, pages.k.shape
-    (sequences, table_width), group = pages.table.shape, heads // key_heads
+    (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
+    sequences, group = len(pages.lengths), heads // key_heads
     grid = key_heads, tokens * group // ROWS + sequences
     launch(prefill_tiles, grid)(
-        q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, pages.table, pages.lengths, starts, sinks, out, scale,
-        softcap or 1.0, EVERYTHING if window is None else window, sequences, heads, table_width, pool, group, key_heads, width,
-        page, power_of_two(sequences), STAGES[width], softcap is not None, num_warps=4,
+        q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, index_of(pages, starts), sinks, out,
+        Scores(scale, softcap or 1.0, EVERYTHING if window is None else window, *(near or (0, 0))), heads, group, key_heads,
+        width, page, power_of_two(sequences), STAGES[width], softcap is not None, near is not None, num_warps=4,
     )  # fmt: skip

@@ -21,17 +21,17 @@ def advance(stage, phase, ST: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_tile(tile, starts, lengths, sequences, G: gl.constexpr, S: gl.constexpr):
+def rows_of_tile(tile, index, G: gl.constexpr, S: gl.constexpr):
     """Find a tile's sequence; give it, its first token, new tokens, length, and the first of its rows in the tile."""
     b = gl.arange(0, S, LIST)
-    start = gl.load(starts + b, mask=b < sequences, other=0)
-    first = gl.where(b < sequences, start * G // 128 + b, 1 << 30)
+    start = gl.load(index.starts + b, mask=b < index.sequences, other=0)
+    first = gl.where(b < index.sequences, start * G // 128 + b, 1 << 30)
     sequence = gl.sum((first <= tile).to(gl.int32), 0) - 1
     if S > 1:
         sequence = same(sequence)
-    start = gl.load(starts + sequence)
-    new = gl.load(starts + sequence + 1) - start
-    return sequence, start, new, gl.load(lengths + sequence), (tile - start * G // 128 - sequence) * 128
+    start = gl.load(index.starts + sequence)
+    new = gl.load(index.starts + sequence + 1) - start
+    return sequence, start, new, gl.load(index.lengths + sequence), (tile - start * G // 128 - sequence) * 128
 
 
 @gluon.jit
@@ -53,16 +53,31 @@ def tile_at(i, parted, begin, full, edge):
 
 
 @gluon.jit
+def tile_near(i, near, parted, begin, full, edge, NEAR: gl.constexpr):
+    """First position of the i-th tile, and how far its page lies from its own place in the table.
+
+    near  how many tiles of keys near to the rows come before all others, the first position of these, and where they are
+    """
+    if not NEAR:
+        return tile_at(i, parted, begin, full, edge), 0
+    count, first, shift = near
+    others = tile_at(i - count, parted - count, begin, full, edge)
+    return gl.where(i < count, first + i * 64, others), gl.where(i < count, shift, 0)
+
+
+@gluon.jit
 def feed(
-    keys, values, K, V, bars, table, begin, full, edge, parted, count, head, pool,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+    keys, values, K, V, bars, table, begin, full, edge, parted, count, near, head, pool,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     stage, phase = 0, 1
     NBYTES: gl.constexpr = 64 * D * 2
-    following = gl.load(table + gl.where(count > 0, tile_at(0, parted, begin, full, edge), 0) // PAGE)
+    first, shift = tile_near(0, near, parted, begin, full, edge, NEAR)
+    following = gl.load(table + gl.where(count > 0, first // PAGE + shift, 0))
     for i in range(count):
-        first, page = tile_at(i, parted, begin, full, edge), following
-        following = gl.load(table + tile_at(gl.minimum(i + 1, count - 1), parted, begin, full, edge) // PAGE)
+        first, page = tile_near(i, near, parted, begin, full, edge, NEAR)[0], following
+        after, shift = tile_near(gl.minimum(i + 1, count - 1), near, parted, begin, full, edge, NEAR)
+        following = gl.load(table + after // PAGE + shift)
         row = (gl.where((page >= 0) & (page < pool), page, 0) * HEADS + head) * PAGE + first % PAGE
         mbarrier.wait(bars.index(2 * ST + stage), phase)
         mbarrier.expect(bars.index(stage), NBYTES)

@@ -13,6 +13,7 @@ from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_pr
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.hopper.codes import check_order
 from auraflux.ops.hopper.device import interpreted, multiprocessors, not_hopper
+from auraflux.ops.hopper.flash import Near
 from auraflux.ops.hopper.split_kv import TILE
 from auraflux.ops.linear.cuda.dequantize import dense_weight
 from auraflux.ops.routes import Route, Routes
@@ -29,7 +30,10 @@ UNALIGNED = "an address is not a multiple of 16 bytes"
 
 
 class Attend(NamedTuple):
-    """`attention`: what it is called with, and where results go."""
+    """`attention`: what it is called with, and where results go.
+
+    near  None; or keys near to a query lie elsewhere in the same pool
+    """
 
     q: Tensor
     pages: KVPages
@@ -39,6 +43,7 @@ class Attend(NamedTuple):
     sinks: Tensor | None
     softcap: float | None
     out: Tensor
+    near: Near | None = None
 
 
 class AttendLatent(NamedTuple):
@@ -87,6 +92,8 @@ def _not_by_tma(call: Attend) -> str | None:
 def _refuses_decode(call: Attend) -> str | None:
     tokens, heads, _ = call.q.shape
     sequences, key_heads = len(call.pages.table), call.pages.k.shape[1]
+    if call.near is not None:
+        return "keys near to a query lie elsewhere"
     if tokens > 2 * sequences:
         # more tokens of a sequence share the reading of keys in the other kernels
         return f"{tokens} new tokens of {sequences} sequences; it is for up to two of each"
@@ -169,7 +176,7 @@ def _never(call: object) -> None:
 
 
 def _decode(call: Attend) -> None:
-    decode.attend_decode(*call)
+    decode.attend_decode(*call[:-1])
 
 
 def _prefill(call: Attend) -> None:
@@ -177,8 +184,8 @@ def _prefill(call: Attend) -> None:
 
 
 def _flash(call: Attend) -> None:
-    q, pages, starts, scale, window, sinks, softcap, out = call
-    flash_paged.attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap)
+    q, pages, starts, scale, window, sinks, softcap, out, near = call
+    flash_paged.attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap, near)
 
 
 def _mla_columns(call: AttendLatent) -> None:

@@ -23,6 +23,32 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Normed(NamedTuple):
+    """The stream that a kernel adds to and normalises before it multiplies.
+
+    delta   [T, K]  what is added, or None
+    weight  [K]     float32
+    total   [T, K]  where the sum goes, or None
+    """
+
+    delta: Tensor | None
+    weight: Tensor
+    total: Tensor | None
+    eps: float
+
+
+class Plain(NamedTuple):
+    """Tokens as they are, in the place of `Normed`: Triton 3.6 cannot ask whether a tuple is None where one of it is."""
+
+    delta: None = None
+    weight: None = None
+    total: None = None
+    eps: None = None
+
+
+PLAIN = Plain()
+
+
 class Call:
     """Tokens times weights.
 

@@ -18,8 +18,8 @@ from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.row_copies import (
     copy_part,
     copy_scales,
+    in_bytes,
     lines_at,
-    passed,
     row_pitch,
     scale_piece,
     scale_pitch,
@@ -209,4 +209,4 @@ def multiply(x: Tensor, weight: QTensor, out: Tensor) -> None:
     parts, block, cap = plan
     sizes = tokens, rows, width, weight.bits, weight.group, parts, block, 1 if tokens <= 8 else 2, WARPS, 1
     grid = (rows // (16 * block),)
-    launch(matmul_codes, grid)(x, *passed(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    launch(matmul_codes, grid)(x, *in_bytes(weight), out, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)

@@ -13,9 +13,7 @@
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,9 +23,10 @@ from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import ARRIVE, AWAIT, FENCE, MEET, run
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_lengths, pass_unit, sizes_of, store_sums, take_tokens
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import room, threads
-from auraflux.ops.linear.cuda.row_copies import chosen
+from auraflux.ops.linear.cuda.row_copies import chosen, products_of
 from auraflux.quant import QTensor
 
 MOST_TOKENS = 64
@@ -38,8 +37,6 @@ WARPS = 8
 EARLY = 32  # tokens whose sums have room beside the codes, where two programs are to fit a multiprocessor
 # tokens, and how many programs a multiprocessor may get: with more, other kernels are as quick on an H200
 PROGRAMS_EACH = ((16, 3), (32, 2), (64, 1))
-
-Normed = tuple[Tensor, Tensor, Tensor, float]
 
 
 @gluon.constexpr_function
@@ -103,7 +100,7 @@ def _multiply(base, lane, warp, S: gl.constexpr):
 
 
 @gluon.jit
-def _ask(base, tid, w, s, b, row0, rows, rank, S: gl.constexpr):
+def _ask(base, tid, codes, row0, rows, rank, S: gl.constexpr):
     """Request a program's codes, scales and biases; the last row again where there are no more."""
     EACH: gl.constexpr = S.part // 16
     THREADS: gl.constexpr = 32 * S.warps
@@ -111,49 +108,47 @@ def _ask(base, tid, w, s, b, row0, rows, rank, S: gl.constexpr):
         e = tid + THREADS * n
         r, c = e // EACH, e % EACH
         at = gl.minimum(row0 + r, rows - 1).to(gl.int64) * S.row + rank * S.part + c * 16
-        copy(COPY16, base + r * S.pitch + c * 16, w + at, tid >= 0)
+        copy(COPY16, base + r * S.pitch + c * 16, codes.packed + at, tid >= 0)
     SIZE: gl.constexpr = min(S.line, 16)
     LINES: gl.constexpr = 16 * S.blocks * S.line // SIZE
     for n in gl.static_range((2 * LINES + THREADS - 1) // THREADS):
         e = tid + THREADS * n
         r, c = e % LINES // (S.line // SIZE), e % (S.line // SIZE)
         at = gl.minimum(row0 + r, rows - 1).to(gl.int64) * (S.width // 32) + rank * S.line + c * SIZE
-        source = gl.where(e < LINES, (s + at).to(gl.int64), (b + at).to(gl.int64))
+        source = gl.where(e < LINES, (codes.scales + at).to(gl.int64), (codes.biases + at).to(gl.int64))
         # all biases lie after all scales
         copy(COPY16 if SIZE == 16 else COPY8, base + 16 * S.blocks * S.pitch + e * SIZE, source, e < 2 * LINES)
 
 
 @gluon.jit
 def matmul_batch(
-    x, delta, norm, total, eps, w, s, b, y, w1, s1, b1, y1, w2, s2, b2, y2, w3, s3, b3, y3, end0, end1, end2,
-    rows, rows1, rows2, rows3, turns, tokens,
-    COUNT: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    x, normed, products, rows, ends, turns, tokens, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
     LATE: gl.constexpr,
 ):  # fmt: skip
     """Up to 8 TILES tokens, 16 rows for each of W warps of a cluster's C programs, which share K.
 
-    Up to four weights have their clusters one after the other, the first `end0` of them work for the first. With a norm, x and
-    delta are the residual stream and what is added to it, and their sum goes to `total`. LATE: shared memory is used twice, for
+    Weights have their clusters one after the other, see `chosen`. Where it is `normed`, x and delta are the residual stream and
+    what is added to it, and their sum goes to `total`. LATE: shared memory is used twice, for
     codes and then for sums.
     """
     S: gl.constexpr = sizes_of(K, W, TILES, W, 1, C, False, LATE)
-    NORMED: gl.constexpr = norm is not None
+    NORMED: gl.constexpr = normed.weight is not None
     everyone = gl.arange(0, 32 * W * C, threads(W, C))
     rank, tid = everyone // (32 * W), everyone % (32 * W)
     warp, lane = tid // 32, tid % 32
     program = gl.program_id(0)
-    # a number, also where it is known when the kernel is compiled
-    first, second = (w, s, b, y, 0 * program + rows), (w1, s1, b1, y1, rows1)
-    own, number = chosen(program, end0, end1, end2, first, second, (w2, s2, b2, y2, rows2), (w3, s3, b3, y3, rows3), COUNT)
-    w, s, b, y, rows = own
+    own, number = chosen(program, ends, [(each.codes, each.out) for each in products])
+    codes, y = own
+    # numbers, also where they are known when the kernel is compiled
+    rows, _ = chosen(program, ends, [0 * program + count for count in rows])
     row0 = number * (16 * W)
     memory, base = room(S.nbytes, everyone, C)
-    _ask(base, tid, w, s, b, row0, rows, rank, S)
+    _ask(base, tid, codes, row0, rows, rank, S)
     run(COMMIT, lane)
     if C > 1 and not LATE:
         run(ARRIVE, lane)
     run(AWAIT, lane)
-    take_tokens(base, tid, x, delta, norm, total, tokens, rank, program, turns, S)
+    take_tokens(base, tid, x, normed, tokens, rank, program, turns, S)
     # the tensor cores read what was written to shared memory
     run(FENCE, lane)
     run(wait_ptx(0), lane)
@@ -175,7 +170,7 @@ def matmul_batch(
         run(MEET, lane)
     else:
         gl.thread_barrier()
-    store_sums(y, base, warp, lane, rank, row0, rows, tokens, eps, NORMED, S)
+    store_sums(y, base, warp, lane, rank, row0, rows, tokens, normed.eps if NORMED else 0.0, NORMED, S)
     memory._keep_alive()
 
 
@@ -204,28 +199,16 @@ def _tiles(tokens: int) -> int:
     return power_of_two(cdiv(tokens, 8))
 
 
-def multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], normed: Normed | None = None) -> None:
+def multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], normed: Normed | Plain = PLAIN) -> None:
     """Tokens times up to MOST_WEIGHTS weights of one width in one launch.
 
-    normed  x is first added to and normalised: what is added, the norm in float32, where the sum goes, eps
+    normed  what x goes through first
     """
     (tokens, width), programs = x.shape, _programs_of(x, weights)
     assert programs is not None
-    passed: list[Any] = []
-    for number in range(MOST_WEIGHTS):
-        passed += operands(weights[number]) if number < len(weights) else [None] * 3
-        passed.append(outs[number] if number < len(outs) else None)
-    rows = [out.shape[-1] for out in outs]
-    ends = list(accumulate(cdiv(count, 16 * WARPS) for count in rows))
-    passed += [ends[number] if number < len(rows) - 1 else None for number in range(MOST_WEIGHTS - 1)]
-    passed += [rows[number] if number < len(rows) else None for number in range(MOST_WEIGHTS)]
-    sizes = len(rows), width, _tiles(tokens), WARPS, programs, tokens > EARLY
+    rows = tuple(out.shape[-1] for out in outs)
+    ends = tuple(accumulate(cdiv(count, 16 * WARPS) for count in rows))
     launch(matmul_batch, (ends[-1],))(
-        x, *(normed or (None, None, None, 0.0)), *passed, ends[-1], tokens, *sizes,
-        num_warps=WARPS, num_ctas=programs, launch_pdl=True,
+        x, normed, products_of(weights, outs), rows, ends[:-1], ends[-1], tokens,
+        width, _tiles(tokens), WARPS, programs, tokens > EARLY, num_warps=WARPS, num_ctas=programs, launch_pdl=True,
     )  # fmt: skip
-
-
-def operands(weight: QTensor) -> list[Tensor]:
-    assert weight.biases is not None
-    return [tensor.view(torch.int8) for tensor in (weight.packed, weight.scales, weight.biases)]

@@ -4,6 +4,9 @@ As in `gemm_cluster.py`, the programs of a cluster share K, and each leaves its 
 are so few that `mma` serves as well as `wgmma`, and programs can be many.
 """
 
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -15,12 +18,21 @@ from auraflux.ops.hopper.mma import times
 from auraflux.ops.hopper.ptx import ARRIVE, AWAIT, MEET, run
 from auraflux.ops.hopper.shared_memory import four_words_at, put_four_floats
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.linear.cuda.call import Normed
 from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_left, pass_lengths, sizes_of, store_normed, store_sums, take_tokens
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import room, threads
+from auraflux.ops.linear.cuda.row_copies import chosen
 
 MOST_TOKENS = 64
 WIDTHS = (2048, 4096)
 BLOCKS, WARPS, PROGRAMS = 2, 8, 8  # of 16 rows of a cluster, of a program, of a cluster
+
+
+class DenseProduct(NamedTuple):
+    """A dense weight that tokens are multiplied by, and where the products go."""
+
+    weight: Tensor
+    out: Tensor
 
 
 @gluon.jit
@@ -64,12 +76,12 @@ def _multiply(base, lane, up, across, S: gl.constexpr):
 
 @gluon.jit
 def scores_batch(
-    x, delta, norm, total, h, eps, w, y, w1, y1, end0, rows, rows1, turns, tokens,
-    COUNT: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
+    x, normed, h, products, rows, ends, turns, tokens, K: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr,
+    W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Up to 8 TILES tokens, 16 BLOCKS rows a cluster of C programs; the sum of x and delta goes to `total`, its norm to `h`.
 
-    Two weights have their clusters one after the other, the first `end0` of them work for the first.
+    Weights have their clusters one after the other, see `chosen`.
     """
     ACROSS: gl.constexpr = W // BLOCKS
     S: gl.constexpr = sizes_of(K, BLOCKS, TILES, W, ACROSS, C, True)
@@ -78,17 +90,16 @@ def scores_batch(
     warp, lane = tid // 32, tid % 32
     up, across = warp // ACROSS, warp % ACROSS
     program = gl.program_id(0)
-    before, rows = 0 * program, 0 * program + rows
-    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end0:
-            w, y, rows, before = w1, y1, rows1, end0
-    row0 = (program - before) * (16 * BLOCKS)
+    own, number = chosen(program, ends, products)
+    # numbers, also where they are known when the kernel is compiled
+    rows, _ = chosen(program, ends, [0 * program + count for count in rows])
+    row0 = number * (16 * BLOCKS)
     memory, base = room(S.nbytes, everyone, C)
-    _ask(base, tid, w, row0, rows, rank, S)
+    _ask(base, tid, own.weight, row0, rows, rank, S)
     run(COMMIT, lane)
     run(ARRIVE, lane)
     run(AWAIT, lane)
-    sums = take_tokens(base, tid, x, delta, norm, total, tokens, rank, program, turns, S)
+    sums = take_tokens(base, tid, x, normed, tokens, rank, program, turns, S)
     run(wait_ptx(0), lane)
     gl.thread_barrier()
     acc = _multiply(base, lane, up, across, S)
@@ -103,8 +114,8 @@ def scores_batch(
     pass_lengths(base, tid, rank, S)
     run(ARRIVE, lane)
     run(MEET, lane)
-    store_normed(h, sums, norm, base, tid, tokens, rank, program, turns, eps, S)
-    store_sums(y, base, warp, lane, rank, row0, rows, tokens, eps, True, S)
+    store_normed(h, sums, normed.weight, base, tid, tokens, rank, program, turns, normed.eps, S)
+    store_sums(own.out, base, warp, lane, rank, row0, rows, tokens, normed.eps, True, S)
     memory._keep_alive()
 
 
@@ -114,12 +125,11 @@ def multiply(x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[T
     h, total = torch.empty_like(x), torch.empty_like(x)
     rows = [weight.shape[0] for weight in weights]
     outs = [x.new_empty(tokens, count) for count in rows]
-    first, last = cdiv(rows[0], 16 * BLOCKS), sum(cdiv(count, 16 * BLOCKS) for count in rows)
-    second = (weights[1], outs[1], first) if len(rows) == 2 else (None, None, None)
-    sizes = rows[0], rows[1] if len(rows) == 2 else None, last, tokens
+    ends = tuple(accumulate(cdiv(count, 16 * BLOCKS) for count in rows))
+    products = tuple(DenseProduct(weight, out) for weight, out in zip(weights, outs, strict=True))
     tiles = power_of_two(cdiv(tokens, 8))
-    launch(scores_batch, (last,))(
-        x, delta, norm, total, h, float(eps), weights[0], outs[0], *second, *sizes,
-        len(rows), width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
+    launch(scores_batch, (ends[-1],))(
+        x, Normed(delta, norm, total, float(eps)), h, products, tuple(rows), ends[:-1], ends[-1], tokens,
+        width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
     )  # fmt: skip
     return h, total, outs

@@ -92,7 +92,7 @@ def sizes_of(width, blocks, tiles, warps, across, programs, dense, late=False):
 
 
 @gluon.jit
-def take_tokens(base, tid, x, delta, norm, total, tokens, rank, turn, turns, S: gl.constexpr):
+def take_tokens(base, tid, x, normed, tokens, rank, turn, turns, S: gl.constexpr):
     """Bring a program's inputs of all tokens to shared memory; the last token again where there are no more.
 
     With a norm, delta is added and all is weighed first. One in `turns` stores the sum, by token. Gives the words of the sums.
@@ -104,8 +104,8 @@ def take_tokens(base, tid, x, delta, norm, total, tokens, rank, turn, turns, S: 
     LANES: gl.constexpr = min(32, EACH)
     c, token = tid % EACH, tid // EACH
     k = rank * S.chunk + c * 8
-    if norm is not None:
-        weights = load_eight(norm + k)
+    if normed.weight is not None:
+        weights = load_eight(normed.weight + k)
     sums = ()
     for n in gl.static_range(COUNT):
         if n % SOME == 0:
@@ -113,14 +113,14 @@ def take_tokens(base, tid, x, delta, norm, total, tokens, rank, turn, turns, S: 
             for m in gl.static_range(SOME):
                 at = gl.minimum(token + (n + m) * STEP, tokens - 1) * S.width + k
                 first += (load_words(x + at),)  # type: ignore[assignment]
-                second += (first[m] if norm is None else load_words(delta + at),)  # type: ignore[assignment]
+                second += (first[m] if normed.weight is None else load_words(normed.delta + at),)  # type: ignore[assignment]
         mine = token + n * STEP
-        if norm is None:
+        if normed.weight is None:
             found = paired(first[n % SOME])
         else:
             found = weighed(first[n % SOME], second[n % SOME], weights, not S.dense)
             words = (found[4], found[5], found[6], found[7])
-            store_words(total + (mine * S.width + k), words, (mine < tokens) & (mine % turns == turn))
+            store_words(normed.total + (mine * S.width + k), words, (mine < tokens) & (mine % turns == turn))
             put_float(base + S.lengths + (mine * S.parts + c // LANES) * 4, sum_over(found[8], LANES), c % LANES == 0)
             sums += (words,)  # type: ignore[assignment]
         if S.dense:

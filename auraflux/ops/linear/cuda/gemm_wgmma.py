@@ -12,6 +12,8 @@ shared memory.
 - Gated: g is of the first weight, g + 8 of the second, so that a lane has both sums of a result.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,6 +27,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 UP, DOWN, BACK = gl.constexpr(2.0**69), gl.constexpr(2.0**-64), gl.constexpr(2.0**64)
 BF, F32, I32 = gl.bfloat16, gl.float32, gl.int32
+
+
+class Lines(NamedTuple):
+    """What belongs to the rows of a weight: scales and biases, and where results go."""
+
+    scales: Any
+    biases: Any
+    out: Any
+
+
+class Tiles(NamedTuple):
+    """Where the tiles of rows of the first and of the second of some weights end, and how many rows each has."""
+
+    end0: int | None
+    end1: int | None
+    rows0: int
+    rows1: int | None
+    rows2: int | None
 
 
 @gluon.constexpr_function
@@ -175,8 +195,8 @@ def _store(found, out, rows, tokens, row0, token0, GATED: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    X, C, full, empty, scales, biases, scales1, biases1, out, part, rows, width, tokens, row0, tile, first, count,
-    T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, GATED: gl.constexpr,
+    X, C, full, empty, own, also, part, rows, width, tokens, row0, tile, first, count, T: gl.constexpr, KB: gl.constexpr,
+    G: gl.constexpr, ST: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     R: gl.constexpr = C.shape[1]
     LANE: gl.constexpr = C.shape[2] // 4
@@ -189,11 +209,10 @@ def _multiply(
         second, row = row % 16 >= 8, row // 16 * 8 + row % 8
     row += row0
     inside, line = (row < rows)[:, None], (gl.minimum(row, rows - 1).to(gl.int64) * (width // G))[:, None]
+    scales, biases = own.scales + line, own.biases + line
     if GATED:
-        scales = gl.where(second[:, None], scales1 + line, scales + line)
-        biases = gl.where(second[:, None], biases1 + line, biases + line)
-    else:
-        scales, biases = scales + line, biases + line
+        scales = gl.where(second[:, None], also.scales + line, scales)
+        biases = gl.where(second[:, None], also.biases + line, biases)
     k = (first * KB + t * (KB // 4))[None, :]
     lines = _lines(scales, biases, k, inside, width, KB, G, V)
     # 32 bytes hold 16 groups: a row's next ones come from memory while these are used
@@ -224,7 +243,7 @@ def _multiply(
         r, c = gl.arange(0, R, gl.SliceLayout(1, ACC)), gl.arange(0, T, gl.SliceLayout(0, ACC))
         gl.store(part + (r[:, None] * T + c[None, :]), found)
     else:
-        _store(found, out, rows, tokens, row0, tile * T, GATED)
+        _store(found, own.out, rows, tokens, row0, tile * T, GATED)
 
 
 @gluon.jit
@@ -243,28 +262,28 @@ def _neighbours(at, tile, NEAR: gl.constexpr):
 
 @gluon.jit
 def multiply_tiles(
-    xs, w0, w1, w2, s0, b0, y0, s1, b1, y1, s2, b2, y2, part, end0, end1, rows0, rows1, rows2, width, tokens, blocks, share,
-    COUNT: gl.constexpr, GATED: gl.constexpr, R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr,
-    ST: gl.constexpr, NEAR: gl.constexpr,
+    xs, w0, w1, w2, first, second, third, part, sizes, width, tokens, blocks, share, GATED: gl.constexpr, R: gl.constexpr,
+    T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """R rows times a tile of tokens over a share of K's blocks; grid (tiles of rows, shares, tiles of tokens).
 
-    Up to three weights have their tiles of rows one after the other, the first `end0` are of the first. Where `part` is given,
+    Up to three weights have their tiles of rows one after the other. Where `part` is given,
     sums go there, float32 [shares, tiles of tokens, tiles of rows, R, T], and not to y.
     """
+    COUNT: gl.constexpr = 1 if sizes.end0 is None else 2 if sizes.end1 is None else 3
     at, split, tile = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if part is None:
         at, tile = _neighbours(at, tile, NEAR)
     # numbers, also where they are known when the kernel is compiled
-    which, before, rows0 = 0 * at, 0 * at, 0 * at + rows0
+    own, which, before, rows = first, 0 * at, 0 * at, 0 * at + sizes.rows0
     if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if at >= end0:
-            s0, b0, y0, rows0, which, before = s1, b1, y1, rows1, 0 * at + 1, end0
+        if at >= sizes.end0:
+            own, rows, which, before = second, sizes.rows1, 0 * at + 1, sizes.end0
     if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
-        if at >= end1:
-            s0, b0, y0, rows0, which, before = s2, b2, y2, rows2, 0 * at + 2, end1
-    row0, first = (at - before) * (R // 2 if GATED else R), split * share
-    count = gl.minimum(share, blocks - first)
+        if at >= sizes.end1:
+            own, rows, which, before = third, sizes.rows2, 0 * at + 2, sizes.end1
+    row0, begin = (at - before) * (R // 2 if GATED else R), split * share
+    count = gl.minimum(share, blocks - begin)
     if part is not None:
         part += ((split * gl.num_programs(2) + tile) * gl.num_programs(0) + at).to(gl.int64) * (R * T)
     X = gl.allocate_shared_memory(BF, [ST, KB // 64 * T, 64], xs.layout)
@@ -280,10 +299,10 @@ def multiply_tiles(
     gl.warp_specialize(
         [
             (_multiply, (
-                X, C, full, empty, s0, b0, s1, b1, y0, part, rows0, width, tokens, row0, tile, first, count,
+                X, C, full, empty, own, second if GATED else own, part, rows, width, tokens, row0, tile, begin, count,
                 T, KB, G, ST, GATED,
             )),
-            (_feed, (xs, w0, w1, w2, X, C, full, empty, row0, which, x_row, first, count, COUNT, GATED, T, KB, ST)),
+            (_feed, (xs, w0, w1, w2, X, C, full, empty, row0, which, x_row, begin, count, COUNT, GATED, T, KB, ST)),
         ],
         [1],
         [24],

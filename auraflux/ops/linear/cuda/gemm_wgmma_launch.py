@@ -18,7 +18,8 @@ from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.elementwise import silu
 from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.linear.cuda.gemm_wgmma import multiply_tiles
+from auraflux.ops.linear.cuda.call import Normed
+from auraflux.ops.linear.cuda.gemm_wgmma import Lines, Tiles, multiply_tiles
 from auraflux.quant import QTensor
 
 BITS = (4, 8)
@@ -38,8 +39,6 @@ STEP_US = {(32, 128): 0.053, (64, 128): 0.062, (128, 128): 0.103, (256, 128): 0.
 STEP_US |= {(32, 256): 0.083, (64, 256): 0.106, (128, 256): 0.178}
 START_US = {128: 4.0, 256: 6.5}
 ADD_US, BYTE_US = 1.5, 2e-7  # the kernel that adds, and each byte it reads or was left
-
-Normed = tuple[Tensor, Tensor, Tensor, float]  # what is added, the norm, where the sum goes, eps
 
 
 @dataclass(frozen=True)
@@ -78,23 +77,20 @@ def order_tokens(x, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr,
 
 
 @triton.jit
-def order_normed(
-    x, delta, norm, total, out, tokens, K, padded, eps,
-    BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def order_normed(x, normed, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, WIDTH: tl.constexpr):
     """As `order_tokens`, of the norm of a stream to which delta is added; their sum goes to `total`. A program a token."""
     gdc_launch_dependents()
     gdc_wait()
     token, at = tl.program_id(0), tl.arange(0, WIDTH)
     line = token.to(tl.int64) * K
     there = (at < K) & (token < tokens)
-    wide = _summed(x, delta, line, at, there)
-    tl.store(total + line + at, wide, mask=there)
-    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / K + eps)
+    wide = _summed(x, normed.delta, line, at, there)
+    tl.store(normed.total + line + at, wide, mask=there)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / K + normed.eps)
     k = _input_at(at, BITS, KB)
     there = (k < K) & (token < tokens)
-    wide = _summed(x, delta, line, k, there)
-    value = wide * factor * tl.load(norm + k, mask=there, other=0.0)
+    wide = _summed(x, normed.delta, line, k, there)
+    value = wide * factor * tl.load(normed.weight + k, mask=there, other=0.0)
     tile = (token // T).to(tl.int64) * padded * T
     tl.store(out + tile + (at // 64 * T + token % T) * 64 + at % 64, value, mask=at < padded)
 
@@ -109,8 +105,8 @@ def _summed(x, delta, line, k, there):
 
 @triton.jit
 def add_shares(
-    part, y0, y1, y2, end0, end1, rows0, rows1, rows2, tokens, tiles, shares,
-    COUNT: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, T: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+    part, y0, y1, y2, sizes, tokens, tiles, shares, COUNT: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Add up what programs found of BR rows and BT tokens, or gate one weight's sums with another's; grid (rows, tokens)."""
     gdc_wait()
@@ -129,13 +125,13 @@ def add_shares(
         for share in range(1, shares):
             up += tl.load(part + share * stride)
         found = silu(found) * up
-    before, rows0 = 0 * at, 0 * at + rows0
+    before, rows0 = 0 * at, 0 * at + sizes.rows0
     if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if at >= end0:
-            y0, rows0, before = y1, rows1, end0
+        if at >= sizes.end0:
+            y0, rows0, before = y1, sizes.rows1, sizes.end0
     if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
-        if at >= end1:
-            y0, rows0, before = y2, rows2, end1
+        if at >= sizes.end1:
+            y0, rows0, before = y2, sizes.rows2, sizes.end1
     row, token = (at - before) * EACH + r, tile * T + c
     to = token.to(tl.int64)[None, :] * rows0 + row[:, None]
     tl.store(y0 + to, found.to(y0.dtype.element_ty), mask=(row < rows0)[:, None] & (token < tokens)[None, :])
@@ -177,7 +173,7 @@ def multiply(
 ) -> None:
     """Tokens times up to MOST_TOGETHER weights of one format and width; gated: silu(first) * second, into one out.
 
-    normed  x is first added to and normalised: what is added, the norm in float32, where the sum goes, eps
+    normed  what x goes through first
     """
     rows = tuple(weight.shape[0] for weight in weights)
     found = plan(x.shape[0], rows, x.shape[1], weights[0].bits, multiprocessors(x.device))
@@ -199,31 +195,28 @@ def launch_tiles(
         grid = tiles * tile, cdiv(padded, ORDERED)
         launch(order_tokens, grid)(x, ordered, tokens, width, padded, bits, tile, block, ORDERED, num_warps=4, launch_pdl=True)
     else:
-        delta, norm, total, eps = normed
-        stream, wide = (x, delta, norm, total, ordered), power_of_two(padded)
+        wide = power_of_two(padded)
         launch(order_normed, (tiles * tile,))(
-            *stream, tokens, width, padded, float(eps), bits, tile, block, wide,
+            x, normed, ordered, tokens, width, padded, bits, tile, block, wide,
             num_warps=min(16, max(4, wide // 256)), launch_pdl=True,
         )  # fmt: skip
     rows = [weight.shape[0] for weight in weights[:count]]
     ends = list(accumulate(cdiv(n, each) for n in rows))
-    sizes = [*_filled(ends[:-1], MOST_TOGETHER - 1), *_filled(rows)]
+    sizes = Tiles(*_filled(ends[:-1], MOST_TOGETHER - 1), *_filled(rows))
     part = None
     if shares > 1:
         part = torch.empty(shares * tiles * ends[-1] * how.rows * tile, dtype=torch.float32, device=x.device)
     ys = _filled(outs if part is None else [])
-    lines: list[Any] = []
-    for number, y in enumerate(ys):
-        lines += [weights[number].scales, weights[number].biases, y] if number < len(weights) else [None] * 3
+    lines = _filled([Lines(w.scales, w.biases, y) for w, y in zip(weights, ys, strict=False)])
     ws = _filled([_tiles(weight.packed, each, block * bits // 32) for weight in weights])
     launch(multiply_tiles, (ends[-1], shares, tiles))(
-        _tiles(ordered, min(MOST_BOX, block // 64 * tile), 64), *ws, *lines, part, *sizes, width, tokens, blocks, share,
-        count, gated, how.rows, tile, block, group, how.stages, NEAR, num_warps=how.rows // 16, launch_pdl=True,
+        _tiles(ordered, min(MOST_BOX, block // 64 * tile), 64), *ws, *lines, part, sizes, width, tokens, blocks, share,
+        gated, how.rows, tile, block, group, how.stages, NEAR, num_warps=how.rows // 16, launch_pdl=True,
     )  # fmt: skip
     if part is not None:
         grid = ends[-1] * (each // ADDED), tiles * cdiv(tile, 64)
         launch(add_shares, grid)(
-            part, *_filled(outs), *sizes, tokens, ends[-1], shares, count, gated, how.rows, tile, ADDED, min(tile, 64),
+            part, *_filled(outs), sizes, tokens, ends[-1], shares, count, gated, how.rows, tile, ADDED, min(tile, 64),
             num_warps=4, launch_pdl=True,
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ y[n] = Σ_k x[k] (code[n, k] scale[n, k/group] + bias[n, k/group])
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,7 +21,7 @@ from auraflux.ops.hopper.ptx import AWAIT, run, shared
 from auraflux.ops.hopper.shared_memory import put
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.matvec_bits_warp import added, ask, ask_lines, ask_x, block_sums, runs_of, weigh
-from auraflux.ops.linear.cuda.row_copies import chosen, passed
+from auraflux.ops.linear.cuda.row_copies import chosen, products_of
 from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # that one launch multiplies one token by
@@ -45,16 +44,15 @@ FOUR_WARPS = {
 
 @gluon.jit
 def matvec_codes(
-    x, w, s, b, a, y, w1, s1, b1, a1, y1, w2, s2, b2, a2, y2, w3, s3, b3, a3, y3, end0, end1, end2,
-    COUNT: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
-    R: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, D: gl.constexpr, GANG: gl.constexpr,
+    x, products, ends, GATED: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr, D: gl.constexpr, GANG: gl.constexpr,
 ):  # fmt: skip
     """One token, 16R rows a program. Warp v takes runs v, v + W, ... of eight columns, in PARTS; D parts are in flight.
 
-    Up to four weights have their programs one after the other, the first `end0` of them work for the first; what is in `a` is
-    added. GATED takes eight rows of each of two weights, and stores silu(first) * second.
+    Weights have their programs one after the other, see `chosen`; products may be added to. GATED takes eight rows of each of
+    two weights, and stores silu(first) * second.
     """
-    AFFINE: gl.constexpr = b is not None
+    AFFINE: gl.constexpr = products[0].codes.biases is not None
     C: gl.constexpr = runs_of(K, BITS, GROUP, AFFINE, GATED, R, PARTS, W)
     MINE: gl.constexpr = C.mine
     PER: gl.constexpr = D * C.slot + (2 if AFFINE else 1) * C.s_all
@@ -62,23 +60,23 @@ def matvec_codes(
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    ends, program = (end0, end1, end2), gl.program_id(0)
-    own, number = chosen(program, *ends, (w, s, y), (w1, s1, y1), (w2, s2, y2), (w3, s3, y3), COUNT)
+    program = gl.program_id(0)
+    own, number = chosen(program, ends, [(each.codes.packed, each.codes.scales, each.out) for each in products])
     w, s, y = own
-    if AFFINE:
-        b = chosen(program, *ends, b, b1, b2, b3, COUNT)[0]
-    if a is not None:
-        a = chosen(program, *ends, a, a1, a2, a3, COUNT)[0]
+    # apart, since a function cannot return None
+    b = chosen(program, ends, [each.codes.biases for each in products])[0] if AFFINE else None
+    a = chosen(program, ends, [each.added for each in products])[0] if products[0].added is not None else None
+    also = products[1 if GATED else 0].codes
     row0 = number.to(gl.int64) * (C.rows * R)
     memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
     line, start = base + D * C.slot, warp * (C.part * PARTS)
     first = w + row0 * C.row + start
-    second = (w1 if GATED else w + 8 * C.row) + row0 * C.row + start
+    second = (also.packed if GATED else w + 8 * C.row) + row0 * C.row + start
     for d in gl.static_range(D):
         ask(base + d * C.slot, lane, first, second, start, 0, d, PARTS, C)
         if d == 0:
-            ask_lines(line, s, b, s1, b1, row0, warp, lane, GATED, R, W, C)
+            ask_lines(line, s, b, also.scales, also.biases, row0, warp, lane, GATED, R, W, C)
         run(COMMIT, lane)
     run(AWAIT, lane)
     # where a lane's words begin, and by how many bits its stream is shifted there
@@ -154,14 +152,9 @@ def multiply(
     added   vectors to add, one for each weight, or none at all
     gated   silu(first product) * second, into one out
     """
-    args: list[Any] = []
-    for number in range(MOST_WEIGHTS):
-        args += passed(weights[number]) if number < len(weights) else [None] * 3
-        args.append(added[number] if number < len(added) else None)
-        args.append(outs[number] if number < len(outs) else None)
     block, parts, warps, deep, gang = _shape(weights)
     ends = list(accumulate(weight.shape[0] // (16 * block) for weight in weights))
-    count = 1 if gated else len(weights)
-    args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
-    sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, block, parts, warps, deep, gang
-    launch(matvec_codes, (ends[-1],))(x, *args, *sizes, num_warps=warps, launch_pdl=True)
+    parted = () if gated else tuple(ends[:-1])
+    products = products_of(weights, outs, added)
+    sizes = gated, weights[0].shape[1], weights[0].bits, weights[0].group, block, parts, warps, deep, gang
+    launch(matvec_codes, (ends[-1],))(x, products, parted, *sizes, num_warps=warps, launch_pdl=True)

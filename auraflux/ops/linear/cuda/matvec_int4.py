@@ -8,13 +8,13 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.codes import Codes
 from auraflux.ops.hopper.copy import COMMIT, COPY8, copy, wait_ptx
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
@@ -32,7 +32,8 @@ from auraflux.ops.hopper.mma_int4 import (
 from auraflux.ops.hopper.ptx import AWAIT, SYNC, bf16_at, run, shared
 from auraflux.ops.hopper.reduce import sum_over
 from auraflux.ops.hopper.shared_memory import put, word_at
-from auraflux.ops.linear.cuda.row_copies import chosen
+from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
+from auraflux.ops.linear.cuda.row_copies import chosen, products_of
 from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # of a launch
@@ -40,8 +41,6 @@ WIDEST = 16384  # inputs that the threads hold
 WARPS, MANY_WARPS = 4, 16
 FEW_RUNS = 4  # of a warp; with fewer, a program takes several tiles of rows
 LEAST_PROGRAMS = 384  # that are left then
-
-Normed = tuple[Tensor | None, Tensor, Tensor, float]
 
 
 @gluon.jit
@@ -77,7 +76,7 @@ def _copy_scales(
 
 
 @gluon.jit
-def _inputs(x, delta, norm, total, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
+def _inputs(x, normed, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
     """A lane's inputs of every run, and the sum of their squares if they are to be normalised."""
     xs = ()
     squares = (g * 0).to(gl.float32)
@@ -85,14 +84,14 @@ def _inputs(x, delta, norm, total, warp, g, t, stores, MINE: gl.constexpr, K: gl
         begin = (warp + i * W) * 512 + g * 64
         mine = gl.minimum(begin, K - 64) + t * 16
         x_at = (x + mine).to(gl.int64)
-        if norm is None:
+        if normed.weight is None:
             xs += (load_x(X_GLOBAL, "=r,=r,=r,=r,=r,=r,=r,=r,l,l", x_at, x_at + 16),)  # type: ignore[assignment]
         else:
-            norm_at, there = (norm + mine).to(gl.int64), begin < K
-            if delta is None:
+            norm_at, there = (normed.weight + mine).to(gl.int64), begin < K
+            if normed.delta is None:
                 got = load_normed_x(NORMED_X, x_at, norm_at, x_at, x_at, there & stores)
             else:
-                delta_at, total_at = (delta + mine).to(gl.int64), (total + mine).to(gl.int64)
+                delta_at, total_at = (normed.delta + mine).to(gl.int64), (normed.total + mine).to(gl.int64)
                 got = load_normed_x(ADDED_X, x_at, norm_at, delta_at, total_at, there & stores)
             xs += ((got[0], got[1], got[2], got[3], got[4], got[5], got[6], got[7]),)  # type: ignore[assignment]
             squares += gl.where(there, got[8], 0.0)
@@ -142,16 +141,15 @@ def _added(at, W: gl.constexpr):
 
 @gluon.jit
 def matvec(
-    x, delta, norm, total, eps, w, s, b, y, w1, s1, b1, y1, w2, s2, b2, y2, w3, s3, b3, y3, end0, end1, end2,
-    COUNT: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
+    x, normed, products, ends, GATED: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """One token, TILES times 16 rows a program. Warp v takes runs v, v + W, ... of eight groups; D half runs are in flight.
 
-    Up to four weights have their programs one after the other, the first `end0` of them work for the first. GATED takes eight
-    rows of each of two weights to a tile, and stores silu(first) * second.
+    Weights have their programs one after the other, see `chosen`. GATED takes eight rows of each of two weights to a tile, and
+    stores silu(first) * second.
 
-    With a norm, x and delta are the residual stream and what is added to it: every program adds and weighs for itself, one of
-    them stores the sum, and the factor that the squares give is applied to the results.
+    Where it is `normed`, x and delta are the residual stream and what is added to it: every program adds and weighs for itself,
+    one of them stores the sum, and the factor that the squares give is applied to the results.
     """
     QUADS: gl.constexpr = K // 256
     MINE: gl.constexpr = ((QUADS + 1) // 2 + W - 1) // W
@@ -161,25 +159,27 @@ def matvec(
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    program = gl.program_id(0)
-    all_weights = (w, s, b, y), (w1, s1, b1, y1), (w2, s2, b2, y2), (w3, s3, b3, y3)
-    own, number = chosen(program, end0, end1, end2, *all_weights, COUNT)
-    w, s, b, y = own
+    own, number = chosen(gl.program_id(0), ends, [(each.codes, each.out) for each in products])
+    codes, y = own
+    w, s, b = codes
+    also = products[1 if GATED else 0].codes
     row0 = number.to(gl.int64) * (ROWS * TILES)
     memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
     scales = base + D * 2048
     first = w + row0 * (K // 2) + warp * 256
-    second = (w1 if GATED else w + 8 * (K // 2)) + row0 * (K // 2) + warp * 256
+    second = (also.packed if GATED else w + 8 * (K // 2)) + row0 * (K // 2) + warp * 256
     for d in gl.static_range(D):
         if d < 2 * MINE * TILES:
             _copy_step(base, lane, warp, first, second, d, MINE, ROWS, K, W, D)
         if d == 0:
             for n in gl.static_range(TILES):
-                _copy_scales(scales + n * 32 * PITCH, lane, warp, s, b, s1, b1, row0 + n * ROWS, MINE, GATED, K, W)
+                _copy_scales(
+                    scales + n * 32 * PITCH, lane, warp, s, b, also.scales, also.biases, row0 + n * ROWS, MINE, GATED, K, W
+                )
         run(COMMIT, lane)
     run(AWAIT, lane)
-    xs, squares = _inputs(x, delta, norm, total, warp, g, t, program == 0, MINE, K, W)
+    xs, squares = _inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     found = ()
     for n in gl.static_range(TILES):
@@ -201,21 +201,21 @@ def matvec(
     for n in gl.static_range(TILES):
         put(ring + (n * W + warp) * 256 + lane * 4, found[2 * n])
         put(ring + (n * W + warp) * 256 + lane * 4 + 128, found[2 * n + 1])
-    if norm is not None:
+    if normed.weight is not None:
         put(ring + TILES * W * 256 + warp * 4, sum_over(squares, 32))
     gl.thread_barrier()
     tile_at = ring + tid // ROWS % TILES * (W * 256) + tid % ROWS * 16
     out = _added(tile_at, W)
     factor = out
-    if norm is not None:
+    if normed.weight is not None:
         length = (tid * 0).to(gl.float32)
         for v in gl.static_range(W):
             length += word_at(ring + (TILES * W * 256 + v * 4) + tid * 0).to(gl.float32, bitcast=True)
-        factor = 1.0 / gl.sqrt(length / K + eps)
+        factor = 1.0 / gl.sqrt(length / K + normed.eps)
         out *= factor
     if GATED:
         up = _added(tile_at + 128, W)
-        if norm is not None:
+        if normed.weight is not None:
             up *= factor
         # as two products stored in bf16 would have it
         out, up = out.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
@@ -225,26 +225,20 @@ def matvec(
 
 
 def multiply(
-    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: Normed | None = None
+    x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], gated: bool = False, normed: Normed | Plain = PLAIN
 ) -> None:
     """One token times up to MOST_WEIGHTS weights of one width in one launch; gated: silu(first) * second, into one out.
 
-    normed  x is first added to and normalised: what is added or None, the norm in float32, where the sum goes, eps
+    normed  what x goes through first
     """
     width, processors = weights[0].shape[1], multiprocessors(x.device)
     rows = [weight.shape[0] for weight in weights]
     warps, deep, cap = _room(rows, width, gated, processors)
     tiles = _tiles(rows, width, gated)
-    passed: list[Any] = []
-    for number in range(MOST_WEIGHTS):
-        passed += operands(weights[number]) if number < len(weights) else [None] * 3
-        passed.append(outs[number] if number < len(outs) else None)
-    ends = list(accumulate(count // (16 * tiles) for count in rows))
-    count, grid = (1, rows[0] // (8 * tiles)) if gated else (len(weights), ends[-1])
-    passed += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
-    stream = normed or (None, None, None, 0.0)
-    sizes = count, gated, width, tiles, warps, deep
-    launch(matvec, (grid,))(x, *stream, *passed, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
+    ends = tuple(accumulate(count // (16 * tiles) for count in rows))
+    parted, grid = ((), rows[0] // (8 * tiles)) if gated else (ends[:-1], ends[-1])
+    products, sizes = products_of(weights, outs, codes=operands), (gated, width, tiles, warps, deep)
+    launch(matvec, (grid,))(x, normed, products, parted, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
 
 
 def _room(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:
@@ -268,6 +262,6 @@ def _tiles(rows: Sequence[int], width: int, gated: bool) -> int:
     return 1
 
 
-def operands(weight: QTensor) -> list[Tensor]:
+def operands(weight: QTensor) -> Codes:
     assert weight.biases is not None
-    return [weight.packed.view(torch.int8), weight.scales.view(torch.int64), weight.biases.view(torch.int64)]
+    return Codes(weight.packed.view(torch.int8), weight.scales.view(torch.int64), weight.biases.view(torch.int64))

@@ -6,7 +6,6 @@ As `matvec_bits.py`, which serves the rest, but codes are multiplied as bytes. T
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,7 +19,7 @@ from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, WAIT, run, shared
 from auraflux.ops.hopper.shared_memory import put
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.matvec_int8_warp import added, ask, ask_lines, ask_x, block_sums, cut_of, inputs, weigh
-from auraflux.ops.linear.cuda.row_copies import chosen, passed
+from auraflux.ops.linear.cuda.row_copies import chosen, products_of
 from auraflux.quant import QTensor
 
 MOST_WEIGHTS = 4  # of a launch
@@ -37,15 +36,14 @@ SHAPES = {
 
 @gluon.jit
 def matvec_bytes(
-    x, w, s, b, a, y, w1, s1, b1, a1, y1, w2, s2, b2, a2, y2, w3, s3, b3, a3, y3, end0, end1, end2,
-    COUNT: gl.constexpr, GATED: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
+    x, products, ends, GATED: gl.constexpr, K: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
     PARTS: gl.constexpr, W: gl.constexpr, D: gl.constexpr, GANG: gl.constexpr, LATE: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
     """One token, 16R rows a program. Each of W warps takes some runs of eight columns, in PARTS; D parts are in flight.
 
-    Up to four weights have their programs one after the other, the first `end0` of them work for the first; what is in `a` is
-    added. GATED takes eight rows of each of two weights, and stores silu(first) * second. With LATE, the next kernel may start
-    only when x is there. At least ROOM bytes of shared memory are taken.
+    Weights have their programs one after the other, see `chosen`; products may be added to. GATED takes eight rows of each of
+    two weights, and stores silu(first) * second. With LATE, the next kernel may start only when x is there. At least ROOM bytes
+    of shared memory are taken.
     """
     C: gl.constexpr = cut_of(K, BITS, GROUP, GATED, R, PARTS, W)
     MINE: gl.constexpr = C.mine
@@ -54,19 +52,22 @@ def matvec_bytes(
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    ends, program = (end0, end1, end2), gl.program_id(0)
-    own, number = chosen(program, *ends, (w, s, b, y), (w1, s1, b1, y1), (w2, s2, b2, y2), (w3, s3, b3, y3), COUNT)
+    program = gl.program_id(0)
+    own, number = chosen(
+        program, ends, [(each.codes.packed, each.codes.scales, each.codes.biases, each.out) for each in products]
+    )
     w, s, b, y = own
-    if a is not None:
-        a = chosen(program, *ends, a, a1, a2, a3, COUNT)[0]
+    # apart, since a function cannot return None
+    a = chosen(program, ends, [each.added for each in products])[0] if products[0].added is not None else None
+    also = products[1 if GATED else 0].codes
     row0 = number.to(gl.int64) * (ROWS * R)
     memory, ring = shared(max(PER * W, ROOM), tid)
     base = ring + warp * PER
     run0 = warp * C.mine
     line, start = base + D * C.slot, run0 * (C.part * PARTS)
     first = w + row0 * C.row + start
-    second = (w1 if GATED else w + 8 * C.row) + row0 * C.row + start
-    ask_lines(line, s, b, s1, b1, row0, run0, lane, GATED, R, C)
+    second = (also.packed if GATED else w + 8 * C.row) + row0 * C.row + start
+    ask_lines(line, s, b, also.scales, also.biases, row0, run0, lane, GATED, R, C)
     for d in gl.static_range(D):
         ask(base + d * C.slot, lane, first, second, start, 0 * warp, d, PARTS, C)
         run(COMMIT, lane)
@@ -171,16 +172,11 @@ def multiply(
     added   vectors to add, one for each weight, or none at all
     gated   silu(first product) * second, into one out
     """
-    args: list[Any] = []
-    for number in range(MOST_WEIGHTS):
-        args += passed(weights[number]) if number < len(weights) else [None] * 3
-        args.append(added[number] if number < len(added) else None)
-        args.append(outs[number] if number < len(outs) else None)
     found = _shape_of(x, weights)
     assert found is not None
     *shape, cap = found
     ends = list(accumulate(weight.shape[0] // (16 * shape[0]) for weight in weights))
-    count = 1 if gated else len(weights)
-    args += [ends[number] if number < count - 1 else None for number in range(MOST_WEIGHTS - 1)]
-    sizes = count, gated, weights[0].shape[1], weights[0].bits, weights[0].group, *shape
-    launch(matvec_bytes, (ends[-1],))(x, *args, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)
+    parted = () if gated else tuple(ends[:-1])
+    products = products_of(weights, outs, added)
+    sizes = gated, weights[0].shape[1], weights[0].bits, weights[0].group, *shape
+    launch(matvec_bytes, (ends[-1],))(x, products, parted, *sizes, num_warps=WARPS, maxnreg=cap, launch_pdl=True)

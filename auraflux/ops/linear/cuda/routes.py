@@ -24,16 +24,18 @@ from auraflux.ops.linear.cuda import (
     matvec_int4_tma,
     matvec_int8,
 )
-from auraflux.ops.linear.cuda.call import Call, Made
+from auraflux.ops.linear.cuda.call import Call, Made, Normed
 from auraflux.ops.linear.cuda.dense import dequantized, multiply_dense
 from auraflux.ops.linear.cuda.dequantize import written
 from auraflux.ops.norm.cuda import add_rms_norm, rms_norm
 from auraflux.ops.routes import Route, Routes
 
 
-def _total(call: Call) -> Tensor:
+def _normed(call: Call) -> Normed:
+    """A call's norm with room for the sum of x and what is added to it; x itself, where nothing is."""
     assert call.norm is not None
-    return call.x if call.norm.delta is None else torch.empty_like(call.x)
+    delta, weight, eps = call.norm
+    return Normed(delta, weight, call.x if delta is None else torch.empty_like(call.x), float(eps))
 
 
 def _matvec_int4(call: Call) -> Made:
@@ -41,9 +43,9 @@ def _matvec_int4(call: Call) -> Made:
     if call.norm is None:
         matvec_int4.multiply(call.x, call.coded, outs, call.gated)
         return Made(outs)
-    total = _total(call)
-    matvec_int4.multiply(call.x, call.coded, outs, call.gated, (call.norm.delta, call.norm.weight, total, call.norm.eps))
-    return Made(outs, total)
+    normed = _normed(call)
+    matvec_int4.multiply(call.x, call.coded, outs, call.gated, normed)
+    return Made(outs, normed.total)
 
 
 def _matvec_int4_tma(call: Call) -> Made:
@@ -105,19 +107,18 @@ def _cluster(call: Call) -> Made:
         gemm_cluster.multiply(call.x, call.coded, outs)
         return Made(outs)
     assert call.norm.delta is not None
-    total = _total(call)
-    gemm_cluster.multiply(call.x, call.coded, outs, (call.norm.delta, call.norm.weight, total, call.norm.eps))
-    return Made(outs, total)
+    normed = _normed(call)
+    gemm_cluster.multiply(call.x, call.coded, outs, normed)
+    return Made(outs, normed.total)
 
 
 def _wgmma(call: Call) -> Made:
     outs = call.outs()
     if call.norm is not None:
         assert call.norm.delta is not None
-        total = _total(call)
-        normed = call.norm.delta, call.norm.weight, total, call.norm.eps
+        normed = _normed(call)
         gemm_wgmma_launch.multiply(call.x, call.coded, outs, call.gated, normed)
-        return Made(outs, total)
+        return Made(outs, normed.total)
     if call.gated:
         gemm_wgmma_launch.multiply(call.x, call.coded, outs, gated=True)
         return Made(outs)

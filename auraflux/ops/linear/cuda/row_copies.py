@@ -4,11 +4,16 @@ A warp asks for parts of rows by `cp.async`, and nobody else reads them: no barr
 a time lies in different banks.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from auraflux.ops.hopper.codes import Codes
 from auraflux.ops.hopper.copy import copy, copy_ptx
 from auraflux.ops.hopper.mma_bits import copy_part_ptx, word_count
 from auraflux.ops.hopper.ptx import bf16_at
@@ -39,23 +44,31 @@ def scale_pitch(parts, part_nbytes):
     return (parts * part_nbytes + 15) // 32 * 32 + 16
 
 
-@gluon.jit
-def chosen(program, end0, end1, end2, first, second, third, fourth, COUNT: gl.constexpr):
-    """What the weight has that a program works for, and which of that weight's programs it is.
+class Product(NamedTuple):
+    """A weight that tokens are multiplied by, and what becomes of the products.
 
-    COUNT weights have their programs one after the other, the first `end0` of them work for the first.
+    codes  packed codes, scales and biases, in what units the kernel reads them
+    out    where they go; None for the second of two weights that are gated
+    added  what is added to them, or None
     """
-    before = 0 * program
-    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end0:
-            first, before = second, end0
-    if COUNT > 2:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end1:
-            first, before = third, end1
-    if COUNT > 3:  # noqa: SIM102 - decided when the kernel is compiled
-        if program >= end2:
-            first, before = fourth, end2
-    return first, program - before
+
+    codes: Codes
+    out: Tensor | None
+    added: Tensor | None = None
+
+
+@gluon.jit
+def chosen(program, ends, several):
+    """Which of several a program works for, and which of its programs it is.
+
+    Each has its programs one after the other; `ends` has those where the first, second, ... end, but for the last.
+    several  tensors or tuples of these, without None: it could not be returned
+    """
+    own, before = several[0], 0 * program
+    for i in gl.static_range(len(ends)):
+        if program >= ends[i]:
+            own, before = several[i + 1], ends[i]
+    return own, program - before
 
 
 @gluon.jit
@@ -135,7 +148,17 @@ def lines_at(at, FURTHER: gl.constexpr, AFFINE: gl.constexpr, WHOLE: gl.constexp
     return s0, s1, b0, b1
 
 
-def passed(weight: QTensor) -> list[Tensor | None]:
-    """Codes, scales and biases as bytes."""
-    tensors = weight.packed, weight.scales, weight.biases
-    return [None if tensor is None else tensor.view(torch.int8) for tensor in tensors]
+def in_bytes(weight: QTensor) -> Codes:
+    """Give codes, scales and biases as bytes."""
+    biases = None if weight.biases is None else weight.biases.view(torch.int8)
+    return Codes(weight.packed.view(torch.int8), weight.scales.view(torch.int8), biases)
+
+
+def products_of(
+    weights: Sequence[QTensor],
+    outs: Sequence[Tensor],
+    added: Sequence[Tensor | None] = (),
+    codes: Callable[..., Codes] = in_bytes,
+) -> tuple[Product, ...]:
+    """Give weights with where their products go, and what is added to them, if anything is."""
+    return tuple(Product(codes(weight), out, more) for weight, out, more in zip_longest(weights, outs, added[: len(weights)]))

@@ -8,7 +8,7 @@ from auraflux.ops.hopper.softmax import Parts
 from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
 from auraflux.ops.turboquant.cuda.codec_launch import append_latent, decoded, encoded, rotated
 from auraflux.ops.turboquant.cuda.flash_codes_launch import attend_in_blocks, sum_values
-from auraflux.ops.turboquant.cuda.routes import APPEND, ATTEND, ATTEND_LATENT, ROPE_APPEND, ROPE_APPEND_LATENT
+from auraflux.ops.turboquant.cuda.routes import ATTEND, ATTEND_LATENT, ROPE_APPEND, ROPE_APPEND_LATENT, append_kept
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 __all__ = [
@@ -45,8 +45,7 @@ def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Te
 
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     _check(k, k.shape[-1])
-    _check_kept(pages)
-    APPEND(Append(k, v, pages, starts))
+    append_kept(Append(k, v, pages, starts))
 
 
 def rope_append_codes(
@@ -63,7 +62,6 @@ def rope_append_codes(
     interleaved: bool = False,
 ) -> Tensor:
     _check(k, k.shape[-1])
-    _check_kept(pages)
     return ROPE_APPEND(RopeAppend(q, k, v, pages, starts, inv_freq, positions, norms, eps, mscale, interleaved))
 
 
@@ -113,7 +111,6 @@ def turboquant_attention(
     threshold: float = 0.0,
 ) -> Tensor:
     _check(q, pages.width)
-    _check_kept(pages)
     return ATTEND(Attend(q, pages, starts, scale, window, sinks, softcap))
 
 

@@ -14,6 +14,8 @@
   of the registers; `finish_pairs` undoes that, since the Walsh-Hadamard transform is the same for any order of index bits.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -22,8 +24,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from auraflux.ops.hopper.copy import wait_ptx
 from auraflux.ops.hopper.ptx import run
 from auraflux.ops.hopper.reduce import same
+from auraflux.ops.turboquant.cuda.attend_kept import (
+    STEPS,
+    attend_plain,
+    centre_scores,
+    of_step,
+    row_positions,
+    store_angle_queries,
+)
 from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rotated_back, leave_rows
-from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, table_words, transform
+from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, scaled_queries, table_words, transform
 from auraflux.ops.turboquant.cuda.attend_ring import (
     block_of,
     copy_keys,
@@ -43,7 +53,7 @@ from auraflux.ops.turboquant.cuda.attend_step import (
     seen_of,
     sum_layout,
     sums,
-    values,
+    value_tile,
     values_at,
     weights,
 )
@@ -54,26 +64,59 @@ WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1")
 MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
 
 
+class Scores(NamedTuple):
+    """How products become scores.
+
+    factor  what makes the products of rotated queries and levels logarithms to base 2, or, capped, arguments of the cap
+    cap     what capped scores reach, to base 2
+    window  how far back queries see
+    """
+
+    factor: float
+    cap: float
+    window: int
+
+
+class Work(NamedTuple):
+    """How the work is cut.
+
+    warps   of a program
+    depth   steps whose codes are under way
+    blocks  of 16 tokens that a warp takes at a time
+    soon    of the steps under way, those asked for before the kernel before this one has ended
+    one     a row has one part
+    shared  programs share out the texts of a batch: grid (programs, heads * tiles), splits are those that run at once
+    """
+
+    warps: int
+    depth: int
+    blocks: int
+    soon: int
+    one: bool
+    shared: bool
+
+
 @gluon.jit
 def attend_pairs(
-    q, signs, k_codes, k_norms, v_codes, v_norms, levels, table, lengths, starts, part_o, part_m, part_l, sinks, out,
-    factor, cap, window, tokens, sequences, table_width, pool, splits,
-    G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
-    DEEP: gl.constexpr, U: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ONE: gl.constexpr, SOON: gl.constexpr, SHARED: gl.constexpr,
+    q, signs, keys, values, levels, index, parts, sinks, out, scores, tokens, splits, centres, plain, SHAPE: gl.constexpr,
+    KEPT: gl.constexpr, WORK: gl.constexpr, G: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attend from one token's query heads to the keys of one split; grid (splits, HEADS * tiles of 8 query heads, tokens).
 
-    part_*  where the parts of a row are left; or None, with one split
-    out     [tokens, query heads, D]  where rows are left that have one part
-    factor  what makes the products of rotated queries and levels logarithms to base 2, or, capped, arguments of the cap
-    cap     what capped scores reach, to base 2
-    DEEP    steps whose codes are under way
-    U       blocks of 16 tokens that a warp takes at a time
-    ONE     a row has one part
-    SHARED  programs share out the texts of a batch: grid (programs, HEADS * tiles), splits are those that run at once
-    SOON    of the steps under way, those asked for before the kernel before this one has ended
+    parts   where the parts of a row are left; or None, with one split
+    out      [tokens, query heads, D]  where rows are left that have one part
+    centres  what keys leave out; None for nothing
+    plain    rows that are read as they are, by the first split; None for none
     """
+    HEADS: gl.constexpr = SHAPE.heads
+    D: gl.constexpr = SHAPE.width
+    KEY_BITS: gl.constexpr = SHAPE.key_bits
+    VALUE_BITS: gl.constexpr = SHAPE.value_bits
+    PAGE: gl.constexpr = SHAPE.page
+    S: gl.constexpr = SHAPE.sequences
+    NW: gl.constexpr = WORK.warps
+    DEEP: gl.constexpr = WORK.depth
+    U: gl.constexpr = WORK.blocks
     EACH: gl.constexpr = (G + (G + 7) // 8 - 1) // ((G + 7) // 8)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
@@ -85,79 +128,97 @@ def attend_pairs(
     # the barriers and _keep_alive
     shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filling = _levels(levels, KEY_BITS, VALUE_BITS, NW)
-    if SHARED:
+    if WORK.shared:
         number = split
-        given = shares(lengths, starts, sequences, splits, window, NW * 16 * U, S, NW)
-        sequence, token, position, old, splits, split = part_of(number, given, sequences)
+        given = shares(index, splits, scores.window, NW * 16 * U, S, NW)
+        sequence, token, position, old, splits, split = part_of(number, given, index.sequences)
         guess = sequence
-        if sequence >= sequences:
+        if sequence >= index.sequences:
             return
     else:
-        guess = gl.minimum(token, sequences - 1)
-        sequence, position, old = _find(lengths, starts, token, guess, tokens, sequences, S, NW)
-    low = gl.maximum(position + 1 - window, 0) if WINDOW else 0
-    end = gl.minimum(position + 1, table_width * PAGE)
+        guess = gl.minimum(token, index.sequences - 1)
+        sequence, position, old = _find(index, token, guess, tokens, S, NW)
+    # codes are read from `low` on and up to `end`; of what is kept as it is, `oldest` on
+    LOW: gl.constexpr = WINDOW or KEPT.first > 0
+    oldest = gl.maximum(position + 1 - scores.window, 0)
+    low = gl.maximum(oldest, KEPT.first) if LOW else 0
+    end = gl.minimum(position + 1 - KEPT.newest, index.width * PAGE)
     # splits take blocks in turn
     stride = splits * (NW * 16 * U)
     begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
     row = (token * HEADS + head) * G + tile * EACH
     # where parts are left: rows of a program together, or parts of a row
-    left = ((number - token) * (HEADS * G) + row, 0, 1) if SHARED else (row, split, splits)
+    left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, splits)
     live = gl.minimum(EACH, G - tile * EACH)
-    if not ONE:  # noqa: SIM102
-        if begin >= end:
+    if not WORK.one:  # noqa: SIM102
+        if begin >= end and (plain is None or split > 0):
             gdc_wait()
-            leave_nothing(part_m, part_l, left, live, NW)
+            leave_nothing(parts, left, live, NW)
             return
-    warp, lane, key, t = _lanes(begin, pool, U, NW)
-    source = sources(k_codes, v_codes, k_norms, v_norms, lane, D, KEY_BITS, VALUE_BITS)
+    warp, lane, key, t = _lanes(begin, index.pool, U, NW)
+    source = sources(keys, values, lane, D, KEY_BITS, VALUE_BITS)
     place, to, at = places(split, warp, lane, RING, DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
     # codes of earlier steps, levels and signs are older than the kernel before this one; what it may have written is asked for
     # when it has ended, and ends the groups
-    pages = _first_pages(table, sequence, guess, t, stride, table_width, PAGE)
-    blocks, page, next_page, table = _first_blocks(pages, t, stride, head, pool, table_width, HEADS, PAGE, UNITS, DEEP)
-    _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, SOON)
+    pages = _first_pages(index, sequence, guess, t, stride, PAGE)
+    blocks, page, next_page, table = _first_blocks(pages, t, stride, head, index.pool, index.width, HEADS, PAGE, UNITS, DEEP)
+    _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, WORK.soon)
     _fill(shared, filling)
     gdc_wait()
     gdc_launch_dependents()
     x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
-    _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, SOON)
-    qx = _operand(x, shared, factor, D, KEY_BITS, NW)
+    if centres is not None:
+        x = scaled_queries(x, centres.scale + head * D, NW)
+    _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
+    qx = _operand(x, shared, scores.factor, D, KEY_BITS, NW)
+    if centres is not None:
+        store_angle_queries(q + row.to(gl.int64) * D, centres, shared, head, live, scores.factor * D, D, NW)
+        found = centre_scores(centres, shared, row_positions(begin, stride, D, NW, 16 * U), D, NW)
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o = gl.full([NW, D, 8], 0.0, gl.float32, M)
     l = gl.full([NW, 8, 8], 0.0, gl.float32, sum_layout(NW))  # noqa: E741
     m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
+    if plain is not None:  # noqa: SIM102
+        if split == 0:
+            o, l, m = attend_plain(  # noqa: E741
+                plain, centres, shared, qx, sequence, position, head, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
+            )
     stage = split * 0
     for i in range(_steps(begin, end, stride, U)):
         run(wait_ptx(2 * DEEP - 1), lane)
-        keys = keys_at(at, stage, D, KEY_BITS, U, NW)
+        mine = keys_at(at, stage, D, KEY_BITS, U, NW)
         # this part of the ring is free again; a page is asked for two steps before its codes
-        block = block_of(page, t + (i + DEEP) * stride, head, pool, HEADS, PAGE, UNITS)
+        block = block_of(page, t + (i + DEEP) * stride, head, index.pool, HEADS, PAGE, UNITS)
         needed = t < end - (i + DEEP) * stride
         copy_keys(to, source, stage, block, needed, D, KEY_BITS, U, True)
-        page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, table_width, PAGE)
-        seen = seen_of(key, low - i * stride, end - i * stride, WINDOW, U)
-        scores, top = all_scores(keys, seen, m, qx, column, place, cap, D, KEY_BITS, SOFTCAP, U, NW)
+        page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, index.width, PAGE)
+        seen = seen_of(key, low - i * stride, end - i * stride, LOW, U)
+        centre = None
+        if centres is not None:
+            if i % STEPS == 0 and i > 0:
+                found = centre_scores(centres, shared, row_positions(begin + i * stride, stride, D, NW, 16 * U), D, NW)
+            centre = of_step(found, i, NW)
+        logits, top = all_scores(mine, seen, m, qx, centre, column, place, scores.cap, D, KEY_BITS, SOFTCAP, U, NW)
         run(wait_ptx(2 * DEEP - 1), lane)
         words = values_at(at, stage, D, VALUE_BITS, U, NW)
         copy_values(to, source, stage, block, needed, D, VALUE_BITS, U, True)
         fade = gl.exp2(m - top)
         o, l = o * fade[:, None, :], l * halved(fade, NW)  # noqa: E741
         for u in gl.static_range(U):
-            p = gl.exp2(scores[u] - top[:, None, :])
+            p = gl.exp2(logits[u] - top[:, None, :])
             l += halves(p, NW)  # noqa: E741
-            vx = values(words[u], column, place, KEY_BITS, VALUE_BITS, D, NW)
-            o = mma_v2(vx, weights(p, keys[u][2], seen[u], NW), o)
+            vx = value_tile(words[u], column, place, KEY_BITS, VALUE_BITS, D, NW)
+            o = mma_v2(vx, weights(p, mine[u][2], seen[u], NW), o)
         m = top
         stage = gl.where(stage == (DEEP - 1) * STAGE, 0, stage + STAGE)
     run(wait_ptx(0), lane)
     shared._keep_alive()
     gl.thread_barrier()
-    if ONE:
+    if WORK.one:
         leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
     else:
-        _leave(o, m, sums(l, NW), signs, (part_o, part_m, part_l), left, live, D, SHARED, NW)
+        _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
 
 
 @gluon.jit
@@ -176,14 +237,14 @@ def _lanes(begin, pool, U: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def _first_pages(table, sequence, guess, t, stride, table_width, PAGE: gl.constexpr):
+def _first_pages(index, sequence, guess, t, stride, PAGE: gl.constexpr):
     """Find the pages of a warp's first two steps, and the line of the table: that which was guessed is read without waiting."""
-    mine = table + sequence.to(gl.int64) * table_width
-    table += guess.to(gl.int64) * table_width
-    page, next_page = page_of(table, t, table_width, PAGE), page_of(table, t + stride, table_width, PAGE)
+    mine = index.table + sequence.to(gl.int64) * index.width
+    table = index.table + guess.to(gl.int64) * index.width
+    page, next_page = page_of(table, t, index.width, PAGE), page_of(table, t + stride, index.width, PAGE)
     other = t * 0 + sequence != guess
-    page = gl.load(mine + gl.minimum(t // PAGE, table_width - 1), mask=other, other=page)
-    next_page = gl.load(mine + gl.minimum((t + stride) // PAGE, table_width - 1), mask=other, other=next_page)
+    page = gl.load(mine + gl.minimum(t // PAGE, index.width - 1), mask=other, other=page)
+    next_page = gl.load(mine + gl.minimum((t + stride) // PAGE, index.width - 1), mask=other, other=next_page)
     return page, next_page, mine
 
 
@@ -206,9 +267,9 @@ def _first_blocks(
 def _leave(o, m, l, signs, parts, left, live, D: gl.constexpr, SHARED: gl.constexpr, NW: gl.constexpr):  # noqa: E741
     """Leave a part of each row, rotated back where `finish_rotated` merges."""
     if D == 256 and not SHARED:
-        leave_rotated_back(o, m, l, signs, parts[0], parts[1], parts[2], left, live, D, NW)
+        leave_rotated_back(o, m, l, signs, parts, left, live, D, NW)
     else:
-        leave_part(o, m, l, parts[0], parts[1], parts[2], left, live, D, NW)
+        leave_part(o, m, l, parts, left, live, D, NW)
 
 
 @gluon.jit
@@ -248,19 +309,19 @@ def _steps(begin, end, stride, U: gl.constexpr):
 
 
 @gluon.jit
-def _find(lengths, starts, token, guess, tokens, sequences, S: gl.constexpr, NW: gl.constexpr):
+def _find(index, token, guess, tokens, S: gl.constexpr, NW: gl.constexpr):
     """Find a token's sequence and its position, and how many positions were there before this step."""
     if S == 1:
         sequence = guess
-        old = gl.load(lengths) - tokens
+        old = gl.load(index.lengths) - tokens
         position = old + token
     else:
         # every warp has all of it: a sum across warps would want shared memory
         b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
-        before = gl.load(starts + b, mask=b < sequences, other=1 << 30) <= token
+        before = gl.load(index.starts + b, mask=b < index.sequences, other=1 << 30) <= token
         sequence = same(gl.sum(before.to(gl.int32), 0)) - 1
-        position = gl.load(lengths + sequence) - gl.load(starts + sequence + 1) + token
-        old = position - token + gl.load(starts + sequence)
+        position = gl.load(index.lengths + sequence) - gl.load(index.starts + sequence + 1) + token
+        old = position - token + gl.load(index.starts + sequence)
     return sequence, position, old
 
 

@@ -12,10 +12,13 @@ from torch import Tensor
 from auraflux.ops.hopper.device import MULTIPROCESSOR_NBYTES, multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import Index, index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.hopper.softmax import LOG2E, parts_like
+from auraflux.ops.hopper.softmax import LOG2E, Parts, parts_like
 from auraflux.ops.turboquant.codebook import codebook
-from auraflux.ops.turboquant.cuda.attend import RING, attend_pairs
+from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, shape_of, values_of
+from auraflux.ops.turboquant.cuda.attend import RING, Scores, Work, attend_pairs
+from auraflux.ops.turboquant.cuda.attend_kept import centres_of
 from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.pages import CodePages
@@ -24,6 +27,7 @@ MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
 COLUMNS = 8  # query heads of a program
 BLOCK = 16  # tokens of a warp at a time, or twice as many
 MOST_SPLITS = 256
+MOST_PLAIN = 128  # positions kept as they are: 16 for every warp
 MOST_SHARED = 256  # texts that a warp shares out
 LONG = 16  # steps in all, from which a warp takes more blocks at a time; fewer would leave programs without work
 
@@ -153,70 +157,56 @@ def attend_few(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    (tokens, heads, width), (sequences, table_width) = q.shape, pages.table.shape
+    (tokens, heads, width), sequences = q.shape, len(pages.lengths)
     group, bits, device = heads // pages.heads, (pages.key_bits, pages.value_bits), q.device
     tiles = pages.heads * cdiv(group, COLUMNS)
     plan = plan_for(tokens * tiles, multiprocessors(device), pages.capacity, pages.pool[1], *bits, width, window is not None)
-    cut, blocks = plan.cut, plan.blocks
+    cut = plan.cut
     # programs of a head that run at once, where they share out texts that may differ in length
     room = max(1, cut.resident * multiprocessors(device) // tiles) if shares_out(plan, sequences, pages.capacity) else None
     out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None
     grid = (plan.splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
     rows, together = (tokens * heads, plan.splits) if room is None else (grid[0] * heads, 1)
-    parts = (None,) * 3 if one else parts_like(rows, together, width, device)
-    window_keys = EVERYTHING if window is None else window
+    parts, index = None if one else parts_like(rows, together, width, device), index_of(pages, starts)
+    window_keys, kept, plain = EVERYTHING if window is None else window, kept_of(pages), plain_of(pages)
     signs, _ = rotation_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
     launch(attend_pairs, grid)(
-        *(q, signs, pages.key_codes, pages.key_norms, pages.value_codes, pages.value_norms),
-        level_words(*bits, width, device),
-        *(pages.table, pages.lengths, starts, *parts),
+        *(q, signs, keys_of(pages), values_of(pages), level_words(*bits, width, device), index, parts),
         *((sinks, out) if one else (None, None)),
-        factor * 2 / softcap if softcap else factor,
-        softcap * LOG2E.value if softcap else 1.0,
-        window_keys,
-        *(tokens, sequences, table_width, pages.pool[0], room or plan.splits),
+        Scores(factor * 2 / softcap if softcap else factor, softcap * LOG2E.value if softcap else 1.0, window_keys),
+        *(tokens, room or plan.splits, centres_of(pages.calibration), plain),
+        SHAPE=shape_of(pages),
+        KEPT=kept,
+        WORK=Work(cut.warps, plan.depth, plan.blocks, plan.soon, one, room is not None),
         G=group,
-        HEADS=pages.heads,
-        D=width,
-        PAGE=pages.pool[1],
-        S=power_of_two(sequences),
-        NW=cut.warps,
-        DEEP=plan.depth,
-        U=blocks,
-        KEY_BITS=pages.key_bits,
-        VALUE_BITS=pages.value_bits,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
-        ONE=one,
-        SOON=plan.soon,
-        SHARED=room is not None,
         num_warps=cut.warps,
         maxnreg=cut.registers,
         launch_pdl=True,
     )
-    if not one:
-        _finish(parts, plan, room, pages, starts, sinks, signs, window_keys, out)
+    if parts is not None:
+        _finish(parts, plan, room, index, sinks, signs, window_keys, out)
     return out
 
 
 def _finish(
-    parts: tuple,
+    parts: Parts,
     plan: Plan,
     room: int | None,
-    pages: CodePages,
-    starts: Tensor,
+    index: Index,
     sinks: Tensor | None,
     signs: Tensor,
     window: int,
     out: Tensor,
 ) -> None:
-    (tokens, heads, width), sequences = out.shape, len(pages.lengths)
+    tokens, heads, width = out.shape
     if width == 256 and room is None:
         padded = power_of_two(plan.splits)
         launch(finish_rotated, (tokens * heads, width // ROTATED_COLUMNS))(
-            *(*parts, sinks, out, heads, plan.splits),
+            *(parts, sinks, out, heads, plan.splits),
             D=width,
             P=padded,
             C=min(padded, 32),
@@ -225,13 +215,12 @@ def _finish(
             launch_pdl=True,
         )
         return
-    batch = (None, None) if room is None else (pages.lengths, starts)
     sizes = finish_sizes(room or plan.splits, width, room is not None)
     launch(finish_pairs, (tokens * heads,))(
-        *(*parts, sinks, signs, out, *batch, heads, room or plan.splits, sequences, window),
+        *(parts, sinks, signs, out, None if room is None else index, heads, room or plan.splits, window),
         **sizes,
         STEP=plan.cut.warps * plan.blocks * BLOCK,
-        S=power_of_two(sequences),
+        S=power_of_two(index.sequences),
         SHARED=room is not None,
         num_warps=sizes["NW"],
         launch_pdl=True,

@@ -29,15 +29,15 @@ def _of_all_warps(o, m, l, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
 
 
 @gluon.jit
-def _leave_weights(top, total, part_m, part_l, left, live, LAYOUT: gl.constexpr):
+def _leave_weights(top, total, parts, left, live, LAYOUT: gl.constexpr):
     row, split, splits = left
     g = gl.arange(0, 8, layout=LAYOUT)
-    gl.store(part_m + (row + g) * splits + split, top, mask=g < live)
-    gl.store(part_l + (row + g) * splits + split, total, mask=g < live)
+    gl.store(parts.m + (row + g) * splits + split, top, mask=g < live)
+    gl.store(parts.l + (row + g) * splits + split, total, mask=g < live)
 
 
 @gluon.jit
-def leave_part(o, m, l, part_o, part_m, part_l, left, live, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
+def leave_part(o, m, l, parts, left, live, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
     """Join the sums of all warps and store them as one part of each row."""
     E: gl.constexpr = _joined_layout(D, NW)
     row, split, splits = left
@@ -47,22 +47,22 @@ def leave_part(o, m, l, part_o, part_m, part_l, left, live, D: gl.constexpr, NW:
     o = gl.sum(o_all.load(E) * weight[:, None, :], 0)
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, E)))[None, :]
     r = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, E)))[:, None]
-    gl.store(part_o + ((row + g).to(gl.int64) * splits + split) * D + r, o, mask=g < live)
-    _leave_weights(top, gl.sum(l_all * weight, 0), part_m, part_l, left, live, gl.SliceLayout(0, gl.SliceLayout(1, E)))
+    gl.store(parts.o + ((row + g).to(gl.int64) * splits + split) * D + r, o, mask=g < live)
+    _leave_weights(top, gl.sum(l_all * weight, 0), parts, left, live, gl.SliceLayout(0, gl.SliceLayout(1, E)))
 
 
 @gluon.jit
-def leave_rotated_back(o, m, l, signs, part_o, part_m, part_l, left, live, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
+def leave_rotated_back(o, m, l, signs, parts, left, live, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
     """Join the sums of all warps, rotate them back, and store them as one part of each row."""
     E: gl.constexpr = _joined_layout(D, NW)
     row, split, splits = left
     o_all, m_all, l_all = _of_all_warps(o, m, l, D, NW)
     top = gl.max(m_all, 0)
     weight = gl.exp2(m_all - top[None, :])
-    _leave_weights(top, gl.sum(l_all * weight, 0), part_m, part_l, left, live, gl.SliceLayout(0, gl.SliceLayout(1, E)))
+    _leave_weights(top, gl.sum(l_all * weight, 0), parts, left, live, gl.SliceLayout(0, gl.SliceLayout(1, E)))
     y, g, d = _rotated_back(gl.sum(o_all.load(E) * weight[:, None, :], 0), D, NW)
     # of the transform, and of the levels, which came larger by sqrt(D)
-    at = part_o + ((row + g).to(gl.int64) * splits + split) * D + d
+    at = parts.o + ((row + g).to(gl.int64) * splits + split) * D + d
     gl.store(at, y * (gl.load(signs + d) / D), mask=g < live)
 
 
@@ -79,12 +79,12 @@ def _rotated_back(o, D: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def leave_nothing(part_m, part_l, left, live, NW: gl.constexpr):
+def leave_nothing(parts, left, live, NW: gl.constexpr):
     """Say of a part that it has seen nothing; its sums are not read."""
     row, split, splits = left
     g = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [NW], [0]))
-    gl.store(part_m + (row + g) * splits + split, NOTHING + g * 0.0, mask=g < live)
-    gl.store(part_l + (row + g) * splits + split, g * 0.0, mask=g < live)
+    gl.store(parts.m + (row + g) * splits + split, NOTHING + g * 0.0, mask=g < live)
+    gl.store(parts.l + (row + g) * splits + split, g * 0.0, mask=g < live)
 
 
 @gluon.jit
@@ -109,11 +109,11 @@ def leave_rows(o, m, l, sinks, signs, out, row, live, heads, D: gl.constexpr, NW
 
 
 @gluon.jit
-def _heights(part_m, part_l, first, apart, count, P: gl.constexpr, NW: gl.constexpr):
+def _heights(parts, first, apart, count, P: gl.constexpr, NW: gl.constexpr):
     """Load maxima and sums of weights of the parts of a row."""
     s = gl.arange(0, P, layout=gl.BlockedLayout([max(1, P // 32)], [32], [NW], [0]))
-    highest = gl.load(part_m + first + s * apart, mask=s < count, other=NOTHING)
-    return highest, gl.load(part_l + first + s * apart, mask=s < count, other=0.0)
+    highest = gl.load(parts.m + first + s * apart, mask=s < count, other=NOTHING)
+    return highest, gl.load(parts.l + first + s * apart, mask=s < count, other=0.0)
 
 
 @gluon.jit
@@ -148,9 +148,8 @@ def _weighed(o, weights, i, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def finish_pairs(
-    part_o, part_m, part_l, sinks, signs, out, lengths, starts, heads, splits, sequences, window,
-    D: gl.constexpr, P: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
-    SHARED: gl.constexpr,
+    parts, sinks, signs, out, index, heads, splits, window, D: gl.constexpr, P: gl.constexpr, C: gl.constexpr,
+    STEP: gl.constexpr, S: gl.constexpr, NW: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a row, maxima to base 2, C at a time and P at most, and rotate it back; grid (rows,).
 
@@ -164,17 +163,17 @@ def finish_pairs(
     d = r % 8 * (D // 8) + r // 8
     sign = gl.load(signs + d)
     if SHARED:
-        given = shares(lengths, starts, sequences, splits, window, STEP, S, NW)
-        first, count = parts_of(row // heads, given, sequences)
+        given = shares(index, splits, window, STEP, S, NW)
+        first, count = parts_of(row // heads, given, index.sequences)
         first, apart = first.to(gl.int64) * heads + row % heads, heads
     else:
         first, count, apart = row.to(gl.int64) * splits, splits, 1
     # what attends let this begin after its own wait: all that the next kernel may read before its wait is there
     gdc_launch_dependents()
     gdc_wait()
-    highest, sums = _heights(part_m, part_l, first, apart, count, P, NW)
+    highest, sums = _heights(parts, first, apart, count, P, NW)
     c = gl.arange(0, C, layout=gl.SliceLayout(1, LR))
-    at = part_o + (first + c * apart)[:, None] * D + r[None, :]
+    at = parts.o + (first + c * apart)[:, None] * D + r[None, :]
     o = gl.load(at, mask=(c < count)[:, None], other=0.0)
     weight, total = _weights(highest, sums, sinks, row % heads)
     weights = _shared_weights(weight, C)
@@ -189,9 +188,7 @@ def finish_pairs(
 
 
 @gluon.jit
-def finish_rotated(
-    part_o, part_m, part_l, sinks, out, heads, splits, D: gl.constexpr, P: gl.constexpr, C: gl.constexpr, N: gl.constexpr
-):  # fmt: skip
+def finish_rotated(parts, sinks, out, heads, splits, D: gl.constexpr, P: gl.constexpr, C: gl.constexpr, N: gl.constexpr):
     """Merge N columns of the parts of a row, which are rotated back already, C parts at a time; grid (rows, D // N)."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // N, N // 4], [1, 1], [1, 0])
     row = gl.program_id(0)
@@ -199,10 +196,10 @@ def finish_rotated(
     gdc_launch_dependents()
     gdc_wait()
     first = row.to(gl.int64) * splits
-    highest, sums = _heights(part_m, part_l, first, 1, splits, P, 1)
+    highest, sums = _heights(parts, first, 1, splits, P, 1)
     c = gl.arange(0, C, layout=gl.SliceLayout(1, L))
     n = gl.arange(0, N, layout=gl.SliceLayout(0, L)) + gl.program_id(1) * N
-    at = part_o + (first + c)[:, None] * D + n[None, :]
+    at = parts.o + (first + c)[:, None] * D + n[None, :]
     o = gl.load(at, mask=(c < splits)[:, None], other=0.0)
     weight, total = _weights(highest, sums, sinks, row % heads)
     weights = _shared_weights(weight, C)

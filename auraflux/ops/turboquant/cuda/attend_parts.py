@@ -186,6 +186,14 @@ def load_queries(q, signs, live, D: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
+def scaled_queries(x, scale, NW: gl.constexpr):
+    """Multiply rows [8, D] of queries by a scale for each channel."""
+    D: gl.constexpr = x.shape[1]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])))[None, :]
+    return x * gl.load(scale + d)
+
+
+@gluon.jit
 def transform(x, NW: gl.constexpr):
     """Apply the Walsh-Hadamard transform, without its factor, to rows [R, D] that lie in whole warps."""
     R: gl.constexpr = x.shape[0]

@@ -146,15 +146,15 @@ def copy_values(to, source, stage, block, there, D: gl.constexpr, BITS: gl.const
 
 
 @gluon.jit
-def sources(k_codes, v_codes, k_norms, v_norms, lane, D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr):
+def sources(keys, values, lane, D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr):
     """Where codes begin, where a lane's words of a block are from there, and where its norms of the first block are."""
     KW: gl.constexpr = key_words(D, KEY_BITS)[0]
     CW: gl.constexpr = key_words(D, KEY_BITS)[1]
-    keys = lane * 16 if linear_keys(D, KEY_BITS) else (lane // 4 * KW + lane % 4 * CW) * 4
+    key = lane * 16 if linear_keys(D, KEY_BITS) else (lane // 4 * KW + lane % 4 * CW) * 4
     # a lane in four has a key's norm, or that of the key 8 later, or the same of values
-    norms = gl.where(lane % 4 < 2, k_norms.to(gl.int64), v_norms.to(gl.int64)) + (lane // 4 + lane % 2 * 8) * 4
-    values = lane * (16 if linear_values(D, VALUE_BITS) else 4 * pieces(D * VALUE_BITS // 128)[1])
-    return k_codes, v_codes, keys, values, norms
+    norms = gl.where(lane % 4 < 2, keys.norms.to(gl.int64), values.norms.to(gl.int64)) + (lane // 4 + lane % 2 * 8) * 4
+    value = lane * (16 if linear_values(D, VALUE_BITS) else 4 * pieces(D * VALUE_BITS // 128)[1])
+    return keys.codes, values.codes, key, value, norms
 
 
 @gluon.jit

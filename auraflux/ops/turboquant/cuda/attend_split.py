@@ -13,14 +13,14 @@ def _add(a, b):
 
 
 @gluon.jit
-def shares(lengths, starts, sequences, room, window, STEP: gl.constexpr, S: gl.constexpr, NW: gl.constexpr):
+def shares(index, room, window, STEP: gl.constexpr, S: gl.constexpr, NW: gl.constexpr):
     """Share out `room` programs, by whole steps: of every text the first token, how many these are, its keys, the parts of each
     token, and all parts up to the text's end. More than room / 2 + tokens are never made."""
     # every warp has all of it: a sum across warps would want shared memory
     b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
-    start = gl.load(starts + b, mask=b < sequences, other=0)
-    tokens = gl.load(starts + b + 1, mask=b < sequences, other=0) - start
-    keys = gl.load(lengths + b, mask=b < sequences, other=0)
+    start = gl.load(index.starts + b, mask=b < index.sequences, other=0)
+    tokens = gl.load(index.starts + b + 1, mask=b < index.sequences, other=0) - start
+    keys = gl.load(index.lengths + b, mask=b < index.sequences, other=0)
     steps = gl.cdiv(gl.maximum(gl.minimum(keys, window), 1), STEP)
     most = gl.maximum(gl.cdiv(gl.sum(tokens * steps, 0), room), 1)
     # an eighth more at a time, to twice as many

@@ -73,14 +73,14 @@ def values_at(at, stage, D: gl.constexpr, BITS: gl.constexpr, U: gl.constexpr, N
 
 @gluon.jit
 def all_scores(
-    keys, seen, m, qx, column, place, cap,
+    keys, seen, m, qx, centre, column, place, cap,
     D: gl.constexpr, BITS: gl.constexpr, SOFTCAP: gl.constexpr, U: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a step's blocks, and the highest up to now."""
-    most = _scores(keys[0][0], qx, keys[0][1], seen[0], column, place, cap, D, BITS, SOFTCAP, NW)
+    """Scores of a step's blocks, which have one centre, and the highest up to now."""
+    most = _scores(keys[0][0], qx, keys[0][1], seen[0], centre, column, place, cap, D, BITS, SOFTCAP, NW)
     scores = (most,)
     for u in gl.static_range(1, U):
-        more = _scores(keys[u][0], qx, keys[u][1], seen[u], column, place, cap, D, BITS, SOFTCAP, NW)
+        more = _scores(keys[u][0], qx, keys[u][1], seen[u], centre, column, place, cap, D, BITS, SOFTCAP, NW)
         scores = scores + (more,)  # type: ignore[assignment]  # noqa: RUF005
         most = gl.maximum(most, more)
     return scores, gl.maximum(m, gl.max(most, 1))
@@ -118,10 +118,10 @@ def _read_values(at, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
 
 @gluon.jit
 def _scores(
-    kw, qx, kn, seen, column, place, cap,
+    kw, qx, kn, seen, centre, column, place, cap,
     D: gl.constexpr, BITS: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Scores [warps, 16 tokens, 8 heads] of a block of keys."""
+    """Scores [warps, 16 tokens, 8 heads] of a block of keys; `centre` [warps, 8] is what these leave out, or None."""
     CHUNK: gl.constexpr = 32 * key_words(D, BITS)[1] // BITS
     J: gl.constexpr = D // (4 * CHUNK)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
@@ -135,6 +135,8 @@ def _scores(
         gl.reshape(kx, [NW, 16, D]), gl.DotOperandLayout(0, M, 2), assert_trivial=True
     )  # h, g | j, pair, c, e
     s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * kn[:, :, None]
+    if centre is not None:
+        s += centre[:, None, :]
     if SOFTCAP:
         # tanh by one exponential; its absolute error is what counts here
         s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)
@@ -154,7 +156,7 @@ def weights(p, vn, seen, NW: gl.constexpr):
 
 
 @gluon.jit
-def values(vw, column, place, KEY_BITS: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
+def value_tile(vw, column, place, KEY_BITS: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr, NW: gl.constexpr):
     """Values [warps, D, 16 tokens] of a block as the first operand of their sum."""
     SIDE: gl.constexpr = 0 if KEY_BITS == BITS else 1
     A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)

@@ -47,31 +47,35 @@ def rotate_rows(x, rotation, out, factor, D: tl.constexpr, P: tl.constexpr, MATR
 
 
 @triton.jit
-def encoded(
-    x, there, rotation, codes, levels, offset, factor, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
-    MATRIX: tl.constexpr,
-):  # fmt: skip
+def encoded(x, there, rotation, levels, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr):
     """Encode the vectors at x [R, 1]: codes [R, P] and norms [R]."""
     d = tl.arange(0, P)[None, :]
     wide = tl.load(x + d, mask=there & (d < D), other=0.0).to(tl.float64)
     if not MATRIX:
-        found, norm = encoded_values(wide, rotation, codes, levels, offset, factor, D, BITS)
+        found, norm = encoded_values(wide, rotation, levels, D, BITS)
     else:
         length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
         y = rotated_by_matrix(x, there, tl.where(length == 0, 0.0, 1.0 / length), rotation, d, D)
-        found, level = nearest(y, codes, levels, offset, factor, BITS)
+        found, level = nearest(y, levels, BITS)
         found, norm = tl.where(d < D, found, 0), norm_of(length, tl.where(d < D, level, 0.0))
     return found, norm
 
 
 @triton.jit
-def encoded_values(wide, signs, codes, levels, offset, factor, D: tl.constexpr, BITS: tl.constexpr):
+def encoded_values(wide, signs, levels, D: tl.constexpr, BITS: tl.constexpr):
     """Encode vectors [R, D], given in float64, where D is a power of two: codes [R, D] and norms [R]."""
+    found, norm, _ = encoded_and_rotated(wide, signs, levels, D, BITS)
+    return found, norm
+
+
+@triton.jit
+def encoded_and_rotated(wide, signs, levels, D: tl.constexpr, BITS: tl.constexpr):
+    """Encode vectors as `encoded_values` does, and give what was rounded, too: [R, D] in float32."""
     length = tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True))
     inverse = tl.where(length == 0, 0.0, 1.0 / length)
     y = hadamard((wide * inverse).to(tl.float32) * tl.load(signs + tl.arange(0, D)[None, :]), D)
-    found, level = nearest(y, codes, levels, offset, factor, BITS)
-    return found, norm_of(length, level)
+    found, level = nearest(y, levels, BITS)
+    return found, norm_of(length, level), y * length.to(tl.float32)
 
 
 @triton.jit
@@ -84,13 +88,13 @@ def norm_of(length, level):
 
 @triton.jit
 def encode_rows(
-    x, rotation, codes, levels, offset, factor, out, norms, rows, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr,
-    MATRIX: tl.constexpr, R: tl.constexpr,
+    x, rotation, levels, out, norms, rows, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, MATRIX: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """Encode R rows; grid (rows / R,)."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     there = row < rows
-    found, norm = encoded(x + row[:, None] * D, there[:, None], rotation, codes, levels, offset, factor, D, P, BITS, MATRIX)
+    found, norm = encoded(x + row[:, None] * D, there[:, None], rotation, levels, D, P, BITS, MATRIX)
     store_words(out, row, there, found, BITS, P, (D * BITS + 31) // 32)
     tl.store(norms + row, norm, mask=there)
 
@@ -120,140 +124,85 @@ def decode_rows(
 
 
 @triton.jit
-def place_group(
-    group, table, lengths, starts, sequences, table_width, pool, PAGE: tl.constexpr, R: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
+def place_group(group, index, PAGE: tl.constexpr, R: tl.constexpr, S: tl.constexpr):
     """Find an aligned group of R positions: tokens in the stack, which are new, positions, pages, which can be written to.
 
     A sequence of n new tokens touches up to n / R + 2 groups, or n if R is 1: sequence b begins at group starts[b] / R + 2 b.
     """
     SPARE: tl.constexpr = 2 if R > 1 else 0
     b = tl.arange(0, S)
-    begin = tl.load(starts + b, mask=b < sequences, other=0) // R + SPARE * b
-    sequence = tl.sum(((b < sequences) & (begin <= group)).to(tl.int32), 0) - 1
-    start, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
-    end = tl.load(lengths + sequence)
+    begin = tl.load(index.starts + b, mask=b < index.sequences, other=0) // R + SPARE * b
+    sequence = tl.sum(((b < index.sequences) & (begin <= group)).to(tl.int32), 0) - 1
+    start, stop = tl.load(index.starts + sequence), tl.load(index.starts + sequence + 1)
+    end = tl.load(index.lengths + sequence)
     first = end - stop + start
     position = (first // R + group - start // R - SPARE * sequence) * R + tl.arange(0, R)
-    inside = (position >= tl.maximum(first, 0)) & (position < tl.minimum(end, table_width * PAGE))
-    page = tl.load(table + sequence.to(tl.int64) * table_width + position // PAGE, mask=inside, other=-1).to(tl.int64)
+    inside = (position >= tl.maximum(first, 0)) & (position < tl.minimum(end, index.width * PAGE))
+    page = tl.load(index.table + sequence.to(tl.int64) * index.width + position // PAGE, mask=inside, other=-1).to(tl.int64)
     token = start + position - first
     new = (position >= first) & (position < end)
-    return token, new, position, page, inside & (page >= 0) & (page < pool)
+    return token, new, position, page, inside & (page >= 0) & (page < index.pool)
 
 
 @triton.jit
 def append_coded(
-    k,
-    v,
-    k_codes,
-    k_norms,
-    k_places,
-    k_levels,
-    k_offset,
-    k_factor,
-    v_codes,
-    v_norms,
-    v_places,
-    v_levels,
-    v_offset,
-    v_factor,
-    rotation,
-    table,
-    lengths,
-    starts,
-    sequences,
-    table_width,
-    pool,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    MATRIX: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PAGE: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-):
+    k, v, keys, values, rotation, index, SHAPE: tl.constexpr, P: tl.constexpr, MATRIX: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     """Encode the keys or values of one head, R neighbouring tokens, into their pages; grid (groups, HEADS, 2)."""
+    D: tl.constexpr = SHAPE.width
     head = tl.program_id(1)
-    token, new, position, page, there = place_group(
-        tl.program_id(0), table, lengths, starts, sequences, table_width, pool, PAGE, R, S
-    )
+    token, new, position, page, there = place_group(tl.program_id(0), index, SHAPE.page, R, SHAPE.sequences)
     if R == 1:
         # known without the index: the token is on its way while that is read
         token = tl.program_id(0) + tl.arange(0, 1)
         new = token >= 0
-    source = (token.to(tl.int64) * HEADS + head)[:, None] * D
-    row = (page * HEADS + head) * PAGE + position % PAGE
+    source = (token.to(tl.int64) * SHAPE.heads + head)[:, None] * D
+    row = (page * SHAPE.heads + head) * SHAPE.page + position % SHAPE.page
     here = new[:, None]
     if tl.program_id(2) == 0:
-        codes, norm = encoded(k + source, here, rotation, k_places, k_levels, k_offset, k_factor, D, P, KEY_BITS, MATRIX)
-        store_words(k_codes, row, there, codes, KEY_BITS, P, (D * KEY_BITS + 31) // 32)
-        tl.store(k_norms + row, norm, mask=there)
+        codes, norm = encoded(k + source, here, rotation, keys.levels, D, P, SHAPE.key_bits, MATRIX)
+        store_words(keys.codes, row, there, codes, SHAPE.key_bits, P, (D * SHAPE.key_bits + 31) // 32)
+        tl.store(keys.norms + row, norm, mask=there)
         return
-    if PAIRS and VALUE_BITS % 3:
+    if SHAPE.pairs and SHAPE.value_bits % 3:
         # asked for now, needed at the end
-        at, mine, shift = half_of_pair(v_codes, row, VALUE_BITS, D)
+        at, mine, shift = half_of_pair(values.codes, row, SHAPE.value_bits, D)
         old = tl.load(at, mask=there, other=0)
-    codes, norm = encoded(v + source, here, rotation, v_places, v_levels, v_offset, v_factor, D, P, VALUE_BITS, MATRIX)
-    tl.store(v_norms + row, norm, mask=there)
-    if not PAIRS:
-        store_words(v_codes, row, there, codes, VALUE_BITS, P, (D * VALUE_BITS + 31) // 32)
-    elif VALUE_BITS % 3 == 0:
-        store_half_units(v_codes, row, there, codes, VALUE_BITS, D)
+    codes, norm = encoded(v + source, here, rotation, values.levels, D, P, SHAPE.value_bits, MATRIX)
+    tl.store(values.norms + row, norm, mask=there)
+    if not SHAPE.pairs:
+        store_words(values.codes, row, there, codes, SHAPE.value_bits, P, (D * SHAPE.value_bits + 31) // 32)
+    elif SHAPE.value_bits % 3 == 0:
+        store_half_units(values.codes, row, there, codes, SHAPE.value_bits, D)
     else:
-        store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)
+        store_half(at, mine, shift, there, old, codes, SHAPE.value_bits, D)
 
 
 @triton.jit
 def append_coded_latent(
-    latent,
-    k_rope,
-    codes,
-    norms,
-    places,
-    levels,
-    offset,
-    factor,
-    rope,
-    rotation,
-    table,
-    lengths,
-    starts,
-    sequences,
-    table_width,
-    pool,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    PR: tl.constexpr,
-    BITS: tl.constexpr,
-    MATRIX: tl.constexpr,
-    PAGE: tl.constexpr,
-    S: tl.constexpr,
-):
+    latent, k_rope, store, rope, rotation, index, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, PR: tl.constexpr,
+    BITS: tl.constexpr, MATRIX: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
     """Encode a token's latent into its page and copy its rotated key; grid (tokens,)."""
     token = tl.program_id(0)
-    page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
+    page, slot = place_token(token, index, PAGE, S)
     one = tl.zeros([1], tl.int64)
     row, there, token = page * PAGE + slot + one, page + one >= 0, token.to(tl.int64)
     at = latent + (token + one)[:, None] * D
-    found, norm = encoded(at, (one >= 0)[:, None], rotation, places, levels, offset, factor, D, P, BITS, MATRIX)
-    store_words(codes, row, there, found, BITS, P, (D * BITS + 31) // 32)
-    tl.store(norms + row, norm, mask=there)
+    found, norm = encoded(at, (one >= 0)[:, None], rotation, store.levels, D, P, BITS, MATRIX)
+    store_words(store.codes, row, there, found, BITS, P, (D * BITS + 31) // 32)
+    tl.store(store.norms + row, norm, mask=there)
     r = tl.arange(0, PR)
     x = tl.load(k_rope + token * R + r, mask=r < R)
     tl.store(rope + (page * PAGE + slot) * R + r, x.to(rope.dtype.element_ty), mask=(r < R) & (page >= 0))
 
 
 @triton.jit
-def finish_rows(o, m, l, sinks, signs, out, heads, blocks, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr):  # noqa: E741
+def finish_rows(parts, sinks, signs, out, heads, blocks, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """Merge the parts of a row and rotate it back; grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
     sink = float("-inf") if sinks is None else tl.load(sinks + row % heads)
-    acc, _, total = merged_row(o, m, l, row, sink, blocks, d, D, S, C)
+    acc, _, total = merged_row(parts, row, sink, blocks, d, D, S, C)
     y = hadamard(tl.where(total == 0, 0.0, acc / total)[None, :], D) * tl.load(signs + d)[None, :]
     tl.store(out + row * D + d[None, :], y.to(out.dtype.element_ty))

@@ -5,9 +5,11 @@ from torch import Tensor
 
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.cuda.arguments import Coded, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import append_coded, append_coded_latent, decode_rows, encode_rows, rotate_rows
 from auraflux.ops.turboquant.cuda.hadamard import levels_for, rotation_for
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
@@ -25,10 +27,16 @@ def rotated(x: Tensor, seed: int, inverse: bool, dtype: torch.dtype, factor: flo
     return out
 
 
-def _row(width: int, rows: int = 1) -> dict[str, int]:
-    """How rows are laid out: their width, the power of two that holds it and whole groups of codes, and warps."""
+def _row(width: int) -> dict[str, int]:
+    """How rows are laid out one by one: their width, that with padding, and warps."""
+    padded, warps = _padded(width)
+    return {"D": width, "P": padded, "num_warps": warps}
+
+
+def _padded(width: int, rows: int = 1) -> tuple[int, int]:
+    """The power of two that holds a width and whole groups of codes, and warps for so many rows of it."""
     padded = max(32, power_of_two(width)) if width & (width - 1) else width
-    return {"D": width, "P": padded, "num_warps": 1 if rows * padded <= 256 else 4}
+    return padded, 1 if rows * padded <= 256 else 4
 
 
 def encoded(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -38,9 +46,10 @@ def encoded(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
     rotation, matrix = rotation_for(width, seed, False, x.device)
     if rows := norms.numel():
         together = _together(rows, matrix)
-        sizes = {**_row(width, together), "BITS": bits, "MATRIX": matrix, "R": together}
+        padded, warps = _padded(width, together)
+        sizes = {"D": width, "P": padded, "BITS": bits, "MATRIX": matrix, "R": together, "num_warps": warps}
         launch(encode_rows, (cdiv(rows, together),))(
-            x, rotation, *levels_for(bits, width, x.device), codes, norms, rows, **sizes
+            x, rotation, levels_for(bits, width, x.device), codes, norms, rows, **sizes
         )
     return codes, norms
 
@@ -66,22 +75,20 @@ def append(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     pairs = pages.arrangement is Arrangement.PAIRS
     # values in pairs are stored token by token: neighbours change bits of the same words
     together = 1 if pairs else _together(tokens * heads, matrix)
+    padded, warps = _padded(width, together)
     groups = tokens // together + (2 * len(pages.lengths) if together > 1 else 0)
     launch(append_coded, (groups, heads, 2))(
         k,
         v,
-        *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
-        *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
+        keys_of(pages, levels_for(pages.key_bits, width, k.device)),
+        values_of(pages, levels_for(pages.value_bits, width, k.device)),
         rotation,
-        *index_of(pages, starts),
-        HEADS=heads,
-        KEY_BITS=pages.key_bits,
-        VALUE_BITS=pages.value_bits,
+        index_of(pages, starts),
+        SHAPE=shape_of(pages),
         MATRIX=matrix,
-        PAIRS=pairs,
         R=together,
-        **page_sizes(pages),
-        **_row(width, together),
+        P=padded,
+        num_warps=warps,
     )
 
 
@@ -94,24 +101,15 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Te
     launch(append_coded_latent, (tokens,))(
         latent,
         k_rope,
-        pages.codes,
-        pages.norms,
-        *levels_for(pages.bits, width, latent.device),
+        Coded(pages.codes, pages.norms, levels_for(pages.bits, width, latent.device)),
         pages.rope,
         rotation,
-        *index_of(pages, starts),
+        index_of(pages, starts),
         R=rope,
         PR=power_of_two(rope),
         BITS=pages.bits,
         MATRIX=matrix,
-        **page_sizes(pages),
+        PAGE=pages.pool[1],
+        S=power_of_two(pages.table.shape[0]),
         **_row(width),
     )
-
-
-def index_of(pages: CodePages | LatentCodes, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
-    return pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]
-
-
-def page_sizes(pages: CodePages | LatentCodes) -> dict[str, int]:
-    return {"PAGE": pages.pool[1], "S": power_of_two(pages.table.shape[0])}

@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.hopper.flash import EVERYTHING
+from auraflux.ops.hopper.flash import EVERYTHING, Near
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.turboquant.arrangement import Arrangement
+from auraflux.ops.turboquant.calibration import BLOCK
+from auraflux.ops.turboquant.cuda.arguments import calibrated_of, kept_of, keys_of, plain_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.hadamard import book_for, codes_of, pairs_as_rows
 from auraflux.ops.turboquant.pages import CodePages
 from auraflux.ops.turboquant.reference_codec import rotate
@@ -24,49 +26,124 @@ from auraflux.ops.turboquant.reference_codec import rotate
 MANY, MANY_INTERPRETED = 128, 16  # new tokens of a sequence, on the average
 MOST_NBYTES = 1 << 30  # that are written out
 ELEMENTS = 1 << 13  # of a program's rows
+CENTRED = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def _decoded(store, origin, row, there, unit, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr):
+    """Give the levels [N, P] of coded rows of one page and head, and what they are multiplied by."""
+    WORDS: tl.constexpr = (D * BITS + 31) // 32
+    levels = tl.load(store.levels + codes_of(store.codes + origin * WORDS, row, there, BITS, P, WORDS))
+    if PAIRS:
+        levels = pairs_as_rows(levels, row.shape[0], D)
+    return levels, tl.load(store.norms + origin + row, mask=there, other=0.0) * unit
+
+
+@triton.jit
+def _as_kept(rows, at, there, D: tl.constexpr, P: tl.constexpr):
+    """Load rows `at` [N] that are kept as they are, zeros where there is none."""
+    d = tl.arange(0, P)[None, :]
+    return tl.load(rows + at[:, None] * D + d, mask=there[:, None] & (d < D), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _write_rows(
-    codes, norms, book, back, out, unit, origin, to, row, there, BITS: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    COLUMNS: tl.constexpr, PAIRS: tl.constexpr,
+    levels, length, calibrated, head, position, back, out, to, row, there, D: tl.constexpr, P: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of one page and head, some columns at a time."""
-    WORDS: tl.constexpr = (D * BITS + 31) // 32
-    N: tl.constexpr = row.shape[0]
-    levels = tl.load(book + codes_of(codes + origin * WORDS, row, there, BITS, P, WORDS))
-    if PAIRS:
-        levels = pairs_as_rows(levels, N, D)
-    length = tl.load(norms + origin + row, mask=there, other=0.0) * unit
+    """Rotate rows [N, P] back and write them, some columns at a time; keys with the scale and the centre they left out."""
     k, column = tl.arange(0, P)[:, None], tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, D, COLUMNS):
         d = first + column
         matrix = tl.load(back + k * D + d, mask=(k < D) & (d < D), other=0.0)
         x = tl.dot(levels, matrix, input_precision="ieee") * length[:, None]
+        if calibrated is not None:
+            at, block = head * D + d, calibrated.table + (position // CENTRED).to(tl.int64)[:, None] * (2 * D) + d
+            here = there[:, None] & (d < D)
+            centre = tl.load(block, mask=here, other=0.0) * tl.load(calibrated.along + at, mask=d < D, other=0.0)
+            centre += tl.load(block + D, mask=here, other=0.0) * tl.load(calibrated.across + at, mask=d < D, other=0.0)
+            x = x * tl.load(calibrated.scale + at, mask=d < D, other=0.0) + centre
         tl.store(out + (to + row[:, None]) * D + d, x, mask=there[:, None] & (d < D))
 
 
 @triton.jit
 def write_pages(
-    k_codes, k_norms, k_book, v_codes, v_norms, v_book, back, table, lengths, starts, k_out, v_out, unit, window,
-    table_width, pool, HEADS: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    keys, values, calibrated, plain, back, index, k_out, v_out, unit, root, window, SHAPE: tl.constexpr, KEPT: tl.constexpr,
+    P: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Write out N rows of one entry of the table, if a new token sees any of the page; grid (entries, 2 HEADS, PAGE / N)."""
+    """Write out N rows of one entry of the table, if a new token sees any of the page; grid (entries, 2 HEADS, PAGE / N).
+
+    root  what rows that are kept as they are are multiplied by
+    """
+    D: tl.constexpr = SHAPE.width
     entry, head = tl.program_id(0), tl.program_id(1) // 2
-    sequence, first = entry // table_width, entry % table_width * PAGE
-    length, new = tl.load(lengths + sequence), tl.load(starts + sequence + 1) - tl.load(starts + sequence)
-    if (new <= 0) | (first >= length) | (first + PAGE + window <= length - new + 1):
+    sequence, first = entry // index.width, entry % index.width * SHAPE.page
+    length, new = tl.load(index.lengths + sequence), tl.load(index.starts + sequence + 1) - tl.load(index.starts + sequence)
+    if (new <= 0) | (first >= length) | (first + SHAPE.page + window <= length - new + 1):
         return
-    page = tl.load(table + entry)
+    page = tl.load(index.table + entry)
     row = tl.program_id(2) * N + tl.arange(0, N)
-    there = (row < PAGE) & (page >= 0) & (page < pool)
-    origin = (page.to(tl.int64) * HEADS + head) * PAGE
-    to = (entry.to(tl.int64) * HEADS + head) * PAGE
+    there = (row < SHAPE.page) & (page >= 0) & (page < index.pool)
+    origin = (page.to(tl.int64) * SHAPE.heads + head) * SHAPE.page
+    to = (entry.to(tl.int64) * SHAPE.heads + head) * SHAPE.page
+    position = first + row
+    # the first positions' pages, where these are kept as they are
+    begins = tl.full([N], 0, tl.int64)
+    at_head = position < KEPT.first
+    if KEPT.first:
+        head_page = tl.load(plain.head_table + sequence)
+        at_head &= (head_page >= 0) & (head_page < plain.head_pool)
+        begins = (head_page.to(tl.int64) * SHAPE.heads + head) * KEPT.first + position
     if tl.program_id(1) % 2 == 0:
-        _write_rows(k_codes, k_norms, k_book, back, k_out, unit, origin, to, row, there, KEY_BITS, D, P, COLUMNS, False)
+        levels, norm = _decoded(keys, origin, row, there, unit, SHAPE.key_bits, D, P, False)
+        if KEPT.first:  # noqa: SIM102
+            if first < KEPT.first:
+                kept = _as_kept(plain.head_k, begins, at_head, D, P)
+                levels = tl.where(at_head[:, None], kept.to(levels.dtype), levels)
+                norm = tl.where(at_head, root, norm)
+        _write_rows(levels, norm, calibrated, head, position, back, k_out, to, row, there, D, P, COLUMNS)
     else:
-        _write_rows(v_codes, v_norms, v_book, back, v_out, unit, origin, to, row, there, VALUE_BITS, D, P, COLUMNS, PAIRS)
+        levels, norm = _decoded(values, origin, row, there, unit, SHAPE.value_bits, D, P, SHAPE.pairs)
+        if KEPT.first:  # noqa: SIM102
+            if first < KEPT.first:
+                kept = _as_kept(plain.head_v, begins, at_head, D, P)
+                levels = tl.where(at_head[:, None], kept.to(levels.dtype), levels)
+                norm = tl.where(at_head, root, norm)
+        _write_rows(levels, norm, None, head, position, back, v_out, to, row, there, D, P, COLUMNS)
+
+
+@triton.jit
+def write_near(
+    calibrated, plain, back, index, k_out, v_out, root, entries, columns, SHAPE: tl.constexpr, KEPT: tl.constexpr,
+    P: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Write out N of the newest rows, which are kept as they are; grid (sequences * columns, 2 HEADS, PAGE / N).
+
+    entries, columns  pages of the output before these, and pages of each sequence; see `Near`
+    """
+    D: tl.constexpr = SHAPE.width
+    entry, head = tl.program_id(0), tl.program_id(1) // 2
+    sequence = entry // columns
+    length, new = tl.load(index.lengths + sequence), tl.load(index.starts + sequence + 1) - tl.load(index.starts + sequence)
+    oldest = tl.maximum(length - new - KEPT.newest + 1, 0)
+    row = tl.program_id(2) * N + tl.arange(0, N)
+    first = (oldest // SHAPE.page + entry % columns) * SHAPE.page
+    if (new <= 0) | (first >= length):
+        return
+    position = first + row
+    there = (row < SHAPE.page) & (position >= oldest) & (position < tl.minimum(length, plain.width * KEPT.page))
+    page = tl.load(plain.table + sequence.to(tl.int64) * plain.width + position // KEPT.page, mask=there, other=-1)
+    there &= (page >= 0) & (page < plain.pool)
+    at = (page.to(tl.int64) * SHAPE.heads + head) * KEPT.page + position % KEPT.page
+    to = ((entries + entry).to(tl.int64) * SHAPE.heads + head) * SHAPE.page
+    kind: tl.constexpr = back.dtype.element_ty
+    norm = tl.full([N], 1.0, tl.float32) * root
+    if tl.program_id(1) % 2 == 0:
+        levels = _as_kept(plain.k, at, there, D, P).to(kind)
+        _write_rows(levels, norm, calibrated, head, position, back, k_out, to, row, there, D, P, COLUMNS)
+    else:
+        levels = _as_kept(plain.v, at, there, D, P).to(kind)
+        _write_rows(levels, norm, None, head, position, back, v_out, to, row, there, D, P, COLUMNS)
 
 
 @cache
@@ -75,25 +152,52 @@ def _back(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Te
     return (rotate.reference(torch.eye(width, device=device), seed, True) * width**0.5).to(dtype)
 
 
-def written(pages: CodePages, starts: Tensor, window: int | None, dtype: torch.dtype) -> KVPages:
-    """Keys and values in plain numbers, as pages in the order of the table."""
+def near_columns(pages: CodePages, tokens: int) -> int:
+    """Pages of a sequence that may hold the newest positions of so many tokens; none where they are coded like others."""
+    newest = 0 if pages.plain is None else pages.plain.newest
+    return cdiv(tokens + newest, pages.pool[1]) + 1 if newest else 0
+
+
+def written(
+    pages: CodePages, starts: Tensor, window: int | None, tokens: int, dtype: torch.dtype
+) -> tuple[KVPages, Near | None]:
+    """Keys and values in plain numbers, as pages in the order of the table; then those that are kept as they are."""
     (sequences, table_width), page, width = pages.table.shape, pages.pool[1], pages.width
     device, padded, wide = pages.table.device, max(32, power_of_two(width)), dtype is torch.float32
-    k, v = (torch.empty(sequences * table_width, pages.heads, page, width, dtype=dtype, device=device) for _ in range(2))
+    columns, entries = near_columns(pages, tokens), sequences * table_width
+    shape = entries + sequences * columns, pages.heads, page, width
+    k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     k_book, v_book = (book_for(bits, width, not wide, device) for bits in (pages.key_bits, pages.value_bits))
     rows = max(16, min(64, power_of_two(page), ELEMENTS // padded))
-    launch(write_pages, (sequences * table_width, 2 * pages.heads, cdiv(page, rows)))(
-        pages.key_codes, pages.key_norms, k_book, pages.value_codes, pages.value_norms, v_book,
-        _back(width, pages.seed, torch.float32 if wide else torch.float16, device), pages.table, pages.lengths, starts, k, v,
-        width**-0.5 if wide else 1 / width, EVERYTHING if window is None else window, table_width, pages.pool[0],
-        HEADS=pages.heads, KEY_BITS=pages.key_bits, VALUE_BITS=pages.value_bits, D=width, P=padded,
-        COLUMNS=min(padded, max(16, 2 * ELEMENTS // padded)), PAGE=page, N=rows,
-        PAIRS=pages.arrangement is Arrangement.PAIRS, num_warps=4,
-    )  # fmt: skip
-    return KVPages(k, v, _in_order(sequences, table_width, device), pages.lengths)
+    back, index = _back(width, pages.seed, torch.float32 if wide else torch.float16, device), index_of(pages, starts)
+    calibrated, plain = calibrated_of(pages), plain_of(pages)
+    sizes = {
+        "SHAPE": shape_of(pages),
+        "KEPT": kept_of(pages),
+        "P": padded,
+        "COLUMNS": min(padded, max(16, 2 * ELEMENTS // padded)),
+        "N": rows,
+        "num_warps": 4,
+    }
+    root = width**-0.5
+    launch(write_pages, (entries, 2 * pages.heads, cdiv(page, rows)))(
+        *(keys_of(pages, k_book), values_of(pages, v_book), calibrated, plain, back, index, k, v),
+        *(root if wide else 1 / width, root, EVERYTHING if window is None else window),
+        **sizes,
+    )
+    if columns:
+        launch(write_near, (sequences * columns, 2 * pages.heads, cdiv(page, rows)))(
+            calibrated, plain, back, index, k, v, root, entries, columns, **sizes
+        )
+    in_order = KVPages(k, v, _in_order(sequences, table_width, columns, device), pages.lengths)
+    return in_order, Near(kept_of(pages).newest, table_width) if columns else None
 
 
 @cache
-def _in_order(sequences: int, table_width: int, device: torch.device) -> Tensor:
-    """A table of pages that lie one after the other. It stays where it is: recorded steps read it."""
-    return torch.arange(sequences * table_width, dtype=torch.int32, device=device).view(sequences, table_width)
+def _in_order(sequences: int, far: int, near: int, device: torch.device) -> Tensor:
+    """A table of pages that lie one after the other, with `near` more of each sequence behind them all.
+
+    It stays where it is: recorded steps read it.
+    """
+    first, more = torch.arange(sequences * far), sequences * far + torch.arange(sequences * near)
+    return torch.cat((first.view(sequences, far), more.view(sequences, near)), 1).int().to(device)

@@ -70,18 +70,16 @@ def _place_in_batch(starts, lengths, sequences, number, lane):
 
 
 @gluon.jit
-def load_tile(
-    x, base, pages, lengths, starts, sequences, number, head, tokens, table_width, lane,
-    HEADS: gl.constexpr, BATCH: gl.constexpr, LATE: gl.constexpr,
-):  # fmt: skip
+def load_tile(x, base, index, number, head, tokens, lane, HEADS: gl.constexpr, BATCH: gl.constexpr, LATE: gl.constexpr):
     """Copy 16 tokens to `base`: the pages of their sequence, its first and last new position, that of the first token."""
+    pages = index.table
     if BATCH:
-        sequence, start, first, end, tile = _place_in_batch(starts, lengths, sequences, number, lane)
-        pages += sequence * table_width
+        sequence, start, first, end, tile = _place_in_batch(index.starts, index.lengths, index.sequences, number, lane)
+        pages += sequence * index.width
         _copy(x, base, start + tile - first, tokens, head, lane, HEADS)
         run(wait_ptx(0), lane)
     elif LATE:
-        end = gl.load(lengths)
+        end = gl.load(index.lengths)
         first = end - tokens
         tile = ((first >> 4) + number) * 16 + 0 * lane
         _copy(x, base, tile - first, tokens, head, lane, HEADS)
@@ -89,7 +87,7 @@ def load_tile(
     else:
         # as if the first position were a multiple of 16: nothing waits for the length
         _copy(x, base, number * 16, tokens, head, lane, HEADS)
-        end = gl.load(lengths)
+        end = gl.load(index.lengths)
         first = end - tokens
         tile = ((first >> 4) + number) * 16 + 0 * lane
         run(wait_ptx(0), lane)

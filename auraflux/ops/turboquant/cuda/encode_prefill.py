@@ -15,17 +15,21 @@ Vectors with one that does not are coded once more, number by number as the refe
 - *The next call's tokens*: programs that find room while others still work ask the cache for all of them.
 """
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import inline_asm_elementwise as asm
 
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.ptx import AWAIT, SHARED_BASE, run
 from auraflux.ops.hopper.reduce import any_bits, sum_four
 from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.turboquant.cuda.arguments import keys_of, values_of
 from auraflux.ops.turboquant.cuda.encode_exact import settle, store_one_by_one
 from auraflux.ops.turboquant.cuda.encode_pages import fetch, load_tile, store_pairs, store_rows, words_of
 from auraflux.ops.turboquant.cuda.encode_parts import (
@@ -41,7 +45,7 @@ from auraflux.ops.turboquant.cuda.encode_parts import (
     squares_of,
     transformed,
 )
-from auraflux.ops.turboquant.cuda.encode_tables import FEW, SEARCH, places_for, sign_words, step
+from auraflux.ops.turboquant.cuda.encode_tables import FEW, SEARCH, Places, places_for, sign_words, step
 from auraflux.ops.turboquant.pages import CodePages
 
 MANY = 2048  # vectors; fewer are coded as soon one by one
@@ -57,6 +61,14 @@ TOKENS_NBYTES = gl.constexpr(16 * 288)  # of shared memory
 # 32 times squares of lengths outside of which a square may leave float32
 SHORTEST = gl.constexpr(1e-18)
 LONGEST = gl.constexpr(1e36)
+
+
+class Side(NamedTuple):
+    """How keys or values are coded: bits, buckets that codes are searched in, and what squares of levels are counted in."""
+
+    bits: int
+    buckets: int
+    step: float
 
 
 @gluon.jit
@@ -110,13 +122,12 @@ def _either(a, b):
 
 @gluon.jit
 def _append(
-    x, codes, norms, words, scale, offset, signs, pages, lengths, starts, sequences, base, number, head, tokens, table_width,
-    pool, lane,
-    HEADS: gl.constexpr, BITS: gl.constexpr, BUCKETS: gl.constexpr, STEP: gl.constexpr, PAIRS: gl.constexpr, PAGE: gl.constexpr,
-    BATCH: gl.constexpr, RARE: gl.constexpr,
+    x, store, signs, index, base, number, head, tokens, lane, HEADS: gl.constexpr, BITS: gl.constexpr, BUCKETS: gl.constexpr,
+    STEP: gl.constexpr, PAIRS: gl.constexpr, PAGE: gl.constexpr, BATCH: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
     """Encode the keys or the values of one head, 16 neighbouring tokens; doubts are RARE where all codes are of few bits."""
     g, q = lane // 4, lane % 4
+    words, scale, offset = store.levels
     table, squares, middles = gl.load(words + lane), gl.load(words + 32 + lane), gl.load(words + 64 + lane)
     if BUCKETS > 32:
         for i in gl.static_range((BUCKETS + (2 << BITS)) // 128):
@@ -130,15 +141,13 @@ def _append(
     sign = asm(load_ptx("global", 1), operands(16, "r", "l"), [sign_at], (gl.int32,) * 16, is_pure=False, pack=1)
     F = factors(g, q)
     run(AWAIT, lane)
-    pages, first, end, tile = load_tile(
-        x, base, pages, lengths, starts, sequences, number, head, tokens, table_width, lane, HEADS, BATCH, PAIRS and RARE
-    )
+    pages, first, end, tile = load_tile(x, base, index, number, head, tokens, lane, HEADS, BATCH, PAIRS and RARE)
     position = tile + 2 * g
     at = base + g * (2 * ROW_PITCH) + q * 16
     w = asm(load_ptx("shared", 2), operands(32, "r", "r,~{memory}"), [at], (gl.int32,) * 32, is_pure=False, pack=1)
-    new = (tile >= 0) & (tile < table_width * PAGE) & (tile + 15 >= first) & (tile < end)
+    new = (tile >= 0) & (tile < index.width * PAGE) & (tile + 15 >= first) & (tile < end)
     page = gl.load(pages + tile // PAGE, mask=new, other=-1)
-    new = (page >= 0) & (page < pool)
+    new = (page >= 0) & (page < index.pool)
     one = (position >= gl.maximum(first, 0)) & (position < end)
     two = (position + 1 >= gl.maximum(first, 0)) & (position + 1 < end)
     if not RARE:
@@ -175,58 +184,52 @@ def _append(
     else:
         total0, total1 = sum_four(squares_at(C, squares)), sum_four(squares_at(D, squares))
     if PAIRS:
-        store_pairs(codes, row, q, one & two, C, D, BITS)
+        store_pairs(store.codes, row, q, one & two, C, D, BITS)
     else:
-        store_rows(codes, row, q, one, two, C, D, BITS)
+        store_rows(store.codes, row, q, one, two, C, D, BITS)
     second = q % 2 == 1
     square = gl.where(second, square1, square0) * (1.0 / 32)
     norm = square * inverse_root(square * gl.where(second, total1, total0))
-    gl.store(norms + row + q % 2, norm, mask=gl.where(second, two, one) & (q < 2))
+    gl.store(store.norms + row + q % 2, norm, mask=gl.where(second, two, one) & (q < 2))
     lonely = ((both & -65536) != 0) if RARE else (gl.max(alone, 0) > 0)
     if lonely:
         gl.thread_barrier()
         store_one_by_one(
-            base, codes, norms, scale * (32**-0.5), offset, signs, table, squares, middles, alone, page, tile, head, lane,
-            HEADS, BITS, BUCKETS, PAIRS, PAGE,
+            base, store.codes, store.norms, scale * (32**-0.5), offset, signs, table, squares, middles, alone, page, tile,
+            head, lane, HEADS, BITS, BUCKETS, PAIRS, PAGE,
         )  # fmt: skip
 
 
 @gluon.jit
 def append_many(
-    k, v, k_codes, k_norms, k_words, k_scale, k_offset, v_codes, v_norms, v_words, v_scale, v_offset,
-    signs, pages, lengths, starts, sequences, tokens, table_width, pool, tiles,
-    BATCH: gl.constexpr, HEADS: gl.constexpr, KEY_BITS: gl.constexpr, KEY_BUCKETS: gl.constexpr, KEY_STEP: gl.constexpr,
-    VALUE_BITS: gl.constexpr, VALUE_BUCKETS: gl.constexpr, VALUE_STEP: gl.constexpr, PAGE: gl.constexpr, NBYTES: gl.constexpr,
+    k, v, keys, values, signs, index, tokens, tiles, BATCH: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
+    VALUES: gl.constexpr, PAGE: gl.constexpr, NBYTES: gl.constexpr,
 ):  # fmt: skip
     """Encode keys and values into their pages; grid (2 * tiles * HEADS,), keys first."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     memory, base = _memory(NBYTES, lane)
     program = gl.program_id(0)
-    RARE: gl.constexpr = KEY_BUCKETS == 32 and VALUE_BUCKETS == 32
+    RARE: gl.constexpr = KEYS.buckets == 32 and VALUES.buckets == 32
     if program < tiles * HEADS:
         fetch(k, v, tokens, program, lane, HEADS)
         _append(
-            k, k_codes, k_norms, k_words, k_scale, k_offset, signs, pages, lengths, starts, sequences, base,
-            program // HEADS, program % HEADS, tokens, table_width, pool, lane,
-            HEADS, KEY_BITS, KEY_BUCKETS, KEY_STEP, False, PAGE, BATCH, RARE,
+            k, keys, signs, index, base, program // HEADS, program % HEADS, tokens, lane,
+            HEADS, KEYS.bits, KEYS.buckets, KEYS.step, False, PAGE, BATCH, RARE,
         )  # fmt: skip
     else:
         program -= tiles * HEADS
         _append(
-            v, v_codes, v_norms, v_words, v_scale, v_offset, signs, pages, lengths, starts, sequences, base,
-            program // HEADS, program % HEADS, tokens, table_width, pool, lane,
-            HEADS, VALUE_BITS, VALUE_BUCKETS, VALUE_STEP, True, PAGE, BATCH, RARE,
+            v, values, signs, index, base, program // HEADS, program % HEADS, tokens, lane,
+            HEADS, VALUES.bits, VALUES.buckets, VALUES.step, True, PAGE, BATCH, RARE,
         )  # fmt: skip
     memory._keep_alive()
 
 
-def sizes(key_bits: int, value_bits: int) -> dict[str, int | float]:
+def sizes(key_bits: int, value_bits: int) -> dict[str, Any]:
     """What the kernel is compiled for, apart from heads and pages."""
-    found: dict[str, int | float] = {}
-    for side, bits in (("KEY", key_bits), ("VALUE", value_bits)):
-        found |= {f"{side}_BITS": bits, f"{side}_BUCKETS": SEARCH[bits].buckets, f"{side}_STEP": step(bits)}
+    keys, values = (Side(bits, SEARCH[bits].buckets, step(bits)) for bits in (key_bits, value_bits))
     table = 0 if max(key_bits, value_bits) <= FEW else 4 * SEARCH[8].buckets + (8 << 8)
-    return {**found, "NBYTES": cdiv(TOKENS_NBYTES.value + table, 1024) * 1024}
+    return {"KEYS": keys, "VALUES": values, "NBYTES": cdiv(TOKENS_NBYTES.value + table, 1024) * 1024}
 
 
 def tile_count(tokens: int, sequences: int) -> int:
@@ -245,19 +248,9 @@ def append_at_once(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> No
     tiles, batch = tile_count(tokens, sequences), sequences > 1
     launch(append_many, (2 * tiles * heads,))(
         *(k, v),
-        *_side(pages.key_codes, pages.key_norms, pages.key_bits, width),
-        *_side(pages.value_codes, pages.value_norms, pages.value_bits, width),
-        *(
-            sign_words(width, pages.seed, device),
-            pages.table,
-            pages.lengths,
-            starts,
-            sequences,
-            tokens,
-            pages.table.shape[1],
-            pages.pool[0],
-            tiles,
-        ),
+        keys_of(pages, _places(pages.key_bits, width, device)),
+        values_of(pages, _places(pages.value_bits, width, device)),
+        *(sign_words(width, pages.seed, device), index_of(pages, starts), tokens, tiles),
         BATCH=batch,
         HEADS=heads,
         PAGE=pages.pool[1],
@@ -267,7 +260,8 @@ def append_at_once(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> No
     )
 
 
-def _side(codes: Tensor, norms: Tensor, bits: int, width: int) -> tuple[Tensor | float, ...]:
-    words, scale, offset = places_for(bits, width, codes.device)
+@cache
+def _places(bits: int, width: int, device: torch.device) -> Places:
+    found = places_for(bits, width, device)
     # the kernel's squares of lengths are 32 times as large
-    return codes, norms, words, scale * 32**0.5, offset
+    return found._replace(scale=found.scale * 32**0.5)

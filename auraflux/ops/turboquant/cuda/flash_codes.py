@@ -1,5 +1,7 @@
 """Attention over codes on CUDA: scores between rotated queries and levels, values summed in the rotated space."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -9,28 +11,46 @@ from auraflux.ops.hopper.softmax import capped, soften
 from auraflux.ops.turboquant.cuda.hadamard import codes_of, pairs_as_rows
 
 
+class Tile(NamedTuple):
+    """What a program has at a time: rows and keys, and the widths that these are padded to, of latents and of rotated keys."""
+
+    rows: int
+    keys: int
+    width: int
+    rope: int
+
+
+class Splits(NamedTuple):
+    """How keys are split: into blocks of so many positions, or with 0 into shares; how many; and the blocks of parts."""
+
+    block: int
+    parts: int
+    slots: int
+
+
 @triton.jit
 def attend_codes(
-    q, q_rope, k_codes, k_norms, k_book, v_codes, v_norms, v_book, rope, table, lengths, starts, part_o, part_m, part_l,
-    scale, unit, softcap, window, block, sequences, heads, table_width, pool, splits, slots,
-    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, P: tl.constexpr, PR: tl.constexpr, S: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    WIDE: tl.constexpr, LATENT: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+    q, q_rope, keys, values, rope, index, parts, scale, unit, softcap, window, splits, heads, SHAPE: tl.constexpr,
+    TILE: tl.constexpr, G: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend from M rotated rows to the coded keys of one split; grid (tiles, HEADS, splits).
 
     unit    what norms are multiplied by for the levels at hand
-    slots   blocks that the parts have room for
-    PAIRS   values lie in pairs: blocks of N keys begin at multiples of 16
-    LATENT  a key is also the value, and `rope` holds rotated keys of width R that score with `q_rope`
+    rope    None, or rotated keys of width R that score with `q_rope`: a key is a latent, and also the value
     """
+    LATENT: tl.constexpr = rope is not None
+    D: tl.constexpr = SHAPE.width
+    M: tl.constexpr = TILE.rows
+    N: tl.constexpr = TILE.keys
+    P: tl.constexpr = TILE.width
+    PR: tl.constexpr = TILE.rope
     tile, head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, start, new, length, first_row = rows_of_tile(tile, starts, lengths, sequences, G, M, S)
+    sequence, start, new, length, first_row = rows_of_tile(tile, index, G, M, SHAPE.sequences)
     if first_row >= new * G:
         return
     PRECISION: tl.constexpr = "tf32x3" if WIDE else "tf32"
-    K_WORDS: tl.constexpr = (D * KEY_BITS + 31) // 32
-    V_WORDS: tl.constexpr = (D * VALUE_BITS + 31) // 32
+    K_WORDS: tl.constexpr = (D * SHAPE.key_bits + 31) // 32
+    V_WORDS: tl.constexpr = (D * SHAPE.value_bits + 31) // 32
     r = first_row + tl.arange(0, M)
     live = r < new * G
     token = tl.minimum(r // G, new - 1)
@@ -39,39 +59,39 @@ def attend_codes(
     x = load_rows(q, at, live, D, P, WIDE)
     if LATENT:
         x_rope = load_rows(q_rope, at, live, R, PR, True)
-    table += sequence.to(tl.int64) * table_width
+    table = index.table + sequence.to(tl.int64) * index.width
     last = length - new + tl.minimum((first_row + M - 1) // G, new - 1)
-    begin, end, _, _ = keys_of_split(length - new + first_row // G, last, window, block, split, splits, N)
+    begin, end, _, _ = keys_of_split(length - new + first_row // G, last, window, splits.block, split, splits.parts, N)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     acc = tl.zeros([M, P], tl.float32)
     # stored rows of pairs are of several tokens: blocks are read as a whole
-    low, high = (begin // 16 * 16, tl.cdiv(end, 16) * 16) if PAIRS else (begin, end)
+    low, high = (begin // 16 * 16, tl.cdiv(end, 16) * 16) if SHAPE.pairs else (begin, end)
     for first in range(low, end, N):
         key = first + tl.arange(0, N)
-        origin, row, there = place_keys(table, first, high, head, table_width, pool, HEADS, PAGE, N, ALIGNED)
-        k = tl.load(k_book + codes_of(k_codes + origin * K_WORDS, row, there, KEY_BITS, P, K_WORDS))
-        k_norm = tl.load(k_norms + origin + row, mask=there, other=0.0) * unit
+        origin, row, there = place_keys(table, first, high, head, index.width, index.pool, SHAPE.heads, SHAPE.page, N, ALIGNED)
+        k = tl.load(keys.levels + codes_of(keys.codes + origin * K_WORDS, row, there, SHAPE.key_bits, P, K_WORDS))
+        k_norm = tl.load(keys.norms + origin + row, mask=there, other=0.0) * unit
         s = tl.dot(x, tl.trans(k), input_precision=PRECISION) * k_norm[None, :]
         if LATENT:
-            keys = load_rows(rope + origin * R, row, there, R, PR, True)
-            s = (s + tl.dot(x_rope, tl.trans(keys), input_precision="tf32x3")) * scale
+            k_rope = load_rows(rope + origin * R, row, there, R, PR, True)
+            s = (s + tl.dot(x_rope, tl.trans(k_rope), input_precision="tf32x3")) * scale
             v, v_norm = k, k_norm
         else:
-            v = tl.load(v_book + codes_of(v_codes + origin * V_WORDS, row, there, VALUE_BITS, P, V_WORDS))
-            if PAIRS:
+            v = tl.load(values.levels + codes_of(values.codes + origin * V_WORDS, row, there, SHAPE.value_bits, P, V_WORDS))
+            if SHAPE.pairs:
                 v = pairs_as_rows(v, N, D)
-            v_norm = tl.load(v_norms + origin + row, mask=there, other=0.0) * unit
+            v_norm = tl.load(values.norms + origin + row, mask=there, other=0.0) * unit
             s = s * scale
         s = capped(s, softcap, SOFTCAP)
         seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
-        if PAIRS:
+        if SHAPE.pairs:
             seen &= ((key >= begin) & (key < end))[None, :]
         p, fade, m, l = soften(tl.where(seen, s, float("-inf")), m, l)  # noqa: E741
         # levels are finite, norms need not be: 0 times NaN must not reach a row that does not see the key
         weights = tl.where(p == 0, 0.0, p * v_norm[None, :]).to(v.dtype)
         acc = tl.dot(weights, v, acc * fade[:, None], input_precision=PRECISION)
-    leave(part_o, (part_o, part_m, part_l), at, live, acc, m, l, m, split, slots, D, P, False)
+    leave(parts.o, parts, at, live, acc, m, l, m, split, splits.slots, D, P, False)
 
 
 @triton.jit

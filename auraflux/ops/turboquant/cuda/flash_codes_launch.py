@@ -11,13 +11,14 @@ from torch import Tensor
 from auraflux.ops.hopper.device import INTERPRETED, multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING, shape_for
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
-from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.cuda.arguments import Coded, CodeShape, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import finish_rows
-from auraflux.ops.turboquant.cuda.codec_launch import page_sizes, rotated
-from auraflux.ops.turboquant.cuda.flash_codes import attend_codes, sum_coded
+from auraflux.ops.turboquant.cuda.codec_launch import rotated
+from auraflux.ops.turboquant.cuda.flash_codes import Splits, Tile, attend_codes, sum_coded
 from auraflux.ops.turboquant.cuda.hadamard import book_for, rotation_for
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
@@ -94,12 +95,14 @@ def _attend(
     (tokens, heads, width), latent = q.shape, q_rope is not None
     wide, padded, rope = q.dtype is torch.float32, power_of_two(width), 0 if q_rope is None else q_rope.shape[2]
     if latent:
-        keys = values = pages.codes, pages.norms, book_for(pages.bits, width, not wide, q.device)
-        key_heads, key_bits, value_bits = 1, pages.bits, pages.bits
+        keys = values = Coded(pages.codes, pages.norms, book_for(pages.bits, width, not wide, q.device))
+        sequences = power_of_two(pages.table.shape[0])
+        shape = CodeShape(1, width, pages.bits, pages.bits, pages.pool[1], False, sequences)
     else:
-        keys = pages.key_codes, pages.key_norms, book_for(pages.key_bits, width, not wide, q.device)
-        values = pages.value_codes, pages.value_norms, book_for(pages.value_bits, width, not wide, q.device)
-        key_heads, key_bits, value_bits = pages.heads, pages.key_bits, pages.value_bits
+        keys = keys_of(pages, book_for(pages.key_bits, width, not wide, q.device))
+        values = values_of(pages, book_for(pages.value_bits, width, not wide, q.device))
+        shape = shape_of(pages)
+    key_heads = shape.heads
     sequences, table_width = pages.table.shape
     page, group = pages.pool[1], heads // key_heads
     read = padded if latent else 2 * padded
@@ -114,44 +117,19 @@ def _attend(
         unit = width**-0.5
     rotated_q = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
     launch(attend_codes, (cut.tiles, key_heads, splits))(
-        rotated_q,
-        q_rope,
-        *keys,
-        *values,
-        pages.rope if latent else None,
-        pages.table,
-        pages.lengths,
-        starts,
-        *parts,
-        scale / factor,
-        unit,
-        softcap or 1.0,
-        EVERYTHING if window is None else window,
-        block,
-        sequences,
+        *(rotated_q, q_rope, keys, values, pages.rope if latent else None, index_of(pages, starts), parts),
+        *(scale / factor, unit, softcap or 1.0, EVERYTHING if window is None else window),
+        Splits(block, splits, parts.m.shape[1]),
         heads,
-        table_width,
-        pages.pool[0],
-        splits,
-        parts[1].shape[1],
+        SHAPE=shape,
+        TILE=Tile(cut.rows, cut.keys, padded, max(16, power_of_two(rope)) if latent else 0),
         G=group,
-        HEADS=key_heads,
-        D=width,
         R=rope,
-        M=cut.rows,
-        N=cut.keys,
-        P=padded,
-        PR=max(16, power_of_two(rope)) if latent else 0,
-        KEY_BITS=key_bits,
-        VALUE_BITS=value_bits,
         WIDE=wide,
-        LATENT=latent,
         SOFTCAP=softcap is not None,
         ALIGNED=page % cut.keys == 0 and block % cut.keys == 0,
-        PAIRS=not latent and pages.arrangement is Arrangement.PAIRS,
         num_warps=cut.warps,
         num_stages=cut.stages,
-        **page_sizes(pages),
     )
     return parts
 
@@ -165,5 +143,5 @@ def _finish(parts: Parts, sinks: Tensor | None, seed: int, like: Tensor) -> Tens
         launch_merge(parts, sinks, merged, like.shape[1])
         return rotated(merged, seed, True, like.dtype)
     sizes = {"D": width, "S": power_of_two(blocks), "C": min(32, power_of_two(blocks))}
-    launch(finish_rows, (rows,))(*parts, sinks, rotation, out, like.shape[1], blocks, **sizes)
+    launch(finish_rows, (rows,))(parts, sinks, rotation, out, like.shape[1], blocks, **sizes)
     return out

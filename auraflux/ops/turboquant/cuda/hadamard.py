@@ -193,11 +193,11 @@ def level_at(base, row, d, there, book, BITS: tl.constexpr, WORDS: tl.constexpr)
 
 
 @triton.jit
-def nearest(y, codes, levels, offset, factor, BITS: tl.constexpr):
+def nearest(y, levels, BITS: tl.constexpr):
     """Find the code and the level of each coordinate. What is no number has the last."""
     LAST: tl.constexpr = (4 << BITS) - 1.0
-    place = tl.minimum(tl.maximum((y + offset) * factor, 0.0), LAST).to(tl.int32)
-    found, ends = tl.load(codes + place), tl.load(levels + place)
+    place = tl.minimum(tl.maximum((y + levels.offset) * levels.factor, 0.0), LAST).to(tl.int32)
+    found, ends = tl.load(levels.codes + place), tl.load(levels.levels + place)
     under = found.to(tl.int32).to(tl.float32, bitcast=True) >= y
     code = (found >> 32).to(tl.int32) + tl.where(under, 0, 1)
     level = tl.where(under, ends, ends >> 32).to(tl.int32).to(tl.float32, bitcast=True)

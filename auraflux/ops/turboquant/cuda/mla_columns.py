@@ -5,6 +5,8 @@ write levels as float16 where the tensor cores read them twice, for scores and f
 queries while the first codes are on their way. Norms are multiplied to scores and weights.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
@@ -33,6 +36,7 @@ from auraflux.ops.hopper.split_kv import (
     tiles_of,
     top_of_columns,
 )
+from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
 from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_rotated
@@ -48,6 +52,37 @@ REGISTERS = {8: 104, 16: 112, 32: 136}  # so few that programs that merge find r
 RINGS = {(n, bits): (4, 16 // bits) for n in (8, 16) for bits in (4, 8)} | {(32, 8): (2, 2), (32, 4): (4, 2)}
 F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
 LEVELS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+
+
+class Source(NamedTuple):
+    """What comes from memory: queries with the signs of their rotation, rotated queries and keys, which TMA brings."""
+
+    queries: Any
+    signs: Any
+    rotated: Any
+    ropes: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program.
+
+    Q, QR   queries and rotated queries
+    shared  the table and decoded tiles
+    R       rotated keys
+    P       weights
+    X       what warps tell each other
+    tiles   barriers of full tiles, of empty ones
+    more    barriers of queries and of rotated keys
+    """
+
+    Q: Any
+    QR: Any
+    shared: Any
+    R: Any
+    P: Any
+    X: Any
+    tiles: Any
+    more: Any
 
 
 @gluon.jit
@@ -103,18 +138,15 @@ def _hadamard_queries(x, sign, Q, N: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    queries, signs, rotated, ropes, Q, QR, shared, R, P, X, tiles, more, table, norms, out, part_m, part_l, scale, unit, begin,
-    end, count, line, room, split, splits, pool, PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    source, memory, table, norms, parts, scale, unit, begin, end, count, line, room, split, splits, pool, PAGE: gl.constexpr,
+    N: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
-    """Attend to decoded tiles, and ask for rotated keys.
-
-    more  barriers of queries and of rotated keys
-    """
+    """Attend to decoded tiles, and ask for rotated keys."""
     T: gl.constexpr = columns(N)
     position, head = gl.arange(0, 64, gl.SliceLayout(1, T)), gl.arange(0, N, gl.SliceLayout(0, T))
-    x, sign = _load_queries(queries, signs, line, room, N)
-    mbarrier.expect(more.index(0), N * 128)
-    tma.async_copy_global_to_shared(rotated, [line, 0], more.index(0), QR)
+    x, sign = _load_queries(source.queries, source.signs, line, room, N)
+    mbarrier.expect(memory.more.index(0), N * 128)
+    tma.async_copy_global_to_shared(source.rotated, [line, 0], memory.more.index(0), memory.QR)
     m = gl.full([N], float("-inf"), F32, gl.SliceLayout(0, T))
     l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
     acc = gl.full([512, N], 0.0, F32, T)
@@ -124,58 +156,57 @@ def _attend(
     there = (page >= 0) & (page < pool)
     origin = gl.where(there, page, 0) * PAGE + begin % PAGE
     if count > 0:
-        mbarrier.expect(more.index(1), 64 * 128)
-        tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
+        mbarrier.expect(memory.more.index(1), 64 * 128)
+        tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
     norm = gl.load(norms + origin.to(gl.int64) + position)
-    _hadamard_queries(x, sign, Q, N)
-    mbarrier.wait(more.index(0), 0)
+    _hadamard_queries(x, sign, memory.Q, N)
+    mbarrier.wait(memory.more.index(0), 0)
     for i in range(count):
         first = begin + i * 64
         left = gl.where(there, end - first, 0)
         page, following = following, gl.load(table + (begin + gl.minimum(i + 2, count - 1) * 64) // PAGE)
         there = (page >= 0) & (page < pool)
         origin = gl.where(there, page, 0) * PAGE + (first + 64) % PAGE
-        tile = shared.index(TABLE_ROWS + i % ST * tile_rows(64))._reinterpret(F16, [64, 512], LEVELS)
-        mbarrier.wait(more.index(1), i % 2)
-        s = warpgroup_mma(R, QR.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(tiles.index(i % ST), i // ST % 2)
-        c = warpgroup_mma(tile, Q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        tile = memory.shared.index(TABLE_ROWS + i % ST * tile_rows(64))._reinterpret(F16, [64, 512], LEVELS)
+        mbarrier.wait(memory.more.index(1), i % 2)
+        s = warpgroup_mma(memory.R, memory.QR.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(memory.tiles.index(i % ST), i // ST % 2)
+        c = warpgroup_mma(tile, memory.Q.permute((1, 0)), zero, use_acc=False, is_async=True)
         c, s = warpgroup_mma_wait(0, deps=[c, s])
-        # no warp reads the rotated keys any more
+        # no warp reads the source.rotated keys any memory.more
         gl.thread_barrier()
         if i + 1 < count:
-            mbarrier.expect(more.index(1), 64 * 128)
-            tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
+            mbarrier.expect(memory.more.index(1), 64 * 128)
+            tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
         weight = norm * unit
         s = gl.where((position < left)[:, None], (c * weight[:, None] + s) * scale, float("-inf"))
         norm = gl.load(norms + origin.to(gl.int64) + position)
-        top = gl.maximum(m, top_of_columns(s, X, N))
+        top = gl.maximum(m, top_of_columns(s, memory.X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
         p = gl.exp2(s - safe[None, :])
         fade = gl.exp2(m - safe)
         m, l = top, l * fade[None, :] + p  # noqa: E741
         # norms need not be finite where nothing is seen
-        P.permute((1, 0)).store((p * gl.where(position < left, weight, 0.0)[:, None]).to(F16))
+        memory.P.permute((1, 0)).store((p * gl.where(position < left, weight, 0.0)[:, None]).to(F16))
         fence_async_shared()
         gl.thread_barrier()
-        acc = warpgroup_mma(tile.permute((1, 0)), P.permute((1, 0)), acc * fade[None, :], is_async=True)
+        acc = warpgroup_mma(tile.permute((1, 0)), memory.P.permute((1, 0)), acc * fade[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(tiles.index(ST + i % ST))
-    total, channel, inside = sum_of_columns(l, X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < room
+        mbarrier.arrive(memory.tiles.index(ST + i % ST))
+    total, channel, inside = sum_of_columns(l, memory.X, N), gl.arange(0, 512, gl.SliceLayout(1, T)), head < room
     at = line.to(gl.int64) * splits + split
-    gl.store(part_m + at + head * splits, m, mask=inside)
-    gl.store(part_l + at + head * splits, total, mask=inside)
+    gl.store(parts.m + at + head * splits, m, mask=inside)
+    gl.store(parts.l + at + head * splits, total, mask=inside)
     part = gl.where(total == 0.0, 0.0, 1.0 / total)
     acc = _butterflies(acc * part[None, :], N, T)
     where = at * 512 + (head[None, :] * (splits * 512) + channel[:, None])
-    gl.store(out + where, acc, mask=inside[None, :] & (channel >= 0)[:, None])
+    gl.store(parts.o + where, acc, mask=inside[None, :] & (channel >= 0)[:, None])
 
 
 @gluon.jit
 def latent_code_columns(
-    queries, signs, rotated, codes, ropes, norms, levels, table, lengths, starts, out, part_m, part_l,
-    scale, unit, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr,
-    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
+    queries, signs, rotated, ropes, store, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
+    N: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """N heads of one token with one share of its positions; grid (tokens * tiles of heads, splits).
 
@@ -184,9 +215,9 @@ def latent_code_columns(
     """
     groups = (heads + N - 1) // N
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * N, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, 64)
+    share = share_of(token, split, splits, 1 << 30, index, S, 64)
     sequence, begin, _, end, count, old = share
-    table += sequence.to(gl.int64) * table_width
+    table = index.table + sequence.to(gl.int64) * index.width
     line, room = token * heads + column, heads - column
     # the largest allocation is where shared memory begins, and the table where it begins: look-ups find it there
     shared = gl.allocate_shared_memory(
@@ -205,11 +236,13 @@ def latent_code_columns(
         mbarrier.init(more.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    source, memory = Source(queries, signs, rotated, ropes), Memory(Q, QR, shared, R, P, X, tiles, more)
     gl.warp_specialize(
         [
-            (_attend, (queries, signs, rotated, ropes, Q, QR, shared, R, P, X, tiles, more, table, norms, out, part_m,
-                       part_l, scale, unit, begin, end, count, line, room, split, splits, pool, PAGE, N, ST)),
-            (decode, (codes, shared, levels, tiles, table, begin, old, count, pool, PAGE, 64, BITS, RP, DEEP, ST, 8)),
+            (_attend, (source, memory, table, store.norms, parts, scale, unit, begin, end, count, line, room, split, splits,
+                       index.pool, PAGE, N, ST)),
+            (decode, (store.codes, shared, store.levels, tiles, table, begin, old, count, index.pool, PAGE, 64, BITS, RP, DEEP,
+                      ST, 8)),
         ],
         [8],
         [80],
@@ -218,16 +251,16 @@ def latent_code_columns(
 
 def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     """`turboquant_latent_attention` of few tokens and few heads."""
-    (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
+    (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     n, out = min(MOST_COLUMNS, max(8, power_of_two(heads))), torch.empty_like(q_latent)
     programs, device = tokens * cdiv(heads, n), out.device
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, TILE)))
     parts = room_for(tokens * heads, splits, LATENT, torch.float32, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
     launch(latent_code_columns, (programs, splits))(
-        q_latent, signs, tiles_of(q_rope, n), pages.codes, tiles_of(pages.rope, TILE), pages.norms,
-        table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
-        LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), n, pages.bits,
+        q_latent, signs, tiles_of(q_rope, n), tiles_of(pages.rope, TILE),
+        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device)), index_of(pages, starts), parts,
+        scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), n, pages.bits,
         *RINGS[n, pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip
     merge_rotated(parts, signs, out, MERGED, early=True)

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import power_of_two
+from auraflux.ops.hopper.softmax import Parts
 from auraflux.ops.turboquant.cuda.hadamard import hadamard
 
 MERGED = 64  # channels of a program that merges: those whose transform is left to it
@@ -35,8 +36,7 @@ def hadamard_queries(q: Tensor, signs: Tensor) -> Tensor:
 
 @triton.jit
 def merge_rotated_shares(
-    o, m, l, signs, out, splits,  # noqa: E741
-    D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+    parts, signs, out, splits, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of one head at P channels, of which only the transform over them is left; grid (rows, D / P).
 
@@ -53,9 +53,9 @@ def merge_rotated_shares(
     gdc_wait()
     if not EARLY:
         gdc_launch_dependents()
-    sums = tl.load(l + row + s, mask=s < splits, other=0.0)
-    highest = tl.load(m + row + s, mask=s < splits, other=float("-inf"))
-    means = tl.load(o + (row + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0).to(tl.float32)
+    sums = tl.load(parts.l + row + s, mask=s < splits, other=0.0)
+    highest = tl.load(parts.m + row + s, mask=s < splits, other=float("-inf"))
+    means = tl.load(parts.o + (row + s)[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0).to(tl.float32)
     top = tl.max(tl.where(sums != 0, highest, float("-inf")), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     # a share without positions has left zeros
@@ -66,8 +66,8 @@ def merge_rotated_shares(
     tl.store(out + line * D + d[None, :], y.to(out.dtype.element_ty))
 
 
-def merge_rotated(parts: tuple[Tensor, Tensor, Tensor], signs: Tensor, out: Tensor, half: int, early: bool) -> None:
+def merge_rotated(parts: Parts, signs: Tensor, out: Tensor, half: int, early: bool) -> None:
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D]."""
     lines, splits, width = parts[0].shape
     grid, sizes = (lines, width // MERGED), (width, power_of_two(splits), MERGED, half, early)
-    launch(merge_rotated_shares, grid)(*parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)
+    launch(merge_rotated_shares, grid)(parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)

@@ -9,12 +9,14 @@ from auraflux.ops.attention.cuda.mla_rope_append import (
     launch_sizes,
     normed_latent,
     queries_apart,
+    rope_of,
     store_rotated_key,
 )
 from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.hopper.pages import index_of, place_token
 from auraflux.ops.hopper.rope import rotate_heads
 from auraflux.ops.hopper.sizes import power_of_two
+from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.codec import encoded_values
 from auraflux.ops.turboquant.cuda.hadamard import levels_for, rotation_for, store_words
 from auraflux.ops.turboquant.pages import LatentCodes
@@ -22,26 +24,51 @@ from auraflux.ops.turboquant.pages import LatentCodes
 
 @triton.jit
 def rotate_and_encode_latent(
-    q, kv, q_out, norm, inv_freq, positions, mscale, eps, q_pitch, heads, codes, norms, places, levels, offset, factor, rope,
-    signs, table, lengths, starts, sequences, table_width, pool, C: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    HALF: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
+    q, kv, q_out, norm, rope, eps, q_pitch, heads, store, k_rope, signs, index, C: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, QUERIES: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Encode a token's latent and store its key, or rotate HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
     token, block = tl.program_id(0), tl.program_id(1)
     if block > 0:
         rotate_heads(
-            q, None, inv_freq, positions, q_out, block - 1, heads, q_pitch, R, R // 2, mscale, 0.0, INTERLEAVED, HEADS, HALF, 0
+            q,
+            None,
+            rope.inv_freq,
+            rope.positions,
+            q_out,
+            block - 1,
+            heads,
+            q_pitch,
+            R,
+            R // 2,
+            rope.mscale,
+            0.0,
+            QUERIES.interleaved,
+            QUERIES.heads,
+            QUERIES.half,
+            0,
         )
         return
     source = kv + token.to(tl.int64) * (C + R)
     y = normed_latent(source, norm, eps, C, P)
-    page, slot = place_token(token, table, lengths, starts, sequences, table_width, pool, PAGE, S)
+    page, slot = place_token(token, index, PAGE, S)
     row, there = page * PAGE + slot, page >= 0
-    store_rotated_key(source + C, inv_freq, tl.load(positions + token), mscale, rope, row, there, R, HALF, INTERLEAVED)
-    found, norm_of_codes = encoded_values(y.to(tl.float64), signs, places, levels, offset, factor, C, BITS)
+    store_rotated_key(
+        source + C,
+        rope.inv_freq,
+        tl.load(rope.positions + token),
+        rope.mscale,
+        k_rope,
+        row,
+        there,
+        R,
+        QUERIES.half,
+        QUERIES.interleaved,
+    )
+    found, norm_of_codes = encoded_values(y.to(tl.float64), signs, store.levels, C, BITS)
     rows, here = row + tl.zeros([1], tl.int64), page + tl.zeros([1], tl.int64) >= 0
-    store_words(codes, rows, here, found, BITS, C, (C * BITS + 31) // 32)
-    tl.store(norms + rows, norm_of_codes, mask=here)
+    store_words(store.codes, rows, here, found, BITS, C, (C * BITS + 31) // 32)
+    tl.store(store.norms + rows, norm_of_codes, mask=here)
 
 
 def rope_encode(
@@ -52,10 +79,9 @@ def rope_encode(
     plain, rotated, out = queries_apart(q, heads, nope)
     grid, sizes = launch_sizes(rotated, kv, rotation)
     launch(rotate_and_encode_latent, grid)(
-        *(rotated, kv, out, norm, rotation[0], rotation[1], float(rotation[2]), float(eps), rotated.stride(1), heads),
-        *(pages.codes, pages.norms, *levels_for(pages.bits, pages.width, q.device), pages.rope),
-        rotation_for(pages.width, pages.seed, False, q.device)[0],
-        *(pages.table, pages.lengths, starts, *pages.table.shape, pages.pool[0]),
+        *(rotated, kv, out, norm, rope_of(rotation), float(eps), rotated.stride(1), heads),
+        Coded(pages.codes, pages.norms, levels_for(pages.bits, pages.width, q.device)),
+        *(pages.rope, rotation_for(pages.width, pages.seed, False, q.device)[0], index_of(pages, starts)),
         C=pages.width,
         BITS=pages.bits,
         PAGE=pages.pool[1],

@@ -4,6 +4,8 @@ Four groups of warps: one decodes tiles, one makes scores and weights, two have 
 place is free only after its mixing.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,9 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
+from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import MOST_SPLITS, columns, room_for, share_of, tiles_of
+from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
 from auraflux.ops.turboquant.cuda.mla_merge import hadamard_queries, merge_rotated
@@ -41,15 +45,41 @@ ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+class Source(NamedTuple):
+    """What TMA brings: queries, rotated queries and rotated keys."""
+
+    queries: Any
+    rotated: Any
+    ropes: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program.
+
+    Q, QR   queries and rotated queries
+    shared  the table and decoded tiles
+    R       rotated keys
+    P, F    weights, and what becomes of earlier sums
+    tiles   barriers of full tiles, of empty ones
+    more    barriers of queries, of rotated keys, of weights made and used
+    """
+
+    Q: Any
+    QR: Any
+    shared: Any
+    R: Any
+    P: Any
+    F: Any
+    tiles: Any
+    more: Any
+
+
 @gluon.jit
 def _score(
-    queries, rotated, ropes, Q, QR, shared, R, P, F, tiles, more, table, norms, part_m, part_l, scale, unit, begin, end, count,
-    line, at, room, splits, pool, PAGE: gl.constexpr, NP: gl.constexpr, ST: gl.constexpr,
+    source, memory, table, norms, parts, scale, unit, begin, end, count, line, at, room, splits, pool, PAGE: gl.constexpr,
+    NP: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
-    """Make the weights of each tile, and at last what the results must be multiplied with.
-
-    more  of queries, of rotated keys, of weights made and used
-    """
+    """Make the weights of each tile, and at last what the results must be multiplied with."""
     T: gl.constexpr = columns(NP)
     position, row = gl.arange(0, NP, gl.SliceLayout(0, T)), gl.arange(0, 64, gl.SliceLayout(1, T))
     m = gl.full([64], float("-inf"), F32, gl.SliceLayout(1, T))
@@ -58,32 +88,32 @@ def _score(
     page = gl.load(table + begin // PAGE)
     following = gl.load(table + (begin + gl.minimum(1, count - 1) * NP) // PAGE)
     gdc_wait()
-    mbarrier.expect(more.index(0), 64 * 576 * 2)
-    tma.async_copy_global_to_shared(queries, [line, 0], more.index(0), Q)
-    tma.async_copy_global_to_shared(rotated, [line, 0], more.index(0), QR)
+    mbarrier.expect(memory.more.index(0), 64 * 576 * 2)
+    tma.async_copy_global_to_shared(source.queries, [line, 0], memory.more.index(0), memory.Q)
+    tma.async_copy_global_to_shared(source.rotated, [line, 0], memory.more.index(0), memory.QR)
     there = (page >= 0) & (page < pool)
     origin = gl.where(there, page, 0) * PAGE + begin % PAGE
     if count > 0:
-        mbarrier.expect(more.index(1), NP * 128)
-        tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
+        mbarrier.expect(memory.more.index(1), NP * 128)
+        tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
     norm = gl.load(norms + origin.to(gl.int64) + position)
-    mbarrier.wait(more.index(0), 0)
+    mbarrier.wait(memory.more.index(0), 0)
     for i in range(count):
         first = begin + i * NP
         left = gl.where(there, end - first, 0)
-        tile = shared.index(TABLE_ROWS + i % ST * tile_rows(NP))._reinterpret(F16, [NP, 512], LEVELS)
-        mbarrier.wait(tiles.index(i % ST), i // ST % 2)
-        c = warpgroup_mma(Q, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(more.index(1), i % 2)
-        s = warpgroup_mma(QR, R.permute((1, 0)), zero, use_acc=False, is_async=True)
+        tile = memory.shared.index(TABLE_ROWS + i % ST * tile_rows(NP))._reinterpret(F16, [NP, 512], LEVELS)
+        mbarrier.wait(memory.tiles.index(i % ST), i // ST % 2)
+        c = warpgroup_mma(memory.Q, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(memory.more.index(1), i % 2)
+        s = warpgroup_mma(memory.QR, memory.R.permute((1, 0)), zero, use_acc=False, is_async=True)
         c, s = warpgroup_mma_wait(0, deps=[c, s])
         gl.thread_barrier()
         page, following = following, gl.load(table + (begin + gl.minimum(i + 2, count - 1) * NP) // PAGE)
         there = (page >= 0) & (page < pool)
         origin = gl.where(there, page, 0) * PAGE + (first + NP) % PAGE
         if i + 1 < count:
-            mbarrier.expect(more.index(1), NP * 128)
-            tma.async_copy_global_to_shared(ropes, [origin, 0], more.index(1), R)
+            mbarrier.expect(memory.more.index(1), NP * 128)
+            tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
         weight = norm * unit
         s = gl.where((position < left)[None, :], (c * weight[None, :] + s) * scale, float("-inf"))
         norm = gl.load(norms + origin.to(gl.int64) + position)
@@ -92,17 +122,17 @@ def _score(
         p = gl.exp2(s - safe[:, None])
         fade = gl.exp2(m - safe)
         m, l = top, l * fade + gl.sum(p, 1)  # noqa: E741
-        mbarrier.wait(more.index(3), (i % 2) ^ 1)
+        mbarrier.wait(memory.more.index(3), (i % 2) ^ 1)
         # norms need not be finite where nothing is seen
-        P.store((p * gl.where(position < left, weight, 0.0)[None, :]).to(F16))
-        F.store(fade)
+        memory.P.store((p * gl.where(position < left, weight, 0.0)[None, :]).to(F16))
+        memory.F.store(fade)
         fence_async_shared()
-        mbarrier.arrive(more.index(2))
-    mbarrier.wait(more.index(3), (count % 2) ^ 1)
-    F.store(gl.where(l == 0.0, 0.0, 1.0 / l))
-    mbarrier.arrive(more.index(2))
-    gl.store(part_m + at + row * splits, m, mask=row < room)
-    gl.store(part_l + at + row * splits, l, mask=row < room)
+        mbarrier.arrive(memory.more.index(2))
+    mbarrier.wait(memory.more.index(3), (count % 2) ^ 1)
+    memory.F.store(gl.where(l == 0.0, 0.0, 1.0 / l))
+    mbarrier.arrive(memory.more.index(2))
+    gl.store(parts.m + at + row * splits, m, mask=row < room)
+    gl.store(parts.l + at + row * splits, l, mask=row < room)
 
 
 @gluon.jit
@@ -115,24 +145,22 @@ def _butterflies(x):
 
 
 @gluon.jit
-def _mix(
-    Q, shared, P, F, tiles, more, out, count, at, room, splits, NP: gl.constexpr, ST: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
+def _mix(memory, out, count, at, room, splits, NP: gl.constexpr, ST: gl.constexpr, HALF: gl.constexpr):
     """Add up half of the channels, and store their means."""
     acc = gl.full([64, 256], 0.0, F32, SUMS)
     for i in range(count):
-        tile = shared.index(TABLE_ROWS + i % ST * tile_rows(NP))._reinterpret(F16, [NP, 512], LEVELS)
-        mbarrier.wait(tiles.index(i % ST), i // ST % 2)
-        mbarrier.wait(more.index(2), i % 2)
-        fade = F.load(gl.SliceLayout(1, SUMS))
-        acc = warpgroup_mma(P, tile.slice(HALF * 256, 256, dim=1), acc * fade[:, None], is_async=True)
+        tile = memory.shared.index(TABLE_ROWS + i % ST * tile_rows(NP))._reinterpret(F16, [NP, 512], LEVELS)
+        mbarrier.wait(memory.tiles.index(i % ST), i // ST % 2)
+        mbarrier.wait(memory.more.index(2), i % 2)
+        fade = memory.F.load(gl.SliceLayout(1, SUMS))
+        acc = warpgroup_mma(memory.P, tile.slice(HALF * 256, 256, dim=1), acc * fade[:, None], is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(more.index(3))
-        mbarrier.arrive(tiles.index(ST + i % ST))
-    mbarrier.wait(more.index(2), count % 2)
+        mbarrier.arrive(memory.more.index(3))
+        mbarrier.arrive(memory.tiles.index(ST + i % ST))
+    mbarrier.wait(memory.more.index(2), count % 2)
     # queries are done with; their place lets lines be stored whole
-    lines = Q.slice(HALF * 256, 256, dim=1)
-    lines.store(_butterflies(acc * F.load(gl.SliceLayout(1, SUMS))[:, None]).to(F16))
+    lines = memory.Q.slice(HALF * 256, 256, dim=1)
+    lines.store(_butterflies(acc * memory.F.load(gl.SliceLayout(1, SUMS))[:, None]).to(F16))
     gl.thread_barrier()
     row, channel = gl.arange(0, 64, gl.SliceLayout(1, ROWS)), gl.arange(0, 256, gl.SliceLayout(0, ROWS))
     where = at * 512 + HALF * 256 + (row[:, None] * (splits * 512) + channel[None, :])
@@ -141,17 +169,16 @@ def _mix(
 
 @gluon.jit
 def latent_code_rows(
-    queries, rotated, codes, ropes, norms, levels, table, lengths, starts, out, part_m, part_l,
-    scale, unit, sequences, heads, table_width, pool, splits, PAGE: gl.constexpr, S: gl.constexpr, NP: gl.constexpr,
-    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
+    queries, rotated, ropes, store, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
+    NP: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one token with one share of its positions, NP at a time; grid (tokens * tiles of heads, splits)."""
     gdc_launch_dependents()
     groups = (heads + 63) // 64
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * 64, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, lengths, starts, sequences, S, NP)
+    share = share_of(token, split, splits, 1 << 30, index, S, NP)
     sequence, begin, _, end, count, old = share
-    table += sequence.to(gl.int64) * table_width
+    table = index.table + sequence.to(gl.int64) * index.width
     line, room = token * heads + column, heads - column
     at = line.to(gl.int64) * splits + split
     # the largest allocation is where shared memory begins, and the table where it begins: look-ups find it there
@@ -171,13 +198,15 @@ def latent_code_rows(
         mbarrier.init(more.index(i), count=1 if i < 3 else 2)
     fence_async_shared()
     gl.thread_barrier()
+    source, memory = Source(queries, rotated, ropes), Memory(Q, QR, shared, R, P, F, tiles, more)
     gl.warp_specialize(
         [
-            (_score, (queries, rotated, ropes, Q, QR, shared, R, P, F, tiles, more, table, norms, part_m, part_l, scale, unit,
-                      begin, end, count, line, at, room, splits, pool, PAGE, NP, ST)),
-            (_mix, (Q, shared, P, F, tiles, more, out, count, at, room, splits, NP, ST, 0)),
-            (_mix, (Q, shared, P, F, tiles, more, out, count, at, room, splits, NP, ST, 1)),
-            (decode, (codes, shared, levels, tiles, table, begin, old, count, pool, PAGE, NP, BITS, RP, DEEP, ST, NP // 8)),
+            (_score, (source, memory, table, store.norms, parts, scale, unit, begin, end, count, line, at, room, splits,
+                      index.pool, PAGE, NP, ST)),
+            (_mix, (memory, parts.o, count, at, room, splits, NP, ST, 0)),
+            (_mix, (memory, parts.o, count, at, room, splits, NP, ST, 1)),
+            (decode, (store.codes, shared, store.levels, tiles, table, begin, old, count, index.pool, PAGE, NP, BITS, RP, DEEP,
+                      ST, NP // 8)),
         ],
         [4, 4, 4],
         [160, 160, 80],
@@ -186,16 +215,16 @@ def latent_code_rows(
 
 def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     """`turboquant_latent_attention` of few tokens and many heads."""
-    (tokens, heads, _), (sequences, table_width), (pool, page) = q_latent.shape, pages.table.shape, pages.pool
+    (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     out, programs, device = torch.empty_like(q_latent), tokens * cdiv(heads, HEADS), q_latent.device
     splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, 2 * TILE)))
     # rounded once more, which means of many shares do not show
     parts = room_for(tokens * heads, splits, LATENT, torch.float16, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
     launch(latent_code_rows, (programs, splits))(
-        tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), pages.codes, tiles_of(pages.rope, TILE),
-        pages.norms, table_for(pages.bits, LATENT, device), pages.table, pages.lengths, starts, *parts, scale * LOG2E.value,
-        LATENT**-0.5, sequences, heads, table_width, pool, splits, page, power_of_two(sequences), TILE, pages.bits,
+        tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.rope, TILE),
+        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device)), index_of(pages, starts), parts,
+        scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), TILE, pages.bits,
         *RINGS[pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     merge_rotated(parts, signs, out, 32, early=False)

@@ -1,6 +1,8 @@
 """New tokens on CUDA: queries and keys are normalised and rotated by RoPE, keys and values coded into their pages, all in
 one launch. A program takes a head of a token: decoding has few of them, and each is short."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -8,11 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.device import not_hopper
 from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.pages import place_token
-from auraflux.ops.hopper.rope import cos_sin
-from auraflux.ops.turboquant.arrangement import Arrangement
-from auraflux.ops.turboquant.cuda.codec import encoded_values
-from auraflux.ops.turboquant.cuda.codec_launch import index_of, page_sizes
+from auraflux.ops.hopper.pages import index_of, place_of, position_of
+from auraflux.ops.hopper.rope import Rope, cos_sin
+from auraflux.ops.turboquant.cuda.arguments import calibrated_of, kept_of, keys_of, plain_of, shape_of, values_of
+from auraflux.ops.turboquant.cuda.codec import encoded_and_rotated
 from auraflux.ops.turboquant.cuda.hadamard import (
     half_of_pair,
     levels_for,
@@ -21,9 +22,18 @@ from auraflux.ops.turboquant.cuda.hadamard import (
     store_half_units,
     store_words,
 )
+from auraflux.ops.turboquant.cuda.keep import reduced, store_plain
 from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 64  # that are rotated and coded in one launch
+
+
+class Norms(NamedTuple):
+    """The norms of queries and of keys, where they have any."""
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
 
 
 @triton.jit
@@ -36,8 +46,7 @@ def begin_next(EARLY: tl.constexpr):
 
 @triton.jit
 def rotated_row(
-    x, weight, inv_freq, position, half, mscale, eps,
-    kind: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, rope, position, half, eps, kind: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Load a head, normalise it where it has a weight, and rotate it: [1, D] float32, rounded to `kind` as if stored."""
     d = tl.arange(0, D)[None, :]
@@ -48,7 +57,7 @@ def rotated_row(
         pair, other = tl.where(first, d, d - half), tl.where(first, d + half, d - half)
     turns = d < 2 * half
     other = tl.where(turns, other, d)
-    frequency = tl.load(inv_freq + pair, mask=turns, other=0.0)
+    frequency = tl.load(rope.inv_freq + pair, mask=turns, other=0.0)
     cosine, sine = cos_sin(position.to(tl.float32) * frequency)
     begin_next(EARLY)
     a, b = tl.load(x + d).to(tl.float32), tl.load(x + other).to(tl.float32)
@@ -56,56 +65,64 @@ def rotated_row(
         factor = 1.0 / tl.sqrt(tl.sum(a * a, 1, keep_dims=True) / D + eps)
         a = (a * factor * tl.load(weight + d).to(tl.float32)).to(kind).to(tl.float32)
         b = (b * factor * tl.load(weight + other).to(tl.float32)).to(kind).to(tl.float32)
-    rotated = a * (cosine * mscale) + tl.where(first, -b, b) * (sine * mscale)
+    rotated = a * (cosine * rope.mscale) + tl.where(first, -b, b) * (sine * rope.mscale)
     return tl.where(turns, rotated, a).to(kind).to(tl.float32)
 
 
 @triton.jit
 def rotate_and_append(
-    q, k, v, q_out, q_weight, k_weight, inv_freq, positions, half, mscale, eps, q_pitch,
-    k_codes, k_norms, k_places, k_levels, k_offset, k_factor, v_codes, v_norms, v_places, v_levels, v_offset, v_factor,
-    signs, table, lengths, starts, sequences, table_width, pool, Q_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, PAGE: tl.constexpr,
-    S: tl.constexpr, EARLY: tl.constexpr,
+    q, k, v, q_out, norms, rope, half, q_pitch, keys, values, signs, index, calibrated, plain, SHAPE: tl.constexpr,
+    KEPT: tl.constexpr, Q_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Turn a query, or code a key or a value; grid (HEADS keys, HEADS values, Q_HEADS queries; tokens).
 
+    calibrated  what keys leave out; None for nothing
+    plain       where rows are kept as they are; None for nowhere
+
     EARLY  launched before the kernel before has ended; positions and pages are older than that
     """
+    D: tl.constexpr = SHAPE.width
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
     d = tl.arange(0, D)[None, :]
-    if head >= 2 * HEADS:
-        row = token * Q_HEADS + head - 2 * HEADS
-        position = tl.load(positions + token)
-        y = rotated_row(q + row * q_pitch, q_weight, inv_freq, position, half, mscale, eps, kind, D, INTERLEAVED, EARLY)
+    if head >= 2 * SHAPE.heads:
+        row = token * Q_HEADS + head - 2 * SHAPE.heads
+        position = tl.load(rope.positions + token)
+        y = rotated_row(q + row * q_pitch, norms.q, rope, position, half, norms.eps, kind, D, INTERLEAVED, EARLY)
         tl.store(q_out + row * D + d, y.to(kind))
         return
-    page, slot = place_token(tl.program_id(1), table, lengths, starts, sequences, table_width, pool, PAGE, S)
+    sequence, at_position = position_of(tl.program_id(1), index, SHAPE.sequences)
+    page, slot = place_of(index.table, sequence, at_position, index.width, index.pool, SHAPE.page)
     there = page + tl.zeros([1], tl.int64) >= 0
-    row = (page * HEADS + head % HEADS) * PAGE + slot + tl.zeros([1], tl.int64)
-    source = (token * HEADS + head % HEADS) * D
-    if head < HEADS:
-        position = tl.load(positions + token)
-        y = rotated_row(k + source, k_weight, inv_freq, position, half, mscale, eps, kind, D, INTERLEAVED, EARLY)
-        codes, norm = encoded_values(y.to(tl.float64), signs, k_places, k_levels, k_offset, k_factor, D, KEY_BITS)
-        store_words(k_codes, row, there, codes, KEY_BITS, D, (D * KEY_BITS + 31) // 32)
-        tl.store(k_norms + row, norm, mask=there)
+    row = (page * SHAPE.heads + head % SHAPE.heads) * SHAPE.page + slot + tl.zeros([1], tl.int64)
+    source = (token * SHAPE.heads + head % SHAPE.heads) * D
+    if head < SHAPE.heads:
+        position = tl.load(rope.positions + token)
+        y = rotated_row(k + source, norms.k, rope, position, half, norms.eps, kind, D, INTERLEAVED, EARLY)
+        if calibrated is not None:
+            y = reduced(y, calibrated, head, at_position, d, d < D, D)
+        codes, norm, rotated = encoded_and_rotated(y.to(tl.float64), signs, keys.levels, D, SHAPE.key_bits)
+        if plain is not None:
+            store_plain(rotated, plain, sequence, at_position, head, d, True, SHAPE, KEPT)
+        store_words(keys.codes, row, there, codes, SHAPE.key_bits, D, (D * SHAPE.key_bits + 31) // 32)
+        tl.store(keys.norms + row, norm, mask=there)
         return
     begin_next(EARLY)
-    if PAIRS and VALUE_BITS % 3:
+    if SHAPE.pairs and SHAPE.value_bits % 3:
         # asked for now, needed at the end
-        at, mine, shift = half_of_pair(v_codes, row, VALUE_BITS, D)
+        at, mine, shift = half_of_pair(values.codes, row, SHAPE.value_bits, D)
         old = tl.load(at, mask=there, other=0)
     y = tl.load(v + source + d).to(tl.float64)
-    codes, norm = encoded_values(y, signs, v_places, v_levels, v_offset, v_factor, D, VALUE_BITS)
-    tl.store(v_norms + row, norm, mask=there)
-    if not PAIRS:
-        store_words(v_codes, row, there, codes, VALUE_BITS, D, (D * VALUE_BITS + 31) // 32)
-    elif VALUE_BITS % 3 == 0:
-        store_half_units(v_codes, row, there, codes, VALUE_BITS, D)
+    codes, norm, rotated = encoded_and_rotated(y, signs, values.levels, D, SHAPE.value_bits)
+    if plain is not None:
+        store_plain(rotated, plain, sequence, at_position, head - SHAPE.heads, d, False, SHAPE, KEPT)
+    tl.store(values.norms + row, norm, mask=there)
+    if not SHAPE.pairs:
+        store_words(values.codes, row, there, codes, SHAPE.value_bits, D, (D * SHAPE.value_bits + 31) // 32)
+    elif SHAPE.value_bits % 3 == 0:
+        store_half_units(values.codes, row, there, codes, SHAPE.value_bits, D)
     else:
-        store_half(at, mine, shift, there, old, codes, VALUE_BITS, D)
+        store_half(at, mine, shift, there, old, codes, SHAPE.value_bits, D)
 
 
 def append(
@@ -123,24 +140,21 @@ def append(
 ) -> Tensor:
     """Code keys and values into their pages; gives the rotated queries."""
     tokens, heads, width = k.shape
+    q_norm, k_norm = norms or (None, None)
     out, early = q.new_empty(q.shape), not_hopper(q.device) is None
     launch(rotate_and_append, (2 * heads + q.shape[1], tokens))(
-        *(q, k, v, out, *(norms or (None, None)), inv_freq, positions),
-        *(inv_freq.shape[0], float(mscale), float(eps), q.stride(1)),
-        *(pages.key_codes, pages.key_norms, *levels_for(pages.key_bits, width, k.device)),
-        *(pages.value_codes, pages.value_norms, *levels_for(pages.value_bits, width, k.device)),
+        *(q, k, v, out, Norms(q_norm, k_norm, float(eps))),
+        *(Rope(inv_freq, positions, float(mscale)), inv_freq.shape[0], q.stride(1)),
+        keys_of(pages, levels_for(pages.key_bits, width, k.device)),
+        values_of(pages, levels_for(pages.value_bits, width, k.device)),
         rotation_for(width, pages.seed, False, k.device)[0],
-        *index_of(pages, starts),
+        *(index_of(pages, starts), calibrated_of(pages), plain_of(pages)),
+        SHAPE=shape_of(pages),
+        KEPT=kept_of(pages),
         Q_HEADS=q.shape[1],
-        HEADS=heads,
-        D=width,
-        KEY_BITS=pages.key_bits,
-        VALUE_BITS=pages.value_bits,
         INTERLEAVED=interleaved,
-        PAIRS=pages.arrangement is Arrangement.PAIRS,
         EARLY=early,
         num_warps=1,
         launch_pdl=early,
-        **page_sizes(pages),
     )
     return out

@@ -24,6 +24,7 @@ from auraflux.ops.turboquant.cuda import (
     dequantize,
     encode_prefill,
     flash_codes_launch,
+    keep,
     mla_columns,
     mla_rope_append,
     mla_rows,
@@ -70,11 +71,16 @@ def _refuses_attend(call: Attend) -> str | None:
         return "exact products of float32 are wanted"
     if not fills_words(pages.key_bits, pages.width) or not fills_words(pages.value_bits, pages.width):
         return f"two tokens of {pages.key_bits} or {pages.value_bits} bits, {pages.width} wide, do not fill words"
+    if pages.plain is not None and pages.plain.first + pages.plain.newest > attend_launch.MOST_PLAIN:
+        kept = pages.plain.first + pages.plain.newest
+        return f"{kept} positions are kept as they are; it is for up to {attend_launch.MOST_PLAIN}"
     return not_hopper(call.q.device)
 
 
 def _refuses_dequantized(call: Attend) -> str | None:
     pages, tokens = call.pages, call.q.shape[0]
+    if pages.calibration is not None or pages.plain is not None:
+        return None
     many = dequantize.MANY_INTERPRETED if interpreted() else dequantize.MANY
     if tokens < many * pages.lengths.shape[0]:
         return f"{tokens} new tokens; it is for {many} of a sequence and more"
@@ -84,8 +90,9 @@ def _refuses_dequantized(call: Attend) -> str | None:
 
 
 def _dequantized(call: Attend) -> Tensor:
-    written = dequantize.written(call.pages, call.starts, call.window, call.q.dtype)
-    return attention(call.q, written, call.starts, call.scale, call.window, call.sinks, call.softcap)
+    q, pages, starts, scale, window, sinks, softcap = call
+    written, near = dequantize.written(pages, starts, window, len(q), q.dtype)
+    return attention(q, written, starts, scale, window, sinks, softcap, near)
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
@@ -162,8 +169,18 @@ def _refuses_rope_first(call: RopeAppend) -> str | None:
 def _rope_first(call: RopeAppend) -> Tensor:
     rotation = call.inv_freq, call.positions, call.norms, call.eps, call.mscale, call.interleaved
     q, k = norm_rope(call.q, call.k, *rotation)
-    APPEND(Append(k, call.v, call.pages, call.starts))
+    append_kept(Append(k, call.v, call.pages, call.starts))
     return q
+
+
+def append_kept(call: Append) -> None:
+    """Take out of keys what their codes leave out, keep rows that are kept as they are, and code the rest."""
+    k, v, pages, starts = call
+    # few are coded from float32, as the reference does; a prompt's in 16 bits, which 8 bits hardly notice
+    many = k.shape[0] * k.shape[1] >= encode_prefill.MANY
+    k = keep.without_centres(k, pages, starts, k.dtype if many else torch.float32)
+    keep.keep(k, v, pages, starts)
+    APPEND(Append(k, v, pages, starts))
 
 
 def _appended(call: RopeAppend) -> list[tuple[Routes[Append, None], Append]]:

@@ -1,0 +1,238 @@
+"""What `attend` adds where keys leave something out and some positions are kept as they are.
+
+Centres. The product of a query with the centre of a block of positions is one with the angles in the block's middle: channels
+that turn by the same angle are added up first, so a query has a number for each cosine and each sine. Tensor cores multiply 16
+blocks at a time by them, those of a warp's next 16 steps.
+
+Plain rows. They are rotated as codes are, so they are one more step before the first, without a look-up: a warp has 16 of them.
+Its layouts are those of `attend_step`.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from auraflux.ops.turboquant.calibration import BLOCK, Calibration
+from auraflux.ops.turboquant.cuda.attend_parts import NOTHING
+from auraflux.ops.turboquant.cuda.attend_ring import key_words
+from auraflux.ops.turboquant.cuda.attend_step import halves, sum_layout, weights
+
+STEPS = gl.constexpr(16)  # of a warp, whose centres are found at once
+CENTRED = gl.constexpr(BLOCK)
+ANGLE_CHUNK = gl.constexpr(8)  # neighbouring angles of a lane
+
+
+class Centres(NamedTuple):
+    """What `attend` needs of a calibration.
+
+    scale, along, across  see `Calibration`
+    pairs   [2, D / 2]    int32, channels that turn by the same angle
+    angles  [blocks, D]   float16, the cosines of these angles in the middle of each block, then the sines
+    blocks  that there are
+    """
+
+    scale: Tensor
+    along: Tensor
+    across: Tensor
+    pairs: Tensor
+    angles: Tensor
+    blocks: int
+
+
+_angles: dict[int, tuple[Any, tuple[Tensor, Tensor]]] = {}
+
+
+def _angles_of(calibration: Calibration) -> tuple[Tensor, Tensor]:
+    """Give `pairs` and `angles`, made once for all layers that share a table."""
+    table = calibration.table
+    key = id(table)
+    known = _angles.get(key)
+    if known is None or known[0]() is not table:
+        pairs = calibration.pairs().to(table.device)
+        angles = table[:, :, pairs[0].long()].flatten(1).half().contiguous()
+        # forgotten with the table, before another may have its identity
+        known = _angles[key] = weakref.ref(table, lambda _: _angles.pop(key, None)), (pairs, angles)
+    return known[1]
+
+
+def centres_of(calibration: Calibration | None) -> Centres | None:
+    if calibration is None:
+        return None
+    vectors = calibration.scale, calibration.along, calibration.across
+    return Centres(*vectors, *_angles_of(calibration), len(calibration.table))
+
+
+@gluon.constexpr_function
+def _row_layout(warps, width, chunk):
+    """Rows [warps, 16, width] as a warp reads them: a lane has `chunk` neighbours out of every 4 * chunk of two rows."""
+    regs = [[0, 0, 1 << i] for i in range(width.bit_length() - 1) if 1 << i not in (chunk, 2 * chunk)] + [[0, 8, 0]]
+    lanes = [[0, 0, chunk], [0, 0, 2 * chunk], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return _per_warp(regs, lanes, [warps, 16, width])
+
+
+@gluon.constexpr_function
+def _value_layout(warps, width):
+    """Rows [warps, 16, width] as sums of values want them: a lane has an eighth of four rows."""
+    eighth = width // 8
+    regs = [[0, 0, 1 << i] for i in range(eighth.bit_length() - 1)] + [[0, 1, 0], [0, 8, 0]]
+    lanes = [[0, 2, 0], [0, 4, 0], [0, 0, eighth], [0, 0, 2 * eighth], [0, 0, 4 * eighth]]
+    return _per_warp(regs, lanes, [warps, 16, width])
+
+
+@gluon.constexpr_function
+def _per_warp(regs, lanes, shape):
+    warps = [[1 << i, 0, 0] for i in range(shape[0].bit_length() - 1)]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def _query_layout(warps, width, chunk):
+    regs = [[0, 0, 1 << i] for i in range(width.bit_length() - 1) if 1 << i not in (chunk, 2 * chunk)]
+    return _per_warp(regs, [[0, 0, chunk], [0, 0, 2 * chunk], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [warps, 8, width])
+
+
+@gluon.jit
+def _first_operand(x, CHUNK: gl.constexpr, NW: gl.constexpr):
+    """Rows [warps, 16, D] in `_row_layout` as the first operand of products with queries."""
+    D: gl.constexpr = x.shape[2]
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
+    x = gl.permute(gl.reshape(x, [NW, 16, D // (4 * CHUNK), 4, CHUNK // 2, 2]), [0, 1, 2, 4, 3, 5])
+    return gl.convert_layout(gl.reshape(x, [NW, 16, D]), A, assert_trivial=True)
+
+
+@gluon.jit
+def store_angle_queries(q, centres, shared, head, live, factor, D: gl.constexpr, NW: gl.constexpr):
+    """Put what 8 queries have for each cosine and each sine where the rotated queries were, which all warps have read."""
+    LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
+    j = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, LR))[:, None]
+    x = gl.full([8, D], 0.0, gl.float32, LR)
+    for i in gl.static_range(2):
+        channel = gl.load(centres.pairs + i * (D // 2) + j % (D // 2))
+        along, across = gl.load(centres.along + head * D + channel), gl.load(centres.across + head * D + channel)
+        mine = gl.load(q + row * D + channel, mask=row < live, other=0.0).to(gl.float32)
+        x += mine * gl.where(j < D // 2, along, across)
+    gl.thread_barrier()
+    to = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    to.store((x * factor).to(gl.float16))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def centre_scores(centres, shared, position, D: gl.constexpr, NW: gl.constexpr):
+    """Scores [warps, 16, 8 heads] of the centres at positions [warps, 16], laid out as rows of `_row_layout`."""
+    LT: gl.constexpr = _row_layout(NW, D, ANGLE_CHUNK)
+    LQ: gl.constexpr = _query_layout(NW, D, ANGLE_CHUNK)
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
+    block = gl.minimum(gl.maximum(position, 0) // CENTRED, centres.blocks - 1)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, LT)))[None, None, :]
+    angles = _first_operand(gl.load(centres.angles + gl.expand_dims(block, 2) * D + d), ANGLE_CHUNK, NW)
+    stored = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
+    x = gl.expand_dims(stored.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
+    x = gl.reshape(x, [NW, 8, D // (4 * ANGLE_CHUNK), 4, ANGLE_CHUNK // 2, 2])
+    x = gl.convert_layout(gl.reshape(gl.permute(x, [0, 2, 4, 3, 5, 1]), [NW, D, 8]), B, assert_trivial=True)
+    return mma_v2(angles, x, gl.full([NW, 16, 8], 0.0, gl.float32, M))
+
+
+@gluon.jit
+def row_positions(first, stride, D: gl.constexpr, NW: gl.constexpr, EACH: gl.constexpr):
+    """Positions [warps, 16] of rows: `first` + EACH for every warp + `stride` for every row."""
+    LP: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, ANGLE_CHUNK))
+    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LP))[:, None]
+    return first + warp * EACH + gl.arange(0, 16, layout=gl.SliceLayout(0, LP))[None, :] * stride
+
+
+@gluon.jit
+def of_step(found, i, NW: gl.constexpr):
+    """The scores [warps, 8] of the centre of a warp's i-th step among those of 16."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    step = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M)))[None, :, None]
+    return gl.sum(gl.where(step == i % STEPS, found, 0.0), 1)
+
+
+@gluon.jit
+def _places(plain, sequence, position, head, LAYOUT: gl.constexpr, HEADS: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
+    """Positions of the plain rows of all warps, 16 each, and their rows among the first positions' and among the recent."""
+    n = gl.arange(0, NW, layout=gl.SliceLayout(1, LAYOUT))[:, None] * 16
+    n += gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    oldest = gl.maximum(position + 1 - KEPT.newest, KEPT.first)
+    at = gl.where(n < KEPT.first, n, oldest + n - KEPT.first)
+    beginning, recent = (n * 0).to(gl.int64), (n * 0).to(gl.int64)
+    there = at <= position
+    if KEPT.first:
+        page = gl.load(plain.head_table + sequence)
+        there &= (n >= KEPT.first) | ((page >= 0) & (page < plain.head_pool))
+        beginning = (page.to(gl.int64) * HEADS + head) * KEPT.first + gl.minimum(n, KEPT.first - 1)
+    if KEPT.newest:
+        here = there & (n >= KEPT.first) & (at < plain.width * KEPT.page)
+        page = gl.load(plain.table + sequence.to(gl.int64) * plain.width + at // KEPT.page, mask=here, other=0)
+        there &= (n < KEPT.first) | (here & (page >= 0) & (page < plain.pool))
+        recent = (page.to(gl.int64) * HEADS + head) * KEPT.page + at % KEPT.page
+    else:
+        there &= n < KEPT.first
+    return n, at, there, beginning, recent
+
+
+@gluon.jit
+def _rows(beginning, recent, places, D: gl.constexpr, LAYOUT: gl.constexpr, KEPT: gl.constexpr):
+    """Load plain rows [warps, 16, D] in float16, zeros where there are none."""
+    n, _, there, first, other = places
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    x = gl.full([there.shape[0], 16, D], 0.0, gl.float16, LAYOUT)
+    if KEPT.newest:
+        x = gl.load(recent + gl.expand_dims(other * D, 2) + d, mask=gl.expand_dims(there & (n >= KEPT.first), 2), other=0.0)
+        x = x.to(gl.float16)
+    if KEPT.first:
+        more = gl.load(
+            beginning + gl.expand_dims(first * D, 2) + d, mask=gl.expand_dims(there & (n < KEPT.first), 2), other=0.0
+        )
+        x = gl.where(gl.expand_dims(n < KEPT.first, 2), more.to(gl.float16), x)
+    return x
+
+
+@gluon.jit
+def attend_plain(
+    plain, centres, shared, qx, sequence, position, head, low, cap,
+    SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """Attend from a token's queries to its plain rows: sums, sums of weights and maxima, as after a step."""
+    D: gl.constexpr = SHAPE.width
+    ROOT: gl.constexpr = D**0.5  # levels come larger by as much
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    LS: gl.constexpr = gl.SliceLayout(2, M)
+    CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
+    LK: gl.constexpr = _row_layout(NW, D, CHUNK)
+    LV: gl.constexpr = _value_layout(NW, D)
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    keys = _places(plain, sequence, position, head, gl.SliceLayout(2, LK), SHAPE.heads, KEPT, NW)
+    kx = _first_operand(_rows(plain.head_k, plain.k, keys, D, LK, KEPT), CHUNK, NW)
+    vx = _rows(
+        plain.head_v,
+        plain.v,
+        _places(plain, sequence, position, head, gl.SliceLayout(2, LV), SHAPE.heads, KEPT, NW),
+        D,
+        LV,
+        KEPT,
+    )
+    vx = gl.permute(gl.reshape(vx, [NW, 2, 4, 2, 8, D // 8]), [0, 5, 4, 1, 2, 3])  # x, g | h, c, e
+    vx = gl.convert_layout(gl.reshape(vx, [NW, D, 16]), A, assert_trivial=True)
+    s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * ROOT
+    if centres is not None:
+        LP: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, ANGLE_CHUNK))
+        s += centre_scores(centres, shared, gl.convert_layout(keys[1], LP), D, NW)
+    if SOFTCAP:
+        s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)
+    seen = gl.convert_layout(keys[2] & (keys[1] >= low), LS)
+    s = gl.where(gl.expand_dims(seen, 2), s, NOTHING)
+    m = gl.maximum(gl.max(s, 1), -1e29)
+    p = gl.exp2(s - gl.expand_dims(m, 1))
+    l = halves(p, NW)  # noqa: E741
+    vn = gl.full([NW, 16], ROOT, gl.float32, LS)
+    o = mma_v2(vx, weights(p, vn, seen, NW), gl.full([NW, D, 8], 0.0, gl.float32, M))
+    return o, gl.convert_layout(l, sum_layout(NW), assert_trivial=True), m
