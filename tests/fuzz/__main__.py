@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 from tests.fuzz.file_targets import TARGETS as FILES
-from tests.fuzz.harness import Finding, attempt, attempts, peak_nbytes
+from tests.fuzz.harness import WAITING, Finding, attempt, attempts, peak_nbytes
 from tests.fuzz.request_targets import TARGETS as REQUESTS
 
 ALL = [*FILES, *REQUESTS]
@@ -32,7 +32,7 @@ def main() -> int:
     before, told = peak_nbytes(), time.monotonic()
     for name, number, finding in attempts(targets, given.seconds, given.first):
         # what hangs where Python cannot be interrupted
-        faulthandler.dump_traceback_later(2 * max(target.limit_s for target in targets), exit=True)
+        faulthandler.dump_traceback_later(2 * WAITING * max(target.limit_s for target in targets), exit=True)
         counts[name] += 1
         if finding is not None:
             found.append(finding)

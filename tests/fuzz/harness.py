@@ -18,6 +18,7 @@ from auraflux.errors import AurafluxError
 
 LONGEST = 2000  # characters of an error
 MOST_LINES = 3
+WAITING = 20  # times as long as it may compute an input may take where others use the machine
 MEMORY = 256 << 20  # bytes by which an input may raise the peak of the process; the files have less than 1 MiB
 
 
@@ -53,16 +54,21 @@ class Hang(BaseException):
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
+    """Stop what takes longer: of the processor's time, since others may have it meanwhile, and in all many times as long."""
+
     def stop(number: int, frame: FrameType | None) -> None:
         raise Hang(f"it took more than {seconds:g} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, WAITING * seconds))
+    before = [signal.signal(number, stop) for number, _, _ in clocks]
+    for _, clock, limit in clocks:
+        signal.setitimer(clock, limit)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for (number, clock, _), handler in zip(clocks, before, strict=True):
+            signal.setitimer(clock, 0)
+            signal.signal(number, handler)
 
 
 def peak_nbytes() -> int:
@@ -71,7 +77,7 @@ def peak_nbytes() -> int:
 
 
 def attempt(target: Target, number: int, patience: float = 1.0) -> Finding | None:
-    """Try one input; `patience` is by how much a machine with other work may take longer."""
+    """Try one input; `patience` is by how much it may take longer."""
     before = peak_nbytes()
     try:
         with _limited(target.limit_s * patience):
