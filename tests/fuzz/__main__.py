@@ -8,9 +8,10 @@ from collections import Counter
 
 from tests.fuzz.file_targets import TARGETS as FILES
 from tests.fuzz.harness import WAITING, Finding, attempt, attempts, peak_nbytes
+from tests.fuzz.op_targets import TARGETS as OPS
 from tests.fuzz.request_targets import TARGETS as REQUESTS
 
-ALL = [*FILES, *REQUESTS]
+ALL = [*FILES, *REQUESTS, *OPS]
 
 
 EVERY_S = 60.0  # a line that says how far it is

@@ -19,7 +19,7 @@ from auraflux.errors import AurafluxError
 LONGEST = 2000  # characters of an error
 MOST_LINES = 3
 WAITING = 20  # times as long as it may compute an input may take where others use the machine
-MEMORY = 256 << 20  # bytes by which an input may raise the peak of the process; the files have less than 1 MiB
+MEMORY = 256 << 20  # bytes; the files have less than 1 MiB
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Target:
     short    how many inputs the short form tries
     limit_s  in which an input must be dealt with
     every    of so many numbers one is tried: slow targets leave the time to the others
+    memory   bytes by which an input may raise the peak of the process
     """
 
     name: str
@@ -37,6 +38,7 @@ class Target:
     short: int = 20
     limit_s: float = 10.0
     every: int = 1
+    memory: int = MEMORY
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def attempt(target: Target, number: int, patience: float = 1.0) -> Finding | Non
     except (Exception, Hang) as err:
         return Finding(target.name, number, f"{type(err).__name__}: {err}"[:400])
     # a target's first input compiles and loads what all of them need
-    if number and (grown := peak_nbytes() - before) > MEMORY:
+    if number and (grown := peak_nbytes() - before) > target.memory:
         return Finding(target.name, number, f"it took {grown >> 20} MiB of memory")
     return None
 
