@@ -98,7 +98,7 @@ def _words(hint: Any) -> str:
     if origin is not None:
         count = "" if origin is Sequence or ... in inner else f" of {len(inner)}"
         return f"a sequence{count}, each {_words(inner[0])},"
-    return WORDS.get(hint) or getattr(hint, "__name__", str(hint))
+    return WORDS.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def _shown(value: Any) -> str:
