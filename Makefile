@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: install demo test test-all fuzz check fix bench docs clean
+.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench docs clean
 
 install: $(INSTALLED)
 
@@ -34,6 +34,16 @@ test-all: $(INSTALLED)
 SECONDS ?= 60
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# which branches of the modules at the boundary they reach; needs the package coverage
+BOUNDARY := auraflux/kinds.py,auraflux/weights/boundary.py,auraflux/weights/model_keys.py,auraflux/weights/folder.py,auraflux/weights/gguf.py,auraflux/weights/gguf_words.py,auraflux/weights/expert_files.py,auraflux/run/sampling.py,auraflux/serve/failures.py
+fuzz-coverage: $(INSTALLED)
+	$(BIN)/python -m coverage run --branch --include=$(BOUNDARY) -m tests.fuzz --seconds $(SECONDS)
+	$(BIN)/python -m coverage report --show-missing
+
+# every n-th write, read and allocation of all that writes files fails, is torn, or is the last before a kill
+faults: $(INSTALLED)
+	$(BIN)/python -m tests.faults
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from auraflux.machine import cache_folder
 log = logging.getLogger("auraflux")
 
 KEPT = 4  # versions of the kernels
+UNFINISHED_S = 600.0  # after which nobody writes a file any more
 OURS = re.compile(r"[0-9a-f]{16}")
 settings: Any = config  # its names are made when it is imported, out of sight of type checkers
 
@@ -48,6 +50,7 @@ def open_folder(version: str) -> str:
     except OSError as err:
         return _no_cache(f"{err.filename or folder} cannot be used: {err.strerror}")
     _remove_old(folder)
+    _remove_unfinished(folder)
     return str(folder)
 
 
@@ -75,6 +78,14 @@ def _remove_old(folder: Path) -> None:
         versions = [each for each in folder.parent.iterdir() if OURS.fullmatch(each.name) and _is_ours(each)]
         for old in sorted(versions, key=lambda each: each.stat().st_mtime, reverse=True)[KEPT:]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what was being written when a process was killed; what is newer may still be written to."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*.tmp.*"):
+            if time.time() - path.stat().st_mtime > UNFINISHED_S:
+                path.unlink(missing_ok=True)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -113,10 +124,11 @@ class _Files(caching.IndexDataCacheFile):
 _said = threading.Event()
 
 
-def _say_unwritten(folder: str, err: OSError) -> None:
+def _say_unwritten(folder: str, err: Exception) -> None:
     if not _said.is_set():
         _said.set()
-        log.warning("Compiled kernels cannot be kept in %s: %s.", folder, err.strerror)
+        reason = getattr(err, "strerror", None) or "there is not enough memory"
+        log.warning("Compiled kernels cannot be kept in %s: %s.", folder, reason)
 
 
 class _Found(caching.CompileResultCacheImpl):
@@ -137,7 +149,7 @@ class _KernelCache(caching.FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
-        except OSError as err:
+        except (OSError, MemoryError) as err:
             _say_unwritten(str(self._cache_path), err)
 
 

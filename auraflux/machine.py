@@ -54,6 +54,11 @@ def free_nbytes() -> int:
     return this_machine().memory_nbytes // 2
 
 
+def is_out_of_memory(err: BaseException) -> bool:
+    """Whether an error says that main memory ended; torch has no class for that."""
+    return isinstance(err, MemoryError) or (isinstance(err, RuntimeError) and "can't allocate memory" in str(err))
+
+
 def cache_home() -> Path:
     """The user's cache folder, as the XDG base directory specification has it: a value that is no absolute path is ignored."""
     named = os.environ.get("XDG_CACHE_HOME", "")

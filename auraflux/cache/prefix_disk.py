@@ -12,6 +12,7 @@ import threading
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -104,23 +105,24 @@ class PrefixDisk:
             task.result()
 
     def _save(self, ids: list[int], snapshot: Snapshot) -> None:
-        tensors, about = _spelled(ids, snapshot)
         path = self.folder / f"{hashlib.sha256(repr((self.format, ids)).encode()).hexdigest()[:32]}{ENDING}"
-        content = save(tensors, {"about": json.dumps({**about, "version": VERSION, "format": self.format})})
-        if len(content) > self.limit_nbytes:
-            return
         try:
+            tensors, about = _spelled(ids, snapshot)
+            content = save(tensors, {"about": json.dumps({**about, "version": VERSION, "format": self.format})})
+            if len(content) > self.limit_nbytes:
+                return
             self._make_room(len(content))
             _write(path, content)
-        except OSError as err:
-            log.warning("a prefix of %d tokens was not written to disk: %s", len(ids), err.strerror or err)
+        except (OSError, MemoryError) as err:
+            reason = getattr(err, "strerror", None) or "there is not enough memory"
+            log.warning("a prefix of %d tokens was not written to disk: %s", len(ids), reason)
             return
         self._add(Saved(path, ids, len(content)))
 
     def _load(self, saved: Saved) -> Snapshot | None:
         try:
             snapshot = _read(saved.path, self.format)[1]
-        except (OSError, SafetensorError, ValueError, KeyError) as err:
+        except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as err:
             log.warning("a prefix on disk is not what was written, and dropped: %s", type(err).__name__)
             self._drop(saved)
             return None
@@ -137,7 +139,10 @@ class PrefixDisk:
         for path in sorted(self.folder.glob(f"*{ENDING}"), key=lambda path: path.stat().st_mtime):
             try:
                 ids = _ids_of(path, self.format)
-            except (OSError, SafetensorError, ValueError, KeyError):
+            # it cannot be read at present, of which torch has a RuntimeError; another run may have more luck
+            except (OSError, RuntimeError):
+                continue
+            except (SafetensorError, ValueError, KeyError):
                 path.unlink(missing_ok=True)
                 continue
             self._add(Saved(path, ids, path.stat().st_size))
@@ -162,12 +167,17 @@ class PrefixDisk:
 
 def _write(path: Path, content: bytes) -> None:
     unfinished = path.with_suffix(UNFINISHED)
-    number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(number, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(number)
-    unfinished.replace(path)
+    try:
+        number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(number)
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _spelled(ids: list[int], snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, object]]:

@@ -22,6 +22,7 @@ from auraflux.cli.pack import pack
 from auraflux.cli.pull import pull
 from auraflux.cli.serve import serve
 from auraflux.errors import AurafluxError
+from auraflux.machine import is_out_of_memory
 
 INTERRUPTED = 130
 
@@ -42,7 +43,9 @@ class Program(click.Group):
             return super().invoke(ctx)
         except AurafluxError as err:
             raise Failure(str(err)) from err
-        except MemoryError as err:
+        except (MemoryError, RuntimeError) as err:
+            if not is_out_of_memory(err):
+                raise
             raise Failure("there is not enough memory.") from err
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)

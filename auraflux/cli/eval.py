@@ -88,6 +88,7 @@ def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any)
     Every setting is compared with the uncompressed run of the same weights, token by token. A run that was interrupted goes on
     where it ended when it is started again.
     """
+    from auraflux.bench.document import save as write
     from auraflux.eval.plot import check_folder, draw_all
     from auraflux.eval.setting import parse_all
     from auraflux.eval.text import read_files, tokenized
@@ -107,7 +108,7 @@ def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any)
     else:
         _show(document)
     if save is not None:
-        (save / "eval.json").write_text(json.dumps(document, indent=2) + "\n")
+        write(document, save / "eval.json")
         for path in [save / "eval.json", *draw_all(document["results"], save)]:
             click.echo(f"wrote {path}", err=True)
 

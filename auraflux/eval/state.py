@@ -31,7 +31,7 @@ class State:
                     break
                 self._found[record["setting"], record["task"]] = record["result"]
                 whole += len(line)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         self._file.truncate(whole)
 
     def __contains__(self, key: Key) -> bool:
@@ -48,9 +48,17 @@ class State:
         record = {"setting": setting, "task": task, "result": result}
         # as it will be read again, so that a run that goes on has the same numbers as one that was never interrupted
         line = json.dumps(record)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        try:
+            self._append(line.encode() + b"\n")
+        except OSError as err:
+            raise InputError(f"what was measured cannot be kept in {self.path}: {err.strerror or err}.") from err
         self._found[setting, task] = json.loads(line)["result"]
+
+    def _append(self, line: bytes) -> None:
+        """Write a line; one that did not fit is cut off when the file is opened again."""
+        rest = memoryview(line)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         self._file.close()

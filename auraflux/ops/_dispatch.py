@@ -10,6 +10,7 @@ import importlib
 import inspect
 import logging
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 
-from auraflux.errors import BackendError, InputError
+from auraflux.errors import AurafluxError, BackendError, InputError
+from auraflux.kinds import Key, Kinds
 from auraflux.ops._recording import recorder
 
 log = logging.getLogger("auraflux")
@@ -68,18 +70,30 @@ class Op:
         self.declined: dict[str, set[str]] = {}
         self._kernels: dict[str, Callable[..., Any] | None] = {"reference": None}
         self._first = next(iter(inspect.signature(reference).parameters))
+        self.kinds = Kinds(reference)
+        self._fitting: set[Key] = set()
         self.__doc__ = reference.__doc__
         self.__name__ = self.name
         self.__wrapped__ = reference
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = self.kinds.key(args, kwargs) if kwargs or self.kinds.lists else tuple(map(type, args))
+        if key not in self._fitting:
+            self.kinds.check(args, kwargs)
+            self._fitting.add(key)
         if self.check is not None:
-            if recorder and (recording := recorder.recording) is not None:
-                # checks read values that need not be read again
-                with recording.paused():
+            try:
+                if recorder and (recording := recorder.recording) is not None:
+                    # checks read values that need not be read again
+                    with recording.paused():
+                        self.check(*args, **kwargs)
+                else:
                     self.check(*args, **kwargs)
-            else:
-                self.check(*args, **kwargs)
+            except (AurafluxError, MemoryError):
+                raise
+            # a tensor such that asking about it fails: sparse, without storage, with fewer dimensions than are asked for
+            except Exception as err:
+                raise InputError(f"{self.name}: its arguments do not fit together: {brief(err)}.") from err
         backend = _forced.get()
         first = args[0] if args else kwargs[self._first]
         if backend is None:
@@ -90,12 +104,15 @@ class Op:
             kernel = self._kernels[backend]
         except KeyError:
             kernel = self.kernel(backend)
-        if kernel is not None:
-            try:
-                return kernel(*args, **kwargs)
-            except Declined as reason:
-                self._note(backend, str(reason))
-        return self.reference(*args, **kwargs)
+        try:
+            if kernel is not None:
+                try:
+                    return kernel(*args, **kwargs)
+                except Declined as reason:
+                    self._note(backend, str(reason))
+            return self.reference(*args, **kwargs)
+        except (OverflowError, struct.error) as err:
+            raise InputError(f"{self.name}: a number has no room in 64 bits: {brief(err)}.") from err
 
     def kernel(self, backend: str) -> Callable[..., Any] | None:
         """Find the kernel for a backend, or None when there is none."""
@@ -185,6 +202,11 @@ def exact(on: bool = True) -> Iterator[None]:
 
 def is_exact() -> bool:
     return _exact.get()
+
+
+def brief(err: Exception) -> str:
+    """What torch or Python say, in one line."""
+    return " ".join(str(err).split())[:300].rstrip(".") or type(err).__name__
 
 
 def check_dense(**tensors: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
+from auraflux.kinds import check_fields
 from auraflux.quant import affine, mxfp4
 from auraflux.quant.packing import unpack
 
@@ -37,7 +38,10 @@ class QTensor:
     lanes: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_format(self.bits, self.group, self.kind)
+        if len(self.shape) < 2 or self.lanes < 1:
+            raise FormatError(f"a weight has rows and columns, not shape {list(self.shape)} in blocks of {self.lanes} rows.")
         *stack, rows, width = self.shape
         if len(stack) > 1 or width % self.group:
             raise FormatError(

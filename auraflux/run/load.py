@@ -25,6 +25,7 @@ from auraflux.weights.fingerprint import fingerprint
 from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
 from auraflux.weights.stored import Checkpoint
+from auraflux.weights.watch import Watch
 
 GROUP = 64  # of weights that are rounded on the way
 SHARE = 4  # unless a context is given, a sequence that fills it takes at most this part of the free memory
@@ -75,6 +76,7 @@ def load(
             raise SettingsError(f"{name}={size!r:.80} must be a whole number from 1 to {most:,}.")
     with on_terminal(report) as tell:
         checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), tell))
+        watch = Watch(checkpoint.files())
         module = family(checkpoint.config)
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)
@@ -88,6 +90,7 @@ def load(
         fetch_kernels(target)
         with device_memory():
             model = _model(module, config, checkpoint, quantize, dtype, target, experts, tell)
+        watch.check()
 
     # what is read depends on the tokens, so their steps cannot be repeated blindly
     graphs = graphs and (experts is None or experts.share.mapped)
@@ -106,7 +109,7 @@ def load(
         name = fingerprint(checkpoint.path, quantize, exact, engine.cache.format)
         folder = Path(prefix_folder) if prefix_folder is not None else cache_folder() / "prefixes"
         disk = PrefixDisk(folder / name, parse_nbytes(prefix_disk), name)
-    scheduler = Scheduler(engine, tokenizer, ends, parallel=sequences, waiting=waiting, disk=disk)
+    scheduler = Scheduler(engine, tokenizer, ends, parallel=sequences, waiting=waiting, disk=disk, watch=watch)
     return LanguageModel(scheduler, checkpoint.path, notes, experts, model_type=kind)
 
 

@@ -29,6 +29,7 @@ from auraflux.run.request import Event, Request, Scored
 from auraflux.run.stream import Stream
 from auraflux.run.turns import Turns
 from auraflux.run.writer import Writer
+from auraflux.weights.watch import Watch
 
 log = logging.getLogger("auraflux")
 
@@ -57,6 +58,7 @@ class Scheduler:
     parallel   most texts at once
     waiting    most that wait; None for any number
     disk       for prefixes that memory has no room for
+    watch      of the files that the weights are mapped from
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Scheduler:
         parallel: int,
         waiting: int | None = None,
         disk: PrefixDisk | None = None,
+        watch: Watch | None = None,
     ):
         self.engine, self.tokenizer, self.ends, self.parallel = engine, tokenizer, ends, parallel
+        self._check_files = (lambda: None) if watch is None else watch.check
         self.prefixes = PrefixStore(engine.cache, disk)
         self.counts = Counts()
         self.pace = Pace(engine.chunk, engine.device.type)
@@ -124,6 +128,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be carried out."""
+        self._check_files()
         context, sampling = self.engine.cache.context, request.sampling
         if not request.prompt:
             raise InputError("the prompt is empty: there is nothing to continue.")
@@ -256,6 +261,7 @@ class Scheduler:
         """Read the next pieces of prompts; False where a job was taken off meanwhile."""
         for chosen in self._pieces(beside_writing):
             try:
+                self._check_files()
                 self._take_in(chosen)
             except CacheFull as err:
                 self._make_room(err)
@@ -294,6 +300,7 @@ class Scheduler:
     def _write(self) -> bool:
         """Choose the next token of every text whose prompt is read; False where a job was taken off first."""
         try:
+            self._check_files()
             if not self._writer.ready:
                 self._writer.step([job for job in self._running if job.unread == 0])
             if not self._writer.ready or self._misled():

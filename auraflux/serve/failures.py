@@ -14,6 +14,7 @@ from auraflux.serve.deltas import Finish
 
 FINAL = {"x-should-retry": "false"}
 LATER = {"retry-after": "1"}
+LONGEST = 1000  # characters of a message: it may quote the request
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # two or more folders, as paths have and prose has not; the routes of the API are no secret
 PATH = re.compile(r"(?!/v1/)(?:/[\w.@+~-]+){2,}/?")
@@ -97,8 +98,9 @@ def response_of(failure: Failure) -> Response:
 
 
 def sentence(err: BaseException) -> str:
-    """Give an exception's message on one line, without paths."""
-    return without_paths(" ".join(str(err).split()) or "The request cannot be answered.")
+    """Give an exception's message on one line that is not too long, without paths."""
+    said = without_paths(" ".join(str(err).split()) or "The request cannot be answered.")
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
 
 
 def without_paths(message: str) -> str:

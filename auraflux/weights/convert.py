@@ -21,7 +21,7 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor, check_format
 from auraflux.weights.boundary import regular
-from auraflux.weights.destination import put_in_place, working_folder
+from auraflux.weights.destination import NEW, put_in_place, working_folder
 from auraflux.weights.loader import ROUTERS, Rename, Weights, dense, is_blank
 from auraflux.weights.rounding import quantize_large
 from auraflux.weights.stored import Checkpoint, Stored
@@ -184,7 +184,7 @@ def convert(
     try:
         with working_folder(target) as aside:
             check_paths(checkpoint, target, force)
-            folder = aside / "new"
+            folder = aside / NEW
             folder.mkdir()
             shards = Shards(folder)
             weights = Writing(checkpoint, family.rename, shards, bits=bits, group=group, advance=advance)

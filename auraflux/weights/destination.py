@@ -4,51 +4,94 @@ What is written for `DST` lies in `.DST.unfinished`, which has a locked file in 
 behind, unlocked; the next run for `DST` puts back what had been moved out of the way, and removes the rest.
 """
 
+import ctypes
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from auraflux.errors import FormatError
 
-MARK, OLD = "auraflux-unfinished", "old"
+log = logging.getLogger("auraflux")
+
+MARK, NEW, OLD = "auraflux-unfinished", "new", "old"
+HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 @contextmanager
-def working_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that no other process uses, empty but for its mark, and gone at the end."""
+def working_folder(target: Path, wait: bool = False) -> Iterator[Path]:
+    """A folder beside `target` that no other process uses, empty but for its mark, and gone at the end.
+
+    wait  until another process that has it is done; otherwise that is an error
+    """
     target = target.absolute()
-    folder = target.with_name(f".{target.name}.unfinished")
-    with _claimed(folder):
+    folder = working_name(target)
+    with _claimed(folder, wait):
         _tidy(folder, target)
         try:
             yield folder
         finally:
-            _tidy(folder, target)
-            # the mark goes last, so that what is left of a folder is known by it
+            _remove(folder, target)
+
+
+def clear(target: Path) -> None:
+    """Remove what a killed run has left beside a target that is there, unless another process has it."""
+    if working_name(target).exists():
+        with suppress(OSError, FormatError), working_folder(target):
+            pass
+
+
+def working_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.unfinished")
+
+
+def _remove(folder: Path, target: Path) -> None:
+    """Remove a working folder; what cannot be removed is left to the next run, which knows it by its mark."""
+    try:
+        _tidy(folder, target)
+        if os.listdir(folder) == [MARK]:
+            # without the mark it is empty, which is no hindrance either
             (folder / MARK).unlink()
             folder.rmdir()
+            return
+        reason = "Directory not empty"
+    except OSError as err:
+        reason = err.strerror or str(err)
+    log.warning("%s could not be removed (%s); the next run for %s removes it.", folder, reason, target)
 
 
 def put_in_place(made: Path, target: Path, aside: Path, check: Callable[[], None]) -> None:
     """Rename a folder to what it shall be called; what has that name by then is moved aside if `check` lets it be replaced."""
     check()
-    old = aside / OLD
-    if os.path.lexists(target):
-        os.rename(target, old)
+    new, old = aside / NEW, aside / OLD
+    if made != new:
+        os.rename(made, new)
     try:
-        os.rename(made, target)
+        if os.path.lexists(target):
+            if _exchange(new, target):
+                return
+            os.rename(target, old)
+        os.rename(new, target)
     except BaseException:
         if os.path.lexists(old):
             os.rename(old, target)
+        if made != new:
+            os.rename(new, made)
         raise
 
 
+def _exchange(made: Path, target: Path) -> bool:
+    """Let two folders change names at once, where the system can: then there is no moment without a target."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return function is not None and function(HERE, os.fsencode(made), HERE, os.fsencode(target), EXCHANGE) == 0
+
+
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
+def _claimed(folder: Path, wait: bool) -> Iterator[None]:
     """Hold a folder's lock, making it if need be."""
     mark = folder / MARK
     while True:
@@ -60,17 +103,21 @@ def _claimed(folder: Path) -> Iterator[None]:
         except FileNotFoundError:
             # another process has just finished with it
             continue
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()
+            raise
         with file:
-            _lock(file, folder)
+            _lock(file, folder, wait)
             # it may have been removed between being opened and locked
             if mark.exists() and os.path.samestat(os.fstat(file.fileno()), mark.stat()):
                 yield
                 return
 
 
-def _lock(file: IO[bytes], folder: Path) -> None:
+def _lock(file: IO[bytes], folder: Path, wait: bool) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as err:
         raise FormatError(f"{folder} is being written by another process.") from err
 

@@ -57,7 +57,8 @@ class Folder:
         if path not in self._files:
             try:
                 self._files[path] = safe_open(regular(path, self.path), framework="pt").__enter__()
-            except (OSError, SafetensorError) as err:
+            # what torch cannot map is a RuntimeError
+            except (OSError, RuntimeError, SafetensorError) as err:
                 raise FormatError(f"{path} cannot be read: {brief(err)}. It may have been cut short; fetch it again.") from err
         return self._files[path]
 

@@ -56,6 +56,9 @@ def pack(
     target = target.absolute()
     try:
         with working_folder(target):
+            # a run that was killed in its last step
+            if (target / expert_files.FOLDER / expert_files.MANIFEST).exists():
+                (target / NAME).unlink(missing_ok=True)
             check_paths(checkpoint, target, force)
     except OSError as err:
         raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
@@ -103,9 +106,9 @@ def _finish(folder: Path, target: Path, check: Callable[[], None]) -> None:
     sync(folder)
     with working_folder(target) as aside:
         put_in_place(folder, target, aside, check)
+        (target / NAME).unlink()
+        sync(target)
         sync(target.parent)
-    (target / NAME).unlink()
-    sync(target)
 
 
 class _Run:
@@ -139,8 +142,10 @@ class _Run:
         """Write all that is no expert."""
         if self.rest is not None:
             return
-        for path in [*self.folder.glob("part-*"), *self.folder.glob("*.safetensors")]:
-            path.unlink()
+        # also what safetensors had under a name of its own when it was killed
+        for path in self.folder.iterdir():
+            if path.is_file() and path.name != NAME:
+                path.unlink()
         shards, done, total = Shards(self.folder, SHARD_NBYTES), 0, self.plan.rest_nbytes
 
         def advance(nbytes: int) -> None:

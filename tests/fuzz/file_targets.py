@@ -241,5 +241,5 @@ TARGETS = [
     Target("tokenizer", tokenizer, 10),
     Target("manifest", manifest, 40),
     Target("gguf-octets", gguf_octets, 20),
-    Target("gguf-words", gguf_words, 40),
+    Target("gguf-words", gguf_words, 40, every=10),
 ]

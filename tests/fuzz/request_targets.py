@@ -142,7 +142,20 @@ def asked(rng: random.Random) -> None:
     given = mutated(rng, chosen, 2)
     if isinstance(given, dict) and all(isinstance(name, str) for name in given):
         given["max_tokens"] = given["max_tokens"] if isinstance(given.get("max_tokens"), str | list | float) else 2
-        list(model().tokens(prompt, **given))
+        try:
+            list(model().tokens(prompt, **given))
+        finally:
+            if rng.random() < 0.1:
+                assert undisturbed() == first_answer(), "the model answers otherwise than before"
+
+
+def undisturbed() -> list[int]:
+    return list(model().tokens("The lazy dog", max_tokens=4, temperature=0))
+
+
+@cache
+def first_answer() -> list[int]:
+    return undisturbed()
 
 
 def words(rng: random.Random) -> None:
@@ -169,7 +182,7 @@ COMPILING_S = 120.0  # kernels are compiled when they are first used
 TARGETS = [
     Target("request", request, 40),
     Target("asked", asked, 20, COMPILING_S),
-    Target("words", words, 6, COMPILING_S),
+    Target("words", words, 6, COMPILING_S, every=20),
     # a template has 10 seconds itself
     Target("template", template, 40, 20.0),
 ]

@@ -7,10 +7,11 @@ import pytest
 from auraflux.errors import InputError
 from tests.fuzz.file_targets import TARGETS as FILES
 from tests.fuzz.harness import Target, attempt
+from tests.fuzz.op_targets import TARGETS as OPS
 from tests.fuzz.request_targets import TARGETS as REQUESTS
 
 
-@pytest.mark.parametrize("target", [*FILES, *REQUESTS], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [*FILES, *REQUESTS, *OPS], ids=lambda target: target.name)
 def test_inputs_are_taken_or_refused_in_a_sentence(target: Target):
     # other tests run beside this one
     found = [attempt(target, number, patience=10) for number in range(target.short)]

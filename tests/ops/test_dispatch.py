@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import BackendError, InputError
-from auraflux.ops import _dispatch
+from auraflux.ops import _dispatch, attention, linears, rms_norm
 from auraflux.ops._dispatch import Op, check_dense, check_dtype, check_shape, exact, is_exact, use_backend
+from auraflux.ops.attention.pages import KVPages
 
 KERNEL = "def double(x):\n    return x * 20\n"
 DECLINING = """
@@ -242,3 +243,42 @@ def test_check_dtype_names_the_tensor():
         check_dtype("x", x, torch.int32)
     with pytest.raises(InputError, match="'x' has dtype int64; float32 or bfloat16 is needed"):
         check_dtype("x", x, torch.float32, torch.bfloat16)
+
+
+def test_arguments_of_another_kind_are_refused_before_the_check(make):
+    def check(x: Tensor) -> None:
+        check_shape("x", x, 1)
+
+    op = make(check, cpu=KERNEL)
+    for wrong, said in ((3, "'x' is 3"), ("a\n", r"'x' is 'a\\n'"), (None, "'x' is None"), ([1], "'x' is a list of 1")):
+        for _ in range(2):
+            with pytest.raises(InputError, match=f"^double: {said}; a tensor is needed"):
+                op(wrong)
+    with pytest.raises(InputError, match=r"double: too many positional arguments. Its arguments are: x\."):
+        op(torch.ones(1), 2)
+    with pytest.raises(InputError, match="missing a required argument: 'x'"):
+        op()
+    assert op(torch.ones(1)).item() == op(x=torch.ones(1)).item() == 20
+
+
+def test_what_is_in_lists_counts_too():
+    x, weight = torch.ones(1, 8), torch.ones(4, 8)
+    for _ in range(2):
+        assert len(linears(x, [weight, weight])) == 2
+        with pytest.raises(
+            InputError, match=r"linears: 'weights' is a list of 2; a sequence, each QTensor or a tensor, is needed"
+        ):
+            linears(x, [weight, 2.0])
+    for wrong in (True, "1", None, 2j):
+        with pytest.raises(InputError, match=r"rms_norm: 'eps' is .*; a number is needed"):
+            rms_norm(x, torch.ones(8), wrong)
+    assert rms_norm(x, torch.ones(8), 0).shape == x.shape
+
+
+def test_a_check_that_fails_and_a_number_without_room_are_one_sentence(make):
+    with pytest.raises(InputError, match="double: its arguments do not fit together: tuple index out of range"):
+        make(lambda x: check_shape("x", x, x.shape[5]))(torch.ones(1))
+    heads, index = torch.ones(1, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
+    pages = KVPages(heads[None], heads[None], index, index[0] + 1)
+    with pytest.raises(InputError, match="attention: a number has no room in 64 bits"):
+        attention(heads, pages, torch.tensor([0, 1]).int(), 1.0, window=10**30)

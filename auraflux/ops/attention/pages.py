@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
+from auraflux.kinds import check_fields
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +36,7 @@ class KVPages:
     lengths: Tensor
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_dense(k=self.k, v=self.v, table=self.table, lengths=self.lengths)
         check_shape("k", self.k, None, None, None, None)
         check_shape("v", self.v, *self.k.shape[:3], None)
@@ -64,6 +66,7 @@ class LatentPages:
     lengths: Tensor
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_dense(latent=self.latent, rope=self.rope, table=self.table, lengths=self.lengths)
         check_shape("latent", self.latent, None, None, None)
         check_shape("rope", self.rope, *self.latent.shape[:2], None)

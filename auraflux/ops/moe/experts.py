@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
+from auraflux.kinds import check_fields
 from auraflux.quant import QTensor
 
 Stack = QTensor | Tensor
@@ -25,6 +26,9 @@ class Clamp:
 
     alpha: float
     limit: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,9 @@ class SharedExpert:
     gate: Stack
     up: Stack
     down: Stack
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,9 @@ class Experts:
     clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if len(self.gate.shape) != 3:
+            raise FormatError(f"'gate' has shape {list(self.gate.shape)}; [experts, rows, width] is needed.")
         count, inner, hidden = self.gate.shape
         wanted: dict[str, tuple[int, ...]] = {"up": (count, inner, hidden), "down": (count, hidden, inner)}
         wanted |= {"gate_bias": (count, inner), "up_bias": (count, inner), "down_bias": (count, hidden)}

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from auraflux.errors import InputError
+from auraflux.kinds import check_fields
 
 SCORINGS = ("softmax", "sigmoid", "chosen")
 
@@ -28,6 +29,7 @@ class Routing:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.scoring not in SCORINGS:
             raise InputError(f"there is no scoring {self.scoring!r}. Those there are: {', '.join(SCORINGS)}.")
         if self.k < 1:

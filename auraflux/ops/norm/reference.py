@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,6 +28,7 @@ def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     check_dense(x=x, weight=weight)
     check_eps(eps)
     check_shape("weight", weight, _check_rows("x", x))
+    check_floating(weight=weight)
 
 
 @op(
@@ -57,6 +58,7 @@ def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     check_dense(x=x, residual=residual, weight=weight)
     check_shape("residual", residual, *x.shape)
     check_shape("weight", weight, _check_rows("x", x))
+    check_floating(weight=weight)
 
 
 @op(origins=("residual_add", "residual_add_n_tokens"), check=check_add_rms_norm)
@@ -76,6 +78,7 @@ def _check_gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> N
     check_eps(eps)
     check_shape("z", z, *x.shape)
     check_shape("weight", weight, _check_rows("x", x))
+    check_floating(weight=weight)
 
 
 @op(origins=("gated_rms_norm",), check=_check_gated_rms_norm)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
+from auraflux.kinds import check_fields
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 from auraflux.ops.attention.pages import DTYPES, rows_of, spans
 from auraflux.ops.turboquant.arrangement import Arrangement
@@ -90,6 +91,7 @@ class CodePages:
     plain: PlainPages | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_bits("key_bits", self.key_bits)
         check_bits("value_bits", self.value_bits)
         check_rotation(self.width, self.seed)
@@ -204,6 +206,7 @@ class LatentCodes:
     seed: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_bits("bits", self.bits)
         check_rotation(self.width, self.seed)
         check_dense(codes=self.codes, norms=self.norms, rope=self.rope, table=self.table, lengths=self.lengths)

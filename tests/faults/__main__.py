@@ -1,0 +1,162 @@
+"""`python -m tests.faults`: everything that writes, with the n-th call failing, for every n. `make fuzz` calls it.
+
+A process that has imported everything forks for every attempt: the child writes, and is struck; then another child does it
+again, undisturbed. After the first the folder must be as it was before or as it shall be, after the second as it shall be.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.faults.calls import FAULTS, MEMORY, READS, REMOVING, Calls, Fault, build
+from tests.faults.scenarios import SCENARIOS, Scenario, make_source, said_of
+
+SHOWN = 5  # findings of one scenario and fault
+
+
+def in_child(action: Callable[[], Any]) -> Any:
+    """What an action gives in a forked process; None if that is killed, and what it said if it fails."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        # what numba, torch and click print is of no interest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            with os.fdopen(write, "w") as pipe:
+                json.dump(action(), pipe)
+        finally:
+            # what the parent has made is not the child's to clean up
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        found = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(found) if found else None
+
+
+def tried(scenario: Scenario, folder: Path, calls: Calls, fault: Fault, at: int | None) -> Any:
+    """How many calls there were, which was struck, and what was said, in a process of its own."""
+
+    def action() -> Any:
+        said = None
+        if at is not None:
+            calls.arm(folder.parent, fault, at)
+        try:
+            scenario.act(folder)
+        except Exception as err:
+            calls.disarm()
+            said = said_of(err)
+        return [*calls.disarm(), said]
+
+    return in_child(action)
+
+
+class Trial:
+    """One scenario and one fault, for every n."""
+
+    def __init__(self, base: Path, calls: Calls, scenario: Scenario, name: str):
+        self.calls, self.scenario, self.name, self.fault = calls, scenario, name, FAULTS[name]
+        self.before, self.folder = base / "before", base / "work"
+        shutil.rmtree(self.before, ignore_errors=True)
+        self.before.mkdir()
+        in_child(lambda: scenario.prepare(self.before))
+        self.reset()
+        self.old = scenario.view(self.folder)
+        self.count, _, said = tried(scenario, self.folder, calls, self.fault, 0)
+        assert said is None, said
+        self.new = scenario.view(self.folder)
+        assert self.old != self.new
+
+    def reset(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.before, self.folder)
+
+    def wrong(self, at: int) -> str | None:
+        """What is wrong when the n-th call is struck."""
+        self.reset()
+        done = tried(self.scenario, self.folder, self.calls, self.fault, at)
+        problem = self._after(*(done or (0, "", None)), killed=done is None)
+        if problem is None:
+            *_, said = tried(self.scenario, self.folder, self.calls, self.fault, None) or [f"killed, {done}"]
+            if self._view() != self.new or self.scenario.leftovers(self.folder):
+                problem = f"the next run said {said!r}, left {self._names()}"
+        return problem and f"{self.scenario.name} {self.name} {at} ({done and done[1]}): {problem}"
+
+    def _view(self) -> Any:
+        return self.scenario.view(self.folder)
+
+    def _names(self) -> list[str]:
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+
+    def _after(self, count: int, hit: str, said: str | None, killed: bool) -> str | None:
+        left = self.scenario.leftovers(self.folder)
+        # what could not be removed is left for the next run; a folder that cannot be listed cannot be emptied
+        removable = not killed and hit not in REMOVING and self.fault.kinds not in (READS, MEMORY)
+        if removable and left - set(self.scenario.kept):
+            return f"{sorted(left)} are left; it said {said!r}"
+        # seen apart from that
+        for number, name in enumerate(sorted(left)):
+            shutil.move(self.folder / name, self.folder.parent / f"left-{number}")
+        found = self._view()
+        for number, name in enumerate(sorted(left)):
+            shutil.move(self.folder.parent / f"left-{number}", self.folder / name)
+        if found not in (self.old, self.new):
+            return f"neither old nor new: {self._names()}; it said {said!r}"
+        if not killed and said is None and found != self.new and not self.scenario.quiet:
+            return "it said nothing, and nothing was done"
+        if said is not None and (said.startswith("traceback") or said.strip().count("\n") or len(said) > 1000):
+            return said
+        return None
+
+
+def run(base: Path, scenarios: list[str], faults: list[str], stride: int) -> int:
+    calls, found, total = Calls(), 0, 0
+    (base / "work").mkdir()
+    in_child(lambda: make_source(base / "work"))
+    for scenario in SCENARIOS:
+        for name in FAULTS:
+            if scenario.name not in scenarios or name not in faults:
+                continue
+            begun, trial = time.monotonic(), Trial(base, calls, scenario, name)
+            places = range(1 + total % stride, trial.count + 1, stride)
+            problems = [problem for at in places if (problem := trial.wrong(at)) is not None]
+            found, total = found + len(problems), total + len(places)
+            took = time.monotonic() - begun
+            print(
+                f"{scenario.name} {name}: {len(places)} of {trial.count} calls, {len(problems)} wrong, {took:.1f} s", flush=True
+            )
+            for problem in problems[:SHOWN]:
+                print(f"  {problem}", flush=True)
+    print(f"{total} faults, {found} findings")
+    return 1 if found else 0
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    asked.add_argument("--scenario", action="append", choices=[each.name for each in SCENARIOS])
+    asked.add_argument("--fault", action="append", choices=list(FAULTS))
+    asked.add_argument("--stride", type=int, default=1, help="only every so many-th call")
+    given = asked.parse_args()
+    with tempfile.TemporaryDirectory(prefix="auraflux-faults-") as folder:
+        base = Path(folder).resolve()
+        if "LD_PRELOAD" not in os.environ:
+            # threads of torch would not be there in the forked processes
+            environment = {**os.environ, "LD_PRELOAD": str(build(base)), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+            return subprocess.run(
+                [sys.executable, "-m", "tests.faults", *sys.argv[1:]], env=environment, check=False
+            ).returncode
+        names = [each.name for each in SCENARIOS]
+        return run(base, given.scenario or names, given.fault or list(FAULTS), given.stride)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
