@@ -226,7 +226,7 @@ class Scheduler:
     def _fits(self, job: Job, saved: int) -> bool:
         """Whether there are pages for a job that others running do not hold, and one more for each of those."""
         for group in self.engine.cache.page_groups:
-            if group.span is not None:
+            if not group.grows:
                 continue
             needed = len(job.ids) // group.size + 1 - saved // group.size + len(self._running)
             if needed > group.pool.count - len(self._held(group)):
