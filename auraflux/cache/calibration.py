@@ -5,10 +5,11 @@ them is in `ops/turboquant/calibration.py`, how they are found in `run/calibrate
 """
 
 import hashlib
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
@@ -60,8 +61,8 @@ class LayerVectors:
 
     def made_ready(self, angles: Tensor) -> Calibration:
         """As the ops take them, on the device of the table of angles."""
-        parts = self.scale, 1 / self.scale, self.along, self.across
-        return Calibration(*(part.to(angles.device).contiguous() for part in parts), angles)
+        scale, along, across = (part.to(angles.device).contiguous() for part in (self.scale, self.along, self.across))
+        return Calibration(scale, 1 / scale, along, across, angles)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,19 @@ class ModelVectors:
             for name, tensor in layer.tensors.items():
                 found.update(name.encode() + tensor.float().cpu().numpy().tobytes())
         return found.hexdigest()[:32]
+
+    def centres_only(self) -> "ModelVectors":
+        """The same without scales."""
+        return self._changed(lambda layer: replace(layer, scale=torch.ones_like(layer.scale)))
+
+    def scales_only(self) -> "ModelVectors":
+        """The same without centres."""
+        return self._changed(
+            lambda layer: replace(layer, along=torch.zeros_like(layer.along), across=torch.zeros_like(layer.across))
+        )
+
+    def _changed(self, change: Callable[[LayerVectors], LayerVectors]) -> "ModelVectors":
+        return ModelVectors({number: change(layer) for number, layer in self.layers.items()})
 
     def of(self, number: int, heads: int, width: int) -> LayerVectors:
         """Those of a layer; refuse what cannot be its own."""

@@ -54,8 +54,9 @@ class CodedLayer(AttentionLayer):
 
     def view(self, batch: Batch) -> CodePages:
         stores = self.key_codes, self.key_norms, self.value_codes, self.value_norms
-        sizes = self.key_bits, self.value_bits, self.width, self.seed, self.arrangement
-        return CodePages(*stores, batch.table(self.group), batch.lengths, *sizes, self.calibration, self._plain(batch))
+        index = batch.table(self.group), batch.lengths
+        sizes = self.key_bits, self.value_bits, self.width, self.seed
+        return CodePages(*stores, *index, *sizes, self.arrangement, self.calibration, self._plain(batch))
 
     def _plain(self, batch: Batch) -> PlainPages | None:
         if self.head is None and self.recent is None:
