@@ -19,10 +19,12 @@ class Layer(Protocol):
 
     group         whose pages or slots hold it
     token_nbytes  bytes of one token
+    plain_nbytes  bytes of positions that are kept as they are beside their codes
     """
 
     group: Any
     token_nbytes: int
+    plain_nbytes: int = 0
 
     def nbytes_at(self, length: int) -> int:
         """Bytes of a sequence of so many tokens, beside its states."""

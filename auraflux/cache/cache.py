@@ -136,6 +136,11 @@ class Cache:
         return sum(layer.token_nbytes for layer in self.layers)
 
     @property
+    def sequence_nbytes(self) -> int:
+        """Bytes that a sequence takes beside its tokens' codes: positions that are kept as they are as well."""
+        return sum(layer.plain_nbytes for layer in self.layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes in use: pages with an owner, states of open sequences, and the states that checkpoints keep."""
         kept = sum(c.marks[self.states].nbytes for c in self.checkpoints) if self.moves else 0

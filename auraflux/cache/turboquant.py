@@ -9,6 +9,7 @@ from torch import Tensor, float32, int32
 from auraflux.cache.batch import AttentionLayer, Batch, Turn
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.pages import LayerGroup
+from auraflux.cache.settings import FURTHEST
 from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.pages import CodePages, row_words
@@ -46,11 +47,14 @@ class CodedLayer(AttentionLayer):
         self.key_codes, self.value_codes = (group.zeros(heads, group.size, n, dtype=int32) for n in words)
         self.key_norms, self.value_norms = (group.zeros(heads, group.size, dtype=float32) for _ in words)
         self.token_nbytes = heads * sum(4 * n + NORM_NBYTES for n in words)
+        self.plain_nbytes = self._plain_at(FURTHEST)
 
     def nbytes_at(self, length: int) -> int:
         """Codes, and what is kept as it is beside them."""
-        plain = [layer.nbytes_at(length) for layer in (self.head, self.recent) if layer is not None]
-        return super().nbytes_at(length) + sum(plain)
+        return super().nbytes_at(length) + self._plain_at(length)
+
+    def _plain_at(self, length: int) -> int:
+        return sum(layer.nbytes_at(length) for layer in (self.head, self.recent) if layer is not None)
 
     def view(self, batch: Batch) -> CodePages:
         stores = self.key_codes, self.key_norms, self.value_codes, self.value_norms

@@ -27,6 +27,8 @@ from auraflux.run.runner import Runner
 RECIPE = 1  # counts what is changed here, so that vectors made otherwise are made again
 TOKENS, FEW = 512, 128  # random ones that are run; the second where reading weights takes long
 SEED = 0
+# positions before a query, and the first of all, are usually read as they are: there keys may be as they like
+NEAR = 32
 FLOOR = 1e-4  # of the mean moment, added to each: some models have channels that are always 0
 
 
@@ -160,7 +162,7 @@ class Scores:
         return (self.weights @ v).transpose(0, 1)
 
     def worth(self, v: Tensor, out: Tensor, gram: Tensor) -> Tensor:
-        """How much an error of each score matters: [g, T, T]; that of position 0 does not, which is not coded.
+        """How much an error of each score matters: [g, T, T]; not at all where keys are not read as codes, see `NEAR`.
 
         v     [T, D]
         out   [T, g, D]
@@ -170,8 +172,9 @@ class Scores:
         kept = v @ gram
         far = (kept * v).sum(-1).unsqueeze(1) - 2 * o @ kept.transpose(1, 2) + (o @ gram * o).sum(-1, keepdim=True)
         worth = (self.weights * self.slopes).square() * far.clamp(min=0)
-        worth[..., 0] = 0
-        return worth
+        positions = torch.arange(worth.shape[-1], device=worth.device)
+        coded = (positions > 0) & (positions[:, None] - positions >= NEAR)
+        return worth * coded
 
 
 class Pairs:

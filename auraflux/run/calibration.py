@@ -28,8 +28,8 @@ log = logging.getLogger("auraflux")
 
 OFF, AUTO = "off", "auto"
 FORMAT, VERSION = "auraflux calibration", 1
-CARRIED = "calibration.safetensors"  # the name of a file that a model's folder may have
-ENDING, UNFINISHED = ".safetensors", ".part"
+CARRIED = "keys.calibration"  # the name of a file that a model's folder may have
+ENDING, UNFINISHED = ".calibration", ".part"
 HEAVY = 4 << 30  # bytes of weights from which a CPU runs few tokens: more would take minutes
 
 
