@@ -12,6 +12,8 @@ from auraflux.errors import FormatError
 from auraflux.models import family
 from auraflux.quant import QTensor
 from auraflux.quant.qtensor import check_format
+from auraflux.run import calibration
+from auraflux.run.calibrate import FEW, find_vectors, random_tokens
 from auraflux.run.device import CHUNK, activation_dtype, device_memory
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
@@ -95,6 +97,7 @@ def random_language(
     context: int,
     sequences: int = 1,
     cache_nbytes: int | None = None,
+    calibrate: str = "off",
     exact: bool = False,
     graphs: bool = True,
 ) -> LanguageModel:
@@ -102,6 +105,7 @@ def random_language(
 
     context       most tokens of a text
     cache_nbytes  for all of them; by default as much as they take when all are so long
+    calibrate     "off", or anything else to find the vectors of its keys
     """
     dtype = activation_dtype(device)
     with device_memory():
@@ -109,6 +113,9 @@ def random_language(
         sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "chunk": CHUNK[device.type], "dtype": dtype}
         if cache_nbytes is not None:
             sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, **sizes)
+        if calibration.is_wanted(calibrate, shapes, settings):
+            tokens = random_tokens(FEW, model.config.vocab)
+            sizes["vectors"] = find_vectors(model, shapes, tokens, dtype, device)
         engine = Engine(model, shapes, settings, **sizes, exact=exact, graphs=graphs, device=device)
     scheduler = Scheduler(engine, None, frozenset(), parallel=sequences)
     return LanguageModel(scheduler, Path("random weights"), [], model_type=config["model_type"])

@@ -17,17 +17,21 @@ from auraflux.ops.rope.reference import norm_rope
 class Layer(Protocol):
     """One layer's part of the cache. Recurrent ones also have `convolve`, `update` and `step`.
 
+    group         whose pages or slots hold it
     token_nbytes  bytes of one token
+    plain_nbytes  bytes of positions that are kept as they are beside their codes
     """
 
+    group: Any
     token_nbytes: int
+    plain_nbytes: int = 0
+
+    def nbytes_at(self, length: int) -> int:
+        """Bytes of a sequence of so many tokens, beside its states."""
+        return self.token_nbytes * self.group.held(length)
 
     def view(self, batch: "Batch") -> Any:
         """Make what the layer's ops take besides the tokens; it is made once for an index of a batch."""
-
-    def steady(self, batch: "Batch") -> bool:
-        """Whether the next steps of a batch are this one's work again, so that it can be recorded."""
-        return True
 
 
 class Turn(Protocol):
@@ -45,6 +49,8 @@ class Turn(Protocol):
 
 class AttentionLayer(Layer, Protocol):
     """A layer that keeps keys and values."""
+
+    group: LayerGroup
 
     def append(self, batch: "Batch", k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the batch's new tokens: [T, Hkv, D] and [T, Hkv, Dv]."""

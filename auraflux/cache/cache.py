@@ -1,12 +1,14 @@
 """The cache of a whole model: all layers, all sequences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from auraflux.cache.batch import Batch
+from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.index import StepIndex
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import StateGroup
@@ -14,8 +16,10 @@ from auraflux.cache.sequence import Checkpoints, Part, Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
 from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape
 from auraflux.errors import CacheFull, ContextError, InputError, SettingsError
+from auraflux.ops.turboquant.calibration import Calibration
 
 SHORTEST = 64  # tokens; no index is made for less
+PARTED = 4  # texts of each that windows have room for, whose first positions are their own
 
 LayerShape = AttentionShape | LatentShape | RecurrentShape
 
@@ -30,6 +34,7 @@ class Cache:
     chunk      most tokens of a step, over all sequences, for which windows have room
     spare      tokens by which a sequence with windows can be truncated at once
     kept       sequences more for which windows have room: those that are parked
+    vectors    of the model's keys, for layers that code them; None to code keys as they are
     dtype      of what is not compressed
     """
 
@@ -45,6 +50,7 @@ class Cache:
         chunk: int = 512,
         spare: int = 32,
         kept: int = 0,
+        vectors: ModelVectors | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
@@ -57,21 +63,24 @@ class Cache:
         if spare < 0:
             raise SettingsError(f"spare={spare} is negative.")
         self.shapes, self.settings, self.context, self.sequences = shapes, settings, context, sequences
-        self.page, self.chunk, self.spare, self.kept = page, chunk, spare, kept
+        self.page, self.chunk, self.spare, self.kept, self.vectors = page, chunk, spare, kept, vectors
         # asked for a page of a part before checkpoints are: tells whether it has given up one
         self.reclaim: Callable[[Part], bool] = lambda part: False
         self.dtype, self.device = dtype, torch.device(device)
         self.checkpoints = Checkpoints(settings.checkpoint_stride, settings.checkpoint_nbytes)
-        self._groups: dict[int | None, LayerGroup] = {}
+        self._groups: dict[tuple[int | None, int, int | None], LayerGroup] = {}
+        self._angles: dict[Hashable, Tensor] = {}
         self._indexes: dict[tuple[int, int], StepIndex] = {}
         plan = settings.plan(shapes)
-        self.layers: list[Any] = [shape.build(self, bits) for shape, bits in zip(shapes, plan, strict=True)]
+        kinds = enumerate(zip(shapes, plan, strict=True))
+        self.layers: list[Any] = [shape.build(self, bits, number) for number, (shape, bits) in kinds]
         for shape in shapes:
             if shape.attends:
                 self.group(shape.span).plain_nbytes += shape.plain_nbytes
         # codes lie in another order on a GPU than on a CPU
         kind = self.device.type if any(plan) else None
-        self.format = repr((shapes, plan, settings.newest, settings.seed, page, dtype, kind))
+        kept_plain = settings.plain_first, settings.plain_newest, None if vectors is None else vectors.digest
+        self.format = repr((shapes, plan, *(kept_plain if any(plan) else ()), settings.seed, page, dtype, kind))
         self._check_budget()
 
     def _check_budget(self) -> None:
@@ -86,21 +95,35 @@ class Cache:
     def states(self) -> StateGroup:
         return StateGroup(self.sequences, self.device)
 
-    def group(self, span: int | None) -> LayerGroup:
-        """The group of layers whose queries see `span` positions."""
-        if span not in self._groups:
-            self._groups[span] = LayerGroup(span, self._pages(span), self.page, self.spare, self.device)
-        return self._groups[span]
+    def group(self, span: int | None, size: int | None = None, limit: int | None = None) -> LayerGroup:
+        """The group of layers whose queries see `span` positions, of the first `limit`, in pages of `size` tokens."""
+        key = span, size or self.page, limit
+        if key not in self._groups:
+            self._groups[key] = LayerGroup(span, self._pages(*key), key[1], self.spare, self.device, limit)
+        return self._groups[key]
 
-    def _pages(self, span: int | None) -> int:
-        everything = -(-self.tokens // self.page)
+    def _pages(self, span: int | None, size: int, limit: int | None) -> int:
+        texts = self.sequences + self.kept
+        if limit is not None:
+            return PARTED * texts * -(-limit // size)
         if span is None:
-            return everything
+            return -(-self.tokens // size)
         # what a token sees, and as much again as a checkpoint holds; a step's tokens are shared by the sequences
-        seen, step = -(-(span - 1) // self.page) + 1, -(-self.chunk // self.page)
-        each = -(-(span - 1 + self.spare) // self.page) + 2 + seen
-        whole = -(-self.context // self.page) + seen
-        return min((self.sequences + self.kept) * each + step, (self.sequences + self.kept) * whole)
+        seen, step = -(-(span - 1) // size) + 1, -(-self.chunk // size)
+        each = -(-(span - 1 + self.spare) // size) + 2 + seen
+        whole = -(-self.context // size) + seen
+        return min(texts * each + step, texts * whole)
+
+    def calibration(self, number: int, heads: int, width: int) -> Calibration | None:
+        """What the codes of a layer's keys leave out."""
+        if self.vectors is None:
+            return None
+        found = self.vectors.of(number, heads, width)
+        if found.turning not in self._angles:
+            # a sequence's last page may reach beyond the context
+            reach = -(-self.context // self.page) * self.page
+            self._angles[found.turning] = found.angles(reach).to(self.device)
+        return found.made_ready(self._angles[found.turning])
 
     @property
     def parts(self) -> list[Part]:
@@ -111,6 +134,11 @@ class Cache:
     def token_nbytes(self) -> int:
         """Bytes that one more token takes in all layers, within the windows of those that have one."""
         return sum(layer.token_nbytes for layer in self.layers)
+
+    @property
+    def sequence_nbytes(self) -> int:
+        """Bytes that a sequence takes beside its tokens' codes: positions that are kept as they are as well."""
+        return sum(layer.plain_nbytes for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +154,7 @@ class Cache:
     @property
     def page_nbytes(self) -> int:
         """Bytes of a page of the layers that see everything."""
-        return self._groups[None].page_nbytes if None in self._groups else 0
+        return sum(group.page_nbytes for group in self._groups.values() if group.grows)
 
     @property
     def plain_nbytes(self) -> int:
@@ -155,7 +183,7 @@ class Cache:
     @property
     def fills(self) -> bool:
         """Whether steps can be filled up with tokens that belong to no sequence."""
-        return not self.moves and self.settings.newest == 0
+        return not self.moves
 
     def batch(self, sequences: list[Sequence], expected: int = 0, fillers: int = 0, silent: bool = False) -> Batch:
         """Make a batch; `expected` is a length that one of its sequences will reach, if it is known."""

@@ -9,9 +9,10 @@ ALIGNED = 4  # int32 numbers; kernels read from multiples of 16 bytes faster
 
 
 class Paged(Protocol):
-    """Layers that share a page table, as far as an index cares; `size` tokens fill a page."""
+    """Layers that share a page table, as far as an index cares."""
 
-    size: int
+    def end(self, length: int) -> int:
+        """How many pages hold the first `length` positions, as far as they are kept."""
 
 
 class StepIndex:
@@ -53,7 +54,7 @@ class StepIndex:
     def table(self, group: Paged) -> Tensor:
         """The page table of a group, int32 [B, M]."""
         if group not in self._tables:
-            pages = torch.zeros(self.count, -(-self.reach // group.size), dtype=torch.int32, device=self.device)
+            pages = torch.zeros(self.count, group.end(self.reach), dtype=torch.int32, device=self.device)
             self._tables[group] = pages, [None] * self.count
         return self._tables[group][0]
 

@@ -71,11 +71,12 @@ class LayerGroup:
     span   how many positions a query sees, its own among them; None for all
     size   tokens in a page
     spare  positions kept beyond the span: truncating by as many is exact at once
+    limit  only so many of the first positions are kept; None for all
     plain_nbytes  of a token in all layers of the group, uncompressed in bf16
     """
 
-    def __init__(self, span: int | None, pages: int, size: int, spare: int, device: torch.device):
-        self.span, self.size, self.spare, self.device = span, size, spare, device
+    def __init__(self, span: int | None, pages: int, size: int, spare: int, device: torch.device, limit: int | None = None):
+        self.span, self.size, self.spare, self.device, self.limit = span, size, spare, device, limit
         self.pool, self.plain_nbytes = PagePool(pages), 0
         self.stores: list[Tensor] = []
 
@@ -102,9 +103,24 @@ class LayerGroup:
     def free(self) -> int:
         return self.pool.free
 
+    @property
+    def grows(self) -> bool:
+        """Whether a sequence has more pages the longer it is."""
+        return self.span is None and self.limit is None
+
     def describe(self) -> str:
+        if self.limit is not None:
+            return f"pages of {self.size} tokens for the first {self.limit} positions"
         layers = "layers that see everything" if self.span is None else f"layers that see {self.span} positions"
         return f"pages of {self.size} tokens for {layers}"
+
+    def held(self, length: int) -> int:
+        """How many positions of a sequence of so many tokens are needed for the next."""
+        return min(length, self.span or length, self.limit or length)
+
+    def end(self, length: int) -> int:
+        """How many pages hold the first `length` positions, as far as they are kept."""
+        return -(-min(length, self.limit or length) // self.size)
 
     def open(self) -> "PageRow":
         return PageRow(self)
@@ -195,13 +211,16 @@ class PageRow:
 
     def must_copy(self, length: int) -> bool:
         """Tell whether the next token would be written to a page that others own too."""
-        return length % self.group.size != 0 and self.group.pool.owners(self.pages[-1]) > 1
+        group = self.group
+        if length % group.size == 0 or length >= (group.limit or length + 1):
+            return False
+        return group.pool.owners(self.pages[-1]) > 1
 
     def needs(self, length: int, new: int) -> int:
         """Count the pages that `extend` will take."""
         if new == 0:
             return 0
-        return self._end(length + new) - self.first - len(self.pages) + self.must_copy(length)
+        return self.group.end(length + new) - self.first - len(self.pages) + self.must_copy(length)
 
     def extend(self, length: int, new: int) -> None:
         """Make room for tokens after the first `length`."""
@@ -210,7 +229,7 @@ class PageRow:
         if self.must_copy(length):
             self.pages[-1] = self.group.copy(self.pages[-1])
             self.stamp += 1
-        while self.first + len(self.pages) < self._end(length + new):
+        while self.first + len(self.pages) < self.group.end(length + new):
             self.pages.append(self.group.pool.take())
             self.stamp += 1
 
@@ -219,7 +238,7 @@ class PageRow:
         return self.first * self.group.size <= self.group.oldest(length)
 
     def truncate(self, length: int) -> None:
-        keep = self._end(length) - self.first
+        keep = self.group.end(length) - self.first
         if length == 0:
             self._hold(0, [], self.pages)
         elif keep < len(self.pages):
@@ -234,7 +253,7 @@ class PageRow:
         if self.group.span is None:
             return None
         first = self.group.oldest(length) // self.group.size
-        pages = self.pages[first - self.first : self._end(length) - self.first]
+        pages = self.pages[first - self.first : self.group.end(length) - self.first]
         return PageMark(self.group, first, self.group.pool.share(pages))
 
     def rewind(self, length: int, mark: PageMark | None) -> None:
@@ -254,7 +273,7 @@ class PageRow:
 
     def image_of(self, length: int, mark: PageMark | None) -> PageImage:
         """Copy what the row held at a checkpoint."""
-        first, pages = (self.first, self.pages[: self._end(length)]) if mark is None else (mark.first, mark.pages)
+        first, pages = (self.first, self.pages[: self.group.end(length)]) if mark is None else (mark.first, mark.pages)
         return PageImage(first, [store[pages].cpu() for store in self.group.stores])
 
     def restore(self, image: PageImage) -> None:
@@ -266,9 +285,6 @@ class PageRow:
 
     def close(self) -> None:
         self._hold(0, [], self.pages)
-
-    def _end(self, length: int) -> int:
-        return -(-length // self.group.size)
 
     def _hold(self, first: int, pages: list[int], gone: list[int]) -> None:
         self.group.pool.release(gone)

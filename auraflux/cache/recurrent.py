@@ -31,6 +31,10 @@ class StateGroup:
         self.stores.append(reserve(self.slots, *shape, dtype=dtype, device=self.device))
         return self.stores[-1]
 
+    def held(self, length: int) -> int:
+        """Positions that are kept: a state holds none."""
+        return 0
+
     @property
     def slot_nbytes(self) -> int:
         return sum(store[0].nbytes for store in self.stores)

@@ -10,6 +10,8 @@ from auraflux.ops.turboquant.codebook import BITS
 
 Bits = tuple[int, int]
 FURTHEST = 1 << 24  # positions
+# of coded layers, unless they are given
+FIRST, NEWEST = 0, 0
 
 
 class Shape(Protocol):
@@ -43,7 +45,8 @@ class CacheSettings:
                        latents, both at once, take the key's
     protect_first      how many of the first attention layers stay uncompressed; recurrent layers are not counted
     protect_last       how many of the last
-    newest             a query reads keys less than this far back uncompressed
+    first              how many of the first positions are read uncompressed; None for what is usual where keys are coded
+    newest             a query reads keys less than this far back uncompressed; None for what is usual likewise
     sparse_v           share of all weights below which a coded value need not be read; 1e-6 loses nothing
     seed               of the rotation; part of the format
     checkpoint_stride  tokens after which a sequence makes a checkpoint by itself; None for never
@@ -53,7 +56,8 @@ class CacheSettings:
     kv: str = "k8v4"
     protect_first: int = 0
     protect_last: int = 0
-    newest: int = 0
+    first: int | None = None
+    newest: int | None = None
     sparse_v: float = 0.0
     seed: int = 0
     checkpoint_stride: int | None = None
@@ -61,21 +65,32 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         parse_kv(self.kv)
-        for name in ("protect_first", "protect_last", "newest", "sparse_v", "checkpoint_nbytes"):
-            if getattr(self, name) < 0:
+        for name in ("protect_first", "protect_last", "first", "newest", "sparse_v", "checkpoint_nbytes"):
+            if (getattr(self, name) or 0) < 0:
                 raise SettingsError(f"{name}={getattr(self, name)} is negative.")
-        if self.newest > FURTHEST:
-            raise SettingsError(f"newest={self.newest} is more than the {FURTHEST:,} positions that can be kept uncompressed.")
+        for name in ("first", "newest"):
+            if (value := getattr(self, name) or 0) > FURTHEST:
+                raise SettingsError(f"{name}={value} is more than the {FURTHEST:,} positions that can be kept uncompressed.")
         if not 0 <= self.seed < 1 << 63:
             raise SettingsError(f"seed={self.seed} is not between 0 and 2**63 - 1.")
         if self.checkpoint_stride is not None and self.checkpoint_stride < 1:
             raise SettingsError(f"checkpoint_stride={self.checkpoint_stride} must be at least 1, or None for no checkpoints.")
         if self.kv == "none":
-            for name in ("protect_first", "protect_last", "newest", "sparse_v"):
+            for name in ("protect_first", "protect_last", "first", "newest", "sparse_v"):
                 if getattr(self, name):
                     raise SettingsError(f"{name}={getattr(self, name)} means nothing with kv='none': nothing is compressed.")
         if not self.sparse_v < 1:
             raise SettingsError(f"sparse_v={self.sparse_v} is no share of all weights: it must be below 1.")
+
+    @property
+    def plain_first(self) -> int:
+        """How many of the first positions coded layers keep as they are."""
+        return FIRST if self.first is None else self.first
+
+    @property
+    def plain_newest(self) -> int:
+        """How near to a query they keep positions as they are."""
+        return NEWEST if self.newest is None else self.newest
 
     def plan(self, shapes: Sequence[Shape]) -> list[Bits | None]:
         """Give the bits of each layer; None where it stays uncompressed."""

@@ -8,11 +8,13 @@ import torch
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.recent import RecentLayer
 from auraflux.cache.recurrent import RecurrentLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
 from auraflux.cache.turboquant import CodedLayer
+from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.rotation import NARROWEST, WIDEST
+
+RECENT_PAGE = 16  # tokens; a sequence keeps few as they are, so that large pages would be mostly empty
 
 
 class Room(Protocol):
@@ -24,8 +26,11 @@ class Room(Protocol):
     @property
     def states(self) -> StateGroup: ...
 
-    def group(self, span: int | None) -> LayerGroup:
-        """The group of layers whose queries see `span` positions."""
+    def group(self, span: int | None, size: int | None = None, limit: int | None = None) -> LayerGroup:
+        """The group of layers whose queries see `span` positions, of the first `limit`, in pages of `size` tokens."""
+
+    def calibration(self, number: int, heads: int, width: int) -> Calibration | None:
+        """What the codes of a layer's keys leave out."""
 
 
 def _width_refusal(width: int) -> str | None:
@@ -66,15 +71,17 @@ class AttentionShape:
             return f"its keys are {self.width} wide and its values {self.value_width}, and codes need one width."
         return _width_refusal(self.width)
 
-    def build(self, room: Room, bits: Bits | None) -> DenseLayer | CodedLayer | RecentLayer:
-        group, newest = room.group(self.window), room.settings.newest
+    def build(self, room: Room, bits: Bits | None, number: int) -> DenseLayer | CodedLayer:
+        settings, group = room.settings, room.group(self.window)
+        first, newest = settings.plain_first, settings.plain_newest
         # a window that is newest as a whole is never read as codes
         if bits is None or (self.window is not None and self.window <= newest):
             return DenseLayer(group, self.heads, self.width, self.value_width or self.width, room.dtype)
-        coded = CodedLayer(group, self.heads, self.width, bits, room.settings.seed, room.settings.sparse_v)
-        if newest == 0:
-            return coded
-        return RecentLayer(coded, DenseLayer(room.group(newest), self.heads, self.width, self.width, room.dtype))
+        plain = self.heads, self.width, self.width, room.dtype
+        head = DenseLayer(room.group(None, first, first), *plain) if first else None
+        recent = DenseLayer(room.group(newest, RECENT_PAGE), *plain) if newest else None
+        kept = head, recent, room.calibration(number, self.heads, self.width)
+        return CodedLayer(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, *kept)
 
 
 @dataclass(frozen=True)
@@ -99,13 +106,14 @@ class LatentShape:
         key, value = bits
         if key < value:
             return f"a latent is key and value at once and is held at the key's bits, too few here; use k{value}v{value}."
-        if settings.newest:
-            return f"newest={settings.newest} needs an uncompressed copy, which latent layers do not keep."
+        for name in ("first", "newest"):
+            if value := getattr(settings, name):
+                return f"{name}={value} needs an uncompressed copy, which latent layers do not keep."
         if settings.sparse_v:
             return f"sparse_v={settings.sparse_v} skips values, and a latent has been read as a key already."
         return _width_refusal(self.width)
 
-    def build(self, room: Room, bits: Bits | None) -> LatentLayer | CodedLatentLayer:
+    def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
         if bits is None:
             return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
         return CodedLatentLayer(room.group(None), self.width, self.rope, bits[0], room.settings.seed, room.dtype)
@@ -131,6 +139,6 @@ class RecurrentShape:
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
         return "a recurrent state has no codes."
 
-    def build(self, room: Room, bits: Bits | None) -> RecurrentLayer:
+    def build(self, room: Room, bits: Bits | None, number: int) -> RecurrentLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
         return RecurrentLayer(room.states, *sizes, self.dtype or room.dtype)

@@ -97,6 +97,7 @@ def random_loaded(
         context=max(context, chosen["context"] or 0),
         sequences=batch,
         cache_nbytes=None if memory is None else parse_nbytes(memory),
+        calibrate=chosen["calibrate"],
         exact=chosen["exact"],
         graphs=chosen["graphs"],
     )

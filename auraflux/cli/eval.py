@@ -14,9 +14,9 @@ from auraflux.cli.options import model_argument, options
 from auraflux.errors import InputError, SettingsError
 
 if TYPE_CHECKING:
+    from auraflux.cache.calibration import ModelVectors
     from auraflux.eval.run import Plan
     from auraflux.eval.text import Text
-    from auraflux.run.engine import Engine
     from auraflux.run.language import LanguageModel
     from auraflux.run.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ OPTIONS = [
         default="none,k8v4,k4v4",
         show_default=True,
         metavar="A,B",
-        help="Settings to measure: none, pairs of bits, peers; changed as in k4v4+newest=32+quantize=4.",
+        help="Settings to measure: none, pairs of bits, peers; changed as in k4v4+newest=0+calibrate=off+quantize=4.",
     ),
     click.option("--peers", is_flag=True, help="Also caches of other engines, simulated."),
     click.option("--ablations", is_flag=True, help="Also the first compressed setting with one thing changed at a time."),
@@ -73,6 +73,9 @@ OPTIONS = [
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     click.option("--quantize", type=int, metavar="BITS", help="Round dense weights for all settings, the uncompressed too."),
     click.option("--exact/--fast", default=True, help="Multiply float32 activations, or int8 ones; speed is of the latter."),
+    click.option(
+        "--calibrate", default="auto", show_default=True, metavar="WHAT", help="What is known of keys: auto, or a file of it."
+    ),
     click.option("--fresh", is_flag=True, help="Forget what an interrupted run has measured."),
 ]
 
@@ -129,7 +132,14 @@ def _measure(
     from auraflux.machine import cache_folder
     from auraflux.weights.fingerprint import fingerprint
 
-    facts = auraflux.__version__, chosen["quantize"], chosen["exact"], str(loaded.engine.device), plan.digest
+    facts = (
+        auraflux.__version__,
+        chosen["quantize"],
+        chosen["exact"],
+        chosen["calibrate"],
+        str(loaded.engine.device),
+        plan.digest,
+    )
     state_file = cache_folder() / "eval" / f"{digest(fingerprint(loaded.path, *facts))}.jsonl"
     if chosen["fresh"]:
         state_file.unlink(missing_ok=True)
@@ -138,7 +148,10 @@ def _measure(
         click.echo(f"note: {len(state)} results of an interrupted run are taken over; --fresh measures them again.", err=True)
     try:
         with _progress() as tell:
-            rows = Evaluation(_bases(model, loaded, chosen), settings, plan, state, chosen["exact"], tell).run()
+            bases = _bases(model, loaded, chosen)
+            vectors = _vectors(bases, loaded.path, chosen["calibrate"])
+            engines = lambda bits: bases(bits).engine  # noqa: E731
+            rows = Evaluation(engines, vectors, settings, plan, state, chosen["exact"], tell).run()
     finally:
         state.close()
     state.remove()
@@ -169,19 +182,41 @@ def _plan(texts: "list[Text]", tokenizer: "Tokenizer", trained: int, chosen: dic
     )
 
 
-def _bases(model: str | None, loaded: "LanguageModel", chosen: dict[str, Any]) -> "Callable[[int | None], Engine]":
-    """Engines by the bits of their weights: the one that is loaded, and one more at a time."""
+def _bases(model: str | None, loaded: "LanguageModel", chosen: dict[str, Any]) -> "Callable[[int | None], LanguageModel]":
+    """Models by the bits of their weights: the one that is loaded, and one more at a time."""
     other: dict[int, LanguageModel] = {}
 
-    def base(bits: int | None) -> "Engine":
+    def base(bits: int | None) -> "LanguageModel":
         if bits is None:
-            return loaded.engine
+            return loaded
         if bits not in other:
             other.clear()
             other[bits] = _load(model, chosen, bits)
-        return other[bits].engine
+        return other[bits]
 
     return base
+
+
+def _vectors(
+    bases: "Callable[[int | None], LanguageModel]", path: Path, calibrate: str
+) -> "Callable[[int | None], ModelVectors]":
+    """Those of the keys of models by the bits of their weights."""
+    from auraflux.run import calibration
+    from auraflux.run.engine import nbytes
+
+    known: dict[int | None, ModelVectors] = {}
+
+    def found(bits: int | None) -> "ModelVectors":
+        if bits not in known:
+            base = bases(bits)
+            engine, cache = base.engine, base.engine.cache
+            count = calibration.enough_tokens(nbytes(engine.model), engine.device, base.experts is not None)
+            options: dict[str, Any] = {"dtype": cache.dtype, "device": engine.device}
+            subject = engine.model, cache.shapes, path, base.tokenizer, count
+            known[bits] = calibration.vectors_for(calibrate, *subject, **options)
+        return known[bits]
+
+    return found
 
 
 @contextmanager

@@ -38,13 +38,15 @@ def inspect(path: str | None, quantize: int | None, expert_memory: str | None, a
 
 
 def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, Any]:
+    from auraflux.cache import CacheSettings
     from auraflux.cli import inspect_experts
     from auraflux.machine import free_nbytes, this_machine
     from auraflux.models import family
     from auraflux.models.config import experts_per_token
     from auraflux.quant import check_format
+    from auraflux.run.calibration import kept_for
     from auraflux.weights.checkpoint import open_checkpoint
-    from auraflux.weights.plan import cache_table, contexts, survey
+    from auraflux.weights.plan import cache_table, contexts, plain_nbytes, survey
 
     if bits is not None:
         check_format(bits, 64)
@@ -69,6 +71,12 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
         "parts": {name: vars(share) for name, share in _largest_first(tensors.kinds)},
         "formats": {name: vars(share) for name, share in _largest_first(tensors.formats)},
         "experts": None if experts is None else inspect_experts.look(experts, k, free, expert_memory),
+        "plain": {
+            "first": CacheSettings().plain_first,
+            "newest": CacheSettings().plain_newest,
+            "nbytes": plain_nbytes(shapes),
+        },
+        "calibration": kept_for(checkpoint.path),
         "machine": {"memory_nbytes": memory, "free_nbytes": free},
         "memory": [
             _setting(kv, cache, weights, memory, free) for kv, cache in cache_table(shapes, contexts(config.context)).items()
@@ -116,6 +124,8 @@ def _show(found: dict[str, Any]) -> None:
     if found["experts"] is not None:
         inspect_experts.show(console, found["experts"])
     console.print(_memory(found))
+    for line in _about_keys(found):
+        console.print(escape(line))
     machine = found["machine"]
     console.print(
         f"this machine has {_size(machine['memory_nbytes'])} of memory, {_size(machine['free_nbytes'])} free: "
@@ -124,6 +134,18 @@ def _show(found: dict[str, Any]) -> None:
     for setting in found["memory"]:
         if setting["refused"] is not None:
             console.print(f"[dim]{escape(setting['refused'])}[/dim]")
+
+
+def _about_keys(found: dict[str, Any]) -> list[str]:
+    """What is kept beside codes, and what is known of the model's keys."""
+    plain, calibration = found["plain"], found["calibration"]
+    lines = []
+    if plain["nbytes"]:
+        what = f"the first {plain['first']} and newest {plain['newest']} positions"
+        lines.append(f"beside codes, a text keeps {what} as they are: {_size(plain['nbytes'])}")
+    if calibration is not None:
+        lines.append(f"keys were calibrated with {calibration['tokens']} tokens: {calibration['file']}")
+    return lines
 
 
 def _shares(title: str, shares: dict[str, dict[str, int]], total: dict[str, int]) -> Any:

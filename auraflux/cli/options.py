@@ -29,6 +29,13 @@ EXPERTS = [
     click.option("--expert-guess", is_flag=True, help="Read ahead what the next layer's router chooses when it is run early."),
     click.option("--verify/--no-verify", default=True, help="Hold experts against their checksums when they are first read."),
 ]
+calibrate_option = click.option(
+    "--calibrate",
+    default="off",
+    show_default=True,
+    metavar="WHAT",
+    help="What codes leave out of keys: auto finds out when a model is first loaded; off for nothing; or a file.",
+)
 LOADING = [
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     click.option(
@@ -36,7 +43,9 @@ LOADING = [
     ),
     click.option("--protect-first", type=int, default=0, metavar="N", help="Leave the first N attention layers uncompressed."),
     click.option("--protect-last", type=int, default=0, metavar="N", help="Leave the last N attention layers uncompressed."),
-    click.option("--newest", type=int, default=0, metavar="N", help="Read the newest N positions uncompressed."),
+    click.option("--first", type=int, metavar="N", help="Read the first N positions uncompressed."),
+    click.option("--newest", type=int, metavar="N", help="Read the newest N positions uncompressed."),
+    calibrate_option,
     click.option("--sparse-v", type=float, default=0.0, metavar="W", help="Pass over values whose weight is below W."),
     click.option("--context", type=int, metavar="N", help="Most tokens of a text; by default what model and memory allow."),
     click.option("--quantize", type=int, metavar="BITS", help="Round dense weights to so many bits while loading."),
@@ -61,8 +70,8 @@ SAMPLING = [
     click.option("--seed", type=int, help="The same seed gives the same text."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
 ]
-CACHE_NAMES = ("protect_first", "protect_last", "newest", "sparse_v")
-LOADING_NAMES = ("device", "quantize", "exact", "context", "graphs")
+CACHE_NAMES = ("protect_first", "protect_last", "first", "newest", "sparse_v")
+LOADING_NAMES = ("device", "quantize", "exact", "context", "graphs", "calibrate")
 
 
 def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:

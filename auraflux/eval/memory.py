@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from auraflux.cache import Cache
-from auraflux.cache.recent import RecentLayer
 from auraflux.eval.setting import Setting
 
 
@@ -15,11 +14,6 @@ def cache_of(setting: Setting, shapes: list[Any]) -> Cache:
 
 
 def nbytes_at(cache: Cache, length: int) -> int:
-    """Bytes of one sequence of so many tokens: windows, what `newest` keeps twice, and recurrent states too."""
-    total = cache.states.slot_nbytes if cache.moves else 0
-    for shape, layer in zip(cache.shapes, cache.layers, strict=True):
-        if shape.attends:
-            total += layer.token_nbytes * min(length, shape.span or length)
-        if isinstance(layer, RecentLayer):
-            total += layer.recent.token_nbytes * min(length, layer.newest)
-    return total
+    """Bytes of one sequence of so many tokens: windows, what is kept twice, and recurrent states too."""
+    states = cache.states.slot_nbytes if cache.moves else 0
+    return states + sum(layer.nbytes_at(length) for layer in cache.layers)

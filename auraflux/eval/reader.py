@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import CacheSettings
+from auraflux.cache.calibration import ModelVectors
 from auraflux.eval.metrics import NONE, Differences, compare
 from auraflux.eval.text import Passage
 from auraflux.run.engine import Engine
@@ -28,7 +29,14 @@ class EngineReader:
     """A model with a cache of its own."""
 
     def __init__(
-        self, base: Engine, shapes: list[Any], settings: CacheSettings, context: int, exact: bool, graphs: bool = False
+        self,
+        base: Engine,
+        shapes: list[Any],
+        settings: CacheSettings,
+        context: int,
+        exact: bool,
+        graphs: bool = False,
+        vectors: ModelVectors | None = None,
     ):
         self.engine = Engine(
             base.model,
@@ -38,6 +46,7 @@ class EngineReader:
             # the prompt, and one ending
             sequences=2,
             chunk=PIECE,
+            vectors=vectors,
             exact=exact,
             graphs=graphs,
             dtype=base.cache.dtype,

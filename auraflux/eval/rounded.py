@@ -13,10 +13,10 @@ from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch
 from auraflux.cache.dense import DenseLayer
-from auraflux.cache.recent import Partials, RecentLayer
 from auraflux.cache.shapes import Room
 from auraflux.errors import SettingsError
 from auraflux.eval.peers import Peer
+from auraflux.eval.recent import Partials, RecentLayer
 from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.attention.reference import attention_partials
 
@@ -27,7 +27,7 @@ class RoundedShape(AttentionShape):
 
     peer: Peer | None = None
 
-    def build(self, room: Room, bits: Any) -> Any:
+    def build(self, room: Room, bits: Any, number: int) -> Any:
         assert self.peer is not None
         dense = self.heads, self.width, self.value_width or self.width, room.dtype
         newest = self.peer.newest

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from auraflux.cache.calibration import ModelVectors
 from auraflux.eval.memory import cache_of, nbytes_at
 from auraflux.eval.metrics import NONE, Differences, summary
 from auraflux.eval.needle import DEPTHS, Haystack, recall
@@ -54,14 +55,23 @@ class Plan:
 class Evaluation:
     """A run over settings.
 
-    bases  gives an engine whose weights are rounded to so many bits, or are as they are
-    exact  multiply float32 activations where quality is measured; speed is that of the usual kernels
+    bases    gives an engine whose weights are rounded to so many bits, or are as they are
+    vectors  gives those of its keys
+    exact    multiply float32 activations where quality is measured; speed is that of the usual kernels
     """
 
     def __init__(
-        self, bases: Callable[[int | None], Engine], settings: list[Setting], plan: Plan, state: State, exact: bool, tell: Tell
+        self,
+        bases: Callable[[int | None], Engine],
+        vectors: Callable[[int | None], ModelVectors],
+        settings: list[Setting],
+        plan: Plan,
+        state: State,
+        exact: bool,
+        tell: Tell,
     ):
-        self.bases, self.settings, self.plan, self.state, self.exact, self.tell = bases, settings, plan, state, exact, tell
+        self.bases, self.vectors, self.settings, self.plan = bases, vectors, settings, plan
+        self.state, self.exact, self.tell = state, exact, tell
         self._shapes = bases(None).cache.shapes
         self.caches = {setting.name: cache_of(setting, self._shapes) for setting in settings}
 
@@ -116,7 +126,8 @@ class Evaluation:
 
     def _reader(self, setting: Setting, context: int, exact: bool | None = None, graphs: bool = False) -> EngineReader:
         base, shapes = self.bases(setting.quantize), setting.shapes(self._shapes)
-        return EngineReader(base, shapes, setting.cache, context, self.exact if exact is None else exact, graphs)
+        vectors = setting.vectors(lambda: self.vectors(setting.quantize))
+        return EngineReader(base, shapes, setting.cache, context, self.exact if exact is None else exact, graphs, vectors)
 
     def _say(self, what: str) -> None:
         keys = [(setting.name, task) for setting in self.settings for task in self.plan.tasks]

@@ -1,17 +1,37 @@
 """What is measured: a way to keep keys and values, with or without changes, spelled as on the command line."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from auraflux.cache import CacheSettings
+from auraflux.cache.calibration import ModelVectors
 from auraflux.errors import SettingsError
 from auraflux.eval.peers import PEERS, Peer
 from auraflux.eval.rounded import rounded_shapes
 from auraflux.quant.affine import BITS
 
-CHANGES = {"newest": int, "protect_first": int, "protect_last": int, "sparse_v": float, "seed": int, "quantize": int}
+# of what is known of a model's keys: what is used
+CALIBRATED = ("all", "centres", "scales", "off")
+
+
+def _calibrated(value: str) -> str:
+    if value not in CALIBRATED:
+        raise ValueError(value)
+    return value
+
+
+CHANGES: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("first", "newest", "protect_first", "protect_last", "seed", "quantize"), int),
+    "sparse_v": float,
+    "calibrate": _calibrated,
+}
 # each changes one thing of a setting
-ABLATIONS = ("newest=32", "protect_first=2", "protect_last=2", "sparse_v=0.0001", *(f"quantize={bits}" for bits in BITS[::-1]))
+ABLATIONS = (
+    *(f"calibrate={used}" for used in CALIBRATED[1:]),
+    *("first=0", "newest=0", "newest=128", "first=0+newest=0+calibrate=off"),
+    *("protect_first=2", "protect_last=2", "sparse_v=0.0001", *(f"quantize={bits}" for bits in BITS[::-1])),
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,7 @@ class Setting:
     name      as it was spelled
     cache     how the cache is kept
     quantize  bits to which dense weights are rounded; None as they are
+    calibrate  what is used of what is known of the model's keys
     peer      whose cache is simulated instead, in an uncompressed one
     """
 
@@ -28,10 +49,19 @@ class Setting:
     cache: CacheSettings
     quantize: int | None = None
     peer: Peer | None = None
+    calibrate: str = "all"
 
     def shapes(self, shapes: list[Any]) -> list[Any]:
         """The layers of a model as this setting wants them."""
         return shapes if self.peer is None else rounded_shapes(shapes, self.peer)
+
+    def vectors(self, found: Callable[[], ModelVectors]) -> ModelVectors | None:
+        """Those of the model's keys that this setting uses, of all that are found."""
+        if self.cache.kv == "none" or self.calibrate == "off":
+            return None
+        if self.calibrate == "all":
+            return found()
+        return found().centres_only() if self.calibrate == "centres" else found().scales_only()
 
     @property
     def title(self) -> str:
@@ -54,7 +84,10 @@ def parse(name: str) -> Setting:
         if kept != "none" and not (len(kept) == 4 and kept.startswith("k")):
             known = f"none, pairs of bits such as k8v4 or k4v4, {', '.join(PEERS)}"
             raise SettingsError(f"there is no setting {kept!r}. Those there are: {known}.")
-        return Setting(name, CacheSettings(kept, **given), quantize)
+        calibrate = given.pop("calibrate", None)
+        if kept == "none" and calibrate is not None:
+            raise SettingsError(f"{name}: calibrate means nothing where keys are not coded.")
+        return Setting(name, CacheSettings(kept, **given), quantize, calibrate=calibrate or "all")
     strange = sorted(set(given) - {"newest"})
     if strange:
         raise SettingsError(f"{name}: {', '.join(strange)} cannot be simulated for {PEERS[kept].title}; newest can.")
@@ -68,7 +101,8 @@ def _change(name: str, change: str) -> tuple[str, Any]:
     try:
         return key, CHANGES[key](value)
     except ValueError:
-        raise SettingsError(f"{name}: {key} needs a number, not {value!r}.") from None
+        wanted = f"one of {', '.join(CALIBRATED)}" if key == "calibrate" else "a number"
+        raise SettingsError(f"{name}: {key} needs {wanted}, not {value!r}.") from None
 
 
 def parse_all(names: str, peers: bool, ablations: bool) -> list[Setting]:

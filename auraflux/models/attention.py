@@ -1,15 +1,21 @@
 """Grouped-query attention, as most families have it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
 from auraflux.models.decoder import Stream
 from auraflux.models.rotation import Rotation
 from auraflux.ops import add_norm_linears, linear, sigmoid_gate, split_q_gate
-from auraflux.weights.loader import Weights
+from auraflux.quant import QTensor
+from auraflux.weights.loader import Weights, dense
+
+SAMPLED = 4  # rows
+GRAM_ROWS = 1024  # of a weight that are in memory in plain numbers at a time
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,26 @@ class Attention:
         if gate is not None:
             out = sigmoid_gate(out, gate)
         return total, linear(out.view(len(q), -1), self.out, self.out_bias)
+
+    def sample(self) -> Iterator[Tensor]:
+        """A few rows of each projection as they are held, whatever the device: they tell these weights from others."""
+        for weight in (*self.qkv, self.out):
+            rows = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // SAMPLED), device=weight.device)
+            if isinstance(weight, QTensor):
+                taken = weight.take(rows)
+                yield from (part for part in (taken.packed, taken.scales, taken.biases) if part is not None)
+            else:
+                yield weight[rows].bfloat16()
+
+    def output_gram(self) -> Tensor:
+        """The products of the columns by which each query head's result is projected: [Hq, D, D] float32."""
+        heads, width = self.heads.count, self.heads.width
+        total = torch.zeros(heads, width, width, device=self.out.device)
+        for rows in torch.arange(self.out.shape[0], device=self.out.device).split(GRAM_ROWS):
+            piece = dense(self.out.take(rows) if isinstance(self.out, QTensor) else self.out[rows])
+            columns = piece.float().unflatten(1, (heads, width)).transpose(0, 1)
+            total += columns.transpose(1, 2) @ columns
+        return total
 
     def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store keys and values: gives the stream with all that was to be added to it, queries, and gates if there are any."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache, CacheSettings, Sequence
+from auraflux.cache.calibration import ModelVectors
 from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
 from auraflux.run.device import device_memory, sent
@@ -28,6 +29,7 @@ class Engine:
     tokens     of all of them together; by default as many as they have when each fills its context
     kept       parked sequences more for which windows have room
     chunk      tokens that go through the model together, over all sequences
+    vectors    of the model's keys; None to code keys as they are
     exact      multiply float32 activations, see `Runner`
     graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
     """
@@ -43,6 +45,7 @@ class Engine:
         tokens: int | None = None,
         kept: int = 0,
         chunk: int = 512,
+        vectors: ModelVectors | None = None,
         exact: bool = False,
         graphs: bool = True,
         dtype: torch.dtype = torch.float32,
@@ -51,7 +54,7 @@ class Engine:
         self.model, self.chunk = model, chunk
         with device_memory():
             sizes: dict[str, Any] = {"sequences": sequences, "tokens": tokens, "kept": kept, "chunk": chunk}
-            self.cache = Cache(shapes, settings, context=context, **sizes, dtype=dtype, device=device)
+            self.cache = Cache(shapes, settings, context=context, **sizes, vectors=vectors, dtype=dtype, device=device)
         self.device, self.graphs = torch.device(device), graphs
         self.runner = Runner(model, self.cache, exact)
         self.replayer = Replayer(self.runner, graphs)

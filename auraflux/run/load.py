@@ -12,6 +12,7 @@ from auraflux.machine import cache_folder, free_nbytes, this_machine
 from auraflux.models import family
 from auraflux.models.config import experts_per_token
 from auraflux.quant import check_format
+from auraflux.run import calibration
 from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
@@ -40,6 +41,7 @@ def load(
     context: int | None = None,
     *,
     graphs: bool = True,
+    calibrate: str | Path = "off",
     expert_memory: str | int | ExpertSettings | None = None,
     chunk: int | None = None,
     sequences: int = 8,
@@ -57,6 +59,8 @@ def load(
     exact     multiply float32 activations; otherwise CPU kernels round them to int8 per group
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds
     graphs    replay steps of decoding: on a GPU as CUDA graphs, and pieces of long prompts too
+    calibrate what codes leave out of keys: "auto" runs some tokens when a model is first loaded, and keeps what that tells
+              of its keys; "off" codes them as they are; or a file that was kept
     expert_memory  "4GB": that the experts of a packed model may take, or settings in full; others are read as they are chosen
     chunk     tokens of prompts that go through the model together; by default 512, on a GPU 8192
     sequences     texts that are written at once; more wait
@@ -90,6 +94,12 @@ def load(
         fetch_kernels(target)
         with device_memory():
             model = _model(module, config, checkpoint, quantize, dtype, target, experts, tell)
+            vectors = None
+            if calibration.is_wanted(calibrate, shapes, settings):
+                nbytes = sum(checkpoint.sizes().values())
+                count = calibration.enough_tokens(nbytes, target, experts is not None and not experts.share.mapped)
+                about: dict[str, Any] = {"dtype": dtype, "device": target, "nbytes": nbytes, "report": tell}
+                vectors = calibration.vectors_for(calibrate, model, shapes, checkpoint.path, tokenizer, count, **about)
         watch.check()
 
     # what is read depends on the tokens, so their steps cannot be repeated blindly
@@ -98,9 +108,10 @@ def load(
     options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
     # one place more is for scores of whole texts
     options |= {"sequences": sequences + 1, "kept": sequences}
+    how: dict[str, Any] = {"exact": exact, "graphs": graphs, "vectors": vectors}
     tokens = pool_tokens(shapes, settings, _cache_nbytes(cache_memory, free), **options)
     with device_memory():
-        engine = Engine(model, shapes, settings, **options, tokens=tokens, exact=exact, graphs=graphs, device=target)
+        engine = Engine(model, shapes, settings, **options, tokens=tokens, **how, device=target)
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
     ends = _ends(checkpoint, tokenizer)
     kind = str(checkpoint.config.get("model_type", ""))

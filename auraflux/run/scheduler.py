@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from auraflux.cache.pages import LayerGroup
@@ -33,6 +33,7 @@ from auraflux.weights.watch import Watch
 
 log = logging.getLogger("auraflux")
 
+LONG_TURNS = 2  # at the beginning of a prompt, whose ends are kept for others
 LOOKED_AT = 64  # jobs of the queue that are considered in a turn
 
 
@@ -161,11 +162,16 @@ class Scheduler:
         return self._grammars.matcher(grammar, ends)
 
     def _marks(self, prompt: list[int]) -> list[int]:
-        """Where a conversation is likely to be gone on with: before its last token, and where its last turn begins."""
+        """Where a conversation is likely to be gone on with, or another to part from it.
+
+        That is before its last token, where its last turn begins, and where the first long turns end: instructions that others
+        have, too.
+        """
         ends = {len(prompt) - 1}
         if self.tokenizer is not None and self.engine.cache.forgets:
-            special = self.tokenizer.special_ids
-            ends |= set(islice((at for at in range(len(prompt) - 1, 0, -1) if prompt[at] in special), 1))
+            turns = [at for at in range(1, len(prompt)) if prompt[at] in self.tokenizer.special_ids]
+            long = (at for before, at in pairwise([0, *turns]) if at - before >= self.engine.cache.page)
+            ends |= {*turns[-1:], *islice(long, LONG_TURNS)}
         return sorted(ends - {0})
 
     def turn(self, write: bool = True) -> bool:
@@ -231,7 +237,7 @@ class Scheduler:
     def _fits(self, job: Job, saved: int) -> bool:
         """Whether there are pages for a job that others running do not hold, and one more for each of those."""
         for group in self.engine.cache.page_groups:
-            if group.span is not None:
+            if not group.grows:
                 continue
             needed = len(job.ids) // group.size + 1 - saved // group.size + len(self._running)
             if needed > group.pool.count - len(self._held(group)):

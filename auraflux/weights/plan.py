@@ -129,6 +129,14 @@ def cache_nbytes(
     return cache.reserved_nbytes
 
 
+def plain_nbytes(shapes: Sequence[LayerShape], dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of a sequence's positions that the usual settings keep as they are beside codes; 0 where keys have none."""
+    try:
+        return Cache(list(shapes), CacheSettings(), context=1, dtype=dtype, device="meta").sequence_nbytes
+    except SettingsError:
+        return 0
+
+
 def contexts(limit: int) -> list[int]:
     """The lengths for which memory is told: those usual, up to what the model was made for, and that."""
     return sorted({*(n for n in CONTEXTS if n < limit), min(limit, CONTEXTS[-1])})

@@ -73,6 +73,7 @@ def test_only_recurrent_layers_have_nothing_to_compress():
         (AttentionShape(2, 2048), "k8v4", {}, "width 2048 have no codes"),
         (LATENT, "k4v8", {}, "key and value at once and is held at the key's bits, too few here; use k8v8"),
         (LATENT, "k4v4", {"newest": 8}, "newest=8 needs an uncompressed copy"),
+        (LATENT, "k4v4", {"first": 1}, "first=1 needs an uncompressed copy"),
         (LATENT, "k4v4", {"sparse_v": 1e-6}, "sparse_v=1e-06 skips values"),
     ],
 )
@@ -81,7 +82,7 @@ def test_a_layer_that_cannot_is_named_with_its_reason(shape, kv, options, reason
         CacheSettings(kv, **options).plan([RECURRENT, shape])
 
 
-@pytest.mark.parametrize("option", [{"protect_first": 1}, {"protect_last": 1}, {"newest": 4}, {"sparse_v": 1e-6}])
+@pytest.mark.parametrize("option", [{"protect_first": 1}, {"protect_last": 1}, {"first": 1}, {"newest": 4}, {"sparse_v": 1e-6}])
 def test_options_of_compression_are_refused_without_it(option):
     with pytest.raises(SettingsError, match="means nothing with kv='none'"):
         CacheSettings("none", **option)
@@ -91,6 +92,7 @@ def test_options_of_compression_are_refused_without_it(option):
     "option",
     [
         {"protect_first": -1},
+        {"first": -1},
         {"newest": -1},
         {"sparse_v": float("nan")},
         {"sparse_v": 1.0},
@@ -126,8 +128,8 @@ def test_sizes_that_make_no_sense_are_refused():
 
 def test_a_window_that_is_newest_as_a_whole_is_kept_uncompressed():
     shapes = [ATTENTION, AttentionShape(2, 64, window=16)]
-    assert kinds(shapes, CacheSettings("k8v4", newest=16)) == ["RecentLayer", "DenseLayer"]
-    assert kinds(shapes, CacheSettings("k8v4", newest=15)) == ["RecentLayer", "RecentLayer"]
+    assert kinds(shapes, CacheSettings("k8v4", newest=16)) == ["CodedLayer", "DenseLayer"]
+    assert kinds(shapes, CacheSettings("k8v4", newest=15)) == ["CodedLayer", "CodedLayer"]
 
 
 @pytest.mark.parametrize("window", [None, 9])

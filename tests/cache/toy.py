@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch, Cache, CacheSettings, LatentShape, RecurrentShape, Sequence
+from auraflux.cache.calibration import LayerVectors, ModelVectors
 from auraflux.ops import delta_gates
 
 VOCABULARY = 11
@@ -46,15 +47,30 @@ def recur(layer: Any, shape: RecurrentShape, batch: Batch, tokens: Tensor) -> Te
 WAYS = {AttentionShape: attend, LatentShape: attend_latent, RecurrentShape: recur}
 
 
+def key_vectors(shapes: list[Any]) -> ModelVectors:
+    """Vectors by chance for all layers with keys, as a calibration finds them; half of the channels turn."""
+    chance = torch.Generator().manual_seed(20)
+    found = {}
+    for number, shape in enumerate(shapes):
+        if type(shape) is AttentionShape:
+            size = shape.heads, shape.width
+            scale, along, across = (torch.randn(*size, generator=chance) for _ in range(3))
+            turning = 0.3 ** torch.arange(1.0, 1 + shape.width // 4)
+            found[number] = LayerVectors(scale.exp(), along, across, turning, interleaved=number % 2 == 1)
+    return ModelVectors(found)
+
+
 @dataclass
 class Toy:
     """Layers, and how they are kept. `options` go to the cache."""
 
     shapes: list[Any]
     settings: CacheSettings = field(default_factory=lambda: CacheSettings("none"))
+    calibrated: bool = False
 
     def cache(self, **options: Any) -> Cache:
-        sizes: dict[str, Any] = {"context": 64, "sequences": 8, "page": 4, "chunk": 32, "spare": 3}
+        vectors = key_vectors(self.shapes) if self.calibrated else None
+        sizes: dict[str, Any] = {"context": 64, "sequences": 8, "page": 4, "chunk": 32, "spare": 3, "vectors": vectors}
         return Cache(self.shapes, self.settings, **{**sizes, **options})
 
     def feed(self, cache: Cache, batch: Batch, tokens: list[list[int]], extra: int | None = None) -> list[Tensor]:
@@ -88,9 +104,12 @@ TOYS = {
     "k8v3": Toy([FULL, WINDOW], CacheSettings("k8v3", seed=5)),
     "newest": Toy([FULL, AttentionShape(1, 8, window=9)], CacheSettings("k2v2", newest=5)),
     "newest-covers-window": Toy([FULL, WINDOW], CacheSettings("k2v2", newest=7)),
+    "first": Toy([FULL, WINDOW], CacheSettings("k4v2", first=3)),
+    "calibrated": Toy([FULL, WINDOW], CacheSettings("k4v4", first=1, newest=5), calibrated=True),
     "latent": Toy([LATENT]),
     "coded-latent": Toy([LATENT], CacheSettings("k4v4")),
     "k8v4-latent": Toy([LATENT, FULL, LatentShape(24, 4)], CacheSettings("k8v4")),
     "recurrent": Toy([RECURRENT, RECURRENT]),
     "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
+    "calibrated-hybrid": Toy([RECURRENT, FULL, WINDOW], CacheSettings("k3v3", first=2, newest=3), calibrated=True),
 }

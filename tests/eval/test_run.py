@@ -1,11 +1,13 @@
 """Whole evaluations of a tiny model."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from auraflux.cache.calibration import ModelVectors
 from auraflux.eval.metrics import summary
 from auraflux.eval.needle import haystack
 from auraflux.eval.reader import EngineReader, differences
@@ -13,6 +15,7 @@ from auraflux.eval.run import Evaluation, Plan
 from auraflux.eval.setting import parse
 from auraflux.eval.state import State
 from auraflux.eval.text import copies, read_files, tokenized, windows
+from auraflux.run.calibrate import find_vectors, random_tokens
 from auraflux.run.load import load
 from auraflux.weights.pull import models_folder
 from tests.eval.tiny_heads import loaded
@@ -25,16 +28,23 @@ def plan() -> Plan:
     return Plan(windows(texts, 200, 3), copies(texts, [150], 64), {400: [haystack(texts[0], tokenizer, 400, 0)]})
 
 
+@cache
+def vectors(bits: int | None = None) -> ModelVectors:
+    engine = loaded().engine
+    return find_vectors(engine.model, engine.cache.shapes, random_tokens(128, engine.model.config.vocab), torch.float32, "cpu")
+
+
 def reader(name: str) -> EngineReader:
     setting, base = parse(name), loaded().engine
-    return EngineReader(base, setting.shapes(base.cache.shapes), setting.cache, 600, exact=True)
+    shapes, used = setting.shapes(base.cache.shapes), setting.vectors(vectors)
+    return EngineReader(base, shapes, setting.cache, 600, exact=True, vectors=used)
 
 
 def run(path: Path, names: str, tell: Any = lambda *said: None) -> list[dict[str, Any]]:
     settings = [parse(name) for name in names.split(",")]
     state = State(path)
     try:
-        return Evaluation(lambda bits: loaded().engine, settings, plan(), state, True, tell).run()
+        return Evaluation(lambda bits: loaded().engine, vectors, settings, plan(), state, True, tell).run()
     finally:
         state.close()
 
@@ -48,7 +58,7 @@ def test_uncompressed_it_is_the_plain_forward_pass():
     assert differences(none, {"none": none}, passage)["none"].nll == pytest.approx(plain.tolist(), rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["none", "k4v4", "k4v4+newest=32", "kivi4", "fp8"])
+@pytest.mark.parametrize("name", ["none", "k4v4", "k4v4+newest=32+first=1", "k4v4+calibrate=off", "kivi4", "fp8"])
 def test_a_setting_does_not_differ_from_itself(name: str):
     found = differences(reader(name), {"again": reader(name)}, plan().windows[0])["again"]
     assert max(found.kl) < 1e-9

@@ -6,14 +6,17 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from auraflux.cache import Cache, CacheSettings
+from auraflux.cache.calibration import ModelVectors
 from auraflux.errors import BusyError, CacheFull
 from auraflux.models import family
+from auraflux.run.calibrate import find_vectors, random_tokens
 from auraflux.run.engine import Engine
 from auraflux.run.graph import Replayer
 from auraflux.run.job import Job
@@ -26,6 +29,7 @@ from tests.models.oracles import save, tokens
 from tests.models.test_replay import MODELS
 
 KV = ["k8v4", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("none", "k4v4", "k3v3"))]
+CALIBRATED = "k4v4 calibrated"  # with some positions as they are
 SETTINGS = Sampling(max_tokens=12)
 CONTEXT = 512
 
@@ -44,10 +48,19 @@ def model_of(name: str):
     return model, module.make_caches(config), tokens(source, 400)
 
 
+@cache
+def vectors_of(name: str) -> ModelVectors:
+    model, shapes, _ = model_of(name)
+    return find_vectors(model, shapes, random_tokens(64, model.config.vocab), torch.float32, "cpu")
+
+
 def scheduler_for(name: str, kv: str = "k8v4", parallel: int = 4, waiting: int | None = None, **options) -> Scheduler:
     model, shapes, _ = model_of(name)
     sizes = {"context": CONTEXT, "sequences": parallel, "kept": 4, "chunk": 64, "exact": True, **options}
-    return Scheduler(Engine(model, shapes, CacheSettings(kv), **sizes), None, frozenset(), parallel=parallel, waiting=waiting)
+    settings = CacheSettings(kv[:4])
+    if kv == CALIBRATED:
+        settings, sizes["vectors"] = CacheSettings("k4v4", first=1, newest=32), vectors_of(name)
+    return Scheduler(Engine(model, shapes, settings, **sizes), None, frozenset(), parallel=parallel, waiting=waiting)
 
 
 def prompts_of(name: str) -> list[list[int]]:
@@ -171,9 +184,15 @@ def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
 
 
 @pytest.mark.usefixtures("order")
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "gpt_oss", "gemma3", "deepseek_v3"])
-def test_the_second_turn_of_a_chat_computes_only_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch):
-    made, text = scheduler_for(name), model_of(name)[2]
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        *((name, "k8v4") for name in ("llama", "qwen3_5_moe", "gpt_oss", "gemma3", "deepseek_v3")),
+        *((name, CALIBRATED) for name in ("llama", "qwen3_5_moe", "gpt_oss")),
+    ],
+)
+def test_the_second_turn_of_a_chat_computes_only_what_is_new(name: str, kv: str, monkeypatch: pytest.MonkeyPatch):
+    made, text = scheduler_for(name, kv), model_of(name)[2]
     computed: list[int] = []
     forward = made.engine.runner.forward
     monkeypatch.setattr(
@@ -189,7 +208,28 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(name: str, monkeypa
     # the last token of the answer was chosen but never read; the new ones were neither; then each token but the last chosen
     assert job.cached == len(question) + len(answer) - 1
     assert sum(computed) == 1 + 20 + 12 - 1
-    assert job.stream.tokens == alone(name, "k8v4", tuple(again))
+    assert job.stream.tokens == alone(name, kv, tuple(again))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_texts_with_calibrated_keys_are_what_they_are_alone(name: str):
+    made, prompts = scheduler_for(name, CALIBRATED), prompts_of(name)
+    assert finish(made, submit(made, prompts)) == wanted(name, CALIBRATED, prompts)
+    assert nothing_leaks(made)
+
+
+@pytest.mark.parametrize("kv", ["k8v4", CALIBRATED])
+def test_texts_that_share_instructions_compute_them_once(kv: str):
+    made, text = scheduler_for("llama", kv), model_of("llama")[2]
+    instructions, special = [token or 1 for token in text[:100]], 0
+    spelling = {"starts_with_space": False, "piece": lambda token: b"x", "is_special": lambda token: token == special}
+    made.tokenizer = SimpleNamespace(special_ids=frozenset([special]), **spelling)
+    jobs = []
+    for number in range(3):
+        (job,) = submit(made, [[*instructions, special, *text[100 + 90 * number : 190 + 90 * number]]])
+        jobs.append(job)
+        finish(made, [job])
+    assert [job.cached for job in jobs] == [0, 100 if kv == CALIBRATED else 101, 101]
 
 
 def test_a_prefix_that_is_being_read_is_waited_for():

@@ -51,7 +51,7 @@ def step_builds(name: str, bits: int | None = 4, kv: str = "k8v4") -> list[Build
         settings = module.Config.from_hf(config)
         model, shapes = module.Model(settings, RowWeights(bits, 64, BF16, CPU)), module.make_caches(settings)
         for sequences, tokens in STEPS:
-            sizes = {"context": 4096, "sequences": sequences, "chunk": 2048 * sequences}
+            sizes: dict[str, Any] = {"context": 4096, "sequences": sequences, "chunk": 2048 * sequences}
             _step(model, Cache(shapes, CacheSettings(kv), **sizes, dtype=BF16, device=CPU), sequences, tokens)
     return builds
 

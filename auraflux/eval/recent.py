@@ -1,8 +1,8 @@
-"""Keys and values as codes, except that a query reads its nearest keys as they are.
+"""Keys and values as a peer would keep them, except that a query reads its nearest keys as they are.
 
 A key is read uncompressed where query position - key position < newest. That depends on no more than the two positions, so a
-result does not depend on how the tokens were cut into steps. The codes of all tokens are kept, and the uncompressed ones of the
-last `newest`, as a window layer keeps them.
+result does not depend on how the tokens were cut into steps. What the peer keeps of all tokens is kept, and the uncompressed
+ones of the last `newest`, as a window layer keeps them.
 """
 
 from dataclasses import replace
@@ -32,21 +32,20 @@ class PartialLayer(AttentionLayer, Protocol):
 
 
 class RecentLayer(AttentionLayer):
-    """Codes of all tokens, and the newest of them uncompressed."""
+    """All tokens as a peer keeps them, and the newest of them uncompressed."""
 
     def __init__(self, coded: PartialLayer, recent: DenseLayer):
         self.coded, self.recent = coded, recent
         assert recent.group.span is not None
         self.newest: int = recent.group.span
-        self.token_nbytes = coded.token_nbytes
+        self.group, self.token_nbytes = coded.group, coded.token_nbytes
+
+    def nbytes_at(self, length: int) -> int:
+        """What the peer keeps, and the newest twice."""
+        return self.coded.nbytes_at(length) + self.recent.nbytes_at(length)
 
     def view(self, batch: Batch) -> tuple[Any, KVPages]:
         return self.coded.view(batch), self.recent.view(batch)
-
-    def steady(self, batch: Batch) -> bool:
-        """Once all new tokens of every sequence have older positions than the newest."""
-        steps = zip(batch.sequences, batch.counts, strict=True)
-        return all(sequence.length - new >= self.newest for sequence, new in steps)
 
     def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the batch's new tokens: [T, Hkv, D] both."""

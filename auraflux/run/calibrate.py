@@ -1,0 +1,229 @@
+"""Vectors of a model's keys, found by running random tokens through it once, uncompressed.
+
+Two vectors of every key head are wanted: the mean around which its keys turn with their positions, and a scale for every
+channel. Keys are coded without the mean and divided by the scale, queries are multiplied by it, so that the codes' errors are
+small where queries are large. The scale that makes the error of scores least is (K2 / Q2)^(1/4), with second moments of keys
+and queries. Not all scores matter: what an error of the score of query i and key j does to the layer's result is
+p_ij W_o (v_j - o_i), so pairs are weighed by its square.
+
+The layers of the cache record this while the model runs: no family has to know.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import AttentionShape, Batch, Cache, CacheSettings
+from auraflux.cache.batch import AttentionLayer, Turn
+from auraflux.cache.calibration import LayerVectors, ModelVectors
+from auraflux.cache.shapes import Room
+from auraflux.ops.turboquant.calibration import BLOCK
+from auraflux.run.device import sent
+from auraflux.run.runner import Runner
+
+RECIPE = 1  # counts what is changed here, so that vectors made otherwise are made again
+TOKENS, FEW = 512, 128  # random ones that are run; the second where reading weights takes long
+SEED = 0
+# positions before a query, and the first of all, are usually read as they are: there keys may be as they like
+NEAR = 32
+FLOOR = 1e-4  # of the mean moment, added to each: some models have channels that are always 0
+
+
+def random_tokens(count: int, vocab: int, left_out: Sequence[int] = ()) -> list[int]:
+    """Tokens by chance, the same for every run; those that mark turns or ends are left out."""
+    usable = torch.ones(vocab, dtype=torch.bool)
+    usable[[token for token in left_out if token < vocab]] = False
+    candidates = usable.nonzero().flatten() if usable.any() else torch.arange(vocab)
+    return candidates[torch.randint(len(candidates), (count,), generator=torch.Generator().manual_seed(SEED))].tolist()
+
+
+def find_vectors(
+    model: Any,
+    shapes: Sequence[Any],
+    tokens: list[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelVectors:
+    """Run tokens through a model and give the vectors of its layers with keys; `tell` hears how many layers of how many."""
+    numbers = [number for number, shape in enumerate(shapes) if type(shape) is AttentionShape]
+    found: dict[int, LayerVectors] = {}
+
+    def done(number: int, vectors: LayerVectors) -> None:
+        found[number] = vectors
+        tell(len(found), len(numbers))
+
+    if numbers:
+        recorded = [
+            _recorded(shape, model.layers[number].mixer, done) if number in numbers else shape
+            for number, shape in enumerate(shapes)
+        ]
+        count = len(tokens)
+        cache = Cache(recorded, CacheSettings("none"), context=count, chunk=count, dtype=dtype, device=device)
+        batch = cache.batch([cache.open()])
+        batch.extend([count])
+        Runner(model, cache, exact=True).forward(sent(tokens, cache.device), batch)
+    return ModelVectors(found)
+
+
+@dataclass(frozen=True)
+class RecordingShape(AttentionShape):
+    """Attention that is recorded.
+
+    mixer  whose `output_gram` says how much of what heads give reaches the model
+    done   called with the layer's number and vectors
+    """
+
+    mixer: Any = None
+    done: Callable[[int, LayerVectors], None] = lambda number, vectors: None
+
+    def build(self, room: Room, bits: Any, number: int) -> Any:
+        return RecordingLayer(self, room, number)
+
+
+def _recorded(shape: AttentionShape, mixer: Any, done: Callable[[int, LayerVectors], None]) -> RecordingShape:
+    return RecordingShape(shape.heads, shape.width, shape.value_width, shape.window, mixer, done)
+
+
+class RecordingLayer(AttentionLayer):
+    """Attends to the tokens of one step, which is all there is, and finds the vectors of their keys meanwhile."""
+
+    token_nbytes = 0
+
+    def __init__(self, shape: RecordingShape, room: Room, number: int):
+        self.shape, self.number, self.group = shape, number, room.group(shape.window)
+
+    def view(self, batch: Batch) -> None:
+        """No op of the cache reads it."""
+
+    def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
+        self.k, self.v = k.float(), v.float()
+
+    def append_turned(
+        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        self.turn = turn
+        return super().append_turned(batch, q, k, v, turn, norms, eps)
+
+    def attend(
+        self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
+    ) -> Tensor:
+        pairs = Pairs(self.turn.frequencies.double().cpu(), self.shape.width, self.turn.interleaved)
+        around = pairs.centred(self.k[1:], batch.positions[1:])
+        centres = around.made_ready(around.angles(len(q)).to(q.device)).centres(batch.positions).float()
+        queries = q.float().unflatten(1, (self.shape.heads, -1))
+        # heads are the first of two: those of keys, and of queries for each
+        gram = self.shape.mixer.output_gram().to(q.device).unflatten(0, (self.shape.heads, -1))
+        apart = None if sinks is None else sinks.unflatten(0, (self.shape.heads, -1))
+        seen = self._seen(len(q), q.device)
+        out, scales = torch.empty_like(queries), []
+        for head in range(self.shape.heads):
+            each = Scores(queries[:, head], self.k[:, head], scale, softcap, seen, None if apart is None else apart[head])
+            out[:, head] = each.summed(self.v[:, head])
+            weights = each.worth(self.v[:, head], out[:, head], gram[head])
+            scales.append(pairs.scales(self.k[:, head] - centres[:, head], queries[:, head], weights))
+        vectors = LayerVectors(torch.stack(scales), around.along, around.across, around.frequencies, around.interleaved)
+        self.shape.done(self.number, vectors)
+        del self.k, self.v
+        return out.flatten(1, 2).to(q.dtype)
+
+    def _seen(self, count: int, device: torch.device) -> Tensor:
+        back = torch.arange(count, device=device)[:, None] - torch.arange(count, device=device)
+        return (back >= 0) & (back < (self.shape.window or count))
+
+
+class Scores:
+    """What the queries of one key head make of its keys.
+
+    q        [T, g, D]
+    k        [T, D]
+    seen     [T, T]  whether a query sees a key
+    sinks    [g] or None
+    weights  [g, T, T]  of the values
+    slopes   how weights would follow scores that are not capped: [g, T, T], or 1
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float, softcap: float | None, seen: Tensor, sinks: Tensor | None):
+        scores = q.transpose(0, 1) @ k.T * scale
+        self.slopes: Tensor | float = 1.0
+        if softcap is not None:
+            bent = torch.tanh(scores / softcap)
+            scores, self.slopes = softcap * bent, 1 - bent.square()
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(q), 1)], -1)
+        self.weights = torch.softmax(scores, -1)[..., : len(k)]
+
+    def summed(self, v: Tensor) -> Tensor:
+        """[T, D] -> [T, g, D]."""
+        return (self.weights @ v).transpose(0, 1)
+
+    def worth(self, v: Tensor, out: Tensor, gram: Tensor) -> Tensor:
+        """How much an error of each score matters: [g, T, T]; not at all where keys are not read as codes, see `NEAR`.
+
+        v     [T, D]
+        out   [T, g, D]
+        gram  [g, D, D]  of the output projection
+        """
+        o = out.transpose(0, 1)
+        kept = v @ gram
+        far = (kept * v).sum(-1).unsqueeze(1) - 2 * o @ kept.transpose(1, 2) + (o @ gram * o).sum(-1, keepdim=True)
+        worth = (self.weights * self.slopes).square() * far.clamp(min=0)
+        positions = torch.arange(worth.shape[-1], device=worth.device)
+        coded = (positions > 0) & (positions[:, None] - positions >= NEAR)
+        return worth * coded
+
+
+class Pairs:
+    """The channels of a key by how they turn: two of a pair by one angle, those that do not turn each by itself.
+
+    frequencies  [R/2]  float64
+    partner      [D]    the other channel of a pair
+    sign         [D]    1 for the first of a pair, -1 for the second, 0 for neither
+    number       [D]    of its pair, or its own
+    """
+
+    def __init__(self, frequencies: Tensor, width: int, interleaved: bool):
+        half, channel = len(frequencies), torch.arange(width)
+        self.frequencies, self.interleaved, turns = frequencies, interleaved, channel < 2 * half
+        first = channel % 2 == 0 if interleaved else channel < half
+        step = 1 if interleaved else half
+        self.partner = torch.where(turns, torch.where(first, channel + step, channel - step), channel)
+        self.sign = torch.where(turns, torch.where(first, 1.0, -1.0), 0.0).double()
+        self.number = torch.where(turns, channel // 2 if interleaved else channel % max(half, 1), channel - half)
+        # of every channel, 0 where it does not turn
+        self.angles = torch.cat([frequencies, frequencies.new_zeros(width - 2 * half)])[self.number]
+
+    def centred(self, k: Tensor, positions: Tensor) -> LayerVectors:
+        """The mean of keys [T, Hkv, D] at positions [T], turned back, as blocks of positions have it; scales are 1."""
+        keys, turned = k.double().cpu(), positions.double().cpu()[:, None] * self.angles
+        back = keys * turned.cos().unsqueeze(1) + self._across(keys) * turned.sin().unsqueeze(1)
+        # over a block a mean turns, which makes the mean of the block shorter
+        half = self.angles / 2
+        shrink = torch.where(self.angles == 0, 1.0, torch.sin(BLOCK * half) / (BLOCK * torch.sin(half)))
+        along = back.mean(0) * shrink
+        around = along.float(), -self._across(along).float(), self.frequencies.float()
+        return LayerVectors(torch.ones_like(around[0]), *around, self.interleaved)
+
+    def _across(self, x: Tensor) -> Tensor:
+        return x[..., self.partner] * self.sign
+
+    def scales(self, k: Tensor, q: Tensor, weights: Tensor) -> Tensor:
+        """[D] for keys without their mean [T, D], queries [T, g, D] and weights [g, T, T] of their scores."""
+        keys = self._moments(k.square().T.double() @ weights.sum((0, 1)).double())
+        queries = self._moments(torch.einsum("tgd,gt->d", q.square().double(), weights.sum(2).double()))
+        scales = (keys / queries) ** 0.25
+        # their common size changes nothing
+        return (scales / scales.log().mean().exp()).float().cpu()
+
+    def _moments(self, sums: Tensor) -> Tensor:
+        """Means over pairs, none of them 0."""
+        sums = sums.cpu()
+        count = torch.zeros(int(self.number.max()) + 1, dtype=torch.float64)
+        means = count.index_add(0, self.number, sums) / count.index_add(0, self.number, torch.ones_like(sums))
+        each = means[self.number]
+        floor = FLOOR * each.mean()
+        return each + floor if floor > 0 else torch.ones_like(each)

@@ -1,0 +1,163 @@
+"""Where the vectors of a model's keys come from: a file that was named, one made before, or a run of the model.
+
+A file is found again by what the weights are, not by where they lie: a few rows of each attention layer's projections tell
+them from others. It holds tensors and nothing that is run; what is not as it was written is not used.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from auraflux.cache import AttentionShape, CacheSettings
+from auraflux.cache.calibration import LayerVectors, ModelVectors
+from auraflux.errors import FormatError, InputError, SettingsError
+from auraflux.machine import cache_folder
+from auraflux.run.calibrate import FEW, RECIPE, TOKENS, find_vectors, random_tokens
+from auraflux.run.progress import Report
+from auraflux.weights.boundary import brief, named, regular
+from auraflux.weights.fingerprint import fingerprint
+
+log = logging.getLogger("auraflux")
+
+OFF, AUTO = "off", "auto"
+FORMAT, VERSION = "auraflux calibration", 1
+CARRIED = "keys.calibration"  # the name of a file that a model's folder may have
+ENDING, UNFINISHED = ".calibration", ".part"
+HEAVY = 4 << 30  # bytes of weights from which a CPU runs few tokens: more would take minutes
+
+
+def folder() -> Path:
+    """Where files are kept that can be made again."""
+    return cache_folder() / "calibration"
+
+
+def is_wanted(calibrate: str | Path, shapes: list[Any], settings: CacheSettings) -> bool:
+    """Whether keys of some layer are coded, and vectors for them asked for."""
+    plan = zip(shapes, settings.plan(shapes), strict=True)
+    return calibrate != OFF and any(bits is not None and type(shape) is AttentionShape for shape, bits in plan)
+
+
+def enough_tokens(nbytes: int, device: Any, streamed: bool) -> int:
+    """How many tokens are run: fewer where weights are many, or read from disk as they are chosen."""
+    return FEW if streamed or (device.type == "cpu" and nbytes > HEAVY) else TOKENS
+
+
+def vectors_for(
+    calibrate: str | Path,
+    model: Any,
+    shapes: list[Any],
+    path: Path,
+    tokenizer: Any | None,
+    count: int,
+    *,
+    dtype: Any,
+    device: Any,
+    nbytes: int = 1,
+    report: Report = lambda what, done, total: None,
+) -> ModelVectors:
+    """Give the vectors of a model: those of a file, or "auto": kept ones, or new ones, which are then kept.
+
+    path    of the model
+    count   of tokens that are run
+    nbytes  of its weights, for the report
+    """
+    name = weights_name(model, shapes)
+    if calibrate != AUTO:
+        return read(Path(calibrate), shapes, name)
+    kept = folder() / f"{hashlib.sha256(repr((name, RECIPE, count)).encode()).hexdigest()[:32]}{ENDING}"
+    for file in (path / CARRIED, kept):
+        if file.is_file():
+            try:
+                return read(file, shapes, name)
+            except (FormatError, InputError) as err:
+                log.warning("keys are calibrated anew: %s", err)
+    vocab = model.config.vocab if tokenizer is None else min(model.config.vocab, tokenizer.vocab_size)
+    tokens = random_tokens(count, vocab, () if tokenizer is None else sorted(tokenizer.special_ids))
+    found = find_vectors(model, shapes, tokens, dtype, device, lambda a, b: report("calibrating", nbytes * a // b, nbytes))
+    _keep(kept, found, {"weights": name, "model": fingerprint(path), "recipe": RECIPE, "tokens": count})
+    return found
+
+
+def weights_name(model: Any, shapes: list[Any]) -> str:
+    """A name for a model's weights, by a few of them."""
+    found = hashlib.sha256()
+    for layer, shape in zip(model.layers, shapes, strict=True):
+        for tensor in layer.mixer.sample() if type(shape) is AttentionShape else ():
+            found.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+            found.update(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def read(path: Path, shapes: list[Any], weights: str) -> ModelVectors:
+    """Read the vectors of a model whose layers and weights are these; refuse whatever is not them."""
+    try:
+        with safe_open(str(regular(path)), "pt") as content:
+            about = _about(content)
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            layers = {int(n): LayerVectors(**_part(tensors, n), interleaved=bool(x)) for n, x in about["layers"].items()}
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise FormatError(f"{named(path)} is no calibration: {brief(err)}.") from err
+    found = ModelVectors(layers)
+    if about["weights"] != weights:
+        raise InputError(f"{named(path)} is the calibration of another model, or of other weights.")
+    for number, shape in enumerate(shapes):
+        if type(shape) is AttentionShape:
+            found.of(number, shape.heads, shape.width)
+    if found.digest != about["digest"]:
+        raise FormatError(f"{named(path)} is not what was written: its contents do not have the sum that they should.")
+    return found
+
+
+def _part(tensors: dict[str, Any], number: str) -> dict[str, Any]:
+    return {name: tensors[f"{number}.{name}"].float() for name in ("scale", "along", "across", "frequencies")}
+
+
+def _about(content: Any) -> dict[str, Any]:
+    about = json.loads((content.metadata() or {})["about"])
+    if (about["format"], about["version"]) != (FORMAT, VERSION):
+        raise ValueError("it is of another kind or version")
+    return about
+
+
+def _keep(path: Path, vectors: ModelVectors, facts: dict[str, Any]) -> None:
+    """Write a file; what cannot be written is made again the next time, which is said."""
+    layers = {str(number): layer.interleaved for number, layer in vectors.layers.items()}
+    about = {"format": FORMAT, "version": VERSION, "digest": vectors.digest, "layers": layers, **facts}
+    tensors = {
+        f"{number}.{name}": tensor.cpu().contiguous()
+        for number, layer in vectors.layers.items()
+        for name, tensor in layer.tensors.items()
+    }
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # another process may be writing the same
+        unfinished = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
+        unfinished.write_bytes(save(tensors, {"about": json.dumps(about)}))
+        unfinished.replace(path)
+    except OSError as err:
+        log.warning("the calibration of keys was not kept, so every run makes it anew: %s", err.strerror or err)
+
+
+def kept_for(path: Path) -> dict[str, Any] | None:
+    """What is kept for the model of a path as it is now: its file, digest and number of tokens; None if nothing is."""
+    wanted = fingerprint(path)
+    try:
+        files = [path / CARRIED, *sorted(folder().glob(f"*{ENDING}"))]
+    except (OSError, SettingsError):
+        return None
+    for file in files:
+        try:
+            with safe_open(str(regular(file)), "pt") as content:
+                about = _about(content)
+            if file.name == CARRIED or about["model"] == wanted:
+                return {"file": str(file), "digest": about["digest"], "tokens": about["tokens"]}
+        except (FormatError, SafetensorError, OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
