@@ -3,7 +3,8 @@
 Two vectors of every key head are wanted: the mean around which its keys turn with their positions, and a scale for every
 channel. Keys are coded without the mean and divided by the scale, queries are multiplied by it, so that the codes' errors are
 small where queries are large. The scale that makes the error of scores least is (K2 / Q2)^(1/4), with second moments of keys
-and queries. Not all scores matter: what an error of the score of query i and key j does to the layer's result is
+and queries; its square root is taken, since a few keys of a text, those that all queries rest on, are like no others and lose
+by what the others gain. Not all scores matter: what an error of the score of query i and key j does to the layer's result is
 p_ij W_o (v_j - o_i), so pairs are weighed by its square.
 
 The layers of the cache record this while the model runs: no family has to know.
@@ -29,6 +30,9 @@ TOKENS, FEW = 512, 128  # random ones that are run; the second where reading wei
 SEED = 0
 # positions before a query, and the first of all, are usually read as they are: there keys may be as they like
 NEAR = 32
+# over three windows of 1024 tokens SmolLM2 at k4v4 has a KL of 0.0024 so, and 0.0027 with 0; with 1/4 one of them has 0.0055
+# for 0.0029
+EXPONENT = 1 / 8
 FLOOR = 1e-4  # of the mean moment, added to each: some models have channels that are always 0
 
 
@@ -215,7 +219,7 @@ class Pairs:
         """[D] for keys without their mean [T, D], queries [T, g, D] and weights [g, T, T] of their scores."""
         keys = self._moments(k.square().T.double() @ weights.sum((0, 1)).double())
         queries = self._moments(torch.einsum("tgd,gt->d", q.square().double(), weights.sum(2).double()))
-        scales = (keys / queries) ** 0.25
+        scales = (keys / queries) ** EXPONENT
         # their common size changes nothing
         return (scales / scales.log().mean().exp()).float().cpu()
 
