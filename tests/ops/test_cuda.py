@@ -1,6 +1,7 @@
 """Every op, every case on CUDA kernels: in Triton's interpreter on small shapes, and on the GPU where there is one."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, all_cases, compare, in_row_order, tensors
+from auraflux.ops.turboquant._inputs import attend
+from auraflux.ops.turboquant.reference import turboquant_attention
 
 pytest.importorskip("triton")
 CASES = all_cases()
@@ -107,3 +110,23 @@ def test_row_order_reaches_nested_weights():
             args = in_row_order(case.args())
             weights = args.get("weights") or (args["gate"], args["up"])
             assert [weight.lanes for weight in weights] == [1] * len(weights)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("_sound_interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
+def test_what_fresh_memory_holds_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
+    """Attention takes another order of sums where it finds what is no number, so nothing may be left unwritten that it reads."""
+    # what is near to the query begins in the middle of a page
+    args = attend([100], [1], (4, 2), 64, page=64, calibrated=True, plain=(1, 32))
+    found, empty = [], torch.empty
+    for filling in (0.0, float("nan")):
+
+        def filled(*sizes: Any, value: float = filling, **options: Any) -> torch.Tensor:
+            made = empty(*sizes, **options)
+            return made.fill_(value) if made.is_floating_point() else made
+
+        monkeypatch.setattr(torch, "empty", filled)
+        with np.errstate(all="ignore"):
+            found.append(turboquant_attention.kernel("cuda")(**args))
+    assert torch.equal(*found)

@@ -138,12 +138,14 @@ def write_near(
     to = ((entries + entry).to(tl.int64) * SHAPE.heads + head) * SHAPE.page
     kind: tl.constexpr = back.dtype.element_ty
     norm = tl.full([N], 1.0, tl.float32) * root
+    # rows that nobody sees are written, too: attention takes another way where it finds what is no number
+    whole = row < SHAPE.page
     if tl.program_id(1) % 2 == 0:
         levels = _as_kept(plain.k, at, there, D, P).to(kind)
-        _write_rows(levels, norm, calibrated, head, position, back, k_out, to, row, there, D, P, COLUMNS)
+        _write_rows(levels, norm, calibrated, head, position, back, k_out, to, row, whole, D, P, COLUMNS)
     else:
         levels = _as_kept(plain.v, at, there, D, P).to(kind)
-        _write_rows(levels, norm, None, head, position, back, v_out, to, row, there, D, P, COLUMNS)
+        _write_rows(levels, norm, None, head, position, back, v_out, to, row, whole, D, P, COLUMNS)
 
 
 @cache
@@ -199,5 +201,7 @@ def _in_order(sequences: int, far: int, near: int, device: torch.device) -> Tens
 
     It stays where it is: recorded steps read it.
     """
-    first, more = torch.arange(sequences * far), sequences * far + torch.arange(sequences * near)
-    return torch.cat((first.view(sequences, far), more.view(sequences, near)), 1).int().to(device)
+    count = sequences * far
+    first = torch.arange(count, dtype=torch.int32, device=device).view(sequences, far)
+    more = torch.arange(count, count + sequences * near, dtype=torch.int32, device=device).view(sequences, near)
+    return torch.cat((first, more), 1)
