@@ -116,7 +116,7 @@ def test_row_order_reaches_nested_weights():
 @pytest.mark.usefixtures("_sound_interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
 def test_what_fresh_memory_holds_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
-    """Attention takes another order of sums where it finds what is no number, so nothing may be left unwritten that it reads."""
+    """Attention sums in another order where it finds what is no number: it must find nothing that was not written."""
     # what is near to the query begins in the middle of a page
     args = attend([100], [1], (4, 2), 64, page=64, calibrated=True, plain=(1, 32))
     found, empty = [], torch.empty

@@ -5,6 +5,7 @@ begin in one word and end in the next. On a GPU the codes of values may lie in a
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -149,6 +150,13 @@ class CodePages:
             seed,
             arrangement,
         )
+
+    @cached_property
+    def codes_only(self) -> "CodePages":
+        """The same pages as if their keys left nothing out and nothing was kept beside them."""
+        if self.calibration is None and self.plain is None:
+            return self
+        return replace(self, calibration=None, plain=None)
 
     def arranged(self, arrangement: Arrangement) -> "CodePages":
         """Give the same pages in another order: themselves where it is theirs, otherwise with new codes of values."""

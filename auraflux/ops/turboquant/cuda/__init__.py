@@ -8,7 +8,7 @@ from auraflux.ops.hopper.softmax import Parts
 from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
 from auraflux.ops.turboquant.cuda.codec_launch import append_latent, decoded, encoded, rotated
 from auraflux.ops.turboquant.cuda.flash_codes_launch import attend_in_blocks, sum_values
-from auraflux.ops.turboquant.cuda.routes import ATTEND, ATTEND_LATENT, ROPE_APPEND, ROPE_APPEND_LATENT, append_kept
+from auraflux.ops.turboquant.cuda.routes import APPEND, ATTEND, ATTEND_LATENT, ROPE_APPEND, ROPE_APPEND_LATENT
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 __all__ = [
@@ -45,7 +45,7 @@ def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Te
 
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     _check(k, k.shape[-1])
-    append_kept(Append(k, v, pages, starts))
+    APPEND(Append(k, v, pages, starts))
 
 
 def rope_append_codes(

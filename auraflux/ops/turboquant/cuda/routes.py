@@ -169,18 +169,26 @@ def _refuses_rope_first(call: RopeAppend) -> str | None:
 def _rope_first(call: RopeAppend) -> Tensor:
     rotation = call.inv_freq, call.positions, call.norms, call.eps, call.mscale, call.interleaved
     q, k = norm_rope(call.q, call.k, *rotation)
-    append_kept(Append(k, call.v, call.pages, call.starts))
+    APPEND(Append(k, call.v, call.pages, call.starts))
     return q
 
 
-def append_kept(call: Append) -> None:
-    """Take out of keys what their codes leave out, keep rows that are kept as they are, and code the rest."""
+def _refuses_kept(call: Append) -> str | None:
+    pages = call.pages
+    return "keys leave nothing out, and nothing is kept as it is" if pages.codes_only is pages else None
+
+
+def _append_kept(call: Append) -> None:
     k, v, pages, starts = call
     # few are coded from float32, as the reference does; a prompt's in 16 bits, which 8 bits hardly notice
     many = k.shape[0] * k.shape[1] >= encode_prefill.MANY
     k = keep.without_centres(k, pages, starts, k.dtype if many else torch.float32)
     keep.keep(k, v, pages, starts)
-    APPEND(Append(k, v, pages, starts))
+    APPEND(Append(k, v, pages.codes_only, starts))
+
+
+def _after_kept(call: Append) -> list[tuple[Routes[Append, None], Append]]:
+    return [(APPEND, call._replace(pages=call.pages.codes_only))]
 
 
 def _appended(call: RopeAppend) -> list[tuple[Routes[Append, None], Append]]:
@@ -217,6 +225,7 @@ ATTEND_LATENT: Routes[AttendLatent, Tensor] = Routes(
 )
 APPEND: Routes[Append, None] = Routes(
     Route("no new tokens", _refuses_no_tokens, lambda call: None),
+    Route("keep, then append", _refuses_kept, _append_kept, _after_kept),
     Route("encode_prefill", _refuses_encode_prefill, lambda call: encode_prefill.append_at_once(*call)),
     Route("codec", _refuses_codec, lambda call: codec_launch.append(*call)),
 )
