@@ -280,5 +280,5 @@ def test_a_check_that_fails_and_a_number_without_room_are_one_sentence(make):
         make(lambda x: check_shape("x", x, x.shape[5]))(torch.ones(1))
     heads, index = torch.ones(1, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
     pages = KVPages(heads[None], heads[None], index, index[0] + 1)
-    with pytest.raises(InputError, match="attention: a number has no room in 64 bits"):
+    with pytest.raises(InputError, match="'window' is 1000+; it may be 0, a whole number of positions in 64 bits"):
         attention(heads, pages, torch.tensor([0, 1]).int(), 1.0, window=10**30)
