@@ -111,8 +111,11 @@ class Op:
                 except Declined as reason:
                     self._note(backend, str(reason))
             return self.reference(*args, **kwargs)
-        except (OverflowError, struct.error) as err:
-            raise InputError(f"{self.name}: a number has no room in 64 bits: {brief(err)}.") from err
+        except (OverflowError, struct.error, RuntimeError) as err:
+            # torch has no class for a number that is too large for a tensor's dtype
+            if isinstance(err, RuntimeError) and "without overflow" not in str(err):
+                raise
+            raise InputError(f"{self.name}: a number is too large: {brief(err)}.") from err
 
     def kernel(self, backend: str) -> Callable[..., Any] | None:
         """Find the kernel for a backend, or None when there is none."""

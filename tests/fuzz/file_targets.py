@@ -1,6 +1,7 @@
 """Files of a model that were changed by chance, and the code that opens them."""
 
 import json
+import os
 import random
 import struct
 from functools import cache
@@ -17,6 +18,7 @@ from auraflux.cache import Cache, CacheSettings
 from auraflux.models import FAMILIES, family
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.convert import convert
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Checkpoint
 from tests.fuzz.harness import Target
@@ -104,6 +106,53 @@ def index(rng: random.Random) -> None:
     whole = {"metadata": {"total_size": 1}, "weight_map": {name: WEIGHTS for name in header if name != "__metadata__"}}
     (folder / INDEX).write_bytes(_as_json(rng, mutated(rng, whole)))
     load_all(folder)
+
+
+@cache
+def coded() -> Path:
+    """The tiny model as `convert` writes it."""
+    checkpoint = open_checkpoint(tiny())
+    return convert(checkpoint, family(checkpoint.config), SCRATCH / "coded", group=32)
+
+
+def quantization(rng: random.Random) -> None:
+    """What config.json says of the codes, and the codes' names and sizes."""
+    folder = coded()
+    if not (folder / "config").exists():
+        (folder / "config").write_bytes((folder / "config.json").read_bytes())
+        (folder / "weights").write_bytes((folder / WEIGHTS).read_bytes())
+    found = json.loads((folder / "config").read_bytes())
+    data, names = split((folder / "weights").read_bytes())
+    if rng.random() < 0.6:
+        found["quantization"] = mutated(
+            rng, {**found["quantization"], "model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 32}}
+        )
+    else:
+        names = mutated(rng, names)
+    (folder / "config.json").write_bytes(_as_json(rng, found))
+    written = _as_json(rng, names)
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + data)
+    load_all(folder)
+
+
+def places_of_files(rng: random.Random) -> None:
+    """Something else where a file should be: a link that leads elsewhere or nowhere, a folder, a FIFO, nothing."""
+    folder, name = copy_of("places"), rng.choice(["config.json", WEIGHTS, "tokenizer.json", INDEX])
+    path, away = folder / name, SCRATCH / "away.json"
+    away.write_bytes(b"{}")
+    ways = [lambda: path.symlink_to(away), lambda: path.symlink_to(path), lambda: path.symlink_to("/dev/zero"), path.mkdir]
+    ways += [lambda: os.mkfifo(path), lambda: path.symlink_to("nowhere"), lambda: path.write_bytes(b"[" * 99_999), lambda: None]
+    path.unlink(missing_ok=True)
+    try:
+        rng.choice(ways)()
+        load_all(folder)
+        Tokenizer.from_folder(folder)
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        if (tiny() / name).exists():
+            path.write_bytes(original(name))
 
 
 def split(content: bytes) -> tuple[bytes, dict[str, Any]]:
@@ -236,6 +285,8 @@ TARGETS = [
     Target("loaded-config", loaded_config, 40),
     Target("index", index, 30),
     Target("header", header, 40),
+    Target("quantization", quantization, 40),
+    Target("places", places_of_files, 20),
     Target("weights", weights, 30),
     Target("beside", beside, 60),
     Target("tokenizer", tokenizer, 10),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import BackendError, InputError
-from auraflux.ops import _dispatch, attention, linears, rms_norm
+from auraflux.ops import _dispatch, attention, clamped_swiglu, linears, rms_norm
 from auraflux.ops._dispatch import Op, check_dense, check_dtype, check_shape, exact, is_exact, use_backend
 from auraflux.ops.attention.pages import KVPages
 
@@ -280,5 +280,8 @@ def test_a_check_that_fails_and_a_number_without_room_are_one_sentence(make):
         make(lambda x: check_shape("x", x, x.shape[5]))(torch.ones(1))
     heads, index = torch.ones(1, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
     pages = KVPages(heads[None], heads[None], index, index[0] + 1)
-    with pytest.raises(InputError, match="'window' is 1000+; it may be 0, a whole number of positions in 64 bits"):
+    with pytest.raises(InputError, match=r"'window' is 10{30}; it may be 0, a number of positions that has room in 64 bits"):
         attention(heads, pages, torch.tensor([0, 1]).int(), 1.0, window=10**30)
+    for limit in (10**30, 1e300):
+        with use_backend("reference"), pytest.raises(InputError, match="clamped_swiglu: a number is too large: "):
+            clamped_swiglu(heads, heads, 1.0, limit)

@@ -310,3 +310,10 @@ def test_over_a_real_connection_a_client_that_leaves_is_noticed():
             httpx.get(url + "/health")
     assert link.writings[0].cancelled
     assert service.active == 0
+
+
+def test_an_error_quotes_only_so_much_of_a_request():
+    parts = [{"type": "x" * 5000, "text": "hi"}]
+    answer = client_of().post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
+    assert answer.status_code == 400
+    assert len(answer.json()["error"]["message"]) < 1100

@@ -61,8 +61,8 @@ def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
 
 def check_window(window: int | None) -> None:
     """Refuse what is no number of positions."""
-    if window is not None and not (isinstance(window, int) and 0 <= window < 1 << 63):
-        raise InputError(f"'window' is {window}; it may be 0, a whole number of positions in 64 bits, or None for all.")
+    if window is not None and not 0 <= window < 1 << 63:
+        raise InputError(f"'window' is {window}; it may be 0, a number of positions that has room in 64 bits, or None for all.")
 
 
 def _check_attention(
