@@ -5,6 +5,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+
 from auraflux.ops._cases import Case
 from auraflux.ops.turboquant._inputs import (
     BF16,
@@ -385,6 +387,32 @@ CASES = [
     ),
     Case(turboquant_attention, "kept-head", lambda: attend([150, 2], [1, 1], (4, 2), 64, plain=(1, 0))),
     Case(turboquant_attention, "kept-recent", lambda: attend([150, 20], [3, 20], (4, 2), 64, plain=(0, 32))),
+    *(
+        Case(
+            append_codes,
+            f"kept-w{d}-{kind}",
+            partial(append, [121, 3], [35, 3], 2, d, calibrated=True, plain=(2, 20), plain_dtype=dtype),
+        )
+        for d, kind, dtype in (
+            (80, "bf16", BF16),
+            (128, "bf16", BF16),
+            (100, "f16", torch.float16),
+            (256, "f16", torch.float16),
+        )
+    ),
+    *(
+        Case(
+            turboquant_attention,
+            f"kept-w{d}-{kind}-{new}",
+            partial(attend, [150, 70], [new, 1], (4, 2), d, calibrated=True, plain=(3, 40), plain_dtype=dtype),
+        )
+        for d, kind, dtype in ((100, "bf16", BF16), (128, "bf16", BF16), (60, "f16", torch.float16), (64, "f16", torch.float16))
+        for new in (1, 5, 90)
+    ),
+    Case(turboquant_partials, "kept-fast", lambda: attend([333], [1], (8, 2), 128, (8, 4), block=100, **KEPT["kept"]), **FAST),
+    Case(turboquant_partials, "kept-prefill", lambda: attend([150], [90], (4, 2), 64, block=40, sinks=True, **KEPT["kept"])),
+    Case(turboquant_attention, "fast-kept-mixed", lambda: attend([200, 150], [3, 1], (4, 2), 64, **KEPT["kept"]), **FAST),
+    Case(turboquant_attention, "fast-kept-long", lambda: attend([3000], [1], (4, 1), 64, page=64, **KEPT["kept"]), **FAST),
     Case(turboquant_partials, "kept", lambda: attend([70, 33], [1, 3], (4, 2), 64, block=16, calibrated=True, plain=(1, 8))),
     Case(turboquant_attention, "many-tokens", lambda: attend([512], [128], (16, 4), 128, bits=(8, 4), page=64), **BENCH),
     *(Case(append_latent_codes, f"b{b}", partial(append_latent, [21, 40], [5, 1], 64, 8, bits=b)) for b in BITS),

@@ -1,6 +1,7 @@
 """Codes on CPU: torch outside, addresses inside. Rows are coded in `codec`, attended to in `exact`, `prefill` and
 `attend_int8`; `routes.py` says which of these."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.simd.jit import LINE, as_float, like, threads, workspace
 from auraflux.ops.turboquant.cpu.attend import build_finish, build_queries
 from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
+from auraflux.ops.turboquant.cpu.centres import NO_VECTORS, products_nbytes, vectors_of
 from auraflux.ops.turboquant.cpu.codec import scratch_nbytes
 from auraflux.ops.turboquant.cpu.codec_kernels import (
+    append_nbytes,
     build_append,
     build_decode,
     build_encode,
@@ -29,8 +32,10 @@ from auraflux.ops.turboquant.cpu.codec_kernels import (
 )
 from auraflux.ops.turboquant.cpu.exact import exact_scratch, sum_values
 from auraflux.ops.turboquant.cpu.items import padded
+from auraflux.ops.turboquant.cpu.kept_rows import NOTHING_KEPT, check_kept, kept_in
 from auraflux.ops.turboquant.cpu.mla import attend_codes
-from auraflux.ops.turboquant.cpu.routes import ATTEND, Attend, Launch, not_rows
+from auraflux.ops.turboquant.cpu.prefill import many_scratch
+from auraflux.ops.turboquant.cpu.routes import ATTEND, SINGLE, Attend, Launch, not_rows
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
@@ -70,13 +75,15 @@ def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Te
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     _check_rows(pages)
     tokens, heads, width = k.shape
+    kept = *vectors_of(pages), *chain(*kept_in(pages))
     count_pairs(pages, starts, tokens, 0)
-    jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), scratch_nbytes(width), as_float(k), as_float(v)
+    check_kept(pages, starts, tokens, 0)
+    jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), append_nbytes(width), as_float(k), as_float(v)
     keys = wide_k.data_ptr(), pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), pages.key_bits
     values = wide_v.data_ptr(), pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), pages.value_bits
     sides = *keys, *levels_for(pages.key_bits, width), *values, *levels_for(pages.value_bits, width)
     place = tokens, heads, turn_for(width, pages.seed).forward, *index_of(pages, starts)
-    build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *sides)
+    build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *kept, *sides)
 
 
 def rope_append_codes(
@@ -111,11 +118,12 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
     tokens, width = latent.shape
     rotated_keys: Any = pages
     append_rows(rotated_keys, starts, 1, [(k_rope, pages.rope)])
-    wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), scratch_nbytes(width)
+    wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), append_nbytes(width)
     place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     side = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits, *levels_for(pages.bits, width)
     # a kernel always takes the same number of arguments: the second side is not looked at
-    build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *side, *side)
+    kept = *NO_VECTORS, *NOTHING_KEPT, *NOTHING_KEPT
+    build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *kept, *side, *side)
 
 
 def rope_append_latent_codes(
@@ -178,7 +186,7 @@ def turboquant_partials(
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
     parts = max(1, -(-pages.capacity // block))
-    slots = parts + (sinks is not None)
+    slots = parts + (pages.plain is not None) + (sinks is not None)
     o, m, l = (torch.empty(tokens, heads, slots, *tail) for tail in ((width,), (), ()))  # noqa: E741
     sums = o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
     _attend(launches, q, pages, starts, scale, window, softcap, threshold, block, parts, sums, _jobs(pairs * heads * width))
@@ -204,12 +212,14 @@ def turboquant_attention(
     if jobs > 1:
         items = pages.heads * -(-tokens * heads // pages.heads // ROWS)
         parts = max(1, min(-(-JOBS_PER_THREAD * jobs // items), pairs // tokens // POSITIONS_PER_JOB))
-    o, m, l = (torch.empty(tokens * heads * parts * n) for n in (width, 1, 1))  # noqa: E741
+    # plain rows have a slot of their own where codes are not met in float32
+    slots = parts + (pages.plain is not None and SINGLE in launches)
+    o, m, l = (torch.empty(tokens * heads * slots * n) for n in (width, 1, 1))  # noqa: E741
     sums = o.data_ptr(), m.data_ptr(), l.data_ptr()
-    _attend(launches, q, pages, starts, scale, window, softcap, threshold, 0, parts, (*sums, parts), jobs)
+    _attend(launches, q, pages, starts, scale, window, softcap, threshold, 0, parts, (*sums, slots), jobs)
     out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width)
     finishers = _jobs(o.numel())
-    sizes = tokens * heads, heads, parts, 0 if sinks is None else sinks.data_ptr()
+    sizes = tokens * heads, heads, slots, 0 if sinks is None else sinks.data_ptr()
     table = turn_for(width, pages.seed).back
     build_finish(width)(finishers, *sums, *sizes, table, out.data_ptr(), workspace(finishers * scratch), scratch)
     return like(out, q)
@@ -231,12 +241,16 @@ def _attend(
 ) -> None:
     """Leave each part's sums, highest scores and sums of weights in `sums`; parts are of `block` positions, or equal."""
     (tokens, heads, width), wide = q.shape, as_float(q)
+    vectors, (oldest, newest) = vectors_of(pages), kept_in(pages)
+    check_kept(pages, starts, tokens, newest.positions - 1)
     scratch = _scratch(width)
     rows = tokens * heads * padded(width) * 4
-    space = workspace(rows + jobs * scratch)
-    work = space + rows
+    space = workspace(rows * (1 if pages.calibration is None else 2) + jobs * scratch)
+    unturned = space if pages.calibration is None else space + rows
+    work = unturned + rows
     turn, spinners = turn_for(width, pages.seed).forward, min(jobs, _jobs(q.numel()))
-    build_queries(width)(spinners, wide.data_ptr(), tokens * heads, turn, float(scale), space, work, scratch)
+    source = wide.data_ptr(), tokens * heads, heads, heads // pages.heads, turn, float(scale), vectors.scale
+    build_queries(width)(spinners, *source, space, unturned, work, scratch)
     key_book, value_book = levels_for(pages.key_bits, width).book, levels_for(pages.value_bits, width).book
     step = (
         space,
@@ -255,9 +269,11 @@ def _attend(
         *sums,
         work,
         scratch,
+        *(unturned, vectors.along, vectors.across, vectors.table),
+        *(int(pages.plain is not None), oldest.positions, newest.positions),
     )
     for kernel, fewest, most in launches:
-        kernel(jobs, *step, fewest, most)
+        kernel(jobs, *step, fewest, most, *oldest, *newest)
 
 
 def _reach(window: int | None) -> int | None:
@@ -267,5 +283,6 @@ def _reach(window: int | None) -> int | None:
 
 def _scratch(width: int) -> int:
     room = padded(width)
-    nbytes = max(exact_scratch(room), 4 * panel_scratch(room, room, 0), fast_scratch(ROWS, width)) + scratch_nbytes(width)
+    fast = fast_scratch(ROWS, width) + products_nbytes(ROWS, room)
+    nbytes = max(exact_scratch(room), 4 * many_scratch(room), fast) + scratch_nbytes(width)
     return -(-nbytes // LINE) * LINE

@@ -7,13 +7,13 @@ from functools import cache
 
 import numpy as np
 
-from auraflux.ops.simd.jit import Kernel, arguments, floats, real, share
+from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
 from auraflux.ops.simd.softmax import NOTHING, merge_row
 from auraflux.ops.turboquant.cpu.attend_int8 import attend_fast
 from auraflux.ops.turboquant.cpu.codec import turn_row
-from auraflux.ops.turboquant.cpu.exact import attend_few
-from auraflux.ops.turboquant.cpu.items import count_items, item_at, opened, sides
-from auraflux.ops.turboquant.cpu.prefill import attend_many
+from auraflux.ops.turboquant.cpu.exact import attend_few, attend_few_plain
+from auraflux.ops.turboquant.cpu.items import count_items, item_at, kept_pages, opened, sides
+from auraflux.ops.turboquant.cpu.prefill import attend_many, attend_many_plain
 
 
 @cache
@@ -22,54 +22,85 @@ def build_queries(width: int) -> Kernel:
 
     @Kernel
     def queries(args, job, jobs):
-        """Rotate and scale rows of queries, filled up with zeros to whole chunks."""
-        q, rows, table, scale, out, space, scratch = arguments(args, 7)
+        """Rotate and scale rows of queries, filled up with zeros to whole chunks.
+
+        factors   [Hkv, width]  address of the scales of keys, or 0: queries are multiplied with them before they are rotated
+        unturned  [rows, room]  is then left as `out` is, but not rotated and without them
+        """
+        q, rows, heads, group, table, scale, factors, out, unturned, space, scratch = arguments(args, 11)
+        factor = real(scale)
         for row in share(rows, job, jobs):
-            turn_row(width, 0, q + 4 * row * width, table, out + 4 * row * room, space + job * scratch)
-            turned, factor = floats(out + 4 * row * room, room), real(scale)
-            for d in range(width):
-                turned[d] *= factor
-            for d in range(width, room):
-                turned[d] = np.float32(0)
+            source, work = q + 4 * row * width, space + job * scratch
+            if factors:
+                _multiply(source, factors + 4 * (row % heads // group) * width, width, work)
+                _pad(source, width, factor, unturned + 4 * row * room, room)
+                source, work = work, work + 4 * room
+            turn_row(width, 0, source, table, out + 4 * row * room, work)
+            _pad(out + 4 * row * room, width, factor, out + 4 * row * room, room)
 
     return queries
 
 
+@jit
+def _multiply(x_at, y_at, count, out_at):
+    x, y, out = floats(x_at, count), floats(y_at, count), floats(out_at, count)
+    for d in range(count):
+        out[d] = x[d] * y[d]
+
+
+@jit
+def _pad(x_at, width, factor, out_at, room):
+    """Multiply a row by a factor, and fill it up with zeros."""
+    x, out = floats(x_at, width), floats(out_at, room)
+    for d in range(width):
+        out[d] = x[d] * factor
+    for d in range(width, room):
+        out[d] = np.float32(0)
+
+
 @Kernel
 def attend_one_by_one(args, job, jobs):
-    """Attend for sequences with one new token, on rounded levels, queries and weights."""
-    step, before = opened(args), 0
+    """Attend for sequences with one new token, on rounded levels, queries and weights; to plain rows in float32."""
+    step, kept, before = opened(args), kept_pages(args), 0
     keys, values = sides(step)
     for b in range(step.sequences):
-        count = count_items(step, b)
+        coded, count = count_items(step, b, True)
         for number in range((job - before) % jobs, count, jobs):
-            item, work = item_at(step, b, number), step.space + job * step.scratch
-            attend_fast(item, keys, values, real(step.softcap), real(step.threshold), work)
+            work = step.space + job * step.scratch
+            if number < coded:
+                attend_fast(item_at(step, b, number), keys, values, real(step.softcap), real(step.threshold), work)
+            else:
+                attend_few_plain(step, b, number - coded, kept, work)
         before += count
 
 
 @Kernel
 def attend_few_rows(args, job, jobs):
     """Attend in float32 for sequences with few new tokens."""
-    step, before = opened(args), 0
-    keys, values = sides(step)
+    step, kept, before = opened(args), kept_pages(args), 0
     for b in range(step.sequences):
-        count = count_items(step, b)
+        coded, count = count_items(step, b, step.block > 0)
         for number in range((job - before) % jobs, count, jobs):
-            item, work = item_at(step, b, number), step.space + job * step.scratch
-            attend_few(item, keys, values, real(step.softcap), real(step.threshold), work)
+            work = step.space + job * step.scratch
+            if number < coded:
+                attend_few(step, b, number, kept, work)
+            else:
+                attend_few_plain(step, b, number - coded, kept, work)
         before += count
 
 
 @Kernel
 def attend_many_rows(args, job, jobs):
     """Attend in float32 for sequences with many new tokens. Every value is read: some query gives it weight."""
-    step, before = opened(args), 0
-    keys, values = sides(step)
+    step, kept, before = opened(args), kept_pages(args), 0
     for b in range(step.sequences):
-        count = count_items(step, b)
+        coded, count = count_items(step, b, step.block > 0)
         for number in range((job - before) % jobs, count, jobs):
-            attend_many(item_at(step, b, number), keys, values, real(step.softcap), step.space + job * step.scratch)
+            work = step.space + job * step.scratch
+            if number < coded:
+                attend_many(step, b, number, kept, work)
+            else:
+                attend_many_plain(step, b, number - coded, kept, work)
         before += count
 
 

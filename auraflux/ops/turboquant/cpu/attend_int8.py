@@ -19,8 +19,9 @@ from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     spread_weights,
     turn_values,
 )
+from auraflux.ops.turboquant.cpu.centres import SPAN, add_centres
 from auraflux.ops.turboquant.cpu.codes import HIGH, UNITS, WIDE_BITS, widen_codes
-from auraflux.ops.turboquant.cpu.items import place_of, row_nbytes, run_of
+from auraflux.ops.turboquant.cpu.items import begin_at, place_of, row_nbytes, run_of
 from auraflux.ops.turboquant.cpu.levels import CHUNK
 
 BLOCK = 128  # positions
@@ -198,15 +199,20 @@ def attend_fast(item, keys, values, softcap, threshold, work):
         row_nbytes(cache, keys) if key_bits == keys.bits else 0,
         row_nbytes(cache, values) if value_bits == values.bits else 0,
     )
+    products, unturned = work + fast_scratch(heads, width) // 64 * 64, rows.unturned + 4 * rows.room * rows.row
+    met, begun = (item.centres, unturned, heads, rows.room, width), -1
+    origin = begin_at(item, SPAN)
     if item.first < item.last:
-        _locate(cache, keys, item.first, min(BLOCK, item.last - item.first), here)
-        _locate(cache, values, item.first, min(BLOCK, item.last - item.first), here + place)
-    for start in range(item.first, item.last, BLOCK):
-        count, rest = min(BLOCK, item.last - start), min(BLOCK, item.last - start - BLOCK)
+        count = min(origin + BLOCK, item.last) - item.first
+        _locate(cache, keys, item.first, count, here)
+        _locate(cache, values, item.first, count, here + place)
+    for base in range(origin, item.last, BLOCK):
+        start, rest = max(base, item.first), min(BLOCK, item.last - base - BLOCK)
+        count = min(base + BLOCK, item.last) - start
         groups = (count + LANES - 1) // LANES
         if rest > 0:
-            _locate(cache, keys, start + BLOCK, rest, there)
-            _locate(cache, values, start + BLOCK, rest, there + place)
+            _locate(cache, keys, base + BLOCK, rest, there)
+            _locate(cache, values, base + BLOCK, rest, there + place)
         norms, ahead = here + place + 8 * BLOCK, there if rest > 0 else here
         h = 0
         while h < heads:
@@ -217,6 +223,8 @@ def attend_fast(item, keys, values, softcap, threshold, work):
             nbytes = soon if h == 0 else (0, 0)
             key_scores((tile, keys.bits, source, target, ahead, nbytes[0], ahead + place, nbytes[1]))
             h += tile
+        if item.centres.table:
+            begun = add_centres(*met, start, count, item.last, begun, scores, LINE, products)
         block_top((norms, groups, found))
         largest = floats(found, 1)[0]
         for h in range(heads):

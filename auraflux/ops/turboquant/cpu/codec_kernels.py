@@ -3,13 +3,15 @@
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.attention.cpu.page_index import page_row
-from auraflux.ops.simd.jit import Kernel, arguments, floats, int64s, share
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, int32s, int64s, share
 from auraflux.ops.turboquant.codebook import _tables
-from auraflux.ops.turboquant.cpu.codec import BLOCK, CHUNK, encode_block, turn_row, unpack_row
+from auraflux.ops.turboquant.cpu.centres import Vectors, reduce_row
+from auraflux.ops.turboquant.cpu.codec import BLOCK, CHUNK, encode_block, scratch_nbytes, turn_row, unpack_row
+from auraflux.ops.turboquant.cpu.kept_rows import Kept, keep_row
 from auraflux.ops.turboquant.cpu.quantize import search_table
 from auraflux.ops.turboquant.rotation import rotation
 
@@ -108,27 +110,57 @@ def build_decode(width: int) -> Kernel:
     return decode_rows
 
 
+def append_nbytes(width: int) -> int:
+    """What one job needs to append: what encoding takes, then a block's reduced rows, and one rotated with its sums."""
+    return _encode_nbytes(width) + (4 * BLOCK + 12) * width
+
+
+def _encode_nbytes(width: int) -> int:
+    return -(-scratch_nbytes(width) // LINE) * LINE
+
+
+VECTORS_AT, HEAD_AT = 8 * 12, 8 * (12 + len(Vectors._fields))
+RECENT_AT = HEAD_AT + 8 * len(Kept._fields)
+SIDES_AT, SIDE = RECENT_AT + 8 * len(Kept._fields), 8
+
+
 @cache
 def build_append(width: int) -> Kernel:
+    encoding = _encode_nbytes(width)
+
     @Kernel
     def append_rows(args, job, jobs):
-        """Encode one or two stacks of rows, keys and values, into their pages."""
+        """Encode one or two stacks of rows, keys and values, into their pages; where asked for, keep them as they are too."""
         (
-            sides, tokens, heads, turn, page, table, table_width, lengths, starts, sequences, space, scratch,
+            sides, tokens, heads, turn, page, table, table_width, lengths_at, starts_at, sequences, space, scratch,
         ) = arguments(args, 12)  # fmt: skip
+        vectors = Vectors(*arguments(args + VECTORS_AT, 5))
+        oldest, newest = Kept(*arguments(args + HEAD_AT, 7)), Kept(*arguments(args + RECENT_AT, 7))
+        starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
         work, mine = space + job * scratch, share(tokens * heads, job, jobs)
-        lists = int64s(work, 3 * BLOCK)
+        lists, reduced, rotated = int64s(work, 3 * BLOCK), work + encoding, work + encoding + 4 * BLOCK * width
         for side in range(sides):
-            x, codes, norms, bits, book, search, order, ordered = arguments(args + 8 * (12 + 8 * side), 8)
-            levels, words = Levels(book, search, order, ordered), (width * bits + 31) // 32
+            x, codes, norms, bits, book, search, order, ordered = arguments(args + SIDES_AT + 8 * SIDE * side, 8)
+            levels, words, b = Levels(book, search, order, ordered), (width * bits + 31) // 32, 0
             for first in range(mine.start, mine.stop, BLOCK):
                 count = min(BLOCK, mine.stop - first)
                 for r in range(count):
-                    row = first + r
-                    number, slot = page_row(row // heads, page, table, table_width, lengths, starts, sequences)
-                    target = (number * heads + row % heads) * page + slot
-                    lists[r] = x + 4 * row * width
-                    lists[BLOCK + r], lists[2 * BLOCK + r] = codes + 4 * target * words, norms + 4 * target
+                    row, token, head = first + r, (first + r) // heads, (first + r) % heads
+                    while starts[b + 1] <= token:
+                        b += 1
+                    position = np.int64(lengths[b]) - starts[b + 1] + token
+                    number = np.int64(int32s(table + 4 * b * table_width, table_width)[position // page])
+                    target, source = (number * heads + head) * page + position % page, x + 4 * row * width
+                    if side == 0 and vectors.table:
+                        reduce_row(source, vectors, head, position, width, reduced + 4 * r * width)
+                        source = reduced + 4 * r * width
+                    lists[r], lists[BLOCK + r], lists[2 * BLOCK + r] = source, codes + 4 * target * words, norms + 4 * target
+                    if position < oldest.positions or newest.positions:
+                        turn_row(width, 0, source, turn, rotated, rotated + 4 * width)
+                        if position < oldest.positions:
+                            keep_row(oldest, side, b, position, heads, head, rotated, width)
+                        if newest.positions:
+                            keep_row(newest, side, b, position, heads, head, rotated, width)
                 encode_block(width, bits, turn, levels, count, work)
 
     return append_rows

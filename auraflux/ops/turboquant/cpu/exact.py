@@ -1,12 +1,30 @@
 """Attention on codes in float32, of few rows of queries: a block of tokens is looked up once and serves all of them."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
 from auraflux.ops.simd.math import exp
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
-from auraflux.ops.turboquant.cpu.exact_tiles import score_tile, value_tile
-from auraflux.ops.turboquant.cpu.items import ROWS, padded, place_of, row_nbytes, run_of
+from auraflux.ops.turboquant.cpu.centres import add_centres, products_nbytes
+from auraflux.ops.turboquant.cpu.exact_tiles import add_values, score_rows
+from auraflux.ops.turboquant.cpu.items import (
+    PLAIN,
+    ROWS,
+    begin_at,
+    clear_plain,
+    item_at,
+    joins_plain,
+    padded,
+    place_of,
+    plain_items,
+    plain_sides,
+    row_nbytes,
+    run_of,
+    sides,
+)
+from auraflux.ops.turboquant.cpu.kept_rows import widen_rows
 from auraflux.ops.turboquant.cpu.levels import level_rows
 
 BLOCK = 64  # tokens looked up together
@@ -14,25 +32,64 @@ LINE = 4 * BLOCK
 ONE = np.float32(1)
 
 
+class Desk(NamedTuple):
+    """What an item is worked on with: addresses.
+
+    levels             [BLOCK][room]  of a block's keys, then of its values
+    sums               [ROWS][room]
+    queries, unturned  [ROWS][room]   the latter where keys have centres
+    scores             [ROWS][BLOCK]
+    norms              [2][BLOCK]     of values; and ones
+    state              [ROWS][2]      highest scores, and sums of weights
+    keeps              [ROWS]         factors that sums are still to be multiplied with
+    products           what `add_centres` works in
+    """
+
+    levels: int
+    sums: int
+    queries: int
+    unturned: int
+    scores: int
+    norms: int
+    state: int
+    keeps: int
+    products: int
+
+
 @jit
 def exact_scratch(room):
     """Bytes to work in, for rows of `room` floats."""
-    return 4 * (BLOCK * room + 2 * ROWS * room + ROWS * BLOCK + 3 * BLOCK + 3 * ROWS) + 64
+    floats_ = BLOCK * room + 3 * ROWS * room + ROWS * BLOCK + 3 * BLOCK + 3 * ROWS
+    return 4 * floats_ + products_nbytes(ROWS, room) + 128
+
+
+@jit
+def _lay_out(room, work):
+    row = 4 * ROWS * room
+    sums = work + 4 * BLOCK * room
+    scores = sums + 3 * row
+    norms = scores + ROWS * LINE
+    state = norms + 2 * LINE
+    keeps = state + 8 * ROWS
+    return Desk(work, sums, sums + row, sums + 2 * row, scores, norms, state, keeps, (keeps + 4 * ROWS + 63) // 64 * 64)
 
 
 @jit
 def _look_up(cache, side, first, count, norms, room, levels):
-    """The levels of a block's tokens; those whose norms are asked for are left without them."""
+    """The levels of a block's tokens, or these as they are; levels whose norms are asked for are left without them."""
     nbytes, j = row_nbytes(cache, side), 0
     while j < count:
         row, some = run_of(cache, first + j, first + count)
         source, factors, target = side.codes + row * nbytes, side.norms + 4 * row, levels + 4 * j * room
-        if norms:
-            given, asked = floats(factors, some), floats(norms + 4 * j, some)
-            for i in range(some):
-                asked[i] = given[i]
-            factors = norms + LINE
-        level_rows(side.bits, source, cache.width, some, side.book, factors, target, 4 * room)
+        if side.bits == PLAIN:
+            widen_rows(source, side.book, cache.width, some, target, room)
+        else:
+            if norms:
+                given, asked = floats(factors, some), floats(norms + 4 * j, some)
+                for i in range(some):
+                    asked[i] = given[i]
+                factors = norms + LINE
+            level_rows(side.bits, source, cache.width, some, side.book, factors, target, 4 * room)
         j += some
 
 
@@ -76,69 +133,116 @@ def _scale(scores_at, count, norms_at):
 
 
 @jit
-def _score(rows, q, levels, step, count, scores):
-    r, quads = 0, (count + 3) // 4
-    while r + 4 <= rows:
-        score_tile((4, q + r * step, levels, step, quads, scores + r * LINE, LINE))
-        r += 4
-    while r < rows:
-        score_tile((1, q + r * step, levels, step, quads, scores + r * LINE, LINE))
-        r += 1
+def _seen(rows, r, start, count):
+    """The first and the last of a block's positions that a row sees, the last excluded."""
+    position = rows.position + (rows.row + r) // rows.group
+    return min(max(0, position - rows.reach - start), count), max(min(count, position + 1 - start), 0)
 
 
 @jit
-def _add_values(rows, weights, line, levels, step, count, sums, keeps):
-    """Scale the sums of rows by `keeps`, and add the levels of tokens by their weights."""
+def _add_seen(rows, desk, step, start, count):
+    """Add values token by token, to the queries that see them: 0 times not-a-number is not 0."""
     r = 0
-    while r + 4 <= rows:
-        value_tile((4, weights + r * line, line, levels, step, count, sums + r * step, keeps + 4 * r))
-        r += 4
-    while r < rows:
-        value_tile((1, weights + r * line, line, levels, step, count, sums + r * step, keeps + 4 * r))
-        r += 1
+    while r < rows.size:
+        some = min(rows.group - (rows.row + r) % rows.group, rows.size - r)
+        low, high = _seen(rows, r, start, count)
+        levels, weights = desk.levels + low * step, desk.scores + r * LINE + 4 * low
+        add_values(some, weights, LINE, levels, step, max(high - low, 0), desk.sums + r * step, desk.keeps + 4 * r)
+        r += some
 
 
 @jit
-def attend_few(item, keys, values, softcap, threshold, work):
+def _attend_blocks(item, keys, values, softcap, threshold, desk):
     """Attend from an item's rows, each to the positions it sees."""
-    rows, cache, room, step = item.rows, item.cache, item.rows.room, 4 * item.rows.room
-    levels = work
-    sums, queries = levels + BLOCK * step, levels + (BLOCK + ROWS) * step
-    scores = queries + ROWS * step
-    norms, state = scores + ROWS * LINE, scores + ROWS * LINE + 2 * LINE
-    keeps = state + 8 * ROWS
-    fill(sums, rows.size * room, ZERO)
-    fill(norms + LINE, BLOCK, ONE)
-    fill(keeps, rows.size, ONE)
-    for r in range(rows.size):
-        floats(state + 8 * r, 2)[0], floats(state + 8 * r, 2)[1] = NOTHING, ZERO
-        source, target = floats(rows.q + step * place_of(rows, r), room), floats(queries + r * step, room)
-        for i in range(room):
-            target[i] = source[i]
-    for start in range(item.first, item.last, BLOCK):
-        count = min(BLOCK, item.last - start)
-        _look_up(cache, keys, start, count, 0, room, levels)
-        _score(rows.size, queries, levels, step, count, scores)
+    rows, cache, room, step, begun = item.rows, item.cache, item.rows.room, 4 * item.rows.room, -1
+    for base in range(begin_at(item, BLOCK), item.last, BLOCK):
+        start = max(base, item.first)
+        count = min(base + BLOCK, item.last) - start
+        _look_up(cache, keys, start, count, 0, room, desk.levels)
+        score_rows(rows.size, desk.queries, desk.levels, step, count, desk.scores, LINE)
+        if item.centres.table:
+            met = item.centres, desk.unturned, rows.size, room, cache.width
+            begun = add_centres(*met, start, count, item.last, begun, desk.scores, LINE, desk.products)
         for r in range(rows.size):
-            position = rows.position + (rows.row + r) // rows.group
-            low, high = max(0, position - rows.reach - start), min(count, position + 1 - start)
-            low, high = min(low, count), max(high, 0)
-            keep = _weigh(scores + r * LINE, low, high, count, softcap, threshold, state + 8 * r)
-            floats(keeps, rows.size)[r] *= keep
-        first, last = _live(rows.size, scores, count) if threshold > ZERO else (0, count)
+            low, high = _seen(rows, r, start, count)
+            keep = _weigh(desk.scores + r * LINE, low, high, count, softcap, threshold, desk.state + 8 * r)
+            floats(desk.keeps, rows.size)[r] *= keep
+        first, last = _live(rows.size, desk.scores, count) if threshold > ZERO else (0, count)
         if first < last:
-            _look_up(cache, values, start + first, last - first, norms, room, levels)
-            for r in range(rows.size):
-                _scale(scores + r * LINE + 4 * first, last - first, norms)
-            _add_values(rows.size, scores + 4 * first, LINE, levels, step, last - first, sums, keeps)
-            fill(keeps, rows.size, ONE)
+            _look_up(cache, values, start + first, last - first, desk.norms, room, desk.levels)
+            if values.bits == PLAIN:
+                _add_seen(rows, desk, step, start, count)
+            else:
+                for r in range(rows.size):
+                    _scale(desk.scores + r * LINE + 4 * first, last - first, desk.norms)
+                weights = desk.scores + 4 * first
+                add_values(rows.size, weights, LINE, desk.levels, step, last - first, desk.sums, desk.keeps)
+            fill(desk.keeps, rows.size, ONE)
+
+
+@jit
+def _begin(item, work):
+    """Lay an item's queries out, and begin with nothing seen."""
+    rows, room, step = item.rows, item.rows.room, 4 * item.rows.room
+    desk = _lay_out(room, work)
+    fill(desk.sums, rows.size * room, ZERO)
+    fill(desk.norms + LINE, BLOCK, ONE)
+    fill(desk.keeps, rows.size, ONE)
     for r in range(rows.size):
-        place, keep = place_of(rows, r), floats(keeps, rows.size)[r]
-        source, target = floats(sums + r * step, room), floats(item.out + place * item.out_step, cache.width)
-        for i in range(cache.width):
+        state, here, there = floats(desk.state + 8 * r, 2), step * place_of(rows, r), r * step
+        state[0], state[1] = NOTHING, ZERO
+        _copy(rows.q + here, room, desk.queries + there)
+        if item.centres.table:
+            _copy(rows.unturned + here, room, desk.unturned + there)
+    return desk
+
+
+@jit
+def _copy(source_at, count, target_at):
+    source, target = floats(source_at, count), floats(target_at, count)
+    for i in range(count):
+        target[i] = source[i]
+
+
+@jit
+def _leave(item, desk):
+    """Leave sums where parts are joined, with highest scores and sums of weights."""
+    rows, width, step = item.rows, item.cache.width, 4 * item.rows.room
+    for r in range(rows.size):
+        place, keep, state = place_of(rows, r), floats(desk.keeps, rows.size)[r], floats(desk.state + 8 * r, 2)
+        source, target = floats(desk.sums + r * step, width), floats(item.out + place * item.out_step, width)
+        for i in range(width):
             target[i] = source[i] * keep
-        floats(item.m + place * item.step, 1)[0] = floats(state + 8 * r, 2)[0]
-        floats(item.totals + place * item.step, 1)[0] = floats(state + 8 * r, 2)[1]
+        floats(item.m + place * item.step, 1)[0], floats(item.totals + place * item.step, 1)[0] = state[0], state[1]
+
+
+@jit
+def _attend_plain(step, b, place, kept, softcap, desk):
+    """Attend from the rows of one place to what they read as it is."""
+    oldest, newest = plain_items(step, b, place, kept[0], kept[1])
+    _attend_blocks(oldest, *plain_sides(kept[0]), softcap, ZERO, desk)
+    _attend_blocks(newest, *plain_sides(kept[1]), softcap, ZERO, desk)
+
+
+@jit
+def attend_few(step, b, number, kept, work):
+    """Attend from an item's rows to codes, and after the last of these to plain rows."""
+    item, softcap = item_at(step, b, number), real(step.softcap)
+    desk = _begin(item, work)
+    _attend_blocks(item, *sides(step), softcap, real(step.threshold), desk)
+    if joins_plain(step, number):
+        _attend_plain(step, b, number // step.parts, kept, softcap, desk)
+        clear_plain(step, item)
+    _leave(item, desk)
+
+
+@jit
+def attend_few_plain(step, b, place, kept, work):
+    """Attend from the rows of one place to plain rows alone."""
+    item = plain_items(step, b, place, kept[0], kept[1])[0]
+    desk = _begin(item, work)
+    _attend_plain(step, b, place, kept, real(step.softcap), desk)
+    _leave(item, desk)
 
 
 @jit
@@ -180,7 +284,7 @@ def sum_values(args, job, jobs):
                     target = floats(scaled + r * LINE, count)
                     for j in range(count):
                         target[j] = source[j] * norms[j] if source[j] >= least else ZERO
-                _add_values(rows, scaled, LINE, levels, 4 * room, count, sums, keeps)
+                add_values(rows, scaled, LINE, levels, 4 * room, count, sums, keeps)
             for r in range(rows):
                 target = floats(out + 4 * ((part * heads + head) * group + first_row + r) * width, width)
                 source = floats(sums + 4 * r * room, room)

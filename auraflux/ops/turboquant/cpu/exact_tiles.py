@@ -5,6 +5,7 @@ Rows are padded to whole chunks of 32 coordinates; queries are zero there.
 
 from numba.core import cgutils
 
+from auraflux.ops.simd.jit import jit
 from auraflux.ops.simd.vectors import F32, ISA, at, fma, kernel, load, splat, spread, store, sum_four, variable
 
 LANES = ISA.lanes
@@ -50,3 +51,27 @@ def value_tile(b, rows, weights, weight_step, levels, step, count, sums, keeps):
                     b.store(fma(b, wide, value[v], b.load(totals[r, v])), totals[r, v])
         for key, place in places.items():
             store(b, b.load(totals[key]), sums, place)
+
+
+@jit
+def score_rows(rows, q, levels, step, count, scores, line):
+    """Multiply rows of queries with the levels of `count` tokens, to rows of scores `line` bytes apart."""
+    r, quads = 0, (count + 3) // 4
+    while r + 4 <= rows:
+        score_tile((4, q + r * step, levels, step, quads, scores + r * line, line))
+        r += 4
+    while r < rows:
+        score_tile((1, q + r * step, levels, step, quads, scores + r * line, line))
+        r += 1
+
+
+@jit
+def add_values(rows, weights, line, levels, step, count, sums, keeps):
+    """Scale the sums of rows by `keeps`, and add the levels of tokens by their weights."""
+    r = 0
+    while r + 4 <= rows:
+        value_tile((4, weights + r * line, line, levels, step, count, sums + r * step, keeps + 4 * r))
+        r += 4
+    while r < rows:
+        value_tile((1, weights + r * line, line, levels, step, count, sums + r * step, keeps + 4 * r))
+        r += 1

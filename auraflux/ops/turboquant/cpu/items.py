@@ -4,13 +4,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from auraflux.ops.attention.cpu.page_index import EVERYTHING
 from auraflux.ops.attention.cpu.prefill import ROWS
-from auraflux.ops.simd.jit import arguments, int32s, jit
+from auraflux.ops.simd.jit import arguments, floats, int32s, jit
+from auraflux.ops.simd.softmax import NOTHING, ZERO
+from auraflux.ops.turboquant.cpu.centres import Centres
+from auraflux.ops.turboquant.cpu.kept_rows import Kept, size_of
 from auraflux.ops.turboquant.cpu.levels import CHUNK
+
+PLAIN = 0  # as bits: rows are as they are
 
 
 class Side(NamedTuple):
-    """Keys or values: addresses of codes, norms and levels, and the bits of a code."""
+    """Keys or values.
+
+    codes, norms  addresses; of plain rows the first alone
+    book          address of the levels; of plain rows the number of their dtype
+    bits          of a code, or PLAIN
+    """
 
     codes: int
     norms: int
@@ -29,6 +40,10 @@ class Step(NamedTuple):
     block, parts    parts are of `block` positions each, or share what is seen
     o, m, totals    sums, highest scores and sums of weights, `slots` for each row
     space, scratch  what jobs work in, and how many bytes each
+    unturned        the queries scaled only, laid out like q, where keys have centres
+    along, across, centres  of the keys of all heads, see `Centres`
+    plain           whether some positions are read as they are; the slot after the parts is theirs, if there is one
+    first, newest   codes are read from position `first` on, and of those `newest` and more before a query
     fewest, most    new tokens of the sequences meant
     """
 
@@ -61,6 +76,13 @@ class Step(NamedTuple):
     slots: int
     space: int
     scratch: int
+    unturned: int
+    along: int
+    across: int
+    centres: int
+    plain: int
+    first: int
+    newest: int
     fewest: int
     most: int
 
@@ -78,12 +100,15 @@ class Cache(NamedTuple):
 class Rows(NamedTuple):
     """Queries of one sequence and key head: row r is head r % group of the token at `position` + r // group.
 
-    q       address of the first token's first head, rows of `room` floats, `heads` of them a token
+    q          address of the first token's first head, rows of `room` floats, `heads` of them a token
+    unturned   the same, not rotated, where keys have centres
+    position   of the first new token, or how far before it a query may be thought to stand
     row, size  the first of the rows meant, and how many
-    reach   how far back a query sees
+    reach      how far back from there a query sees
     """
 
     q: int
+    unturned: int
     room: int
     heads: int
     group: int
@@ -102,6 +127,7 @@ class Item(NamedTuple):
 
     rows: Rows
     cache: Cache
+    centres: Centres
     first: int
     last: int
     out: int
@@ -111,13 +137,20 @@ class Item(NamedTuple):
     step: int
 
 
-FIELDS = len(Step._fields)
+FIELDS, KEPT = len(Step._fields), len(Kept._fields)
+KEPT_AT = 8 * FIELDS
 
 
 @jit
 def opened(args):
     """A kernel's arguments."""
     return Step(*arguments(args, FIELDS))
+
+
+@jit
+def kept_pages(args):
+    """Where the first positions are kept, and the newest: what comes after a step."""
+    return Kept(*arguments(args + KEPT_AT, KEPT)), Kept(*arguments(args + KEPT_AT + 8 * KEPT, KEPT))
 
 
 @jit
@@ -132,38 +165,96 @@ def sides(step):
 
 
 @jit
-def count_items(step, b):
-    """How many items a sequence makes: none unless its number of new tokens is among those meant."""
+def plain_sides(kept):
+    return Side(kept.k, 0, kept.element, PLAIN), Side(kept.v, 0, kept.element, PLAIN)
+
+
+@jit
+def count_items(step, b, apart):
+    """How many items a sequence makes, of codes and in all: none unless its number of new tokens is among those meant.
+
+    apart  whether plain rows are items of their own
+    """
     starts = int32s(step.starts, step.sequences + 1)
     new = np.int64(starts[b + 1]) - starts[b]
     if new < step.fewest or new > step.most:
-        return 0
-    return (new * (step.heads // step.key_heads) + ROWS - 1) // ROWS * step.key_heads * step.parts
+        return 0, 0
+    blocks = (new * (step.heads // step.key_heads) + ROWS - 1) // ROWS * step.key_heads
+    return blocks * step.parts, blocks * (step.parts + (step.plain if apart else 0))
+
+
+@jit
+def joins_plain(step, number):
+    """Whether a float32 item of codes goes on to plain rows: the last part does, unless each part is asked for."""
+    return step.plain and step.block == 0 and number % step.parts == step.parts - 1
+
+
+@jit
+def clear_plain(step, item):
+    """Leave nothing in the slot after the last part, if there is one."""
+    if step.slots > step.parts:
+        for r in range(item.rows.size):
+            place = place_of(item.rows, r) * item.step
+            floats(item.m + place, 2)[1], floats(item.totals + place, 2)[1] = NOTHING, ZERO
 
 
 @jit
 def item_at(step, b, number):
-    """One of a sequence's items."""
-    starts, group, room = int32s(step.starts, step.sequences + 1), step.heads // step.key_heads, padded(step.width)
-    token, length = np.int64(starts[b]), np.int64(int32s(step.lengths, step.sequences)[b])
-    new = starts[b + 1] - token
-    position = length - new
-    oldest = max(0, position - step.reach)
-    part, head = number % step.parts, number // step.parts % step.key_heads
-    row = number // step.parts // step.key_heads * ROWS
-    size = min(ROWS, new * group - row)
+    """One of a sequence's items of codes. Its queries do as if they stood `newest` positions before their own."""
+    length, new = _new_tokens(step, b)
+    part, place = number % step.parts, number // step.parts
     origin, extent = 0, step.block
     if extent == 0:
-        origin, extent = oldest, (length - oldest + step.parts - 1) // step.parts
+        origin = max(step.first, length - new - step.reach)
+        extent = (length - step.newest - origin + step.parts - 1) // step.parts
+    table = step.table + 4 * b * step.table_width, step.page
+    ends = max(step.first, origin + part * extent), origin + (part + 1) * extent
+    return _item(step, b, place, part, table, step.newest, step.reach - step.newest, ends)
+
+
+@jit
+def plain_items(step, b, place, oldest, newest):
+    """What the rows of one place read as it is, of the first positions and of the newest."""
+    table = oldest.table + 4 * b * oldest.table_width, oldest.page
+    first = _item(step, b, place, step.parts, table, 0, step.reach, (0, step.first))
+    table = newest.table + 4 * b * newest.table_width, newest.page
+    ends = step.first, EVERYTHING if step.newest else 0
+    return first, _item(step, b, place, step.parts, table, 0, min(step.reach, step.newest - 1), ends)
+
+
+@jit
+def _new_tokens(step, b):
+    """A sequence's length, and how many of its tokens are new."""
+    starts = int32s(step.starts, step.sequences + 1)
+    return np.int64(int32s(step.lengths, step.sequences)[b]), np.int64(starts[b + 1]) - starts[b]
+
+
+@jit
+def _item(step, b, place, part, table, back, reach, ends):
+    """The rows of one place, which are a key head and a block of queries.
+
+    back, reach  they see so far back from so many positions before their own
+    ends         of the positions meant, the last excluded
+    """
+    (length, new), group, room = _new_tokens(step, b), step.heads // step.key_heads, padded(step.width)
+    position, head, row = length - new - back, place % step.key_heads, place // step.key_heads * ROWS
+    size = min(ROWS, new * group - row)
     # from the first position that the first row sees to the last row's own
-    first = max(max(oldest, position + row // group - step.reach), origin + part * extent)
-    last = min(position + (row + size - 1) // group + 1, origin + (part + 1) * extent)
-    place = token * step.heads + head * group
-    slot = place * step.slots + part
-    rows = Rows(step.q + 4 * place * room, room, step.heads, group, position, row, size, step.reach)
-    cache = Cache(step.table + 4 * b * step.table_width, step.page, step.key_heads, head, step.width)
-    ends = step.m + 4 * slot, step.totals + 4 * slot, 4 * step.slots
-    return Item(rows, cache, first, last, step.o + 4 * slot * step.width, 4 * step.slots * step.width, *ends)
+    first = max(max(0, position + row // group - reach), ends[0])
+    last = min(position + (row + size - 1) // group + 1, ends[1])
+    query = np.int64(int32s(step.starts, step.sequences)[b]) * step.heads + head * group
+    slot, nbytes = query * step.slots + part, 4 * query * room
+    rows = Rows(step.q + nbytes, step.unturned + nbytes, room, step.heads, group, position, row, size, reach)
+    cache = Cache(*table, step.key_heads, head, step.width)
+    centres = Centres(step.along + 4 * head * step.width, step.across + 4 * head * step.width, step.centres)
+    sums = step.o + 4 * slot * step.width, 4 * step.slots * step.width
+    return Item(rows, cache, centres, first, last, *sums, step.m + 4 * slot, step.totals + 4 * slot, 4 * step.slots)
+
+
+@jit
+def begin_at(item, unit):
+    """Where the blocks of an item's positions begin: at a whole `unit`, so that they share pages and centres as these lie."""
+    return item.first // unit * unit if item.first < item.last else item.first
 
 
 @jit
@@ -182,4 +273,6 @@ def run_of(cache, position, last):
 
 @jit
 def row_nbytes(cache, side):
+    if side.bits == PLAIN:
+        return cache.width * size_of(side.book)
     return (cache.width * side.bits + 31) // 32 * 4

@@ -47,8 +47,6 @@ class Launch(NamedTuple):
 
 def not_rows(pages: CodePages) -> str | None:
     """Why no kernel here reads pages."""
-    if pages.calibration is not None or pages.plain is not None:
-        return "keys are calibrated, or some positions are kept as they are"
     if pages.arrangement is Arrangement.ROWS:
         return None
     return f"values in {pages.arrangement.value}, an order for GPUs"

@@ -1,0 +1,140 @@
+"""What the codes of keys leave out: keys before they are coded, and the products of queries with centres.
+
+A block of SPAN positions has one centre. Its product with a query is made once, and added to the scores of the block's keys.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from auraflux.ops.simd.jit import floats, jit
+from auraflux.ops.simd.softmax import ZERO, fill
+from auraflux.ops.simd.vectors import F32, I32, ISA, at, fma, kernel, load, splat, spread, store, vector
+from auraflux.ops.turboquant.calibration import BLOCK
+from auraflux.ops.turboquant.cpu.exact_tiles import score_rows
+from auraflux.ops.turboquant.pages import CodePages
+
+SPAN = BLOCK
+RUN = 16  # centres that queries are multiplied with at a time
+LINE = 4 * (RUN + 4)  # bytes of a row's products; one behind the last may be read
+LANES = ISA.lanes
+
+
+class Vectors(NamedTuple):
+    """The vectors of one layer's keys: addresses, as in `Calibration`; all 0 where codes leave nothing out."""
+
+    scale: int
+    inverse: int
+    along: int
+    across: int
+    table: int
+
+
+class Centres(NamedTuple):
+    """The centres of one head's keys: addresses of what meets cosine and sine, and of these; `table` is 0 for none."""
+
+    along: int
+    across: int
+    table: int
+
+
+NO_VECTORS = Vectors(0, 0, 0, 0, 0)
+
+
+def vectors_of(pages: CodePages) -> Vectors:
+    found = pages.calibration
+    if found is None:
+        return NO_VECTORS
+    return Vectors(*(vector.data_ptr() for vector in (found.scale, found.inverse, found.along, found.across, found.table)))
+
+
+# no sum and product may be contracted: codes are those of the reference to the last bit
+@numba.njit(error_model="numpy", fastmath={"nsz"})
+def reduce_row(x_at, vectors, head, position, width, target):
+    """Take the centre and the scale off a key, in float64."""
+    here, row = 4 * head * width, vectors.table + 8 * (position // SPAN) * width
+    x, inverse, reduced = floats(x_at, width), floats(vectors.inverse + here, width), floats(target, width)
+    along, across = floats(vectors.along + here, width), floats(vectors.across + here, width)
+    cosine, sine = floats(row, width), floats(row + 4 * width, width)
+    for d in range(width):
+        centre = np.float64(cosine[d]) * np.float64(along[d]) + np.float64(sine[d]) * np.float64(across[d])
+        reduced[d] = np.float32((np.float64(x[d]) - centre) * np.float64(inverse[d]))
+
+
+@kernel(constants=0)
+def lay_centres(b, along, across, table, width, count, target, stride):
+    """Lay out the centres of `count` blocks from `table` on, in rows `stride` bytes apart."""
+    row = b.mul(width, at(4))
+    whole = b.mul(b.sdiv(width, at(LANES)), at(4 * LANES))
+    with cgutils.for_range(b, count) as block:
+        cosine, here = b.add(table, b.mul(block.index, b.mul(row, at(2)))), b.add(target, b.mul(block.index, stride))
+        for first, last, kind in ((at(0), whole, ISA.floats), (whole, row, vector(F32, 1))):
+            with cgutils.for_range_slice(b, first, last, at(4 * kind.count)) as (column, _):
+                turned = b.fmul(load(b, b.add(cosine, row), column, kind), load(b, across, column, kind))
+                centre = fma(b, load(b, cosine, column, kind), load(b, along, column, kind), turned)
+                store(b, centre, here, column)
+
+
+@kernel(constants=0)
+def _add_products(b, rows, scores, step, groups, offset, products, line):
+    """Add to the scores of LANES * `groups` positions their blocks' products; the first position is `offset` into its block."""
+    lanes = ir.Constant(ISA.ints, list(range(LANES)))
+    with cgutils.for_range(b, rows) as row:
+        mine, theirs = b.add(scores, b.mul(row.index, step)), b.add(products, b.mul(row.index, line))
+        with cgutils.for_range(b, groups) as group:
+            where = b.add(offset, b.mul(group.index, at(LANES)))
+            block = b.add(theirs, b.mul(b.sdiv(where, at(SPAN)), at(4)))
+            place = b.add(spread(b, b.trunc(b.srem(where, at(SPAN)), I32), LANES), lanes)
+            beyond = b.icmp_signed(">=", place, splat(ISA.ints, SPAN))
+            this, following = (spread(b, load(b, block, 4 * i, F32), LANES) for i in range(2))
+            _add(b, b.select(beyond, following, this), mine, b.mul(group.index, at(4 * LANES)))
+
+
+@kernel(constants=0)
+def _add_whole(b, rows, scores, step, blocks, products, line):
+    """Add to the scores of whole blocks their products."""
+    with cgutils.for_range(b, rows) as row:
+        mine, theirs = b.add(scores, b.mul(row.index, step)), b.add(products, b.mul(row.index, line))
+        with cgutils.for_range(b, blocks) as block:
+            product = spread(b, load(b, theirs, b.mul(block.index, at(4)), F32), LANES)
+            first = b.add(mine, b.mul(block.index, at(4 * SPAN)))
+            for i in range(SPAN // LANES):
+                _add(b, product, first, at(4 * LANES * i))
+
+
+def _add(b, x, address, offset):
+    store(b, b.fadd(load(b, address, offset, ISA.floats), x), address, offset)
+
+
+@jit
+def products_nbytes(rows, room):
+    """Bytes that `add_centres` works in."""
+    return rows * LINE + 4 * RUN * room + 64
+
+
+@jit
+def add_centres(centres, q, rows, room, width, start, count, last, begun, scores, step, work):
+    """Add to scores [rows][.] of `count` positions from `start` on the products of queries and centres.
+
+    q       rows of `room` floats, zero from `width` on
+    last    where positions will end
+    begun   the first block whose products are there, -1 for none
+    scores  rows `step` bytes apart, with room for whole blocks
+    returns `begun` after the call
+    """
+    if begun < 0 or (start + count - 1) // SPAN >= begun + RUN:
+        begun = start // SPAN
+        some, laid = min(RUN, (last - 1) // SPAN - begun + 1), (work + rows * LINE + 63) // 64 * 64
+        if room > width:
+            fill(laid, RUN * room, ZERO)
+        lay_centres((centres.along, centres.across, centres.table + 8 * begun * width, width, some, laid, 4 * room))
+        score_rows(rows, q, laid, 4 * room, some, work, LINE)
+    products = work + 4 * (start // SPAN - begun)
+    if start % SPAN:
+        _add_products((rows, scores, step, (count + LANES - 1) // LANES, start % SPAN, products, LINE))
+    else:
+        _add_whole((rows, scores, step, (count + SPAN - 1) // SPAN, products, LINE))
+    return begun

@@ -1,0 +1,148 @@
+"""Rows that are kept as they are beside codes: where they lie, and how they become float32 and what they are kept in."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops.attention.cpu.decode_tiles import FLOAT, LANES, NUMBERS, WIDENS_HALVES, number_of, widen_row
+from auraflux.ops.attention.cpu.page_index import survey
+from auraflux.ops.attention.pages import KVPages, spans
+from auraflux.ops.simd.jit import int32s, jit
+from auraflux.ops.simd.softmax import ZERO, fill
+from auraflux.ops.simd.vectors import F32, I16, I32, at, kernel, load, splat, store, vector
+from auraflux.ops.turboquant.pages import CodePages
+
+
+class Kept(NamedTuple):
+    """Pages of such rows, of the first positions or of the newest.
+
+    positions  how many of them
+    k, v       addresses, as that of the page table
+    page       tokens in a page
+    element    the number of the dtype
+    """
+
+    positions: int
+    k: int
+    v: int
+    table: int
+    table_width: int
+    page: int
+    element: int
+
+
+NOTHING_KEPT = Kept(0, 0, 0, 0, 0, 1, FLOAT)
+
+
+def kept_in(pages: CodePages) -> tuple[Kept, Kept]:
+    """The first positions, and the newest."""
+    plain = pages.plain
+    if plain is None:
+        return NOTHING_KEPT, NOTHING_KEPT
+    return _kept(plain.first, plain.head), _kept(plain.newest, plain.recent)
+
+
+def _kept(count: int, pages: KVPages | None) -> Kept:
+    if pages is None:
+        return NOTHING_KEPT
+    addresses = pages.k.data_ptr(), pages.v.data_ptr(), pages.table.data_ptr()
+    return Kept(count, *addresses, pages.table.shape[1], pages.pool[1], number_of(pages.k.dtype))
+
+
+def check_kept(pages: CodePages, starts: Tensor, tokens: int, reach: int) -> None:
+    """Refuse tables that lead outside the pages.
+
+    reach  how many positions before its first new token a sequence touches among the newest
+    """
+    if pages.plain is None:
+        return
+    sequences, lengths = len(pages.lengths), pages.lengths.data_ptr()
+    if (head := pages.plain.head) is not None:
+        wrong = _survey_first(head.table.data_ptr(), head.table.shape[1], lengths, starts.data_ptr(), sequences, *head.pool)
+        if wrong >= 0:
+            b, i = divmod(wrong, head.table.shape[1])
+            named = f"page {i} of the first positions of sequence {b} is {int(head.table[b, i])}"
+            raise InputError(f"{named} in the table; the pool has {head.pool[0]} pages.")
+    if (recent := pages.plain.recent) is not None:
+        count, page = recent.pool
+        index = recent.table.data_ptr(), recent.table.shape[1], lengths, starts.data_ptr()
+        if survey(*index, sequences, tokens, page, count, reach) < 0:
+            spans(replace(recent, lengths=pages.lengths), starts, tokens, reach)
+            raise InputError("the page table of recent positions, lengths and starts do not fit each other.")
+
+
+@jit
+def _survey_first(table_at, width, lengths_at, starts_at, sequences, count, page):
+    """Give the number of an entry that leads outside the pages, or -1."""
+    lengths, starts, table = (
+        int32s(lengths_at, sequences),
+        int32s(starts_at, sequences + 1),
+        int32s(table_at, sequences * width),
+    )
+    for b in range(sequences):
+        if starts[b + 1] > starts[b]:
+            for i in range(min((lengths[b] + page - 1) // page, width)):
+                if table[b * width + i] < 0 or table[b * width + i] >= count:
+                    return b * width + i
+    return -1
+
+
+@jit
+def size_of(element):
+    """Bytes of a number."""
+    return 4 if element == FLOAT else 2
+
+
+@jit
+def widen_rows(source, element, width, count, target, stride):
+    """Copy neighbouring rows to float32, `stride` floats apart, and zeros after each."""
+    for i in range(count):
+        here = target + 4 * i * stride
+        widen_row((element, source + i * width * size_of(element), width, here))
+        fill(here + 4 * width, stride - width, ZERO)
+
+
+@jit
+def keep_row(kept, side, b, position, heads, head, source, width):
+    """Keep a row of float32, a key or (side 1) a value, at its position's place."""
+    number = np.int64(int32s(kept.table + 4 * b * kept.table_width, kept.table_width)[position // kept.page])
+    place = (number * heads + head) * kept.page + position % kept.page
+    target = (kept.v if side else kept.k) + place * width * size_of(kept.element)
+    _narrow_row((kept.element, source, width, target))
+
+
+@kernel(0)
+def _narrow_row(b, number, source, width, target):
+    """Round `width` floats to the dtype that `number` stands for, halves to even."""
+    whole = b.sdiv(width, at(LANES))
+    for dtype, mine in NUMBERS.items():
+        if dtype is torch.float16 and not WIDENS_HALVES:
+            continue
+        size = dtype.itemsize
+        with b.if_then(b.icmp_signed("==", number, at(mine))):
+            with cgutils.for_range(b, whole) as loop:
+                x = load(b, source, b.mul(loop.index, at(4 * LANES)), vector(F32, LANES))
+                store(b, _narrow(b, dtype, x), target, b.mul(loop.index, at(size * LANES)))
+            with cgutils.for_range_slice(b, b.mul(whole, at(LANES)), width, at(1)) as (index, _):
+                x = load(b, source, b.mul(index, at(4)), vector(F32, 1))
+                store(b, _narrow(b, dtype, x), target, b.mul(index, at(size)))
+
+
+def _narrow(b, dtype, x):
+    """A vector of float32 in another dtype."""
+    if dtype is torch.float32:
+        return x
+    if dtype is torch.float16:
+        return b.fptrunc(x, vector(ir.HalfType(), x.type.count))
+    wide = vector(I32, x.type.count)
+    bits = b.bitcast(x, wide)
+    odd = b.and_(b.lshr(bits, splat(wide, 16)), splat(wide, 1))
+    rounded = b.lshr(b.add(b.add(bits, splat(wide, 0x7FFF)), odd), splat(wide, 16))
+    rounded = b.select(b.fcmp_unordered("uno", x, x), splat(wide, 0x7FC0), rounded)
+    return b.trunc(rounded, vector(I16, x.type.count))
