@@ -12,7 +12,7 @@ from auraflux.eval.rounded import rounded_shapes
 from auraflux.quant.affine import BITS
 
 # of what is known of a model's keys: what is used
-CALIBRATED = ("all", "centres", "scales", "off")
+CALIBRATED = ("off", "all", "centres", "scales")
 
 
 def _calibrated(value: str) -> str:
@@ -26,10 +26,12 @@ CHANGES: dict[str, Callable[[str], Any]] = {
     "sparse_v": float,
     "calibrate": _calibrated,
 }
-# each changes one thing of a setting
+KEPT = "first=1+newest=32"
+# what may be kept as it is and left out, all of it, without one thing and alone; then one thing of the rest at a time
 ABLATIONS = (
-    *(f"calibrate={used}" for used in CALIBRATED[1:]),
-    *("first=0", "newest=0", "newest=128", "first=0+newest=0+calibrate=off"),
+    *("first=1", "newest=32", "newest=128", "calibrate=all", KEPT),
+    *(f"{KEPT}+calibrate={used}" for used in CALIBRATED[1:]),
+    *("newest=32+calibrate=all", "first=1+calibrate=all"),
     *("protect_first=2", "protect_last=2", "sparse_v=0.0001", *(f"quantize={bits}" for bits in BITS[::-1])),
 )
 
@@ -49,7 +51,7 @@ class Setting:
     cache: CacheSettings
     quantize: int | None = None
     peer: Peer | None = None
-    calibrate: str = "all"
+    calibrate: str = CALIBRATED[0]
 
     def shapes(self, shapes: list[Any]) -> list[Any]:
         """The layers of a model as this setting wants them."""
@@ -87,7 +89,7 @@ def parse(name: str) -> Setting:
         calibrate = given.pop("calibrate", None)
         if kept == "none" and calibrate is not None:
             raise SettingsError(f"{name}: calibrate means nothing where keys are not coded.")
-        return Setting(name, CacheSettings(kept, **given), quantize, calibrate=calibrate or "all")
+        return Setting(name, CacheSettings(kept, **given), quantize, calibrate=calibrate or CALIBRATED[0])
     strange = sorted(set(given) - {"newest"})
     if strange:
         raise SettingsError(f"{name}: {', '.join(strange)} cannot be simulated for {PEERS[kept].title}; newest can.")
