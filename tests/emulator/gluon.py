@@ -320,15 +320,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 0, m
     constants.pop("launch_pdl", None)
     MEMORIES.clear()
     # numpy has no bfloat16: such tensors are float32 meanwhile
-    wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x for x in args]
-    numbers = [Pointer(x.view(-1).numpy()) if isinstance(x, torch.Tensor) else _number(x) for x in wide]
+    widened: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def opened(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return type(x)(*map(opened, x)) if hasattr(x, "_fields") else tuple(map(opened, x))
+        if not isinstance(x, torch.Tensor):
+            return _number(x)
+        if x.dtype == torch.bfloat16:
+            widened.append((x, x.float()))
+            x = widened[-1][1]
+        return Pointer(x.view(-1).numpy())
+
+    numbers = [opened(x) for x in args]
     width, height, depth = (*grid, 1, 1)[:3]
     for z, y, x in product(range(depth), range(height), range(width)):
         with np.errstate(all="ignore"):
             rebound(kernel, Program((x, y, z)), **STILL)(*numbers, **constants)
-    for given, used in zip(args, wide, strict=True):
-        if given is not used:
-            given.copy_(used)
+    for given, used in widened:
+        given.copy_(used)
 
 
 def _number(x: Any) -> Any:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, relative_rms
 from auraflux.ops.hopper.launch import diverted
+from auraflux.ops.hopper.softmax import Parts
 from auraflux.ops.turboquant._inputs import append, attend
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.cases import CASES
@@ -319,8 +320,8 @@ def test_parts_are_merged_and_turned_back(width: int, splits: int, sinks: bool):
     parts = o[..., r % 8 * (width // 8) + r // 8].contiguous(), m, l
     out, padded = torch.empty(tokens, heads, width), 1 << (splits - 1).bit_length()
     sizes = {"D": width, "P": padded, "C": min(padded, 16), "STEP": 128, "S": 1, "NW": 8, "SHARED": False}
-    rest = rotation(width, seed).signs, out, None, None, heads, splits, 1, 1 << 30
-    emulate(attend_launch.finish_pairs, (rows,), *parts, sink, *rest, **sizes)
+    rest = rotation(width, seed).signs, out, None, heads, splits, 1 << 30
+    emulate(attend_launch.finish_pairs, (rows,), Parts(*parts), sink, *rest, **sizes)
     assert relative_rms(out.view(rows, width), want) < 1e-5
 
 
@@ -338,5 +339,5 @@ def test_turned_parts_are_merged(splits: int, sinks: bool):
     out, padded = torch.empty(tokens, heads, width), 1 << (splits - 1).bit_length()
     sizes = {"D": width, "P": padded, "C": min(padded, 32), "N": attend_launch.ROTATED_COLUMNS}
     grid = rows, width // attend_launch.ROTATED_COLUMNS
-    emulate(attend_launch.finish_rotated, grid, y, m, l, sink, out, heads, splits, **sizes)
+    emulate(attend_launch.finish_rotated, grid, Parts(y, m, l), sink, out, heads, splits, **sizes)
     assert relative_rms(out.view(rows, width), want) < 1e-5

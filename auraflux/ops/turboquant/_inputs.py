@@ -297,12 +297,12 @@ def attend_latent_flops(args: Args) -> int:
     return 2 * causal_pairs(args) * heads * (2 * width + args["q_rope"].shape[2])
 
 
-def decode_at(thousands: int, key_bits: int, value_bits: int) -> Args:
-    return attend([1024 * thousands], [1], (32, 8), 128, (key_bits, value_bits), page=64)
+def decode_at(thousands: int, key_bits: int, value_bits: int, **kept: Any) -> Args:
+    return attend([1024 * thousands], [1], (32, 8), 128, (key_bits, value_bits), page=64, **kept)
 
 
-def prefill_of(tokens: int, key_bits: int) -> Args:
-    return attend([tokens], [512], (32, 8), 128, (key_bits, 4), page=64)
+def prefill_of(tokens: int, key_bits: int, **kept: Any) -> Args:
+    return attend([tokens], [512], (32, 8), 128, (key_bits, 4), page=64, **kept)
 
 
 def append_nbytes(args: Args) -> int:

@@ -409,6 +409,18 @@ CASES = [
         for d, kind, dtype in ((100, "bf16", BF16), (128, "bf16", BF16), (60, "f16", torch.float16), (64, "f16", torch.float16))
         for new in (1, 5, 90)
     ),
+    *(
+        Case(turboquant_attention, f"fast-kept-decode-8k-k{k}v4", partial(decode_at, 8, k, 4, **KEPT["kept"]), **FAST, **BENCH)
+        for k in (8, 4)
+    ),
+    Case(
+        turboquant_attention,
+        "fast-kept-prefill-512-of-2048-k8v4",
+        partial(prefill_of, 2048, 8, **KEPT["kept"]),
+        **FAST,
+        **BENCH,
+        slow=True,
+    ),
     Case(turboquant_partials, "kept-fast", lambda: attend([333], [1], (8, 2), 128, (8, 4), block=100, **KEPT["kept"]), **FAST),
     Case(turboquant_partials, "kept-prefill", lambda: attend([150], [90], (4, 2), 64, block=40, sinks=True, **KEPT["kept"])),
     Case(turboquant_attention, "fast-kept-mixed", lambda: attend([200, 150], [3, 1], (4, 2), 64, **KEPT["kept"]), **FAST),

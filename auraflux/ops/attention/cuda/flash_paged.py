@@ -161,6 +161,9 @@ def attend(
     widths = sum(padded), padded[0] if latent else padded[1]
     # with more rows Triton 3.6 gave wrong sums where a tile is key and value at once
     cut = shape_for(tokens, sequences, group, key_heads, widths, wide, table_width * page, q.device, 32 if latent else 128)
+    if near is not None:
+        # what is near takes registers: with three stages not all fits
+        cut = cut._replace(stages=2)
     whole = cut.splits == 1 and isinstance(out, Tensor)
     parts = None if whole else parts_like(tokens * heads, cut.splits, result, q.device)
     launch(attend_pages, (cut.tiles, key_heads, cut.splits))(

@@ -51,12 +51,13 @@ def _angles_of(calibration: Calibration) -> tuple[Tensor, Tensor]:
     table = calibration.table
     key = id(table)
     known = _angles.get(key)
-    if known is None or known[0]() is not table:
+    reference, found = (lambda: None, None) if known is None else known
+    if found is None or reference() is not table:
         pairs = calibration.pairs().to(table.device)
-        angles = table[:, :, pairs[0].long()].flatten(1).half().contiguous()
+        found = pairs, table[:, :, pairs[0].long()].flatten(1).half().contiguous()
         # forgotten with the table, before another may have its identity
-        known = _angles[key] = weakref.ref(table, lambda _: _angles.pop(key, None)), (pairs, angles)
-    return known[1]
+        _angles[key] = weakref.ref(table, lambda _: _angles.pop(key, None)), found
+    return found
 
 
 def centres_of(calibration: Calibration | None) -> Centres | None:
