@@ -26,9 +26,14 @@ from auraflux.ops.hopper.ptx import run
 from auraflux.ops.hopper.reduce import same
 from auraflux.ops.turboquant.cuda.attend_kept import (
     STEPS,
+    angle_queries,
+    angle_weights,
+    angles_at,
     attend_plain,
     centre_scores,
     of_step,
+    plain_places,
+    plain_rows,
     row_positions,
     store_angle_queries,
 )
@@ -164,16 +169,25 @@ def attend_pairs(
     blocks, page, next_page, table = _first_blocks(pages, t, stride, head, index.pool, index.width, HEADS, PAGE, UNITS, DEEP)
     _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, WORK.soon)
     _fill(shared, filling)
+    # neither depend on the kernel before
+    if centres is not None:
+        weights_of = angle_weights(centres, head, D, NW)
+        angles = angles_at(centres, row_positions(begin, stride, D, NW, 16 * U), D, NW)
+    if plain is not None:
+        places_of = plain_places(plain, sequence, position, head, split, SHAPE, KEPT, NW)
     gdc_wait()
     gdc_launch_dependents()
     x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
     if centres is not None:
         x = scaled_queries(x, centres.scale + head * D, NW)
+        turning = angle_queries(q + row.to(gl.int64) * D, weights_of, live, D, NW)
+    if plain is not None:
+        rows_of = plain_rows(plain, places_of, SHAPE, KEPT, NW)
     _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
     qx = _operand(x, shared, scores.factor, D, KEY_BITS, NW)
     if centres is not None:
-        store_angle_queries(q + row.to(gl.int64) * D, centres, shared, head, live, scores.factor * D, D, NW)
-        found = centre_scores(centres, shared, row_positions(begin, stride, D, NW, 16 * U), D, NW)
+        store_angle_queries(turning, shared, scores.factor * D, D)
+        found = centre_scores(angles, shared, D, NW)
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o = gl.full([NW, D, 8], 0.0, gl.float32, M)
@@ -182,7 +196,7 @@ def attend_pairs(
     if plain is not None:  # noqa: SIM102
         if split == 0:
             o, l, m = attend_plain(  # noqa: E741
-                plain, centres, shared, qx, sequence, position, head, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
+                rows_of, places_of, centres, shared, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
     stage = split * 0
     for i in range(_steps(begin, end, stride, U)):
@@ -197,7 +211,8 @@ def attend_pairs(
         centre = None
         if centres is not None:
             if i % STEPS == 0 and i > 0:
-                found = centre_scores(centres, shared, row_positions(begin + i * stride, stride, D, NW, 16 * U), D, NW)
+                more = angles_at(centres, row_positions(begin + i * stride, stride, D, NW, 16 * U), D, NW)
+                found = centre_scores(more, shared, D, NW)
             centre = of_step(found, i, NW)
         logits, top = all_scores(mine, seen, m, qx, centre, column, place, scores.cap, D, KEY_BITS, SOFTCAP, U, NW)
         run(wait_ptx(2 * DEEP - 1), lane)

@@ -106,17 +106,33 @@ def _first_operand(x, CHUNK: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def store_angle_queries(q, centres, shared, head, live, factor, D: gl.constexpr, NW: gl.constexpr):
-    """Put what 8 queries have for each cosine and each sine where the rotated queries were, which all warps have read."""
+def angle_weights(centres, head, D: gl.constexpr, NW: gl.constexpr):
+    """Load, for each cosine and each sine, the two channels that turn so and what queries are multiplied by there."""
     LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
     j = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
-    row = gl.arange(0, 8, layout=gl.SliceLayout(1, LR))[:, None]
-    x = gl.full([8, D], 0.0, gl.float32, LR)
+    found = ()
     for i in gl.static_range(2):
         channel = gl.load(centres.pairs + i * (D // 2) + j % (D // 2))
         along, across = gl.load(centres.along + head * D + channel), gl.load(centres.across + head * D + channel)
-        mine = gl.load(q + row * D + channel, mask=row < live, other=0.0).to(gl.float32)
-        x += mine * gl.where(j < D // 2, along, across)
+        found = found + ((channel, gl.where(j < D // 2, along, across)),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def angle_queries(q, weights, live, D: gl.constexpr, NW: gl.constexpr):
+    """What 8 queries have for each cosine and each sine: [8, D]."""
+    LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, LR))[:, None]
+    x = gl.full([8, D], 0.0, gl.float32, LR)
+    for i in gl.static_range(2):
+        channel, weight = weights[i]
+        x += gl.load(q + row * D + channel, mask=row < live, other=0.0).to(gl.float32) * weight
+    return x
+
+
+@gluon.jit
+def store_angle_queries(x, shared, factor, D: gl.constexpr):
+    """Put what queries have for each angle where the rotated queries were, which all warps have read."""
     gl.thread_barrier()
     to = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     to.store((x * factor).to(gl.float16))
@@ -124,15 +140,21 @@ def store_angle_queries(q, centres, shared, head, live, factor, D: gl.constexpr,
 
 
 @gluon.jit
-def centre_scores(centres, shared, position, D: gl.constexpr, NW: gl.constexpr):
-    """Scores [warps, 16, 8 heads] of the centres at positions [warps, 16], laid out as rows of `_row_layout`."""
+def angles_at(centres, position, D: gl.constexpr, NW: gl.constexpr):
+    """Load the angles [warps, 16, D] of the blocks of positions [warps, 16], laid out as rows of `_row_layout`."""
     LT: gl.constexpr = _row_layout(NW, D, ANGLE_CHUNK)
+    block = gl.minimum(gl.maximum(position, 0) // CENTRED, centres.blocks - 1)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, LT)))[None, None, :]
+    return gl.load(centres.angles + gl.expand_dims(block, 2) * D + d)
+
+
+@gluon.jit
+def centre_scores(angles, shared, D: gl.constexpr, NW: gl.constexpr):
+    """Scores [warps, 16, 8 heads] of the centres whose angles are given."""
     LQ: gl.constexpr = _query_layout(NW, D, ANGLE_CHUNK)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
-    block = gl.minimum(gl.maximum(position, 0) // CENTRED, centres.blocks - 1)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, LT)))[None, None, :]
-    angles = _first_operand(gl.load(centres.angles + gl.expand_dims(block, 2) * D + d), ANGLE_CHUNK, NW)
+    angles = _first_operand(angles, ANGLE_CHUNK, NW)
     stored = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
     x = gl.expand_dims(stored.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
@@ -158,14 +180,17 @@ def of_step(found, i, NW: gl.constexpr):
 
 
 @gluon.jit
-def _places(plain, sequence, position, head, LAYOUT: gl.constexpr, HEADS: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
+def _places(
+    plain, sequence, position, head, split, LAYOUT: gl.constexpr, HEADS: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr
+):
     """Positions of the plain rows of all warps, 16 each, and their rows among the first positions' and among the recent."""
     n = gl.arange(0, NW, layout=gl.SliceLayout(1, LAYOUT))[:, None] * 16
     n += gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     oldest = gl.maximum(position + 1 - KEPT.newest, KEPT.first)
     at = gl.where(n < KEPT.first, n, oldest + n - KEPT.first)
     beginning, recent = (n * 0).to(gl.int64), (n * 0).to(gl.int64)
-    there = at <= position
+    # those of a row are read by its first part
+    there = (at <= position) & (split == 0)
     if KEPT.first:
         page = gl.load(plain.head_table + sequence)
         there &= (n >= KEPT.first) | ((page >= 0) & (page < plain.head_pool))
@@ -198,8 +223,28 @@ def _rows(beginning, recent, places, D: gl.constexpr, LAYOUT: gl.constexpr, KEPT
 
 
 @gluon.jit
+def plain_places(plain, sequence, position, head, split, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
+    """Find the plain rows of a token, as keys and as values are read."""
+    D: gl.constexpr = SHAPE.width
+    CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
+    LK: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, CHUNK))
+    LV: gl.constexpr = gl.SliceLayout(2, _value_layout(NW, D))
+    keys = _places(plain, sequence, position, head, split, LK, SHAPE.heads, KEPT, NW)
+    return keys, _places(plain, sequence, position, head, split, LV, SHAPE.heads, KEPT, NW)
+
+
+@gluon.jit
+def plain_rows(plain, places, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
+    """Load the plain keys and values of a token."""
+    D: gl.constexpr = SHAPE.width
+    CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
+    k = _rows(plain.head_k, plain.k, places[0], D, _row_layout(NW, D, CHUNK), KEPT)
+    return k, _rows(plain.head_v, plain.v, places[1], D, _value_layout(NW, D), KEPT)
+
+
+@gluon.jit
 def attend_plain(
-    plain, centres, shared, qx, sequence, position, head, low, cap,
+    rows, places, centres, shared, qx, low, cap,
     SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Attend from a token's queries to its plain rows: sums, sums of weights and maxima, as after a step."""
@@ -208,25 +253,15 @@ def attend_plain(
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     LS: gl.constexpr = gl.SliceLayout(2, M)
     CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
-    LK: gl.constexpr = _row_layout(NW, D, CHUNK)
-    LV: gl.constexpr = _value_layout(NW, D)
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    keys = _places(plain, sequence, position, head, gl.SliceLayout(2, LK), SHAPE.heads, KEPT, NW)
-    kx = _first_operand(_rows(plain.head_k, plain.k, keys, D, LK, KEPT), CHUNK, NW)
-    vx = _rows(
-        plain.head_v,
-        plain.v,
-        _places(plain, sequence, position, head, gl.SliceLayout(2, LV), SHAPE.heads, KEPT, NW),
-        D,
-        LV,
-        KEPT,
-    )
-    vx = gl.permute(gl.reshape(vx, [NW, 2, 4, 2, 8, D // 8]), [0, 5, 4, 1, 2, 3])  # x, g | h, c, e
+    keys = places[0]
+    kx = _first_operand(rows[0], CHUNK, NW)
+    vx = gl.permute(gl.reshape(rows[1], [NW, 2, 4, 2, 8, D // 8]), [0, 5, 4, 1, 2, 3])  # x, g | h, c, e
     vx = gl.convert_layout(gl.reshape(vx, [NW, D, 16]), A, assert_trivial=True)
     s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * ROOT
     if centres is not None:
         LP: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, ANGLE_CHUNK))
-        s += centre_scores(centres, shared, gl.convert_layout(keys[1], LP), D, NW)
+        s += centre_scores(angles_at(centres, gl.convert_layout(keys[1], LP), D, NW), shared, D, NW)
     if SOFTCAP:
         s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)
     seen = gl.convert_layout(keys[2] & (keys[1] >= low), LS)
