@@ -32,8 +32,8 @@ from auraflux.ops.turboquant.cuda.attend_kept import (
     attend_plain,
     centre_scores,
     of_step,
+    plain_keys,
     plain_places,
-    plain_rows,
     row_positions,
     store_angle_queries,
 )
@@ -182,7 +182,7 @@ def attend_pairs(
         x = scaled_queries(x, centres.scale + head * D, NW)
         turning = angle_queries(q + row.to(gl.int64) * D, weights_of, live, D, NW)
     if plain is not None:
-        rows_of = plain_rows(plain, places_of, SHAPE, KEPT, NW)
+        keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
     _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
     qx = _operand(x, shared, scores.factor, D, KEY_BITS, NW)
     if centres is not None:
@@ -196,7 +196,7 @@ def attend_pairs(
     if plain is not None:  # noqa: SIM102
         if split == 0:
             o, l, m = attend_plain(  # noqa: E741
-                rows_of, places_of, centres, shared, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
+                keys_of, plain, places_of, centres, shared, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
     stage = split * 0
     for i in range(_steps(begin, end, stride, U)):

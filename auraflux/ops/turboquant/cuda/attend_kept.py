@@ -234,17 +234,16 @@ def plain_places(plain, sequence, position, head, split, SHAPE: gl.constexpr, KE
 
 
 @gluon.jit
-def plain_rows(plain, places, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
-    """Load the plain keys and values of a token."""
+def plain_keys(plain, places, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
+    """Load the plain keys of a token."""
     D: gl.constexpr = SHAPE.width
     CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
-    k = _rows(plain.head_k, plain.k, places[0], D, _row_layout(NW, D, CHUNK), KEPT)
-    return k, _rows(plain.head_v, plain.v, places[1], D, _value_layout(NW, D), KEPT)
+    return _rows(plain.head_k, plain.k, places[0], D, _row_layout(NW, D, CHUNK), KEPT)
 
 
 @gluon.jit
 def attend_plain(
-    rows, places, centres, shared, qx, low, cap,
+    keys_of, plain, places, centres, shared, qx, low, cap,
     SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Attend from a token's queries to its plain rows: sums, sums of weights and maxima, as after a step."""
@@ -255,8 +254,9 @@ def attend_plain(
     CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     keys = places[0]
-    kx = _first_operand(rows[0], CHUNK, NW)
-    vx = gl.permute(gl.reshape(rows[1], [NW, 2, 4, 2, 8, D // 8]), [0, 5, 4, 1, 2, 3])  # x, g | h, c, e
+    kx = _first_operand(keys_of, CHUNK, NW)
+    vx = _rows(plain.head_v, plain.v, places[1], D, _value_layout(NW, D), KEPT)
+    vx = gl.permute(gl.reshape(vx, [NW, 2, 4, 2, 8, D // 8]), [0, 5, 4, 1, 2, 3])  # x, g | h, c, e
     vx = gl.convert_layout(gl.reshape(vx, [NW, D, 16]), A, assert_trivial=True)
     s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * ROOT
     if centres is not None:
