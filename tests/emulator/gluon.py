@@ -224,6 +224,8 @@ def emulate(gl: Program, text: str, args: list) -> np.ndarray:
     x = plain(args[0])
     if "movmatrix" in text:
         return x.reshape(*x.shape[:-2], -1, 8, 8).swapaxes(-1, -2).reshape(x.shape)
+    if "shfl.sync.idx" in text:  # of a product of tensor cores, a row for all
+        return np.broadcast_to(x[..., int(args[1]) % 16, :][..., None, :], x.shape)
     if "shfl" in text:
         span = int(re.search(r"\$1, (\d+), 31", text).group(1))  # type: ignore[union-attr]
         per = x.shape[-1] // 32

@@ -77,7 +77,7 @@ def test_rings_fit_shared_memory(width: int, cut: Cut):
     for key_bits, value_bits, blocks in product(BITS, BITS, (1, 2)):
         deep = depth(key_bits, value_bits, width, blocks, cut)
         ring = cut.warps * deep * blocks * 16 * (width * (key_bits + value_bits) // 8 + 8)
-        rounded = attend_launch.RING.value + -(-ring // 4096) * 4096
+        rounded = attend_launch.ring_begin(width) + -(-ring // 4096) * 4096
         assert cut.resident * (rounded + attend_launch.RESERVED_NBYTES) <= attend_launch.MULTIPROCESSOR_NBYTES
         assert deep or blocks == 2
 

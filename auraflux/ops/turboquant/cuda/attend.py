@@ -35,7 +35,6 @@ from auraflux.ops.turboquant.cuda.attend_kept import (
     plain_keys,
     plain_places,
     row_positions,
-    store_angle_queries,
 )
 from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rotated_back, leave_rows
 from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, scaled_queries, table_words, transform
@@ -63,10 +62,15 @@ from auraflux.ops.turboquant.cuda.attend_step import (
     weights,
 )
 
-RING = gl.constexpr(17 * 4096)  # where it begins in shared memory, after the table and the queries
 LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
 WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1")
 MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
+
+
+@gluon.constexpr_function
+def ring_begin(width):
+    """Where the ring begins in shared memory: after the table and 8 queries, both as keys and as centres are multiplied."""
+    return 16 * 4096 + max(4096, 32 * width)
 
 
 class Scores(NamedTuple):
@@ -111,7 +115,7 @@ def attend_pairs(
     parts   where the parts of a row are left; or None, with one split
     out      [tokens, query heads, D]  where rows are left that have one part
     centres  what keys leave out; None for nothing
-    plain    rows that are read as they are, by the first split; None for none
+    plain    rows that are read as they are, by the last split; None for none
     """
     HEADS: gl.constexpr = SHAPE.heads
     D: gl.constexpr = SHAPE.width
@@ -126,6 +130,7 @@ def attend_pairs(
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
     STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
+    RING: gl.constexpr = ring_begin(D)
     ROWS: gl.constexpr = RING // 4096 + (NW * DEEP * STAGE + 4095) // 4096
     split, token = gl.program_id(0), gl.program_id(2)
     head, tile = gl.program_id(1) // ((G + 7) // 8), gl.program_id(1) % ((G + 7) // 8)
@@ -156,7 +161,7 @@ def attend_pairs(
     left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, splits)
     live = gl.minimum(EACH, G - tile * EACH)
     if not WORK.one:  # noqa: SIM102
-        if begin >= end and (plain is None or split > 0):
+        if begin >= end and (plain is None or split < splits - 1):
             gdc_wait()
             leave_nothing(parts, left, live, NW)
             return
@@ -170,33 +175,33 @@ def attend_pairs(
     _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, WORK.soon)
     _fill(shared, filling)
     # neither depend on the kernel before
+    rotated, turning = _query_rows(shared, D)
     if centres is not None:
         weights_of = angle_weights(centres, head, D, NW)
         angles = angles_at(centres, row_positions(begin, stride, D, NW, 16 * U), D, NW)
     if plain is not None:
-        places_of = plain_places(plain, sequence, position, head, split, SHAPE, KEPT, NW)
+        places_of = plain_places(plain, sequence, position, head, split == splits - 1, SHAPE, KEPT, NW)
     gdc_wait()
     gdc_launch_dependents()
     x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
     if centres is not None:
         x = scaled_queries(x, centres.scale + head * D, NW)
-        turning = angle_queries(q + row.to(gl.int64) * D, weights_of, live, D, NW)
+        turning.store((angle_queries(q + row.to(gl.int64) * D, weights_of, live, D, NW) * (scores.factor * D)).to(gl.float16))
     if plain is not None:
         keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
     _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
-    qx = _operand(x, shared, scores.factor, D, KEY_BITS, NW)
+    qx = _operand(x, rotated, scores.factor, D, KEY_BITS, NW)
     if centres is not None:
-        store_angle_queries(turning, shared, scores.factor * D, D)
-        found = centre_scores(angles, shared, D, NW)
+        found = centre_scores(angles, turning, D, NW)
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o = gl.full([NW, D, 8], 0.0, gl.float32, M)
     l = gl.full([NW, 8, 8], 0.0, gl.float32, sum_layout(NW))  # noqa: E741
     m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
     if plain is not None:  # noqa: SIM102
-        if split == 0:
+        if split == splits - 1:
             o, l, m = attend_plain(  # noqa: E741
-                keys_of, plain, places_of, centres, shared, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
+                keys_of, plain, places_of, centres, turning, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
     stage = split * 0
     for i in range(_steps(begin, end, stride, U)):
@@ -212,8 +217,8 @@ def attend_pairs(
         if centres is not None:
             if i % STEPS == 0 and i > 0:
                 more = angles_at(centres, row_positions(begin + i * stride, stride, D, NW, 16 * U), D, NW)
-                found = centre_scores(more, shared, D, NW)
-            centre = of_step(found, i, NW)
+                found = centre_scores(more, turning, D, NW)
+            centre = of_step(found, i)
         logits, top = all_scores(mine, seen, m, qx, centre, column, place, scores.cap, D, KEY_BITS, SOFTCAP, U, NW)
         run(wait_ptx(2 * DEEP - 1), lane)
         words = values_at(at, stage, D, VALUE_BITS, U, NW)
@@ -341,12 +346,24 @@ def _find(index, token, guess, tokens, S: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def _operand(x, shared, factor, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
-    """Turn queries, and give them to every warp as the second operand of scores."""
+def _query_rows(shared, D: gl.constexpr):
+    """Where 8 queries lie before the ring, as keys and as centres are multiplied."""
+    LQ: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    if D > 128:
+        rotated = shared.index(16)._reinterpret(gl.float16, [8, D], LQ)
+        turning = shared.index(17)._reinterpret(gl.float16, [8, D], LQ)
+    else:
+        both = shared.index(16)._reinterpret(gl.float16, [16, D], LQ)
+        rotated, turning = both.slice(0, 8, 0), both.slice(8, 8, 0)
+    return rotated, turning
+
+
+@gluon.jit
+def _operand(x, rotated, factor, D: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr):
+    """Rotate queries, and give them to every warp as the second operand of scores."""
     CHUNK: gl.constexpr = 32 * key_words(D, BITS)[1] // BITS  # neighbouring coordinates of a lane's keys
     LQ: gl.constexpr = query_layout(NW, D, CHUNK)
     B: gl.constexpr = gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]), 2)
-    rotated = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     rotated.store((transform(x, NW) * factor).to(gl.float16))
     gl.thread_barrier()
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]

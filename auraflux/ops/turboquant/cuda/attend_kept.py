@@ -5,7 +5,7 @@ that turn by the same angle are added up first, so a query has a number for each
 blocks at a time by them, those of a warp's next 16 steps.
 
 Plain rows. They are rotated as codes are, so they are one more step before the first, without a look-up: a warp has 16 of them.
-Its layouts are those of `attend_step`.
+The last warps of a row's last part take them, which have the fewest codes. Its layouts are those of `attend_step`.
 """
 
 import weakref
@@ -24,6 +24,14 @@ from auraflux.ops.turboquant.cuda.attend_step import halves, sum_layout, weights
 STEPS = gl.constexpr(16)  # of a warp, whose centres are found at once
 CENTRED = gl.constexpr(BLOCK)
 ANGLE_CHUNK = gl.constexpr(8)  # neighbouring angles of a lane
+# lanes 4g to 4g + 3 have rows g and g + 8 of a product, two columns of each: take the row $8 % 16
+ROW = gl.constexpr(
+    "{.reg .pred p; .reg .b32 c, l, h; .reg .f32 a, b; mov.u32 c, %laneid; and.b32 c, c, 3;"
+    "shl.b32 l, $8, 2; and.b32 l, l, 28; or.b32 l, l, c; and.b32 h, $8, 8; setp.ne.u32 p, h, 0;"
+    "selp.f32 a, $6, $4, p; selp.f32 b, $7, $5, p;"
+    "shfl.sync.idx.b32 a, a, l, 31, -1; shfl.sync.idx.b32 b, b, l, 31, -1;"
+    "mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, a; mov.f32 $3, b;}"
+)
 
 
 class Centres(NamedTuple):
@@ -130,13 +138,6 @@ def angle_queries(q, weights, live, D: gl.constexpr, NW: gl.constexpr):
     return x
 
 
-@gluon.jit
-def store_angle_queries(x, shared, factor, D: gl.constexpr):
-    """Put what queries have for each angle where the rotated queries were, which all warps have read."""
-    gl.thread_barrier()
-    to = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    to.store((x * factor).to(gl.float16))
-    gl.thread_barrier()
 
 
 @gluon.jit
@@ -149,13 +150,12 @@ def angles_at(centres, position, D: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def centre_scores(angles, shared, D: gl.constexpr, NW: gl.constexpr):
-    """Scores [warps, 16, 8 heads] of the centres whose angles are given."""
+def centre_scores(angles, stored, D: gl.constexpr, NW: gl.constexpr):
+    """Scores [warps, 16, 8 heads] of the centres whose angles are given; `stored` has the queries of `angle_queries`."""
     LQ: gl.constexpr = _query_layout(NW, D, ANGLE_CHUNK)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
     angles = _first_operand(angles, ANGLE_CHUNK, NW)
-    stored = shared.index(16)._reinterpret(gl.float16, [8, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     warps = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, LQ)))[:, None, None]
     x = gl.expand_dims(stored.load(gl.SliceLayout(0, LQ)), 0) + (warps * 0).to(gl.float16)
     x = gl.reshape(x, [NW, 8, D // (4 * ANGLE_CHUNK), 4, ANGLE_CHUNK // 2, 2])
@@ -172,25 +172,22 @@ def row_positions(first, stride, D: gl.constexpr, NW: gl.constexpr, EACH: gl.con
 
 
 @gluon.jit
-def of_step(found, i, NW: gl.constexpr):
-    """The scores [warps, 8] of the centre of a warp's i-th step among those of 16."""
-    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
-    step = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, M)))[None, :, None]
-    return gl.sum(gl.where(step == i % STEPS, found, 0.0), 1)
+def of_step(found, i):
+    """The scores of the centre of a warp's i-th step among those of 16 [warps, 16, 8], in all 16 rows."""
+    return gl.inline_asm_elementwise(ROW, "=f,=f,=f,=f,f,f,f,f,r,r,r,r", [found, i], gl.float32, is_pure=False, pack=4)
 
 
 @gluon.jit
 def _places(
-    plain, sequence, position, head, split, LAYOUT: gl.constexpr, HEADS: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr
+    plain, sequence, position, head, last, LAYOUT: gl.constexpr, HEADS: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr
 ):
     """Positions of the plain rows of all warps, 16 each, and their rows among the first positions' and among the recent."""
-    n = gl.arange(0, NW, layout=gl.SliceLayout(1, LAYOUT))[:, None] * 16
+    n = (NW - 1 - gl.arange(0, NW, layout=gl.SliceLayout(1, LAYOUT))[:, None]) * 16
     n += gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     oldest = gl.maximum(position + 1 - KEPT.newest, KEPT.first)
     at = gl.where(n < KEPT.first, n, oldest + n - KEPT.first)
     beginning, recent = (n * 0).to(gl.int64), (n * 0).to(gl.int64)
-    # those of a row are read by its first part
-    there = (at <= position) & (split == 0)
+    there = (at <= position) & last
     if KEPT.first:
         page = gl.load(plain.head_table + sequence)
         there &= (n >= KEPT.first) | ((page >= 0) & (page < plain.head_pool))
@@ -223,14 +220,14 @@ def _rows(beginning, recent, places, D: gl.constexpr, LAYOUT: gl.constexpr, KEPT
 
 
 @gluon.jit
-def plain_places(plain, sequence, position, head, split, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
-    """Find the plain rows of a token, as keys and as values are read."""
+def plain_places(plain, sequence, position, head, last, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
+    """Find the plain rows of a token, as keys and as values are read, for the last part of a row."""
     D: gl.constexpr = SHAPE.width
     CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
     LK: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, CHUNK))
     LV: gl.constexpr = gl.SliceLayout(2, _value_layout(NW, D))
-    keys = _places(plain, sequence, position, head, split, LK, SHAPE.heads, KEPT, NW)
-    return keys, _places(plain, sequence, position, head, split, LV, SHAPE.heads, KEPT, NW)
+    keys = _places(plain, sequence, position, head, last, LK, SHAPE.heads, KEPT, NW)
+    return keys, _places(plain, sequence, position, head, last, LV, SHAPE.heads, KEPT, NW)
 
 
 @gluon.jit
@@ -243,7 +240,7 @@ def plain_keys(plain, places, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.co
 
 @gluon.jit
 def attend_plain(
-    keys_of, plain, places, centres, shared, qx, low, cap,
+    keys_of, plain, places, centres, turning, qx, low, cap,
     SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Attend from a token's queries to its plain rows: sums, sums of weights and maxima, as after a step."""
@@ -261,7 +258,7 @@ def attend_plain(
     s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * ROOT
     if centres is not None:
         LP: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, ANGLE_CHUNK))
-        s += centre_scores(angles_at(centres, gl.convert_layout(keys[1], LP), D, NW), shared, D, NW)
+        s += centre_scores(angles_at(centres, gl.convert_layout(keys[1], LP), D, NW), turning, D, NW)
     if SOFTCAP:
         s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)
     seen = gl.convert_layout(keys[2] & (keys[1] >= low), LS)

@@ -17,7 +17,7 @@ from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E, Parts, parts_like
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, shape_of, values_of
-from auraflux.ops.turboquant.cuda.attend import RING, Scores, Work, attend_pairs
+from auraflux.ops.turboquant.cuda.attend import Scores, Work, attend_pairs, ring_begin
 from auraflux.ops.turboquant.cuda.attend_kept import centres_of
 from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
@@ -58,7 +58,7 @@ ROTATED_COLUMNS = 64  # columns that a program merges where parts come rotated b
 def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut | None = None) -> int:
     """How many times `blocks` of each warp can be under way beside the table, within reason."""
     cut = cut or CUTS[width]
-    room = (MULTIPROCESSOR_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - RING.value
+    room = (MULTIPROCESSOR_NBYTES // cut.resident - RESERVED_NBYTES) // 4096 * 4096 - ring_begin(width)
     return min(DEEPEST, room // (cut.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
 
 

@@ -121,7 +121,7 @@ def _scores(
     kw, qx, kn, seen, centre, column, place, cap,
     D: gl.constexpr, BITS: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Scores [warps, 16 tokens, 8 heads] of a block of keys; `centre` [warps, 8] is what these leave out, or None."""
+    """Scores [warps, 16 tokens, 8 heads] of a block of keys; `centre`, as large, is what these leave out, or None."""
     CHUNK: gl.constexpr = 32 * key_words(D, BITS)[1] // BITS
     J: gl.constexpr = D // (4 * CHUNK)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
@@ -136,7 +136,7 @@ def _scores(
     )  # h, g | j, pair, c, e
     s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * kn[:, :, None]
     if centre is not None:
-        s += centre[:, None, :]
+        s += centre
     if SOFTCAP:
         # tanh by one exponential; its absolute error is what counts here
         s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)

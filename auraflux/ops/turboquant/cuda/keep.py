@@ -22,32 +22,46 @@ CENTRED = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def reduced(x, calibrated, head, position, d, there, D: tl.constexpr):
-    """Take the centre and the scale out of a key [1, P] at a position: float32, rounded once."""
+def centre_of(calibrated, head, position, d, there, D: tl.constexpr):
+    """Load the centre of keys at a position, and what they are multiplied by without it: float64."""
     at, block = head * D + d, calibrated.table + (position // CENTRED).to(tl.int64) * (2 * D) + d
     cosine = tl.load(block, mask=there, other=0.0).to(tl.float64)
     sine = tl.load(block + D, mask=there, other=0.0).to(tl.float64)
     centre = cosine * tl.load(calibrated.along + at, mask=there, other=0.0).to(tl.float64)
     centre += sine * tl.load(calibrated.across + at, mask=there, other=0.0).to(tl.float64)
-    inverse = tl.load(calibrated.inverse + at, mask=there, other=0.0).to(tl.float64)
+    return centre, tl.load(calibrated.inverse + at, mask=there, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def without_centre(x, centre, inverse):
+    """Take the centre and the scale out of a key: float32, rounded once."""
     return ((x.to(tl.float64) - centre) * inverse).to(tl.float32)
 
 
 @triton.jit
-def store_plain(x, plain, sequence, position, head, d, KEYS: tl.constexpr, SHAPE: tl.constexpr, KEPT: tl.constexpr):
-    """Keep a rotated key or value [1, P] among the newest rows, and among the first if it is one of them."""
-    D: tl.constexpr = SHAPE.width
+def kept_rows(plain, sequence, position, head, SHAPE: tl.constexpr, KEPT: tl.constexpr):
+    """Find a position's row among the newest, and among the first if it is one of them; below 0 where there is none."""
+    recent, first = tl.full([], -1, tl.int64), tl.full([], -1, tl.int64)
     if KEPT.newest:
         page, slot = place_of(plain.table, sequence, position, plain.width, plain.pool, KEPT.page)
-        rows = plain.k if KEYS else plain.v
-        at = rows + ((page * SHAPE.heads + head) * KEPT.page + slot) * D + d
-        tl.store(at, x.to(rows.dtype.element_ty), mask=(d < D) & (page >= 0))
-    if KEPT.first:  # noqa: SIM102
-        if position < KEPT.first:
-            page, slot = place_of(plain.head_table, sequence, position, 1, plain.head_pool, KEPT.first)
-            rows = plain.head_k if KEYS else plain.head_v
-            at = rows + ((page * SHAPE.heads + head) * KEPT.first + slot) * D + d
-            tl.store(at, x.to(rows.dtype.element_ty), mask=(d < D) & (page >= 0))
+        recent = tl.where(page >= 0, (page * SHAPE.heads + head) * KEPT.page + slot, -1)
+    if KEPT.first:
+        page, slot = place_of(plain.head_table, sequence, position, 1, plain.head_pool, KEPT.first)
+        first = tl.where(page >= 0, (page * SHAPE.heads + head) * KEPT.first + slot, -1)
+    return recent, first
+
+
+@triton.jit
+def store_plain(x, plain, rows, d, KEYS: tl.constexpr, SHAPE: tl.constexpr, KEPT: tl.constexpr):
+    """Keep a rotated key or value [1, P] at the rows that `kept_rows` found."""
+    D: tl.constexpr = SHAPE.width
+    recent, first = rows
+    if KEPT.newest:
+        to = plain.k if KEYS else plain.v
+        tl.store(to + recent * D + d, x.to(to.dtype.element_ty), mask=(d < D) & (recent >= 0))
+    if KEPT.first:
+        to = plain.head_k if KEYS else plain.head_v
+        tl.store(to + first * D + d, x.to(to.dtype.element_ty), mask=(d < D) & (first >= 0))
 
 
 @triton.jit
@@ -58,7 +72,8 @@ def reduce_keys(k, out, calibrated, index, SHAPE: tl.constexpr, P: tl.constexpr)
     d = tl.arange(0, P)
     at = (tl.program_id(0).to(tl.int64) * SHAPE.heads + tl.program_id(1)) * D + d
     x = tl.load(k + at, mask=d < D, other=0.0)
-    y = reduced(x, calibrated, tl.program_id(1), position, d, d < D, D)
+    centre, inverse = centre_of(calibrated, tl.program_id(1), position, d, d < D, D)
+    y = without_centre(x, centre, inverse)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -72,11 +87,12 @@ def keep_rows(
     sequence, position = position_of(token, index, SHAPE.sequences)
     d = tl.arange(0, P)[None, :]
     row = (token.to(tl.int64) * SHAPE.heads + head) * D
+    rows = kept_rows(plain, sequence, position, head, SHAPE, KEPT)
     KEYS: tl.constexpr = 0
     if tl.program_id(2) == KEYS:
-        store_plain(_rotated(k + row, rotation, d, D, MATRIX), plain, sequence, position, head, d, True, SHAPE, KEPT)
+        store_plain(_rotated(k + row, rotation, d, D, MATRIX), plain, rows, d, True, SHAPE, KEPT)
     else:
-        store_plain(_rotated(v + row, rotation, d, D, MATRIX), plain, sequence, position, head, d, False, SHAPE, KEPT)
+        store_plain(_rotated(v + row, rotation, d, D, MATRIX), plain, rows, d, False, SHAPE, KEPT)
 
 
 @triton.jit

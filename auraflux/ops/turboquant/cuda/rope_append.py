@@ -22,7 +22,7 @@ from auraflux.ops.turboquant.cuda.hadamard import (
     store_half_units,
     store_words,
 )
-from auraflux.ops.turboquant.cuda.keep import reduced, store_plain
+from auraflux.ops.turboquant.cuda.keep import centre_of, kept_rows, store_plain, without_centre
 from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 64  # that are rotated and coded in one launch
@@ -96,14 +96,19 @@ def rotate_and_append(
     there = page + tl.zeros([1], tl.int64) >= 0
     row = (page * SHAPE.heads + head % SHAPE.heads) * SHAPE.page + slot + tl.zeros([1], tl.int64)
     source = (token * SHAPE.heads + head % SHAPE.heads) * D
+    # older than the kernel before this one, like all that is loaded up to here
+    if plain is not None:
+        kept = kept_rows(plain, sequence, at_position, head % SHAPE.heads, SHAPE, KEPT)
     if head < SHAPE.heads:
         position = tl.load(rope.positions + token)
+        if calibrated is not None:
+            centre, inverse = centre_of(calibrated, head, at_position, d, d < D, D)
         y = rotated_row(k + source, norms.k, rope, position, half, norms.eps, kind, D, INTERLEAVED, EARLY)
         if calibrated is not None:
-            y = reduced(y, calibrated, head, at_position, d, d < D, D)
+            y = without_centre(y, centre, inverse)
         codes, norm, rotated = encoded_and_rotated(y.to(tl.float64), signs, keys.levels, D, SHAPE.key_bits)
         if plain is not None:
-            store_plain(rotated, plain, sequence, at_position, head, d, True, SHAPE, KEPT)
+            store_plain(rotated, plain, kept, d, True, SHAPE, KEPT)
         store_words(keys.codes, row, there, codes, SHAPE.key_bits, D, (D * SHAPE.key_bits + 31) // 32)
         tl.store(keys.norms + row, norm, mask=there)
         return
@@ -115,7 +120,7 @@ def rotate_and_append(
     y = tl.load(v + source + d).to(tl.float64)
     codes, norm, rotated = encoded_and_rotated(y, signs, values.levels, D, SHAPE.value_bits)
     if plain is not None:
-        store_plain(rotated, plain, sequence, at_position, head - SHAPE.heads, d, False, SHAPE, KEPT)
+        store_plain(rotated, plain, kept, d, False, SHAPE, KEPT)
     tl.store(values.norms + row, norm, mask=there)
     if not SHAPE.pairs:
         store_words(values.codes, row, there, codes, SHAPE.value_bits, D, (D * SHAPE.value_bits + 31) // 32)
