@@ -75,6 +75,10 @@ class Calibration:
         cosine, sine = self.table[positions.long() // BLOCK].double().unsqueeze(-3).unbind(-2)
         return cosine * self.along.double() + sine * self.across.double()
 
+    def scaled(self, k: Tensor) -> Tensor:
+        """Take the scale, and no centre, out of keys [T, Hkv, D]: float32."""
+        return (k.double() * self.inverse.double()).float()
+
     def reduced(self, k: Tensor, positions: Tensor) -> Tensor:
         """Give what is coded of keys [T, Hkv, D] at positions [T], float32: rounded once, whatever the order of sums."""
         return ((k.double() - self.centres(positions)) * self.inverse.double()).float()

@@ -1,9 +1,9 @@
 """Positions that are kept as they are beside their codes: the first ones, and those next to a query.
 
 A query at p reads the key and value at j as they are where j < `first` or p - j < `newest`, and as codes everywhere else. That
-depends on no more than the two positions, so results do not depend on how tokens were cut into steps. "As they are" means what
-would be coded, not rounded: keys without their centre and scale, both rotated. Codes and plain rows are then of one kind to
-whoever attends.
+depends on no more than the two positions, so results do not depend on how tokens were cut into steps. "As they are" means not
+rounded to codes, in the space of these: rotated, keys without their scale. The same query then meets both; what codes of keys
+leave out besides, their centre, plain rows still have.
 """
 
 from dataclasses import dataclass

@@ -57,10 +57,11 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     starts  [B + 1]      int32
     """
     batch = pages.spans(starts, k.shape[0], reach=0)
-    if pages.calibration is not None:
-        positions = [torch.arange(first, length, device=k.device) for _, _, _, first, length in batch]
-        k = pages.calibration.reduced(k, torch.cat(positions)) if positions else k
-    key_codes, key_norms = encode.reference(k, pages.key_bits, pages.seed)
+    coded, as_it_is = k, k
+    if pages.calibration is not None and batch:
+        positions = torch.cat([torch.arange(first, length, device=k.device) for _, _, _, first, length in batch])
+        coded, as_it_is = pages.calibration.reduced(k, positions), pages.calibration.scaled(k)
+    key_codes, key_norms = encode.reference(coded, pages.key_bits, pages.seed)
     value_codes, value_norms = encode.reference(v, pages.value_bits, pages.seed)
     rows = pages.arranged(Arrangement.ROWS)
     for b, start, new, first, length in batch:
@@ -71,7 +72,7 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     if rows is not pages:
         pages.value_codes.copy_(rows.arranged(pages.arrangement).value_codes)
     if pages.plain is not None:
-        plain_k, plain_v = (rotate.reference(x.float(), pages.seed) for x in (k, v))
+        plain_k, plain_v = (rotate.reference(x.float(), pages.seed) for x in (as_it_is, v))
         for b, start, new, first, length in batch:
             _keep(pages.plain, b, first, length, plain_k[start : start + new], plain_v[start : start + new])
 

@@ -87,7 +87,7 @@ class Query:
         """Attend from some of the queries to rows, those that each sees, without the division."""
         products = torch.einsum("nhgd,thd->nhgt", self._grouped(self.rotated[mine]), rows.k)
         scores = (products * rows.k_norms.T.unsqueeze(1)).flatten(1, 2)
-        if self.pages.calibration is not None:
+        if self.pages.calibration is not None and not rows.plain:
             centres = self.pages.calibration.centres(rows.positions).float()
             scores = scores + torch.einsum("nhgd,thd->nhgt", self._grouped(self.q[mine]), centres).flatten(1, 2)
         scores = scores * self.scale

@@ -64,6 +64,14 @@ def reduce_row(x_at, vectors, head, position, width, target):
         reduced[d] = np.float32((np.float64(x[d]) - centre) * np.float64(inverse[d]))
 
 
+@jit
+def scale_row(x_at, vectors, head, width, target):
+    """Take the scale off a key, in float64."""
+    x, inverse, scaled = floats(x_at, width), floats(vectors.inverse + 4 * head * width, width), floats(target, width)
+    for d in range(width):
+        scaled[d] = np.float32(np.float64(x[d]) * np.float64(inverse[d]))
+
+
 @kernel(constants=0)
 def lay_centres(b, along, across, table, width, count, target, stride):
     """Lay out the centres of `count` blocks from `table` on, in rows `stride` bytes apart."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, int32s, int64s, share
 from auraflux.ops.turboquant.codebook import _tables
-from auraflux.ops.turboquant.cpu.centres import Vectors, reduce_row
+from auraflux.ops.turboquant.cpu.centres import Vectors, reduce_row, scale_row
 from auraflux.ops.turboquant.cpu.codec import BLOCK, CHUNK, encode_block, scratch_nbytes, turn_row, unpack_row
 from auraflux.ops.turboquant.cpu.kept_rows import Kept, keep_row
 from auraflux.ops.turboquant.cpu.quantize import search_table
@@ -111,8 +111,9 @@ def build_decode(width: int) -> Kernel:
 
 
 def append_nbytes(width: int) -> int:
-    """What one job needs to append: what encoding takes, then a block's reduced rows, and one rotated with its sums."""
-    return _encode_nbytes(width) + (4 * BLOCK + 12) * width
+    """What one job needs to append: what encoding takes, then a block's reduced rows, and one scaled, and rotated with its
+    sums."""
+    return _encode_nbytes(width) + (4 * BLOCK + 16) * width
 
 
 def _encode_nbytes(width: int) -> int:
@@ -138,7 +139,8 @@ def build_append(width: int) -> Kernel:
         oldest, newest = Kept(*arguments(args + HEAD_AT, 7)), Kept(*arguments(args + RECENT_AT, 7))
         starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
         work, mine = space + job * scratch, share(tokens * heads, job, jobs)
-        lists, reduced, rotated = int64s(work, 3 * BLOCK), work + encoding, work + encoding + 4 * BLOCK * width
+        lists, reduced = int64s(work, 3 * BLOCK), work + encoding
+        scaled, rotated = reduced + 4 * BLOCK * width, reduced + 4 * (BLOCK + 1) * width
         for side in range(sides):
             x, codes, norms, bits, book, search, order, ordered = arguments(args + SIDES_AT + 8 * SIDE * side, 8)
             levels, words, b = Levels(book, search, order, ordered), (width * bits + 31) // 32, 0
@@ -151,11 +153,15 @@ def build_append(width: int) -> Kernel:
                     position = np.int64(lengths[b]) - starts[b + 1] + token
                     number = np.int64(int32s(table + 4 * b * table_width, table_width)[position // page])
                     target, source = (number * heads + head) * page + position % page, x + 4 * row * width
-                    if side == 0 and vectors.table:
-                        reduce_row(source, vectors, head, position, width, reduced + 4 * r * width)
-                        source = reduced + 4 * r * width
-                    lists[r], lists[BLOCK + r], lists[2 * BLOCK + r] = source, codes + 4 * target * words, norms + 4 * target
+                    coded, leaves_out = source, side == 0 and vectors.table != 0
+                    if leaves_out:
+                        coded = reduced + 4 * r * width
+                        reduce_row(source, vectors, head, position, width, coded)
+                    lists[r], lists[BLOCK + r], lists[2 * BLOCK + r] = coded, codes + 4 * target * words, norms + 4 * target
                     if position < oldest.positions or newest.positions:
+                        if leaves_out:
+                            scale_row(source, vectors, head, width, scaled)
+                            source = scaled
                         turn_row(width, 0, source, turn, rotated, rotated + 4 * width)
                         if position < oldest.positions:
                             keep_row(oldest, side, b, position, heads, head, rotated, width)

@@ -160,7 +160,7 @@ def _attend_blocks(item, keys, values, softcap, threshold, desk):
         count = min(base + BLOCK, item.last) - start
         _look_up(cache, keys, start, count, 0, room, desk.levels)
         score_rows(rows.size, desk.queries, desk.levels, step, count, desk.scores, LINE)
-        if item.centres.table:
+        if item.centres.table and keys.bits != PLAIN:
             met = item.centres, desk.unturned, rows.size, room, cache.width
             begun = add_centres(*met, start, count, item.last, begun, desk.scores, LINE, desk.products)
         for r in range(rows.size):

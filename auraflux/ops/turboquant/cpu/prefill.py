@@ -138,7 +138,8 @@ def _attend_blocks(item, keys, values, softcap, desk, met):
         _lay_rows(cache, values, origin, count, desk.values, desk.value_stride)
         # the rows that fill the last tile
         fill(desk.keys + 4 * count * desk.key_stride, TALL * desk.key_stride, ZERO)
-        if item.centres.table:
+        # plain rows have zeros for what centres add
+        if item.centres.table and keys.bits != PLAIN:
             _mark_blocks(origin, count, desk.keys + 4 * mine.width, desk.key_stride)
             begun = _meet_centres(item, mine, desk, met, origin, count, begun)
         attend_block(mine, desk, cache.width, origin, count, softcap)

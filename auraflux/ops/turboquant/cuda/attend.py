@@ -201,37 +201,26 @@ def attend_pairs(
     if plain is not None:  # noqa: SIM102
         if split == splits - 1:
             o, l, m = attend_plain(  # noqa: E741
-                keys_of, plain, places_of, centres, turning, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
+                keys_of, plain, places_of, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
     stage = split * 0
-    for i in range(_steps(begin, end, stride, U)):
-        run(wait_ptx(2 * DEEP - 1), lane)
-        mine = keys_at(at, stage, D, KEY_BITS, U, NW)
-        # this part of the ring is free again; a page is asked for two steps before its codes
-        block = block_of(page, t + (i + DEEP) * stride, head, index.pool, HEADS, PAGE, UNITS)
-        needed = t < end - (i + DEEP) * stride
-        copy_keys(to, source, stage, block, needed, D, KEY_BITS, U, True)
-        page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, index.width, PAGE)
-        seen = seen_of(key, low - i * stride, end - i * stride, LOW, U)
-        centre = None
-        if centres is not None:
-            if i % STEPS == 0 and i > 0:
-                more = angles_at(centres, row_positions(begin + i * stride, stride, D, NW, 16 * U), D, NW)
-                found = centre_scores(more, turning, D, NW)
-            centre = of_step(found, i)
-        logits, top = all_scores(mine, seen, m, qx, centre, column, place, scores.cap, D, KEY_BITS, SOFTCAP, U, NW)
-        run(wait_ptx(2 * DEEP - 1), lane)
-        words = values_at(at, stage, D, VALUE_BITS, U, NW)
-        copy_values(to, source, stage, block, needed, D, VALUE_BITS, U, True)
-        fade = gl.exp2(m - top)
-        o, l = o * fade[:, None, :], l * halved(fade, NW)  # noqa: E741
-        for u in gl.static_range(U):
-            p = gl.exp2(logits[u] - top[:, None, :])
-            l += halves(p, NW)  # noqa: E741
-            vx = value_tile(words[u], column, place, KEY_BITS, VALUE_BITS, D, NW)
-            o = mma_v2(vx, weights(p, mine[u][2], seen[u], NW), o)
-        m = top
-        stage = gl.where(stage == (DEEP - 1) * STAGE, 0, stage + STAGE)
+    count = _steps(begin, end, stride, U)
+    cut = at, to, source, lane, t, key, stride, low, end, head, column, place
+    if centres is None:
+        for i in range(count):
+            o, l, m, page, next_page, stage = _step(  # noqa: E741
+                i, o, l, m, page, next_page, stage, None, qx, table, index, scores, cut, SHAPE, WORK, LOW, SOFTCAP
+            )
+    else:
+        for first in range(0, count, STEPS):
+            for i in range(first, gl.minimum(first + STEPS, count)):
+                centre = of_step(found, i)
+                o, l, m, page, next_page, stage = _step(  # noqa: E741
+                    i, o, l, m, page, next_page, stage, centre, qx, table, index, scores, cut, SHAPE, WORK, LOW, SOFTCAP
+                )
+            if first + STEPS < count:
+                following = row_positions(begin + (first + STEPS) * stride, stride, D, NW, 16 * U)
+                found = centre_scores(angles_at(centres, following, D, NW), turning, D, NW)
     run(wait_ptx(0), lane)
     shared._keep_alive()
     gl.thread_barrier()
@@ -239,6 +228,45 @@ def attend_pairs(
         leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
     else:
         _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
+
+
+@gluon.jit
+def _step(
+    i, o, l, m, page, next_page, stage, centre, qx, table, index, scores, cut,
+    SHAPE: gl.constexpr, WORK: gl.constexpr, LOW: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip  # noqa: E741
+    """Attend to a warp's i-th blocks, and ask for those that take their place in the ring."""
+    D: gl.constexpr = SHAPE.width
+    KEY_BITS: gl.constexpr = SHAPE.key_bits
+    VALUE_BITS: gl.constexpr = SHAPE.value_bits
+    PAGE: gl.constexpr = SHAPE.page
+    NW: gl.constexpr = WORK.warps
+    DEEP: gl.constexpr = WORK.depth
+    U: gl.constexpr = WORK.blocks
+    UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
+    STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
+    at, to, source, lane, t, key, stride, low, end, head, column, place = cut
+    run(wait_ptx(2 * DEEP - 1), lane)
+    mine = keys_at(at, stage, D, KEY_BITS, U, NW)
+    # this part of the ring is free again; a page is asked for two steps before its codes
+    block = block_of(page, t + (i + DEEP) * stride, head, index.pool, SHAPE.heads, PAGE, UNITS)
+    needed = t < end - (i + DEEP) * stride
+    copy_keys(to, source, stage, block, needed, D, KEY_BITS, U, True)
+    page, next_page = next_page, page_of(table, t + (i + DEEP + 2) * stride, index.width, PAGE)
+    seen = seen_of(key, low - i * stride, end - i * stride, LOW, U)
+    logits, top = all_scores(mine, seen, m, qx, centre, column, place, scores.cap, D, KEY_BITS, SOFTCAP, U, NW)
+    run(wait_ptx(2 * DEEP - 1), lane)
+    words = values_at(at, stage, D, VALUE_BITS, U, NW)
+    copy_values(to, source, stage, block, needed, D, VALUE_BITS, U, True)
+    fade = gl.exp2(m - top)
+    o, l = o * fade[:, None, :], l * halved(fade, NW)  # noqa: E741
+    for u in gl.static_range(U):
+        p = gl.exp2(logits[u] - top[:, None, :])
+        l += halves(p, NW)  # noqa: E741
+        vx = value_tile(words[u], column, place, KEY_BITS, VALUE_BITS, D, NW)
+        o = mma_v2(vx, weights(p, mine[u][2], seen[u], NW), o)
+    stage = gl.where(stage == (DEEP - 1) * STAGE, 0, stage + STAGE)
+    return o, l, top, page, next_page, stage
 
 
 @gluon.jit

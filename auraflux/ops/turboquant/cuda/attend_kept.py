@@ -240,7 +240,7 @@ def plain_keys(plain, places, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.co
 
 @gluon.jit
 def attend_plain(
-    keys_of, plain, places, centres, turning, qx, low, cap,
+    keys_of, plain, places, qx, low, cap,
     SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Attend from a token's queries to its plain rows: sums, sums of weights and maxima, as after a step."""
@@ -256,9 +256,6 @@ def attend_plain(
     vx = gl.permute(gl.reshape(vx, [NW, 2, 4, 2, 8, D // 8]), [0, 5, 4, 1, 2, 3])  # x, g | h, c, e
     vx = gl.convert_layout(gl.reshape(vx, [NW, D, 16]), A, assert_trivial=True)
     s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * ROOT
-    if centres is not None:
-        LP: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, ANGLE_CHUNK))
-        s += centre_scores(angles_at(centres, gl.convert_layout(keys[1], LP), D, NW), turning, D, NW)
     if SOFTCAP:
         s = cap - 2.0 * cap / (gl.exp2(s) + 1.0)
     seen = gl.convert_layout(keys[2] & (keys[1] >= low), LS)

@@ -48,21 +48,23 @@ def _as_kept(rows, at, there, D: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _write_rows(
-    levels, length, calibrated, head, position, back, out, to, row, there, D: tl.constexpr, P: tl.constexpr,
+    levels, length, calibrated, head, position, centred, back, out, to, row, there, D: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate rows [N, P] back and write them, some columns at a time; keys with the scale and the centre they left out."""
+    """Rotate rows [N, P] back and write them, some columns at a time; keys with the scale they left out, and the centre where
+    they are `centred` [N], which is None for nowhere."""
     k, column = tl.arange(0, P)[:, None], tl.arange(0, COLUMNS)[None, :]
     for first in tl.static_range(0, D, COLUMNS):
         d = first + column
         matrix = tl.load(back + k * D + d, mask=(k < D) & (d < D), other=0.0)
         x = tl.dot(levels, matrix, input_precision="ieee") * length[:, None]
         if calibrated is not None:
-            at, block = head * D + d, calibrated.table + (position // CENTRED).to(tl.int64)[:, None] * (2 * D) + d
-            here = there[:, None] & (d < D)
-            centre = tl.load(block, mask=here, other=0.0) * tl.load(calibrated.along + at, mask=d < D, other=0.0)
-            centre += tl.load(block + D, mask=here, other=0.0) * tl.load(calibrated.across + at, mask=d < D, other=0.0)
-            x = x * tl.load(calibrated.scale + at, mask=d < D, other=0.0) + centre
+            at = head * D + d
+            x *= tl.load(calibrated.scale + at, mask=d < D, other=0.0)
+            if centred is not None:
+                block, here = calibrated.table + (position // CENTRED).to(tl.int64)[:, None] * (2 * D) + d, centred[:, None] & (d < D)
+                x += tl.load(block, mask=here, other=0.0) * tl.load(calibrated.along + at, mask=d < D, other=0.0)
+                x += tl.load(block + D, mask=here, other=0.0) * tl.load(calibrated.across + at, mask=d < D, other=0.0)
         tl.store(out + (to + row[:, None]) * D + d, x, mask=there[:, None] & (d < D))
 
 
@@ -101,7 +103,7 @@ def write_pages(
                 kept = _as_kept(plain.head_k, begins, at_head, D, P)
                 levels = tl.where(at_head[:, None], kept.to(levels.dtype), levels)
                 norm = tl.where(at_head, root, norm)
-        _write_rows(levels, norm, calibrated, head, position, back, k_out, to, row, there, D, P, COLUMNS)
+        _write_rows(levels, norm, calibrated, head, position, there & ~at_head, back, k_out, to, row, there, D, P, COLUMNS)
     else:
         levels, norm = _decoded(values, origin, row, there, unit, SHAPE.value_bits, D, P, SHAPE.pairs)
         if KEPT.first:  # noqa: SIM102
@@ -109,7 +111,7 @@ def write_pages(
                 kept = _as_kept(plain.head_v, begins, at_head, D, P)
                 levels = tl.where(at_head[:, None], kept.to(levels.dtype), levels)
                 norm = tl.where(at_head, root, norm)
-        _write_rows(levels, norm, None, head, position, back, v_out, to, row, there, D, P, COLUMNS)
+        _write_rows(levels, norm, None, head, position, None, back, v_out, to, row, there, D, P, COLUMNS)
 
 
 @triton.jit
@@ -142,10 +144,10 @@ def write_near(
     whole = row < SHAPE.page
     if tl.program_id(1) % 2 == 0:
         levels = _as_kept(plain.k, at, there, D, P).to(kind)
-        _write_rows(levels, norm, calibrated, head, position, back, k_out, to, row, whole, D, P, COLUMNS)
+        _write_rows(levels, norm, calibrated, head, position, None, back, k_out, to, row, whole, D, P, COLUMNS)
     else:
         levels = _as_kept(plain.v, at, there, D, P).to(kind)
-        _write_rows(levels, norm, None, head, position, back, v_out, to, row, whole, D, P, COLUMNS)
+        _write_rows(levels, norm, None, head, position, None, back, v_out, to, row, whole, D, P, COLUMNS)
 
 
 @cache

@@ -79,9 +79,12 @@ def reduce_keys(k, out, calibrated, index, SHAPE: tl.constexpr, P: tl.constexpr)
 
 @triton.jit
 def keep_rows(
-    k, v, rotation, plain, index, SHAPE: tl.constexpr, KEPT: tl.constexpr, P: tl.constexpr, MATRIX: tl.constexpr
+    k, v, inverse, rotation, plain, index, SHAPE: tl.constexpr, KEPT: tl.constexpr, P: tl.constexpr, MATRIX: tl.constexpr
 ):  # fmt: skip
-    """Rotate a key or a value and keep it; grid (tokens, HEADS, 2)."""
+    """Rotate a key or a value and keep it; grid (tokens, HEADS, 2).
+
+    inverse  [HEADS, D]  what keys are multiplied by first, or None
+    """
     D: tl.constexpr = SHAPE.width
     token, head = tl.program_id(0), tl.program_id(1)
     sequence, position = position_of(token, index, SHAPE.sequences)
@@ -90,18 +93,20 @@ def keep_rows(
     rows = kept_rows(plain, sequence, position, head, SHAPE, KEPT)
     KEYS: tl.constexpr = 0
     if tl.program_id(2) == KEYS:
-        store_plain(_rotated(k + row, rotation, d, D, MATRIX), plain, rows, d, True, SHAPE, KEPT)
+        factor = None if inverse is None else inverse + head * D
+        store_plain(_rotated(k + row, factor, rotation, d, D, MATRIX), plain, rows, d, True, SHAPE, KEPT)
     else:
-        store_plain(_rotated(v + row, rotation, d, D, MATRIX), plain, rows, d, False, SHAPE, KEPT)
+        store_plain(_rotated(v + row, None, rotation, d, D, MATRIX), plain, rows, d, False, SHAPE, KEPT)
 
 
 @triton.jit
-def _rotated(x, rotation, d, D: tl.constexpr, MATRIX: tl.constexpr):
+def _rotated(x, factor, rotation, d, D: tl.constexpr, MATRIX: tl.constexpr):
     if MATRIX:
         one = tl.full([1, 1], 1.0, tl.float64)
         y = rotated_by_matrix(x + tl.zeros([1, 1], tl.int64), one > 0, one, rotation, d, D)
     else:
-        y = hadamard(tl.load(x + d).to(tl.float32) * tl.load(rotation + d), D)
+        y = tl.load(x + d).to(tl.float32) * tl.load(rotation + d)
+        y = hadamard(y if factor is None else y * tl.load(factor + d), D)
     return y
 
 
@@ -118,14 +123,17 @@ def without_centres(k: Tensor, pages: CodePages, starts: Tensor, dtype: torch.dt
 
 
 def keep(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
-    """Keep what `without_centres` gave, and values, rotated, where they will be read as they are."""
-    plain, (tokens, heads, width) = plain_of(pages), k.shape
+    """Keep keys without their scale, and values, rotated, where they will be read as they are."""
+    calibrated, plain, (tokens, heads, width) = calibrated_of(pages), plain_of(pages), k.shape
     if plain is None or not k.numel():
         return
     rotation, matrix = rotation_for(width, pages.seed, False, k.device)
+    inverse = None if calibrated is None else calibrated.inverse
+    if matrix and inverse is not None:
+        k, inverse = k * inverse, None
     padded = max(32, power_of_two(width))
     launch(keep_rows, (tokens, heads, 2))(
-        *(k, v, rotation, plain, index_of(pages, starts)),
+        *(k, v, inverse, rotation, plain, index_of(pages, starts)),
         SHAPE=shape_of(pages),
         KEPT=kept_of(pages),
         P=padded,

@@ -15,6 +15,7 @@ from auraflux.ops.hopper.rope import Rope, cos_sin
 from auraflux.ops.turboquant.cuda.arguments import calibrated_of, kept_of, keys_of, plain_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import encoded_and_rotated
 from auraflux.ops.turboquant.cuda.hadamard import (
+    hadamard,
     half_of_pair,
     levels_for,
     rotation_for,
@@ -103,12 +104,15 @@ def rotate_and_append(
         position = tl.load(rope.positions + token)
         if calibrated is not None:
             centre, inverse = centre_of(calibrated, head, at_position, d, d < D, D)
+            # what is kept as it is still has the centre
+            beside = hadamard((centre * inverse).to(tl.float32) * tl.load(signs + d), D)
         y = rotated_row(k + source, norms.k, rope, position, half, norms.eps, kind, D, INTERLEAVED, EARLY)
         if calibrated is not None:
             y = without_centre(y, centre, inverse)
         codes, norm, rotated = encoded_and_rotated(y.to(tl.float64), signs, keys.levels, D, SHAPE.key_bits)
         if plain is not None:
-            store_plain(rotated, plain, kept, d, True, SHAPE, KEPT)
+            whole = rotated if calibrated is None else rotated + beside
+            store_plain(whole, plain, kept, d, True, SHAPE, KEPT)
         store_words(keys.codes, row, there, codes, SHAPE.key_bits, D, (D * SHAPE.key_bits + 31) // 32)
         tl.store(keys.norms + row, norm, mask=there)
         return

@@ -182,8 +182,8 @@ def _append_kept(call: Append) -> None:
     k, v, pages, starts = call
     # few are coded from float32, as the reference does; a prompt's in 16 bits, which 8 bits hardly notice
     many = k.shape[0] * k.shape[1] >= encode_prefill.MANY
-    k = keep.without_centres(k, pages, starts, k.dtype if many else torch.float32)
     keep.keep(k, v, pages, starts)
+    k = keep.without_centres(k, pages, starts, k.dtype if many else torch.float32)
     APPEND(Append(k, v, pages.codes_only, starts))
 
 
