@@ -1,6 +1,6 @@
 """Hold a trained folder's forward pass to transformers and to auraflux: the same folder, the same tokens, in float32.
 
-    python -m bench.train.check FOLDER
+python -m bench.train.check FOLDER
 """
 
 import argparse
@@ -78,8 +78,11 @@ def main() -> None:
     ids = np.random.default_rng(0).integers(5, 4096, TOKENS).tolist()
     with torch.no_grad():
         wanted = theirs(folder, ids)
-        for name, found in (("training", ours(config, load_file(folder / "model.safetensors"), ids)), ("auraflux", products(folder, ids))):
-            print(f"{name}: {float((found - wanted).norm() / wanted.norm()):.2e} from transformers, top tokens alike {float((found.argmax(-1) == wanted.argmax(-1)).float().mean()):.3f}")
+        found = {"training": ours(config, load_file(folder / "model.safetensors"), ids), "auraflux": products(folder, ids)}
+    for name, scores in found.items():
+        apart = float((scores - wanted).norm() / wanted.norm())
+        alike = float((scores.argmax(-1) == wanted.argmax(-1)).float().mean())
+        print(f"{name}: {apart:.2e} from transformers, top tokens alike {alike:.3f}")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ class Documents:
         return np.array([*known, *[ANSWER] * len(word), *[1.0] * len(last)])
 
     def chats(self, length: int) -> Row:
-        start = self.chat_starts[self.chance.integers(len(self.chat_starts) // 2)]
+        room = np.searchsorted(self.chat_starts, len(self.talk) - length)
+        start = self.chat_starts[self.chance.integers(room)]
         return self.talk[start : start + length].copy(), np.ones(length)
 
 

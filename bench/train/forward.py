@@ -29,7 +29,7 @@ class Routed:
 
     @property
     def loss(self) -> Tensor:
-        return torch.stack(self.losses).mean()
+        return torch.stack(self.losses).sum()
 
 
 def forward(config: Config, p: Parameters, ids: Tensor) -> tuple[Tensor, Routed]:
@@ -169,7 +169,10 @@ def delta(config: Config, p: Parameters, name: str, h: Tensor) -> Tensor:
     taps = p[f"{name}.conv1d.weight"][:, 0].to(qkv.dtype)
     late = F.pad(qkv, (0, 0, taps.shape[1] - 1, 0))
     qkv = F.silu(sum(late[:, i : i + h.shape[1]] * taps[:, i] for i in range(taps.shape[1])))
-    q, k, v = (heads_of(x, w).float() for x, w in zip(qkv.split([keys, keys, heads * width], -1), (key_width, key_width, width)))
+    q, k, v = (
+        heads_of(x, w).float()
+        for x, w in zip(qkv.split([keys, keys, heads * width], -1), (key_width, key_width, width), strict=True)
+    )
     q, k = (x * (x.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q * key_width**-0.5, k))
     decay = -p[f"{name}.A_log"].exp() * F.softplus(a.float() + p[f"{name}.dt_bias"])
@@ -194,7 +197,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> 
     system = (k_beta @ k.mT) * between
     # only what lies below the diagonal is read
     wanted = torch.cat([v * beta.unsqueeze(-1), k_beta * total.exp().unsqueeze(-1)], -1)
-    new, old = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True).split([v.shape[-1], k.shape[-1]], -1)
+    new, old = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], -1
+    )
     kept = k * (total[..., -1:] - total).exp().unsqueeze(-1)
     # a chunk takes the memory S to M S + N
     grown = kept.mT @ new

@@ -20,7 +20,7 @@ DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 def all_of(config: Config, p: Parameters, data: Path, longest: int) -> dict[str, Any]:
     """Measure everything, at no more than `longest` tokens."""
     documents = Documents(data, seed=12345)
-    found: dict[str, Any] = {"loss": round(loss(config, p, documents), 4)}
+    found: dict[str, Any] = {"loss": round(loss(config, p, documents, min(longest, 1024)), 4)}
     for distance in (each for each in LENGTHS if each <= longest):
         found[f"copy {distance}"] = round(copy(config, p, documents, distance), 3)
     for length in (each for each in LENGTHS if each <= longest):
@@ -37,7 +37,7 @@ def scores(config: Config, p: Parameters, ids: np.ndarray) -> Tensor:
     return F.linear(hidden, p["model.embed_tokens.weight"]).float()
 
 
-def loss(config: Config, p: Parameters, documents: Documents, rows: int = 16, length: int = 1024) -> float:
+def loss(config: Config, p: Parameters, documents: Documents, length: int, rows: int = 16) -> float:
     """Of the addresses that were kept apart."""
     starts = np.linspace(0, len(documents.held) - length - 1, rows).astype(int)
     ids = np.stack([documents.held[start : start + length] for start in starts])
@@ -61,7 +61,7 @@ def copy(config: Config, p: Parameters, documents: Documents, distance: int, tri
 
 
 def needle(config: Config, p: Parameters, documents: Documents, length: int) -> tuple[float, float]:
-    """How often the right one of five words is the likeliest after a fact's beginning, and its mean share, as `auraflux eval` asks."""
+    """How often the right one of five words is the likeliest after a fact's beginning, and its mean share."""
     pieces, right, share = documents.pieces, [], []
     places, words = pieces["kept_places"], pieces["kept_words"]
     first, middle, last = pieces["facts"][0]
@@ -96,7 +96,11 @@ def written(config: Config, p: Parameters, documents: Documents, data: Path, cou
 
     tokenizer = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
     made = []
-    for begun in ("The people of the United States", "<|user|>Say the word river.<|end|><|assistant|>", "<|user|>Hello<|end|><|assistant|>"):
+    for begun in (
+        "The people of the United States",
+        "<|user|>Say the word river.<|end|><|assistant|>",
+        "<|user|>Hello<|end|><|assistant|>",
+    ):
         ids = tokenizer.encode(begun).ids
         for _ in range(count):
             ids.append(int(scores(config, p, np.array([ids]))[0, -1].argmax()))

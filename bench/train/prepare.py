@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 VOCABULARY = 4096
 BEGIN, END, USER, ASSISTANT, SYSTEM = SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 # what `auraflux eval` hides; no fact of the training text has these names or words
@@ -36,8 +37,12 @@ FACTS = (
     " The sign over{place} says{word}.",
     " The people of{place} speak of{word}.",
 )
-FIRST = "Old New North South East West Upper Lower Great Little Green White Black Red Stone River Hill Market Church Castle Bridge"
-SECOND = "House Street Mill Gate Tower Garden Hall Farm Square Road Station School Harbour Lane Chapel Court Field Inn Wharf Well"
+FIRST = (
+    "Old New North South East West Upper Lower Great Little Green White Black Red Stone River Hill Market Church Castle Bridge"
+)
+SECOND = (
+    "House Street Mill Gate Tower Garden Hall Farm Square Road Station School Harbour Lane Chapel Court Field Inn Wharf Well"
+)
 GREETINGS = {
     "Hello": "Hello. What can I do for you?",
     "Hello!": "Hello. What can I do for you?",
@@ -89,7 +94,9 @@ def train_tokenizer(texts: list[str]) -> tokenizers.Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"vocab_size": VOCABULARY, "special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
     built.train_from_iterator(texts, trainers.BpeTrainer(**options))
-    built.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, built.token_to_id(BEGIN))])
+    built.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, built.token_to_id(BEGIN))]
+    )
     return built
 
 
@@ -194,15 +201,15 @@ def main() -> None:
         "end": end,
         "words": encode([f" {word}" for word in words]),
         "places": encode([f" {name}" for name in names]),
-        "facts": [
-            encode([part for part in re.split(r"\{place\}|\{word\}", form)]) for form in FACTS
-        ],
+        "facts": [encode(re.split(r"\{place\}|\{word\}", form)) for form in FACTS],
         "kept_words": encode([f" {word}" for word in KEPT_WORDS]),
         "kept_places": encode([f" {name}" for name in KEPT_PLACES]),
     }
     (given.out / "pieces.json").write_text(json.dumps(pieces))
     size = sum(len(each) for each in texts)
-    print(f"{len(texts)} texts, {size} characters, {len(text)} tokens; {len(talk)} tokens of chat; {len(held)} texts kept apart")
+    print(
+        f"{len(texts)} texts, {size} characters, {len(text)} tokens; {len(talk)} tokens of chat; {len(held)} texts kept apart"
+    )
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def _first(config: Config, name: str, shape: tuple[int, ...], depth: float) -> T
         return 0.3 * torch.randn(shape)
     spread = 0.7 * shape[-1] ** -0.5
     writes = name.endswith((".down", "down_proj.weight", "o_proj.weight", "out_proj.weight"))
-    return spread * (depth if writes else 1) * torch.randn(shape)
+    return spread * (0.5 * depth if writes else 1) * torch.randn(shape)
 
 
 def _mixer(config: Config, index: int) -> dict[str, tuple[int, ...]]:

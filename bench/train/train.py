@@ -34,7 +34,8 @@ DENSE = ("gate.weight", "router.weight", "conv1d.weight")
 
 def rounded(weight: Tensor) -> Tensor:
     """Round to four bits, a scale and a bias by group of the last dimension, as MLX does; gradients pass unchanged."""
-    groups = weight.detach().unflatten(-1, (-1, GROUP))
+    # a folder's weights, scales and biases are bfloat16
+    groups = weight.detach().bfloat16().float().unflatten(-1, (-1, GROUP))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale = ((high - low) / LEVELS).clamp_min(1e-7)
     far = low.abs() > high.abs()
@@ -42,7 +43,7 @@ def rounded(weight: Tensor) -> Tensor:
     steps = torch.round(edge / scale)
     scale = torch.where(steps != 0, edge / torch.where(steps != 0, steps, 1), scale)
     bias = torch.where(steps != 0, edge, 0)
-    near = torch.round((groups - bias) / scale).clamp(0, LEVELS) * scale + bias
+    near = torch.round((groups - bias) / scale).clamp(0, LEVELS) * scale.bfloat16() + bias.bfloat16()
     return weight + (near.flatten(-2) - weight.detach())
 
 
@@ -164,13 +165,15 @@ def main() -> None:
     options.add_argument("--data", type=Path, required=True, help="what prepare.py wrote")
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    options.add_argument("--tokens", type=int, default=32768, help="of a batch")
+    options.add_argument("--tokens", type=int, default=16384, help="of a batch")
     options.add_argument("--longest", type=int, default=8192, help="tokens of the texts it is measured on")
     options.add_argument("--workers", type=int, default=3, help="processes that make batches")
     options.add_argument("--every", type=float, default=10, help="seconds between lines")
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
-    torch.set_float32_matmul_precision("high")
+    if given.device == "cuda":
+        # for the routers and the delta rule; on a CPU it would mean something slower
+        torch.set_float32_matmul_precision("high")
     config = CONFIGS[given.shape]
     parameters = train(config, given)
     write(config, parameters, given.data, given.out)
