@@ -1,0 +1,189 @@
+"""Train one of four tiny models by the clock, measure it and write it as a folder that transformers and auraflux load.
+
+    python -m bench.train.train qwen3_moe --seconds 300 --data .peers/tiny --out FOLDER --device cuda
+
+AdamW on float32 weights, bfloat16 products; sequences of 1024 tokens, later also of 4096 and 8192. In the last part the weights
+are rounded to four bits in every pass, as `auraflux convert` will round them, so that they are good when rounded.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bench.train import measure
+from bench.train.documents import Producers
+from bench.train.forward import forward
+from bench.train.shapes import CONFIGS, Config, Parameters, born, checkpoint
+
+GROUP, LEVELS = 64, 15
+RATE, WARM, LAST = 1.5e-3, 0.03, 0.05  # peak rate; share of the time it takes to get there; share of the peak at the end
+ROUNDED_FROM = 0.6  # share of the time
+BALANCE = 0.01  # how much even use of experts counts
+NUDGE = 1e-3  # what a step adds to the choice of an expert that is used too little
+AHEAD = 6  # batches
+DENSE = ("gate.weight", "router.weight", "conv1d.weight")
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Round to four bits, a scale and a bias by group of the last dimension, as MLX does; gradients pass unchanged."""
+    # a folder's weights, scales and biases are bfloat16
+    groups = weight.detach().bfloat16().float().unflatten(-1, (-1, GROUP))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = ((high - low) / LEVELS).clamp_min(1e-7)
+    far = low.abs() > high.abs()
+    scale, edge = torch.where(far, scale, -scale), torch.where(far, low, high)
+    steps = torch.round(edge / scale)
+    scale = torch.where(steps != 0, edge / torch.where(steps != 0, steps, 1), scale)
+    bias = torch.where(steps != 0, edge, 0)
+    near = torch.round((groups - bias) / scale).clamp(0, LEVELS) * scale.bfloat16() + bias.bfloat16()
+    return weight + (near.flatten(-2) - weight.detach())
+
+
+def ready(config: Config, parameters: Parameters, dtype: torch.dtype, codes: bool) -> Parameters:
+    """Give parameters as a pass reads them: matrices of dtype, rounded to codes or not, vectors in float32."""
+    made = {}
+    for name, value in parameters.items():
+        matrix = value.dim() > 1 and "bias" not in name
+        if matrix and codes and not name.endswith(DENSE):
+            value = _rounded_latent(config, value) if "kv_b_proj" in name else rounded(value)
+        made[name] = value.to(dtype) if matrix else value
+    return made
+
+
+def _rounded_latent(config: Config, weight: Tensor) -> Tensor:
+    """The key rows of every head are rounded turned over."""
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    keys, values = weight.unflatten(0, (-1, nope + value)).split([nope, value], 1)
+    return torch.cat([rounded(keys.mT.contiguous()).mT, rounded(values.contiguous())], 1).flatten(0, 1)
+
+
+def rate(passed: float) -> float:
+    """The learning rate after a share of the time."""
+    if passed < WARM:
+        return RATE * (passed / WARM + 0.01)
+    along = min((passed - WARM) / (1 - WARM), 1.0)
+    return RATE * (LAST + (1 - LAST) * 0.5 * (1 + math.cos(math.pi * along)))
+
+
+def lengths(passed: float, step: int, tokens: int) -> tuple[int, int]:
+    """Rows and length of the batch that is asked for after a share of the time."""
+    length = 1024
+    if passed > 0.7:
+        length = (1024, 4096, 1024, 8192)[step % 4]
+    elif passed > 0.4:
+        length = (1024, 1024, 4096)[step % 3]
+    elif passed < 0.1:
+        length = 512
+    length = min(length, tokens)
+    return max(tokens // length, 1), length
+
+
+def loss_of(config: Config, p: Parameters, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Predict: gives the loss, that of the routers, and the load of the experts by layer."""
+    hidden, routed = forward(config, p, ids[:, :-1])
+    scores = F.linear(hidden.flatten(0, 1), p["model.embed_tokens.weight"])
+    each = F.cross_entropy(scores.float(), ids[:, 1:].flatten(), reduction="none")
+    weight = counts[:, 1:].flatten()
+    return (each * weight).sum() / weight.sum(), routed.loss, routed.loads
+
+
+def write(config: Config, parameters: Parameters, data: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.cpu().to(torch.bfloat16) for name, value in checkpoint(config, parameters).items()}
+    for name, value in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = value.float()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(data / name, out / name)
+
+
+def train(config: Config, given: argparse.Namespace) -> Parameters:
+    started = time.monotonic()
+    producers = Producers(given.data, given.seed, given.workers)
+    device, dtype = torch.device(given.device), torch.bfloat16 if given.device == "cuda" else torch.float32
+    parameters = {name: value.to(device).requires_grad_() for name, value in born(config, given.seed).items()}
+    nudged = [name for name in parameters if name.endswith("e_score_correction_bias")]
+    for name in nudged:
+        parameters[name].requires_grad_(False)
+    learnt = {name: value for name, value in parameters.items() if value.requires_grad}
+    print(f"{sum(value.numel() for value in parameters.values()) / 1e6:.2f} M parameters", flush=True)
+    groups = [
+        {"params": [value for value in learnt.values() if value.dim() > 1], "weight_decay": 0.1},
+        {"params": [value for value in learnt.values() if value.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=device.type == "cuda")
+    asked = step = seen = told_seen = 0
+    told = time.monotonic()
+    begun = told
+    seconds = given.seconds - (begun - started)
+    while (passed := (time.monotonic() - begun) / seconds) < 1:
+        while asked < step + AHEAD:
+            producers.ask(*lengths(passed, asked, given.tokens))
+            asked += 1
+        ids, counts = (torch.from_numpy(each).to(device) for each in producers.take())
+        for group in optimizer.param_groups:
+            group["lr"] = rate(passed)
+        loss, routers, loads = loss_of(config, ready(config, parameters, dtype, passed > ROUNDED_FROM), ids.long(), counts)
+        (loss + BALANCE * routers).backward()
+        norm = torch.nn.utils.clip_grad_norm_(learnt.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for name in nudged:
+            load = loads[name.removesuffix(".gate.e_score_correction_bias")]
+            parameters[name] += NUDGE * torch.sign(load.mean() - load)
+        loss, norm = loss.detach(), norm.detach()
+        step, seen = step + 1, seen + ids.shape[0] * (ids.shape[1] - 1)
+        if time.monotonic() - told > given.every or step == 1:
+            most = max(float(load.max()) for load in loads.values()) * len(next(iter(loads.values())))
+            pace = (seen - told_seen) / (time.monotonic() - told)
+            print(
+                f"{time.monotonic() - begun:6.1f} s  step {step:6d}  {seen / 1e6:7.2f} M tokens  {pace:9.0f} tokens/s  "
+                f"length {ids.shape[1] - 1:5d}  loss {float(loss):.4f}  norm {float(norm):.2f}  busiest expert {most:.1f}x",
+                flush=True,
+            )
+            told, told_seen = time.monotonic(), seen
+    producers.stop()
+    return {name: value.detach() for name, value in parameters.items()}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("shape", choices=CONFIGS)
+    options.add_argument("--seconds", type=float, default=300)
+    options.add_argument("--data", type=Path, required=True, help="what prepare.py wrote")
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    options.add_argument("--tokens", type=int, default=16384, help="of a batch")
+    options.add_argument("--longest", type=int, default=8192, help="tokens of the texts it is measured on")
+    options.add_argument("--workers", type=int, default=3, help="processes that make batches")
+    options.add_argument("--every", type=float, default=10, help="seconds between lines")
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+    if given.device == "cuda":
+        # for the routers and the delta rule; on a CPU it would mean something slower
+        torch.set_float32_matmul_precision("high")
+    config = CONFIGS[given.shape]
+    parameters = train(config, given)
+    write(config, parameters, given.data, given.out)
+    print(f"written to {given.out.name}", flush=True)
+    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
+    for codes in (False, True):
+        with torch.no_grad():
+            found = measure.all_of(config, ready(config, parameters, dtype, codes), given.data, given.longest)
+        print("four bits" if codes else "as trained", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
