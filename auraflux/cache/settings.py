@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from auraflux.defaults import FIRST, KV, NEWEST
 from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.codebook import BITS
 
 Bits = tuple[int, int]
 FURTHEST = 1 << 24  # positions
-# of coded layers, unless they are given
-FIRST, NEWEST = 0, 0
 
 
 class Shape(Protocol):
@@ -53,7 +52,7 @@ class CacheSettings:
     checkpoint_nbytes  of all checkpoints together; the oldest go first
     """
 
-    kv: str = "k8v4"
+    kv: str = KV
     protect_first: int = 0
     protect_last: int = 0
     first: int | None = None

@@ -23,7 +23,7 @@ models take. A route in brackets is one that another asks in its turn. Written b
 MODELS = """\
 ## Models
 
-What a step of known models takes on an H200, with weights of 4 bits and the cache at k8v4: when a token is written after 1024,
+What a step of known models takes on an H200, with weights of 4 bits and the cache at k4v4: when a token is written after 1024,
 and when a prompt of 1024 tokens is read. Ops with one kernel are left out.
 """
 

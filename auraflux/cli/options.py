@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from auraflux.defaults import CALIBRATE, FIRST, KV, NEWEST
+
 if TYPE_CHECKING:
     from auraflux.cache import CacheSettings
     from auraflux.run.language import LanguageModel
@@ -31,20 +33,22 @@ EXPERTS = [
 ]
 calibrate_option = click.option(
     "--calibrate",
-    default="off",
+    default=CALIBRATE,
     show_default=True,
     metavar="WHAT",
     help="What codes leave out of keys: auto finds out when a model is first loaded; off for nothing; or a file.",
 )
 LOADING = [
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    click.option(
-        "--kv", default="k8v4", show_default=True, metavar="KXVY", help="Bits of keys and values in the cache, or none."
-    ),
+    click.option("--kv", default=KV, show_default=True, metavar="KXVY", help="Bits of keys and values in the cache, or none."),
     click.option("--protect-first", type=int, default=0, metavar="N", help="Leave the first N attention layers uncompressed."),
     click.option("--protect-last", type=int, default=0, metavar="N", help="Leave the last N attention layers uncompressed."),
-    click.option("--first", type=int, metavar="N", help="Read the first N positions uncompressed."),
-    click.option("--newest", type=int, metavar="N", help="Read the newest N positions uncompressed."),
+    click.option(
+        "--first", type=int, metavar="N", help=f"Read the first N positions uncompressed; {FIRST} where keys are coded."
+    ),
+    click.option(
+        "--newest", type=int, metavar="N", help=f"Read the newest N positions uncompressed; {NEWEST} where keys are coded."
+    ),
     calibrate_option,
     click.option("--sparse-v", type=float, default=0.0, metavar="W", help="Pass over values whose weight is below W."),
     click.option("--context", type=int, metavar="N", help="Most tokens of a text; by default what model and memory allow."),

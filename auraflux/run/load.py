@@ -7,6 +7,7 @@ import torch
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.prefix_disk import PrefixDisk
+from auraflux.defaults import CALIBRATE, KV
 from auraflux.errors import SettingsError
 from auraflux.machine import cache_folder, free_nbytes, this_machine
 from auraflux.models import family
@@ -35,13 +36,13 @@ SHARE = 4  # unless a context is given, a sequence that fills it takes at most t
 def load(
     path_or_name: str | Path | None = None,
     device: str = "auto",
-    kv: str | CacheSettings = "k8v4",
+    kv: str | CacheSettings = KV,
     quantize: int | None = None,
     exact: bool = False,
     context: int | None = None,
     *,
     graphs: bool = True,
-    calibrate: str | Path = "off",
+    calibrate: str | Path = CALIBRATE,
     expert_memory: str | int | ExpertSettings | None = None,
     chunk: int | None = None,
     sequences: int = 8,
@@ -54,7 +55,7 @@ def load(
     """Load a model: a folder, a GGUF file, or a name that is fetched on first use; None for the built-in default.
 
     device    "auto" takes a GPU where there is one
-    kv        how keys and values are kept: "none", "k8v4", "k4v4" or another pair of bits; or settings in full
+    kv        how keys and values are kept: "none", "k4v4", "k8v4" or another pair of bits; or settings in full
     quantize  bits to which dense weights are rounded on the way
     exact     multiply float32 activations; otherwise CPU kernels round them to int8 per group
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds

@@ -162,7 +162,9 @@ PAIRED = [case for case in CASES if case.op is turboquant_attention and case.nam
 )
 def test_emulated_kernel_matches_reference(case: Case):
     args = case.args()
-    assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= min(case.tol, 1e-3)
+    # prompts read keys that were written out in 16 bits
+    most = 2e-3 if case.name.endswith("prompt") else 1e-3
+    assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= min(case.tol, most)
 
 
 @pytest.mark.usefixtures("_emulated")

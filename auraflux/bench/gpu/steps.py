@@ -12,6 +12,7 @@ import torch
 from auraflux.bench.random_weights import RandomWeights
 from auraflux.bench.shapes import SHAPES, shape_of
 from auraflux.cache import Cache, CacheSettings
+from auraflux.defaults import KV
 from auraflux.models import family
 from auraflux.ops import exact
 from auraflux.ops._dispatch import use_backend
@@ -43,7 +44,7 @@ class RowWeights(RandomWeights):
         return QTensor(packed, scales, biases, first.bits, first.group, (count, *first.shape))
 
 
-def step_builds(name: str, bits: int | None = 4, kv: str = "k8v4") -> list[Build]:
+def step_builds(name: str, bits: int | None = 4, kv: str = KV) -> list[Build]:
     """What decoding and prefill of a named shape launch, with weights of so many bits and this kind of cache."""
     with captured() as builds, assume_gpu(), use_backend("cuda"), exact(False):
         config = shape_of(name, LAYERS.get(name, 1))
@@ -66,7 +67,7 @@ def _step(model: Any, cache: Cache, sequences: int, tokens: int) -> None:
 
 def shape_builds(name: str) -> list[Wanted]:
     """All of a shape, with codes of four bits and with more."""
-    found = [build for bits, kv in ((4, "k8v4"), (8, "none")) for build in step_builds(name, bits, kv)]
+    found = [build for bits, kv in ((4, KV), (8, "none")) for build in step_builds(name, bits, kv)]
     return [Wanted(build, hot=True) for build in {repr(build): build for build in found}.values()]
 
 

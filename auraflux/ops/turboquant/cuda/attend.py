@@ -234,7 +234,7 @@ def attend_pairs(
 def _step(
     i, o, l, m, page, next_page, stage, centre, qx, table, index, scores, cut,
     SHAPE: gl.constexpr, WORK: gl.constexpr, LOW: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip  # noqa: E741
+):  # fmt: skip
     """Attend to a warp's i-th blocks, and ask for those that take their place in the ring."""
     D: gl.constexpr = SHAPE.width
     KEY_BITS: gl.constexpr = SHAPE.key_bits

@@ -138,8 +138,6 @@ def angle_queries(q, weights, live, D: gl.constexpr, NW: gl.constexpr):
     return x
 
 
-
-
 @gluon.jit
 def angles_at(centres, position, D: gl.constexpr, NW: gl.constexpr):
     """Load the angles [warps, 16, D] of the blocks of positions [warps, 16], laid out as rows of `_row_layout`."""

@@ -62,7 +62,10 @@ def _write_rows(
             at = head * D + d
             x *= tl.load(calibrated.scale + at, mask=d < D, other=0.0)
             if centred is not None:
-                block, here = calibrated.table + (position // CENTRED).to(tl.int64)[:, None] * (2 * D) + d, centred[:, None] & (d < D)
+                block, here = (
+                    calibrated.table + (position // CENTRED).to(tl.int64)[:, None] * (2 * D) + d,
+                    centred[:, None] & (d < D),
+                )
                 x += tl.load(block, mask=here, other=0.0) * tl.load(calibrated.along + at, mask=d < D, other=0.0)
                 x += tl.load(block + D, mask=here, other=0.0) * tl.load(calibrated.across + at, mask=d < D, other=0.0)
         tl.store(out + (to + row[:, None]) * D + d, x, mask=there[:, None] & (d < D))
