@@ -232,7 +232,7 @@ def attend_pairs(
 
 @gluon.jit
 def _step(
-    i, o, l, m, page, next_page, stage, centre, qx, table, index, scores, cut,
+    i, o, l, m, page, next_page, stage, centre, qx, table, index, scores, cut,  # noqa: E741
     SHAPE: gl.constexpr, WORK: gl.constexpr, LOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attend to a warp's i-th blocks, and ask for those that take their place in the ring."""
