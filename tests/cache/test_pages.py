@@ -254,7 +254,7 @@ def test_a_snapshot_that_finds_no_room_takes_nothing():
 @pytest.mark.parametrize("bits", ["k8v4", "k4v4", "k4v2", "k3v3", "k6v2"])
 def test_bytes_of_a_token_follow_the_formula(bits):
     key, value = int(bits[1]), int(bits[3])
-    cache = Cache([AttentionShape(8, 128)] * 3, CacheSettings(bits), context=64, page=16)
+    cache = Cache([AttentionShape(8, 128)] * 3, CacheSettings(bits, first=0, newest=0), context=64, page=16)
     assert cache.token_nbytes == 3 * 8 * (128 * key // 8 + 4 + 128 * value // 8 + 4)
     sequence = cache.open()
     cache.batch([sequence]).extend([17])

@@ -7,6 +7,7 @@ import torch
 
 from auraflux.cache import AttentionShape, Cache, CacheSettings, LatentShape, RecurrentShape
 from auraflux.cache.settings import parse_kv
+from auraflux.defaults import FIRST
 from auraflux.errors import SettingsError
 from auraflux.ops import decode, encode, use_backend
 from tests.cache.toy import TOYS, VOCABULARY, vectors
@@ -21,7 +22,8 @@ def kinds(shapes: list, settings: CacheSettings) -> list[str]:
 def test_names():
     assert parse_kv("none") is None
     assert [parse_kv(name) for name in ("k8v4", "k4v4", "k4v2", "k3v3", "k6v8")] == [(8, 4), (4, 4), (4, 2), (3, 3), (6, 8)]
-    assert CacheSettings().kv == "k8v4"
+    usual = CacheSettings()
+    assert (usual.kv, usual.plain_first, usual.plain_newest) == ("k4v4", 1, 32)
 
 
 @pytest.mark.parametrize("name", ["", "k8", "v4k8", "8-4", "k16v4", "K8V4", "fp8"])
@@ -142,7 +144,7 @@ def test_newest_keys_are_read_as_they_are_and_older_ones_as_codes(window):
     q = vectors(3, 2, 16)[tokens]
     coded_k, coded_v = (decode(*encode(x, 2, 0), 2, 16, 0) for x in (k, v))
     back = torch.arange(23)[:, None] - torch.arange(23)
-    near = (back < newest)[:, None]
+    near = ((back < newest) | (torch.arange(23) < FIRST))[:, None]
     scores = torch.where(near, torch.einsum("nhd,td->nht", q, k), torch.einsum("nhd,td->nht", q, coded_k)) / 4
     scores = 20 * torch.tanh(scores / 20)
     scores = scores.masked_fill(((back < 0) | (back >= (window or 99)))[:, None], -torch.inf)
