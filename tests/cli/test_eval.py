@@ -44,7 +44,7 @@ def test_it_measures_shows_and_saves(tmp_path: Path, own_cache: Path):
 def test_calls_of_functions_are_measured(tmp_path: Path):
     questions = written(tmp_path / "q.json", *map(record, range(5)))
     few = ["--device", "cpu", "--window", "100", "--windows", "1", "--copy", "none", "--needle", "none", "--speed", "none"]
-    settings = "none,k8v8+first=1+newest=32,k2v2"
+    settings = "none,fp8,k4v4"
     found = run(*few, "--kv", settings, "--tools", "800,900", "--questions", questions, "--save", tmp_path / "out")
     assert found.exit_code == 0, found.output
     assert "whole call" in found.output

@@ -157,10 +157,9 @@ def test_a_call_is_scored_as_the_plain_forward_pass_scores_it(tmp_path: Path):
     none = reader("none")
     plain = loaded().logits([*conversation.prompt, *call.ids[:-1]])[len(conversation.prompt) :]
     assert torch.allclose(none.after(conversation.prompt, call.ids[:-1]), plain, rtol=1e-4, atol=1e-4)
-    coded = reader("k8v8+first=1+newest=32")
-    found = called(none, {"none": none, "coded": coded}, conversation)
+    found = called(none, {"none": none, "rounded": reader("fp8")}, conversation)
     assert summed(found["none"])["kl_mean"] == 0
-    assert 0 < summed(found["coded"])["kl_mean"] < 0.01
+    assert 0 < summed(found["rounded"])["kl_mean"] < 0.01
     log = torch.log_softmax(plain.float(), -1)[call.first - 1 :]
     wanted = (-log.gather(1, torch.tensor(call.ids[call.first :])[:, None])).squeeze(1)
     assert found["none"][1].differences.nll == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-4)
