@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from auraflux.cache.calibration import ModelVectors
     from auraflux.eval.run import Plan
     from auraflux.eval.text import Text
+    from auraflux.eval.tools import Question
     from auraflux.run.language import LanguageModel
     from auraflux.run.tokenizer import Tokenizer
 
@@ -69,6 +70,13 @@ OPTIONS = [
     click.option("--windows", type=click.IntRange(min=1), default=8, show_default=True, help="Windows, spread over all texts."),
     _lengths("--copy", "distances", "512", "Tokens after which a passage is repeated, or none."),
     _lengths("--needle", "needles", "1024", "Tokens of texts in which facts are hidden, or none."),
+    _lengths("--tools", "tools", "none", "Tokens of conversations that end with calls of functions, or none."),
+    click.option(
+        "--questions",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="BFCL's questions for --tools, with possible_answer/ beside them. Without it, those that come along.",
+    ),
     _lengths("--speed", "speeds", "128,1024", "Tokens before those whose writing is timed, or none."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     click.option("--quantize", type=int, metavar="BITS", help="Round dense weights for all settings, the uncompressed too."),
@@ -95,16 +103,18 @@ def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any)
     from auraflux.eval.plot import check_folder, draw_all
     from auraflux.eval.setting import parse_all
     from auraflux.eval.text import read_files, tokenized
+    from auraflux.eval.tools import read_questions
 
     settings = parse_all(chosen["kv"], chosen["peers"], chosen["ablations"])
     texts = read_files(list(chosen["paths"]))
+    questions = read_questions(chosen["questions"]) if chosen["tools"] else []
     if save is not None:
         check_folder(save)
     loaded = _load(model, chosen, chosen["quantize"])
     if loaded.tokenizer is None:
         raise InputError(f"{loaded.path} has no tokenizer files, so texts cannot be read.")
     tokens = tokenized(texts, loaded.tokenizer, chosen["chat"])
-    plan = _plan(tokens, loaded.tokenizer, loaded.engine.model.config.context, chosen)
+    plan = _plan(tokens, questions, loaded.tokenizer, loaded.engine.model.config.context, chosen)
     document = _document(loaded, plan, list(texts), _measure(model, loaded, settings, plan, chosen))
     if as_json:
         click.echo(json.dumps(document, indent=2))
@@ -158,14 +168,23 @@ def _measure(
     return rows
 
 
-def _plan(texts: "list[Text]", tokenizer: "Tokenizer", trained: int, chosen: dict[str, Any]) -> "Plan":
+def _plan(
+    texts: "list[Text]", questions: "list[Question]", tokenizer: "Tokenizer", trained: int, chosen: dict[str, Any]
+) -> "Plan":
     """What the options ask for; refuses what the texts or the model are too short for."""
     from auraflux.eval.needle import haystack
     from auraflux.eval.run import Plan
     from auraflux.eval.text import copies, windows
+    from auraflux.eval.tools import conversations
 
     longest = max(texts, key=lambda text: len(text.ids))
-    wanted = [chosen["window"], *(n + COPY for n in chosen["distances"]), *chosen["needles"], *chosen["speeds"]]
+    wanted = [
+        chosen["window"],
+        *(n + COPY for n in chosen["distances"]),
+        *chosen["needles"],
+        *chosen["tools"],
+        *chosen["speeds"],
+    ]
     if max(wanted) > trained:
         raise SettingsError(f"{max(wanted)} tokens are more than the {trained} that the model was made for.")
     cut = windows(texts, chosen["window"], chosen["windows"])
@@ -178,6 +197,7 @@ def _plan(texts: "list[Text]", tokenizer: "Tokenizer", trained: int, chosen: dic
         cut,
         copies(texts, chosen["distances"], COPY),
         {length: [haystack(longest, tokenizer, length, turn) for turn in range(TURNS)] for length in chosen["needles"]},
+        {length: conversations(questions, longest, tokenizer, length) for length in chosen["tools"]},
         {length: list(longest.ids[:length]) for length in chosen["speeds"]},
     )
 
@@ -253,12 +273,12 @@ def _document(loaded: "LanguageModel", plan: "Plan", texts: list[str], rows: lis
 
 
 def _show(document: dict[str, Any]) -> None:
-    from auraflux.cli.eval_table import needle_table, quality_table, speed_table
+    from auraflux.cli.eval_table import needle_table, quality_table, speed_table, tools_table
     from auraflux.cli.screen import stdout
 
     console = stdout()
     console.print(f"{document['model']} on {document['device']}, {document['tokens']} tokens in {document['windows']} windows")
-    for table in (quality_table, needle_table, speed_table):
+    for table in (quality_table, needle_table, tools_table, speed_table):
         made = table(document["results"])
         if made is not None:
             console.print(made)

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 
 Rows = list[dict[str, Any]]
+WHOLE = "same_top", "unbroken"
 
 
 def quality_table(rows: Rows) -> Table:
@@ -37,6 +38,20 @@ def needle_table(rows: Rows) -> Table | None:
     for row in rows:
         found = [row["needle"][length] for length in lengths]
         table.add_row(row["title"], *(f"{p:.3f}" for each in found for p in (each["mean"], *each["by_depth"].values())))
+    return table
+
+
+def tools_table(rows: Rows) -> Table | None:
+    """What became of calls of functions at the end of conversations, for each length."""
+    lengths = list(rows[0]["tools"])
+    if not lengths:
+        return None
+    table = Table("calls", "tokens", "right name", "KL mean", "99 %", "same top", "whole call")
+    for length in lengths:
+        for row in rows:
+            found = row["tools"][length]
+            kl = [f"{found[key]:.4f}" for key in ("kl_mean", "kl_p99")]
+            table.add_row(row["title"], str(length), f"{found['name']:.3f}", *kl, *(f"{found[key]:.1%}" for key in WHOLE))
     return table
 
 

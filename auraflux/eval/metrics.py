@@ -1,5 +1,6 @@
 """How two runs of the same text differ: per predicted token, and summed up."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,13 @@ def compare(wanted: Tensor, found: Tensor, targets: Tensor) -> Differences:
     kl = (reference.exp() * (reference - log)).sum(-1).clamp_min(0)
     nll = -log.gather(-1, targets.to(log.device)[:, None]).squeeze(-1)
     return Differences(kl.tolist(), nll.tolist(), (reference.argmax(-1) == log.argmax(-1)).int().tolist())
+
+
+def share(likelihoods: list[float], right: int) -> float:
+    """The probability of one among several, from logarithms."""
+    peak = max(likelihoods)
+    weights = [math.exp(each - peak) for each in likelihoods]
+    return weights[right] / sum(weights)
 
 
 def summary(found: Differences) -> dict[str, Any]:

@@ -4,13 +4,12 @@ One text holds all facts, one at each depth. A fact's value is scored by its lik
 values of the other facts, which stand in the same text: copying any value is not enough. Chance is 1 / facts.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from auraflux.errors import InputError
+from auraflux.eval.metrics import share
 from auraflux.eval.reader import Reader
-from auraflux.eval.text import Text
+from auraflux.eval.text import Text, shared_tokens
 from auraflux.run.tokenizer import Tokenizer
 
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -50,7 +49,7 @@ def haystack(text: Text, tokenizer: Tokenizer, length: int, turn: int) -> Haysta
         at = upto
     prompt += text.ids[at:room]
     questions = [[tuple(tokenizer.encode(f" {sentence(place)} {word}", special=False)) for word in values] for place in PLACES]
-    shared = [_shared(endings) for endings in questions]
+    shared = [shared_tokens(endings) for endings in questions]
     return Haystack(tuple(prompt), tuple(map(tuple, questions)), tuple(shared), tuple(range(len(PLACES))))
 
 
@@ -59,21 +58,9 @@ def sentence(place: str) -> str:
     return f"The secret word of {place} is"
 
 
-def _shared(endings: Sequence[Sequence[int]]) -> int:
-    """How many tokens sequences have in common at their beginning; each has at least one more."""
-    most = min(len(ending) for ending in endings) - 1
-    return next((i for i in range(most) if len({ending[i] for ending in endings}) > 1), most)
-
-
 def recall(reader: Reader, hidden: Haystack) -> list[float]:
     """Give, for each depth, the probability of the right value among all values."""
     found = []
     for endings, shared, right in zip(hidden.endings, hidden.shared, hidden.right, strict=True):
-        found.append(_share(reader.likelihoods(hidden.prompt, endings, shared), right))
+        found.append(share(reader.likelihoods(hidden.prompt, endings, shared), right))
     return found
-
-
-def _share(likelihoods: list[float], right: int) -> float:
-    peak = max(likelihoods)
-    weights = [math.exp(each - peak) for each in likelihoods]
-    return weights[right] / sum(weights)

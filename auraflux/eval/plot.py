@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: divergence against bytes, needles by length and depth, memory against context."""
+"""Pictures of an evaluation: divergence against bytes, needles by length and depth, calls by length, memory against context."""
 
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ def draw_all(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     if any(row["needle"] for row in rows):
         drawn.append(folder / "needle.png")
         draw_needle(rows, drawn[-1])
+    if any(row["tools"] for row in rows):
+        drawn.append(folder / "tools.png")
+        draw_tools(rows, drawn[-1])
     return drawn
 
 
@@ -77,6 +80,21 @@ def draw_needle(rows: list[dict[str, Any]], path: Path) -> None:
     panel.set_xlabel("tokens of the text, depth of the fact", color=INK)
     figure.colorbar(image, ax=panel, label="probability of the right value")
     _save(figure, panel, path, grid=False)
+
+
+def draw_tools(rows: list[dict[str, Any]], path: Path) -> None:
+    """Mean divergence over the tokens of right calls against the length of the conversation."""
+    figure, panel = _panel(8, 5)
+    for row in rows:
+        at = [(int(n), found["kl_mean"]) for n, found in row["tools"].items() if found["kl_mean"] > SMALLEST]
+        if at:
+            style = "o--" if row["simulated"] else "o-"
+            panel.plot(*zip(*at, strict=True), style, linewidth=1.5, markersize=4, label=row["setting"])
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xlabel("tokens of the conversation", color=INK)
+    panel.set_ylabel("mean KL over the tokens of calls, nats", color=INK)
+    _save(figure, panel, path)
 
 
 def _panel(width: float, height: float) -> tuple[Any, Any]:

@@ -22,7 +22,13 @@ class Reader(Protocol):
         """The scores after every token of a text, [T, V] in pieces of `PIECE` tokens."""
 
     def likelihoods(self, prompt: Sequence[int], endings: Sequence[Sequence[int]], shared: int) -> list[float]:
-        """Log-likelihoods, in nats, of what comes after a prompt: of all of an ending's tokens but the first `shared`."""
+        """Log-likelihoods, in nats, of what comes after a prompt: of all of an ending's tokens but the first `shared`.
+
+        Endings have those in common; there is at least one.
+        """
+
+    def after(self, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
+        """The scores after every token of what follows a prompt: [T, V]."""
 
 
 class EngineReader:
@@ -43,8 +49,8 @@ class EngineReader:
             shapes,
             settings,
             context=context,
-            # the prompt, and one ending
-            sequences=2,
+            # the prompt, what its endings have in common, and one of them
+            sequences=3,
             chunk=PIECE,
             vectors=vectors,
             exact=exact,
@@ -65,16 +71,32 @@ class EngineReader:
 
     def likelihoods(self, prompt: Sequence[int], endings: Sequence[Sequence[int]], shared: int) -> list[float]:
         self._keep(tuple(prompt))
-        return [self._likelihood(list(ending), shared) for ending in endings]
+        trunk = self._read.fork()
+        try:
+            last = self.engine.all_scores(trunk, list(endings[0][:shared]))[-1:]
+            return [self._likelihood(trunk, last, list(ending[shared:])) for ending in endings]
+        finally:
+            trunk.close()
 
-    def _likelihood(self, ending: list[int], shared: int) -> float:
+    def _likelihood(self, trunk: Any, last: Tensor, ending: list[int]) -> float:
+        """Of an ending after `trunk`, whose last token has the scores [1, V]."""
+        scores = last
+        if len(ending) > 1:
+            branch = trunk.fork()
+            try:
+                scores = torch.cat([last, self.engine.all_scores(branch, ending[:-1])])
+            finally:
+                branch.close()
+        targets = torch.tensor(ending, device=scores.device)
+        return float(torch.log_softmax(scores.float(), -1).gather(-1, targets[:, None]).sum())
+
+    def after(self, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
+        self._keep(tuple(prompt))
         branch = self._read.fork()
         try:
-            scores = self.engine.all_scores(branch, ending[:-1])[shared - 1 :]
+            return self.engine.all_scores(branch, list(ids))
         finally:
             branch.close()
-        targets = torch.tensor(ending[shared:], device=scores.device)
-        return float(torch.log_softmax(scores.float(), -1).gather(-1, targets[:, None]).sum())
 
     def _keep(self, prompt: tuple[int, ...]) -> None:
         """Have a prompt read; questions about the same one share it."""

@@ -1,4 +1,4 @@
-"""Measuring every setting: texts, copies, needles, speed. What is done is kept, so that an interrupted run goes on."""
+"""Measuring every setting: texts, copies, needles, calls of functions, speed. What is done is kept for a run that goes on."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +16,7 @@ from auraflux.eval.setting import REFERENCE, Setting
 from auraflux.eval.speed import WARM_UP, WRITTEN, speed
 from auraflux.eval.state import State, digest
 from auraflux.eval.text import Passage
+from auraflux.eval.tools import Called, Conversation, called, summed
 from auraflux.run.engine import Engine
 from auraflux.weights.plan import CONTEXTS
 
@@ -29,12 +30,14 @@ class Plan:
     windows  of text
     copies   by distance
     needles  by length, several texts each
+    tools    conversations that end with calls of functions, by length
     speeds   texts to read before writing is timed, by length
     """
 
     windows: list[Passage]
     copies: dict[int, Passage] = field(default_factory=dict)
     needles: dict[int, list[Haystack]] = field(default_factory=dict)
+    tools: dict[int, list[Conversation]] = field(default_factory=dict)
     speeds: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -44,12 +47,19 @@ class Plan:
     @property
     def tasks(self) -> list[str]:
         """The names under which results are kept."""
+        passages = [passage.name for passage in self.passages]
         asked = [f"needle:{length}" for length in self.needles]
-        return [*(passage.name for passage in self.passages), *asked, *(f"speed:{length}" for length in self.speeds)]
+        calls = [tools_task(length, number) for length, found in self.tools.items() for number in range(len(found))]
+        return [*passages, *calls, *asked, *(f"speed:{length}" for length in self.speeds)]
 
     @cached_property
     def digest(self) -> str:
         return digest(asdict(self))
+
+
+def tools_task(length: int, number: int) -> str:
+    """The name of one conversation's results."""
+    return f"tools:{length}:{number}"
 
 
 class Evaluation:
@@ -84,6 +94,7 @@ class Evaluation:
 
     def _measure(self, settings: list[Setting]) -> None:
         self._passages(settings)
+        self._tools(settings)
         for setting in settings:
             self._needles(setting)
             self._speeds(setting)
@@ -103,6 +114,23 @@ class Evaluation:
             chosen = {setting.name: readers[setting.name] for setting in missing}
             for name, found in differences(readers[REFERENCE.name], chosen, passage).items():
                 self.state.add(name, passage.name, asdict(found))
+
+    def _tools(self, settings: list[Setting]) -> None:
+        """Compare calls with those of the uncompressed run, all settings side by side."""
+        for length, asked in self.plan.tools.items():
+            readers: dict[str, Reader] = {}
+            for number, conversation in enumerate(asked):
+                task = tools_task(length, number)
+                missing = [setting for setting in settings if (setting.name, task) not in self.state]
+                if not missing:
+                    continue
+                self._say(task)
+                for setting in (REFERENCE, *missing):
+                    if setting.name not in readers:
+                        readers[setting.name] = self._reader(setting, length)
+                chosen = {setting.name: readers[setting.name] for setting in missing}
+                for name, found in called(readers[REFERENCE.name], chosen, conversation).items():
+                    self.state.add(name, task, [asdict(each) for each in found])
 
     def _needles(self, setting: Setting) -> None:
         for length, texts in self.plan.needles.items():
@@ -150,11 +178,17 @@ class Evaluation:
             "text": summary(self._found(setting, self.plan.windows)),
             "copy": {distance: summary(self._found(setting, [each])) for distance, each in self.plan.copies.items()},
             "needle": {length: self._recalled(setting, length) for length in self.plan.needles},
+            "tools": {length: self._called(setting, length) for length in self.plan.tools},
             "speed": speeds,
         }
 
     def _found(self, setting: Setting, passages: list[Passage]) -> Differences:
         return sum((Differences(**self.state[setting.name, passage.name]) for passage in passages), NONE)
+
+    def _called(self, setting: Setting, length: int) -> dict[str, Any]:
+        tasks = [tools_task(length, number) for number in range(len(self.plan.tools[length]))]
+        found = [each for task in tasks for each in self.state[setting.name, task]]
+        return summed([Called(each["name"], Differences(**each["differences"])) for each in found])
 
     def _recalled(self, setting: Setting, length: int) -> dict[str, Any]:
         """The mean probability of the right value, over all and by depth, and how often it is above one half."""

@@ -1,5 +1,6 @@
 """The texts that are measured: read from files or from those that come with the package, and cut into passages of tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -44,14 +45,15 @@ def read_files(paths: list[Path]) -> dict[str, str]:
     if not paths:
         folder = resources.files("auraflux.eval") / "texts"
         return {path.name: path.read_text("utf-8") for path in _sorted(folder) if path.name.endswith(".txt")}
-    return {str(path): _read(path) for path in paths}
+    return {str(path): decoded(path) for path in paths}
 
 
 def _sorted(folder: resources.abc.Traversable) -> list[resources.abc.Traversable]:
     return sorted(folder.iterdir(), key=lambda path: path.name)
 
 
-def _read(path: Path) -> str:
+def decoded(path: Path) -> str:
+    """Read a file that must be a text."""
     try:
         found = path.read_bytes().decode("utf-8")
     except OSError as err:
@@ -71,6 +73,12 @@ def tokenized(texts: dict[str, str], tokenizer: Tokenizer, chat: bool) -> list[T
     if chat:
         prefix = tokenizer.encode(tokenizer.apply_template([{"role": "user", "content": REQUEST}]), special=False)
     return [Text(name, tuple(tokenizer.encode(text, special=False)), tuple(prefix)) for name, text in texts.items()]
+
+
+def shared_tokens(endings: Sequence[Sequence[int]]) -> int:
+    """How many tokens sequences have in common at their beginning; each has at least one more."""
+    most = min(len(ending) for ending in endings) - 1
+    return next((i for i in range(most) if len({ending[i] for ending in endings}) > 1), most)
 
 
 def windows(texts: list[Text], size: int, count: int | None) -> list[Passage]:

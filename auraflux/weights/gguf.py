@@ -158,7 +158,9 @@ class GGUFFile:
     def _stored(self, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> Stored:
         kind = self._tensors[name][1].tensor_type.name
         if kind in DENSE:
-            return _dense(array, kind).view(shape)
+            found = _dense(array, kind).view(shape)
+            plus = self._architecture.norms_plus
+            return found - plus if plus and name.endswith("norm.weight") else found
         if len(shape) == 1:
             return torch.from_numpy(to_dense(array, kind))
         return from_blocks(array, kind)

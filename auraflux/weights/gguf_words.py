@@ -40,6 +40,11 @@ GPT_OSS = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+GEMMA3 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 # what every Llama 3 release says of its slow frequencies; the file holds only the factors that follow
 LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FREQUENCIES = "rope_freqs.weight"
@@ -69,12 +74,14 @@ class Architecture(NamedTuple):
     model_type  Hugging Face's name
     layer       names of modules within a layer
     permuted    whether rows of q and k are in the order that rotates neighbouring channels
+    norms_plus  what the file has added to the weights of norms
     more        config keys that only this one has
     """
 
     model_type: str
     layer: dict[str, str]
     permuted: bool = False
+    norms_plus: float = 0.0
     more: Callable[[Words], dict[str, Any]] = lambda words: {}
 
 
@@ -101,12 +108,29 @@ def _gpt_oss(words: Words) -> dict[str, Any]:
     }
 
 
+def _gemma3(words: Words) -> dict[str, Any]:
+    layers, heads = words["block_count"], words["attention.head_count"]
+    every = words.get("attention.sliding_window_pattern", 6)
+    return {
+        "sliding_window": words["attention.sliding_window"],
+        "sliding_window_pattern": every,
+        "rope_theta": words.get("rope.freq_base", 1000000.0),
+        "rope_local_base_freq": words.get("rope.freq_base_swa", 10000.0),
+        # the file does not say it: the 27B model, and no other, divides its hidden width by its heads
+        "query_pre_attn_scalar": words["embedding_length"] // heads if layers == 62 else words.get("attention.key_length", 256),
+        "head_dim": words.get("attention.key_length", 256),
+        "final_logit_softcapping": words.get("final_logit_softcapping"),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture("llama", ATTENTION | MLP, permuted=True),
     "qwen2": Architecture("qwen2", ATTENTION | MLP),
     "qwen3": Architecture("qwen3", ATTENTION | HEAD_NORMS | MLP),
     "qwen3moe": Architecture("qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS, more=_qwen3_moe),
     "gpt-oss": Architecture("gpt_oss", ATTENTION | GPT_OSS, more=_gpt_oss),
+    "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, norms_plus=1.0, more=_gemma3),
 }
 
 

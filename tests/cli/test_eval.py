@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
+from tests.eval.test_tools import record, written
 from tests.eval.tiny_heads import tiny_heads
 
 SHORT = ["--device", "cpu", "--window", "100", "--windows", "2", "--copy", "150", "--needle", "400", "--speed", "32"]
@@ -38,6 +39,23 @@ def test_it_measures_shows_and_saves(tmp_path: Path, own_cache: Path):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     # a run that is done is not gone on with
     assert list((own_cache / "eval").iterdir()) == []
+
+
+def test_calls_of_functions_are_measured(tmp_path: Path):
+    questions = written(tmp_path / "q.json", *map(record, range(5)))
+    few = ["--device", "cpu", "--window", "100", "--windows", "1", "--copy", "none", "--needle", "none", "--speed", "none"]
+    settings = "none,fp8,k4v4"
+    found = run(*few, "--kv", settings, "--tools", "800,900", "--questions", questions, "--save", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    assert "whole call" in found.output
+    assert (tmp_path / "out" / "tools.png").read_bytes().startswith(b"\x89PNG")
+    none, near, far = (row["tools"] for row in json.loads((tmp_path / "out" / "eval.json").read_text())["results"])
+    for length in ("800", "900"):
+        assert (none[length]["questions"], none[length]["kl_mean"], none[length]["unbroken"]) == (5, 0, 1)
+        assert 0 < near[length]["kl_mean"] < far[length]["kl_mean"]
+    found = run(*few, "--tools", "100", "--questions", questions)
+    assert found.exit_code == 1
+    assert "calls in 100 tokens leave" in found.output
 
 
 def test_json_in_chat_format_with_rounded_weights():

@@ -88,6 +88,8 @@ def write_gguf(
             array = permuted(array, HEADS)
         if architecture == "llama" and "k_proj" in name:
             array = permuted(array, KV_HEADS)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         wanted = (kinds or {}).get(name, kind if array.ndim > 1 else "F32")
         add_tensor(writer, gguf_name(name, architecture), array, wanted)
     writer.write_header_to_file()

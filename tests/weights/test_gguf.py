@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from auraflux.errors import FormatError
+from auraflux.models.gemma3_text import Config as Gemma3
 from auraflux.ops import llama3_frequencies, rope_frequencies, use_backend
 from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import open_checkpoint
@@ -136,6 +137,34 @@ def test_yarn_and_linear_scaling(tmp_path):
     assert found.config["rope_scaling"]["original_max_position_embeddings"] == 64
 
 
+def gemma_tensors() -> dict[str, np.ndarray]:
+    norms = {
+        f"model.layers.{i}.{side}_feedforward_layernorm.weight": (HIDDEN,) for i in range(LAYERS) for side in ("pre", "post")
+    }
+    heads = {f"model.layers.{i}.self_attn.{kind}_norm.weight": (WIDTH,) for i in range(LAYERS) for kind in "qk"}
+    return llama_tensors(**norms, **heads)
+
+
+def test_gemma3_has_its_own_words(tmp_path):
+    words = {"attention.sliding_window": 512, "attention.key_length": WIDTH, "rope.freq_base": 1000000.0}
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    tensors = gemma_tensors()
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "gemma3", words | linear))
+    assert sorted(found.sizes()) == sorted(tensors)
+    for name in ("model.norm.weight", "model.layers.1.self_attn.k_norm.weight"):
+        assert np.abs(found.load(name).numpy() - tensors[name]).max() < 1e-6
+    config = Gemma3.from_hf(found.config)
+    assert (config.window, config.scale, config.tied, config.final_softcap) == (512, WIDTH**-0.5, True, None)
+    first = {kind: float(turn.frequencies[1]) for kind, turn in config.rotations.items()}
+    assert first == pytest.approx({"sliding_attention": 1e4 ** (-2 / WIDTH), "full_attention": 1e6 ** (-2 / WIDTH) / 8})
+    # only the largest model's queries are scaled by other than the width of a head
+    large = open_checkpoint(
+        write_gguf(tmp_path / "l.gguf", tensors, "Q8_0", "gemma3", words | {"block_count": 62, "attention.key_length": 64})
+    ).config
+    assert Gemma3.from_hf(large).scale == (HIDDEN // HEADS) ** -0.5
+    assert [kind[:4] for kind in Gemma3.from_hf(large).kinds[:7]] == ["slid"] * 5 + ["full", "slid"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -214,6 +243,12 @@ def tiny(kind: str):
     if kind == "qwen3moe":
         config = hf.Qwen3MoeConfig(**shared, **experts, moe_intermediate_size=64, num_experts=5, norm_topk_prob=True)
         return hf.Qwen3MoeForCausalLM(config)
+    if kind == "gemma3":
+        bases = {"sliding_attention": 10000.0, "full_attention": 1000000.0}
+        ropes = {name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()}
+        sizes = {"intermediate_size": INNER, "sliding_window": 16, "query_pre_attn_scalar": WIDTH}
+        kinds = list(bases)
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shared, **sizes, layer_types=kinds, rope_parameters=ropes))
     config = hf.GptOssConfig(**shared, **experts, intermediate_size=96, num_local_experts=5, sliding_window=16)
     return hf.GptOssForCausalLM(config)
 
@@ -237,7 +272,31 @@ def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     return {f"{home}.gate_proj.{end}": turned[:, 0::2].copy(), f"{home}.up_proj.{end}": turned[:, 1::2].copy()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3moe", "gpt-oss"])
+WORDS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen3moe": {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 64,
+        "attention.key_length": WIDTH,
+    },
+    "gpt-oss": {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 96,
+        "attention.key_length": WIDTH,
+        "attention.sliding_window": 16,
+    },
+    "gemma3": {
+        "attention.key_length": WIDTH,
+        "attention.sliding_window": 16,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base": 1000000.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
 def test_a_model_says_the_same_as_in_transformers(kind: str, tmp_path):
     model = tiny(kind)
     ids = tokens(model, 40)
@@ -245,10 +304,7 @@ def test_a_model_says_the_same_as_in_transformers(kind: str, tmp_path):
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in model.state_dict().items():
         tensors |= unpacked(name, tensor.detach().numpy(), kind)
-    inner = 96 if kind == "gpt-oss" else 64
-    words = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": inner, "attention.key_length": WIDTH}
-    words |= {"attention.sliding_window": 16} if kind == "gpt-oss" else {}
-    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", kind, words if kind != "llama" else None)
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", kind, WORDS[kind])
     with use_backend("reference"):
         found = scores(path, ids)
     assert error(found, truth(model, ids)) < 1e-5

