@@ -12,7 +12,7 @@ from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
-from auraflux.ops.turboquant.plain import PlainPages
+from auraflux.ops.turboquant.plain import PlainLatents, PlainPages, RowPages
 
 BF16 = torch.bfloat16
 WIDTHS = (64, 80, 96, 128, 256, 512)
@@ -124,12 +124,32 @@ def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> 
 
 
 def latent_codes(
-    lengths: list[int], width: int, rope: int, bits: int = 4, page: int = 16, cache: torch.dtype = torch.float32
+    lengths: list[int],
+    width: int,
+    rope: int,
+    bits: int = 4,
+    page: int = 16,
+    cache: torch.dtype = torch.float32,
+    plain: tuple[int, int] | None = None,
 ) -> LatentCodes:
+    """Fill a pool with random codes and rotated keys; `plain` first and newest positions are kept as they are, too."""
     pool, table = page_table(lengths, page)
     rows = coded(pool, page, bits=bits, width=width)
-    keys = vectors(pool, page, rope, dtype=cache)
-    return LatentCodes(rows["codes"], rows["norms"], keys, table, torch.tensor(lengths, dtype=torch.int32), bits, width, SEED)
+    keys, sizes = vectors(pool, page, rope, dtype=cache), torch.tensor(lengths, dtype=torch.int32)
+    kept = None if plain is None else plain_latents(lengths, width, *plain, cache)
+    return LatentCodes(rows["codes"], rows["norms"], keys, table, sizes, bits, width, SEED, kept)
+
+
+def plain_latents(
+    lengths: list[int], width: int, first: int, newest: int, dtype: torch.dtype = torch.float32, page: int = 16
+) -> PlainLatents:
+    """Random rows, as long as codes of random norms are; entries of pages that nobody reads are wild."""
+    like = plain_pages(lengths, 1, width, first, newest, dtype, page)
+    return PlainLatents(_latent_rows(like.head), _latent_rows(like.recent), newest)
+
+
+def _latent_rows(pages: KVPages | None) -> RowPages | None:
+    return None if pages is None else RowPages(pages.k[:, 0].contiguous(), pages.table, pages.lengths)
 
 
 def edges(counts: list[int]) -> Tensor:
@@ -265,11 +285,16 @@ def attend_latent(
 
 
 def narrow_latent(
-    heads: int, bits: int, lengths: list[int] | None = None, counts: list[int] | None = None, page: int = 64
+    heads: int,
+    bits: int,
+    lengths: list[int] | None = None,
+    counts: list[int] | None = None,
+    page: int = 64,
+    plain: tuple[int, int] | None = None,
 ) -> Args:
     """In 16 bits, as wide as models are; nothing behind a sequence's end in its last page is a number."""
     lengths, counts = lengths or [200, 64, 5], counts or [1, 1, 2]
-    args = attend_latent(lengths, counts, heads, 512, 64, dtype=BF16, bits=bits, page=page, cache=BF16)
+    args = attend_latent(lengths, counts, heads, 512, 64, dtype=BF16, bits=bits, page=page, cache=BF16, plain=plain)
     pages: LatentCodes = args["pages"]
     for b, length in enumerate(lengths):
         last = int(pages.table[b, (length - 1) // page])

@@ -18,7 +18,7 @@ from auraflux.ops.attention.pages import DTYPES, rows_of, spans
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.codebook import check_bits
-from auraflux.ops.turboquant.plain import PlainPages
+from auraflux.ops.turboquant.plain import PlainLatents, PlainPages
 from auraflux.ops.turboquant.rotation import check_rotation
 
 
@@ -202,6 +202,7 @@ class LatentCodes:
     bits     from 2, 3, 4, 6, 8
     width    C, of a latent
     seed     of the rotation
+    plain    positions whose latents are kept as they are as well; None for none
     """
 
     codes: Tensor
@@ -212,6 +213,7 @@ class LatentCodes:
     bits: int
     width: int
     seed: int
+    plain: PlainLatents | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -231,6 +233,8 @@ class LatentCodes:
             raise InputError(
                 f"'rope' has shape {list(self.rope.shape)}; at least one row per page and one coordinate is needed."
             )
+        if self.plain is not None:
+            self.plain.check(self.width, len(self.lengths))
 
     @property
     def pool(self) -> tuple[int, int]:

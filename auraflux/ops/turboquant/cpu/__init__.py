@@ -32,7 +32,7 @@ from auraflux.ops.turboquant.cpu.codec_kernels import (
 )
 from auraflux.ops.turboquant.cpu.exact import exact_scratch, sum_values
 from auraflux.ops.turboquant.cpu.items import padded
-from auraflux.ops.turboquant.cpu.kept_rows import NOTHING_KEPT, check_kept, kept_in
+from auraflux.ops.turboquant.cpu.kept_rows import check_kept, kept_in
 from auraflux.ops.turboquant.cpu.mla import attend_codes
 from auraflux.ops.turboquant.cpu.prefill import many_scratch
 from auraflux.ops.turboquant.cpu.routes import ATTEND, SINGLE, Attend, Launch, not_rows
@@ -117,12 +117,13 @@ def _jobs(coordinates: int) -> int:
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
     tokens, width = latent.shape
     rotated_keys: Any = pages
+    check_kept(pages, starts, tokens, 0)
     append_rows(rotated_keys, starts, 1, [(k_rope, pages.rope)])
     wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), append_nbytes(width)
     place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     side = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits, *levels_for(pages.bits, width)
     # a kernel always takes the same number of arguments: the second side is not looked at
-    kept = *NO_VECTORS, *NOTHING_KEPT, *NOTHING_KEPT
+    kept = *NO_VECTORS, *chain(*kept_in(pages))
     build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *kept, *side, *side)
 
 
@@ -138,7 +139,8 @@ def rope_append_latent_codes(
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
-    pairs = count_pairs(pages, starts, tokens, None)
+    pairs, (oldest, newest) = count_pairs(pages, starts, tokens, None), kept_in(pages)
+    check_kept(pages, starts, tokens, newest.positions - 1)
     q, q2 = rotate(as_float(q_latent), pages.seed), as_float(q_rope)
     out = torch.empty_like(q)
     batch = Batch(
@@ -156,7 +158,7 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
     )
     jobs = threads() if pairs * heads * (2 * width + rope) >= PRODUCTS_PARALLEL else 1
     codes = pages.norms.data_ptr(), levels_for(pages.bits, width).book, pages.bits
-    run(attend_codes, jobs, batch, ROWS, 1, tokens, panel_scratch(width, rope, 1), *codes)
+    run(attend_codes, jobs, batch, ROWS, 1, tokens, panel_scratch(width, rope, 1), *codes, *oldest, *newest)
     return like(rotate(out, pages.seed, inverse=True), q_latent)
 
 

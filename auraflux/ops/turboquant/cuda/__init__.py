@@ -67,6 +67,7 @@ def rope_append_codes(
 
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
     _check(latent, latent.shape[-1])
+    _check_plain(pages)
     append_latent(latent, k_rope, pages, starts)
 
 
@@ -75,6 +76,7 @@ def rope_append_latent_codes(
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, pages.width)
+    _check_plain(pages)
     rotation = inv_freq, positions, mscale, interleaved
     return ROPE_APPEND_LATENT(RopeAppendLatent(q, kv, heads, nope, pages, starts, norm, eps, rotation))
 
@@ -116,6 +118,7 @@ def turboquant_attention(
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     _check(q_latent, pages.width)
+    _check_plain(pages)
     return ATTEND_LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale))
 
 
@@ -128,3 +131,8 @@ def _check(first: Tensor, width: int) -> None:
 def _check_kept(pages: CodePages) -> None:
     if pages.calibration is not None or pages.plain is not None:
         raise Declined("keys are calibrated, or some positions are kept as they are")
+
+
+def _check_plain(pages: LatentCodes) -> None:
+    if pages.plain is not None:
+        raise Declined("latents of some positions are kept as they are")
