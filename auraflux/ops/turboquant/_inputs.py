@@ -1,6 +1,7 @@
 """Makers of arguments for the ops on codes, and counts of what those must move and do; used by `cases` and by tests."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from auraflux.ops.attention.pages import KVPages, rows_of
 from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
-from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
+from auraflux.ops.turboquant.codebook import Codebook
+from auraflux.ops.turboquant.pages import Codebooks, CodePages, LatentCodes, row_words
 from auraflux.ops.turboquant.plain import PlainLatents, PlainPages, RowPages
 
 BF16 = torch.bfloat16
@@ -27,7 +29,7 @@ def encoded(*shape: int, bits: int = 4, dtype: torch.dtype = torch.float32) -> A
     return {"x": vectors(*shape, dtype=dtype), "bits": bits, "seed": SEED}
 
 
-def awkward(width: int) -> Args:
+def awkward(width: int, book: Callable[[int, int], Codebook] | None = None) -> Args:
     """Zeros, one channel alone, a large outlier, a very short and a very long vector, and none of that."""
     args = encoded(6, width, bits=3)
     x = args["x"]
@@ -36,7 +38,7 @@ def awkward(width: int) -> Args:
     x[2, 5] = 100.0
     x[3] *= 1e-30
     x[4] *= 1e30
-    return args
+    return args if book is None else {**args, "levels": book(3, width)}
 
 
 def coded(*shape: int, bits: int, width: int, **options: int) -> Args:
@@ -47,6 +49,31 @@ def coded(*shape: int, bits: int, width: int, **options: int) -> Args:
 def values(query_heads: int, heads: int, tokens: int, bits: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
     weights = torch.softmax(2 * torch.randn(query_heads, tokens), -1).to(dtype)
     return {"weights": weights, **coded(heads, tokens, bits=bits, width=width)}
+
+
+def random_book(bits: int, width: int) -> Codebook:
+    """Levels by chance, neither mirrored nor evenly apart, about as large as the usual ones."""
+    steps = torch.rand(1 << bits) + 0.05
+    levels = steps.cumsum(0) - steps.sum() * (0.4 + 0.2 * torch.rand(()))
+    return Codebook(levels * (5.0 / steps.sum()) * width**-0.5)
+
+
+def with_zero(bits: int, width: int) -> Codebook:
+    """Levels of which one is 0, as in tables for weights."""
+    return Codebook((torch.arange(1 << bits) - (1 << bits - 1)) * (4.0 / (1 << bits)) * width**-0.5)
+
+
+def given(make: Callable[..., Args], *args: Any, **options: Any) -> Args:
+    """Make arguments with levels by chance."""
+    made = make(*args, **options)
+    if (pages := made.get("pages")) is None:
+        made["levels"] = random_book(made["bits"], made["x"].shape[-1] if "x" in made else made["width"])
+    elif isinstance(pages, LatentCodes):
+        made["pages"] = replace(pages, levels=random_book(pages.bits, pages.width))
+    else:
+        books = Codebooks(random_book(pages.key_bits, pages.width), random_book(pages.value_bits, pages.width))
+        made["pages"] = replace(pages, codebooks=books)
+    return made
 
 
 def code_pages(

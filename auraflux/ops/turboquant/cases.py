@@ -26,6 +26,7 @@ from auraflux.ops.turboquant._inputs import (
     coded,
     decode_at,
     encoded,
+    given,
     in_pairs,
     narrow_latent,
     prefill_of,
@@ -33,6 +34,7 @@ from auraflux.ops.turboquant._inputs import (
     turned_latent,
     values,
     vectors,
+    with_zero,
 )
 from auraflux.ops.turboquant.arrangement import PAIR_BITS, PAIR_WIDTHS
 from auraflux.ops.turboquant.codebook import BITS
@@ -603,4 +605,64 @@ CASES = [
         )
         for n in (1, 33, 34, 65, 97, 257)
     ),
+    *(Case(encode, f"given-w{d}-b{b}", partial(given, encoded, 5, 3, d, bits=b)) for d in (63, 64, 100, 256) for b in BITS),
+    *(Case(encode, f"given-zero-w{d}", partial(awkward, d, with_zero)) for d in (63, 64)),
+    Case(encode, "given-many", lambda: given(encoded, 300, 8, 128, bits=4)),
+    *(
+        Case(decode, f"given-w{d}-b{b}", partial(given, coded, 4, 3, bits=b, width=d, seed=SEED))
+        for d, b in product((63, 128), BITS)
+    ),
+    *(Case(turboquant_values, f"given-b{b}", partial(given, values, 6, 2, 333, b, 96)) for b in BITS),
+    *(
+        Case(append_codes, f"given-k{k}v{v}", partial(given, append, [21, 40], [5, 1], 2, 64, bits=(k, v), **kept))
+        for k, v, kept in ((8, 4, {}), (4, 3, KEPT["kept"]), (6, 2, {}))
+    ),
+    *(
+        Case(append_codes, f"given-pairs-k{k}v{v}", partial(given, in_pairs, append, [21, 40], [5, 1], 2, 64, bits=(k, v)))
+        for k, v in ((8, 4), (3, 2))
+    ),
+    *(
+        Case(rope_append_codes, f"given-{name}", partial(given, turned, [121, 40], [1, 1], (4, 2), 128, **kept))
+        for name, kept in (("bare", {}), ("kept", KEPT["kept"]))
+    ),
+    *(
+        Case(turboquant_attention, f"given-k{k}v{v}", partial(given, attend, [37, 150], [1, 3], (4, 2), 64, bits=(k, v)))
+        for k, v in PAIRS[::3]
+    ),
+    *(
+        Case(turboquant_attention, f"given-{kind}", partial(given, attend, [150, 70], [new, 1], (4, 2), 128, **options))
+        for kind, new, options in (
+            ("kept", 1, KEPT["kept"]),
+            ("kept-prefill", 90, KEPT["kept"]),
+            ("window", 3, {"window": 48, "sinks": True}),
+        )
+    ),
+    *(
+        Case(
+            turboquant_attention,
+            f"given-pairs-k{k}v{v}",
+            partial(given, in_pairs, attend, [333], [1], (4, 2), d, (k, v)),
+            **FAST,
+        )
+        for k, v, d in ((4, 4, 128), (8, 4, 64), (3, 3, 128), (2, 2, 256))
+    ),
+    Case(turboquant_attention, "given-fast", lambda: given(attend, [333, 40], [1, 1], (8, 2), 128, (8, 4)), **FAST),
+    Case(
+        turboquant_attention,
+        "given-pairs-prompt",
+        lambda: given(in_pairs, attend, [200], [140], (4, 2), 128, **PROMPT),
+        **ROUNDED,
+    ),
+    Case(turboquant_partials, "given", lambda: given(attend, [63, 100], [1, 1], (8, 2), 64, block=32)),
+    *(Case(append_latent_codes, f"given-b{b}", partial(given, append_latent, [21, 40], [5, 1], 64, 8, bits=b)) for b in (3, 8)),
+    Case(rope_append_latent_codes, "given", lambda: given(turned_latent, [21, 40], [5, 1], 3, (20, 16, 64), bits=4)),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"given-b{b}",
+            partial(given, attend_latent, [137, 30], [1, 3], 5, 64, 8, bits=b, **kept),
+        )
+        for b, kept in ((3, {}), (8, {"plain": (1, 32)}))
+    ),
+    *(Case(turboquant_latent_attention, f"16-bits-given-b{b}", partial(given, narrow_latent, 16, b), tol=4e-3) for b in (4, 8)),
 ]

@@ -36,7 +36,7 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
     starts  [B + 1]  int32
     """
     batch = pages.spans(starts, latent.shape[0], reach=0)
-    codes, norms = encode.reference(latent, pages.bits, pages.seed)
+    codes, norms = encode.reference(latent, pages.bits, pages.seed, pages.book)
     for b, start, new, first, length in batch:
         page, slot = pages.rows_of(b, first, length)
         mine = slice(start, start + new)
@@ -118,7 +118,7 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
 def _latents(pages: LatentCodes, b: int, new: int, length: int) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
     """Give positions of a sequence, their rotated latents and what these are multiplied by, and whether they are plain."""
     page, slot = pages.rows_of(b, 0, length)
-    book = codebook(pages.bits, pages.width, page.device)
+    book = codebook(pages.bits, pages.width, page.device, pages.book)
     levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
     yield torch.arange(length, device=page.device), levels, pages.norms[page, slot], False
     if (plain := pages.plain) is None:

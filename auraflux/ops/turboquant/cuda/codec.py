@@ -83,7 +83,8 @@ def norm_of(length, level):
     """What levels [R, D] are multiplied by to be as long as `length` [R, 1] says: [R]."""
     level = level.to(tl.float64)
     rounded = tl.sqrt(tl.sum(level * level, 1, keep_dims=True))
-    return tl.reshape((length / rounded).to(tl.float32), [level.shape[0]])
+    # all levels of a row may be 0 where they are given
+    return tl.reshape(tl.where(rounded == 0, length * 0, length / rounded).to(tl.float32), [level.shape[0]])
 
 
 @triton.jit

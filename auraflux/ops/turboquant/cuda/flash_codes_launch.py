@@ -14,7 +14,7 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
-from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import Coded, CodeShape, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import finish_rows
 from auraflux.ops.turboquant.cuda.codec_launch import rotated
@@ -61,7 +61,9 @@ def attend_in_blocks(
     return parts
 
 
-def sum_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float) -> Tensor:
+def sum_values(
+    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float, given: Codebook | None = None
+) -> Tensor:
     """Sum coded values by their weights."""
     (heads, tokens), rows = norms.shape, weights.shape[0]
     if not tokens:
@@ -73,7 +75,7 @@ def sum_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: 
     share = cdiv(cdiv(tokens, shares), keys) * keys
     shares = cdiv(tokens, share)
     parts = torch.empty(shares, rows, width, device=weights.device)
-    source = weights, codes, norms, codebook(bits, width, weights.device), parts, threshold
+    source = weights, codes, norms, codebook(bits, width, weights.device, given), parts, threshold
     sizes = {"D": width, "P": padded, "BITS": bits, "M": 16, "N": keys}
     launch(sum_coded, (tiles, heads, shares))(*source, tokens, share, group, **sizes)
     return parts.sum(0).to(weights.dtype)
@@ -95,12 +97,12 @@ def _attend(
     (tokens, heads, width), latent = q.shape, q_rope is not None
     wide, padded, rope = q.dtype is torch.float32, power_of_two(width), 0 if q_rope is None else q_rope.shape[2]
     if latent:
-        keys = values = Coded(pages.codes, pages.norms, book_for(pages.bits, width, not wide, q.device))
+        keys = values = Coded(pages.codes, pages.norms, book_for(pages.bits, width, not wide, q.device, pages.book))
         sequences = power_of_two(pages.table.shape[0])
         shape = CodeShape(1, width, pages.bits, pages.bits, pages.pool[1], False, sequences)
     else:
-        keys = keys_of(pages, book_for(pages.key_bits, width, not wide, q.device))
-        values = values_of(pages, book_for(pages.value_bits, width, not wide, q.device))
+        keys = keys_of(pages, book_for(pages.key_bits, width, not wide, q.device, pages.key_book))
+        values = values_of(pages, book_for(pages.value_bits, width, not wide, q.device, pages.value_book))
         shape = shape_of(pages)
     key_heads = shape.heads
     sequences, table_width = pages.table.shape

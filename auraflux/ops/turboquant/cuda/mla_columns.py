@@ -259,7 +259,7 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
     launch(latent_code_columns, (programs, splits))(
         q_latent, signs, tiles_of(q_rope, n), tiles_of(pages.rope, TILE),
-        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device)), index_of(pages, starts), parts,
+        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), index_of(pages, starts), parts,
         scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), n, pages.bits,
         *RINGS[n, pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip

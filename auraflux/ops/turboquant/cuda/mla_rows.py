@@ -223,7 +223,7 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
     launch(latent_code_rows, (programs, splits))(
         tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.rope, TILE),
-        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device)), index_of(pages, starts), parts,
+        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), index_of(pages, starts), parts,
         scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), TILE, pages.bits,
         *RINGS[pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
