@@ -206,8 +206,8 @@ def _nearest_by_halves(y, levels, BITS: tl.constexpr):
     """Find codes of any levels by halving their range."""
     code = tl.zeros(y.shape, tl.int32)
     for i in tl.static_range(BITS):
-        STEP: tl.constexpr = 1 << (BITS - 1 - i)
-        code += tl.where(y <= tl.load(levels.codes + code + (STEP - 1)), 0, STEP)
+        step = 1 << (BITS - 1 - i)
+        code += tl.where(y <= tl.load(levels.codes + code + (step - 1)), 0, step)
     return code, tl.load(levels.levels + code)
 
 
