@@ -69,7 +69,6 @@ def rope_append_codes(
 
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
     _check(latent, latent.shape[-1])
-    _check_plain(pages)
     append_latent(latent, k_rope, pages, starts)
 
 
@@ -78,7 +77,6 @@ def rope_append_latent_codes(
     inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, pages.width)
-    _check_plain(pages)
     rotation = inv_freq, positions, mscale, interleaved
     return ROPE_APPEND_LATENT(RopeAppendLatent(q, kv, heads, nope, pages, starts, norm, eps, rotation))
 
@@ -125,7 +123,6 @@ def turboquant_attention(
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     _check(q_latent, pages.width)
-    _check_plain(pages)
     _check_size(pages.width, pages.book)
     return ATTEND_LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale))
 
@@ -146,8 +143,3 @@ def _check_size(width: int, *books: Codebook | None) -> None:
     for book in books:
         if book is not None and not SMALL < book.largest * width**0.5 < LARGE:
             raise Declined(f"levels of up to {book.largest:g} were given, too large or small for float16")
-
-
-def _check_plain(pages: LatentCodes) -> None:
-    if pages.plain is not None:
-        raise Declined("latents of some positions are kept as they are")

@@ -12,6 +12,7 @@ from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import Coded, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import append_coded, append_coded_latent, decode_rows, encode_rows, rotate_rows
 from auraflux.ops.turboquant.cuda.hadamard import levels_for, rotation_for
+from auraflux.ops.turboquant.cuda.mla_kept import kept_latents, kept_shape
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 ROWS_TOGETHER = 16  # encoded by one program where there are many
@@ -105,11 +106,13 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Te
         pages.rope,
         rotation,
         index_of(pages, starts),
+        kept_latents(pages),
         R=rope,
         PR=power_of_two(rope),
         BITS=pages.bits,
         MATRIX=matrix,
         PAGE=pages.pool[1],
         S=power_of_two(pages.table.shape[0]),
+        KEPT=kept_shape(pages),
         **_row(width),
     )

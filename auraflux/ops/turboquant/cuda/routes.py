@@ -114,6 +114,8 @@ def _refuses_latent(call: AttendLatent) -> str | None:
         return "queries are not in 16 bits, or what is rotated by position is not in bf16"
     if page % mla_columns.TILE:
         return f"pages of {page} are not whole tiles of {mla_columns.TILE}"
+    if pages.plain is not None:
+        return "latents of some positions are kept as they are"
     return not_hopper(call.q.device) or (UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None)
 
 
