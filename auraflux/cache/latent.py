@@ -1,8 +1,7 @@
 """What multi-head latent attention keeps of a token: one vector for all heads, plain or as codes, and one rotated key.
 
 Beside codes, the latents of the first and the newest positions are kept as they are, as keys and values of other layers are.
-Nothing is left out of what is coded: a latent is a value too, whose mean is no more than a shift of the layer's result, and it
-comes out of a norm that has scaled its channels already.
+They are coded whole: no trained model has shown yet that a mean or scales left out of them pay, as they do for keys.
 """
 
 import torch

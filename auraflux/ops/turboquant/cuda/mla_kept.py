@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.pages import place_of
+from auraflux.ops.hopper.pages import Index, index_of, place_of, position_of
+from auraflux.ops.hopper.sizes import power_of_two
+from auraflux.ops.hopper.softmax import LOG2E
+from auraflux.ops.turboquant.cuda.hadamard import hadamard
 from auraflux.ops.turboquant.pages import LatentCodes
 
 
@@ -36,6 +39,7 @@ class KeptShape(NamedTuple):
     page: int
 
 
+MOST_KEPT = 128  # positions, which one program goes over for each head
 NOTHING_KEPT = KeptShape(0, 0, 1, 1)
 
 
@@ -54,6 +58,67 @@ def kept_shape(pages: LatentCodes) -> KeptShape:
         return NOTHING_KEPT
     head, recent = (1 if each is None else each.pool[1] for each in (plain.head, plain.recent))
     return KeptShape(plain.first, plain.newest, head, recent)
+
+
+class Asking(NamedTuple):
+    """What queries need to attend to kept latents: themselves, both parts, and where all lies."""
+
+    q: Tensor
+    q_rope: Tensor
+    kept: KeptLatents
+    rope: Tensor
+    step: Index
+    heads: int
+    scale: float
+
+
+class AskingShape(NamedTuple):
+    """What that is compiled for: tokens in a page of codes, channels of a rotated key, sequences.
+
+    newest, first  positions at a time
+    """
+
+    page: int
+    rope: int
+    sequences: int
+    newest: int
+    first: int
+
+
+class Question(NamedTuple):
+    """All that the share of kept latents takes; None, and what does not matter, where none are kept."""
+
+    who: Asking | None
+    shape: AskingShape
+    kept: KeptShape
+
+
+def asking(q: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, most: int) -> Question:
+    """Give what the share of kept latents takes; registers hold those of `most` positions at a time."""
+    kept, shape = kept_latents(pages), kept_shape(pages)
+    if kept is None:
+        return NO_QUESTION
+    at_once = (min(most, power_of_two(max(1, count))) for count in (shape.newest, shape.first))
+    sizes = pages.pool[1], pages.rope.shape[2], power_of_two(pages.table.shape[0])
+    who = Asking(q, q_rope, kept, pages.rope, index_of(pages, starts), q.shape[1], scale * LOG2E.value)
+    return Question(who, AskingShape(*sizes, *at_once), shape)
+
+
+NO_QUESTION = Question(None, AskingShape(1, 1, 1, 1, 1), NOTHING_KEPT)
+
+
+@triton.jit
+def share_of_kept(asking, signs, line, D: tl.constexpr, SHAPE: tl.constexpr, KEPT: tl.constexpr):
+    """Rotate the query of one token and head, and attend from it to what is kept: see `kept_share`; and the query [1, D]."""
+    d, r = tl.arange(0, D)[None, :], tl.arange(0, SHAPE.rope)[None, :]
+    sequence, position = position_of((line // asking.heads).to(tl.int32), asking.step, SHAPE.sequences)
+    x = hadamard(tl.load(asking.q + line * D + d).to(tl.float32) * tl.load(signs + d), D)
+    q_rope = tl.load(asking.q_rope + line * SHAPE.rope + r).to(tl.float32)
+    found = kept_share(
+        x, q_rope, asking.kept, asking.rope, asking.step, sequence, position, asking.scale, D, SHAPE.rope, KEPT,
+        SHAPE.page, SHAPE.newest, SHAPE.first,
+    )  # fmt: skip
+    return found[0], found[1], found[2], x
 
 
 @triton.jit
