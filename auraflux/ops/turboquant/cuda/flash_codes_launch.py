@@ -18,7 +18,7 @@ from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import Coded, CodeShape, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import finish_rows
 from auraflux.ops.turboquant.cuda.codec_launch import rotated
-from auraflux.ops.turboquant.cuda.flash_codes import Splits, Tile, attend_codes, sum_coded
+from auraflux.ops.turboquant.cuda.flash_codes import Latents, Splits, Tile, attend_codes, sum_coded
 from auraflux.ops.turboquant.cuda.hadamard import book_for, rotation_for
 from auraflux.ops.turboquant.cuda.mla_kept import NOTHING_KEPT, kept_latents, kept_shape
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
@@ -120,8 +120,8 @@ def _attend(
         unit = width**-0.5
     rotated_q = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
     launch(attend_codes, (cut.tiles, key_heads, splits))(
-        *(rotated_q, q_rope, keys, values, pages.rope if latent else None),
-        *(kept_latents(pages) if latent else None, index_of(pages, starts), parts),
+        *(rotated_q, keys, values, None if q_rope is None else Latents(q_rope, pages.rope, kept_latents(pages))),
+        *(index_of(pages, starts), parts),
         *(scale / factor, unit, softcap or 1.0, EVERYTHING if window is None else window),
         Splits(block, splits, parts.m.shape[1]),
         heads,

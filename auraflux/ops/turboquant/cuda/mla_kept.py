@@ -30,6 +30,13 @@ class KeptLatents(NamedTuple):
     pool: int
 
 
+class Beside(NamedTuple):
+    """What lies beside the codes of latents: rotated keys, and latents that are kept as they are, if any."""
+
+    rope: Tensor
+    kept: KeptLatents | None
+
+
 class KeptShape(NamedTuple):
     """How many first and newest positions are kept as they are, and tokens of a page of each; all 0 where none are."""
 
