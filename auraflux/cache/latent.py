@@ -1,14 +1,20 @@
-"""What multi-head latent attention keeps of a token: one vector for all heads, plain or as codes, and one rotated key."""
+"""What multi-head latent attention keeps of a token: one vector for all heads, plain or as codes, and one rotated key.
+
+Beside codes, the latents of the first and the newest positions are kept as they are, as keys and values of other layers are.
+They are coded whole: no trained model has shown yet that a mean or scales left out of them pay, as they do for keys.
+"""
 
 import torch
 from torch import Tensor
 
 from auraflux.cache.batch import Batch, Layer, Turn
 from auraflux.cache.pages import LayerGroup
+from auraflux.cache.settings import FURTHEST
 from auraflux.cache.turboquant import NORM_NBYTES
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.attention.reference import append_latent, latent_attention, rope_append_latent
 from auraflux.ops.turboquant.pages import LatentCodes, row_words
+from auraflux.ops.turboquant.plain import PlainLatents, RowPages
 from auraflux.ops.turboquant.reference import append_latent_codes, rope_append_latent_codes, turboquant_latent_attention
 
 
@@ -40,19 +46,59 @@ class LatentLayer(Layer):
         return latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale)
 
 
-class CodedLatentLayer(Layer):
-    """Latents as codes; the rotated keys stay as they are."""
+class LatentRows(Layer):
+    """Latents alone, beside a layer's codes; that layer's ops read and write them."""
 
-    def __init__(self, group: LayerGroup, width: int, rope: int, bits: int, seed: int, dtype: torch.dtype):
+    def __init__(self, group: LayerGroup, width: int, dtype: torch.dtype):
+        self.group, self.rows = group, group.zeros(group.size, width, dtype=dtype)
+        self.token_nbytes = width * dtype.itemsize
+
+    def view(self, batch: Batch) -> RowPages:
+        return RowPages(self.rows, batch.table(self.group), batch.lengths)
+
+
+class CodedLatentLayer(Layer):
+    """Latents as codes; the rotated keys stay as they are.
+
+    head    latents of the first positions as they are; None for none
+    recent  those of the newest ones, whose group's span is how near they are; None for none
+    """
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        width: int,
+        rope: int,
+        bits: int,
+        seed: int,
+        dtype: torch.dtype,
+        head: LatentRows | None = None,
+        recent: LatentRows | None = None,
+    ):
         self.group, self.width, self.bits, self.seed = group, width, bits, seed
+        self.head, self.recent = head, recent
         self.codes = group.zeros(group.size, row_words(bits, width), dtype=torch.int32)
         self.norms = group.zeros(group.size, dtype=torch.float32)
         self.rope = group.zeros(group.size, rope, dtype=dtype)
         self.token_nbytes = 4 * row_words(bits, width) + NORM_NBYTES + rope * dtype.itemsize
+        self.plain_nbytes = self._plain_at(FURTHEST)
+
+    def nbytes_at(self, length: int) -> int:
+        """Codes and rotated keys, and what is kept as it is beside them."""
+        return super().nbytes_at(length) + self._plain_at(length)
+
+    def _plain_at(self, length: int) -> int:
+        return sum(layer.nbytes_at(length) for layer in (self.head, self.recent) if layer is not None)
 
     def view(self, batch: Batch) -> LatentCodes:
         index = batch.table(self.group), batch.lengths
-        return LatentCodes(self.codes, self.norms, self.rope, *index, self.bits, self.width, self.seed)
+        return LatentCodes(self.codes, self.norms, self.rope, *index, self.bits, self.width, self.seed, self._plain(batch))
+
+    def _plain(self, batch: Batch) -> PlainLatents | None:
+        if self.head is None and self.recent is None:
+            return None
+        head, recent = (None if layer is None else layer.view(batch) for layer in (self.head, self.recent))
+        return PlainLatents(head, recent, 0 if self.recent is None else self.recent.group.span or 0)
 
     def append(self, batch: Batch, latent: Tensor, k_rope: Tensor) -> None:
         """Encode and store the latents [T, C], store the rotated keys [T, R] of the batch's new tokens."""

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from auraflux.cache.dense import DenseLayer
-from auraflux.cache.latent import CodedLatentLayer, LatentLayer
+from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import RecurrentLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
@@ -37,6 +37,13 @@ def _width_refusal(width: int) -> str | None:
     if NARROWEST <= width <= WIDEST:
         return None
     return f"vectors of width {width} have no codes; {NARROWEST} to {WIDEST} is needed."
+
+
+def _plain_groups(room: Room) -> tuple[LayerGroup | None, LayerGroup | None]:
+    """Whose pages hold the first positions as they are, and the newest."""
+    first, newest = room.settings.plain_first, room.settings.plain_newest
+    head = room.group(None, first, first) if first else None
+    return head, room.group(newest, RECENT_PAGE) if newest else None
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,11 @@ class AttentionShape:
 
     def build(self, room: Room, bits: Bits | None, number: int) -> DenseLayer | CodedLayer:
         settings, group = room.settings, room.group(self.window)
-        first, newest = settings.plain_first, settings.plain_newest
         # a window that is newest as a whole is never read as codes
-        if bits is None or (self.window is not None and self.window <= newest):
+        if bits is None or (self.window is not None and self.window <= settings.plain_newest):
             return DenseLayer(group, self.heads, self.width, self.value_width or self.width, room.dtype)
         plain = self.heads, self.width, self.width, room.dtype
-        head = DenseLayer(room.group(None, first, first), *plain) if first else None
-        recent = DenseLayer(room.group(newest, RECENT_PAGE), *plain) if newest else None
+        head, recent = (None if kept is None else DenseLayer(kept, *plain) for kept in _plain_groups(room))
         kept = head, recent, room.calibration(number, self.heads, self.width)
         return CodedLayer(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, *kept)
 
@@ -106,9 +111,6 @@ class LatentShape:
         key, value = bits
         if key < value:
             return f"a latent is key and value at once and is held at the key's bits, too few here; use k{value}v{value}."
-        for name in ("first", "newest"):
-            if value := getattr(settings, name):
-                return f"{name}={value} needs an uncompressed copy, which latent layers do not keep."
         if settings.sparse_v:
             return f"sparse_v={settings.sparse_v} skips values, and a latent has been read as a key already."
         return _width_refusal(self.width)
@@ -116,7 +118,9 @@ class LatentShape:
     def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
         if bits is None:
             return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
-        return CodedLatentLayer(room.group(None), self.width, self.rope, bits[0], room.settings.seed, room.dtype)
+        head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in _plain_groups(room))
+        sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
+        return CodedLatentLayer(room.group(None), *sizes, head, recent)
 
 
 @dataclass(frozen=True)

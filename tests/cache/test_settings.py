@@ -74,8 +74,6 @@ def test_only_recurrent_layers_have_nothing_to_compress():
         (AttentionShape(2, 4), "k8v4", {}, "width 4 have no codes; 8 to 1024"),
         (AttentionShape(2, 2048), "k8v4", {}, "width 2048 have no codes"),
         (LATENT, "k4v8", {}, "key and value at once and is held at the key's bits, too few here; use k8v8"),
-        (LATENT, "k4v4", {"newest": 8}, "newest=8 needs an uncompressed copy"),
-        (LATENT, "k4v4", {"first": 1}, "first=1 needs an uncompressed copy"),
         (LATENT, "k4v4", {"sparse_v": 1e-6}, "sparse_v=1e-06 skips values"),
     ],
 )
@@ -154,3 +152,30 @@ def test_newest_keys_are_read_as_they_are_and_older_ones_as_codes(window):
     with use_backend("reference"):
         found = toy.fresh(tokens)
     torch.testing.assert_close(found, expected.flatten(1), rtol=1e-4, atol=1e-5)
+
+
+def test_newest_and_first_latents_are_read_as_they_are_and_others_as_codes():
+    """Against attention written out: each pair of a query and a latent chooses by its positions."""
+    first, newest, shape = 2, 5, LatentShape(16, 4)
+    toy = replace(TOYS["coded-latent"], shapes=[shape], settings=CacheSettings("k2v2", first=first, newest=newest))
+    tokens = [i * i % VOCABULARY for i in range(23)]
+    latent, k_rope = vectors(4, 16)[tokens], vectors(5, 4)[tokens]
+    q, q_rope = vectors(6, 3, 16)[tokens], vectors(7, 3, 4)[tokens]
+    coded = decode(*encode(latent, 2, 0), 2, 16, 0)
+    at = torch.arange(23)
+    plain = ((at[:, None] - at < newest) | (at < first))[:, None]
+    scores = torch.where(plain, torch.einsum("nhd,td->nht", q, latent), torch.einsum("nhd,td->nht", q, coded))
+    scores = 0.2 * (scores + torch.einsum("nhr,tr->nht", q_rope, k_rope))
+    weights = scores.masked_fill((at[:, None] < at)[:, None], -torch.inf).softmax(-1)
+    expected = (weights * plain) @ latent + (weights * ~plain) @ coded
+    with use_backend("reference"):
+        found = toy.fresh(tokens)
+    torch.testing.assert_close(found, expected.flatten(1), rtol=1e-4, atol=1e-5)
+
+
+def test_kept_latents_are_counted():
+    kept, bare = (Cache([LATENT] * 2, CacheSettings("k4v4", **plain), context=99) for plain in ({"first": 1, "newest": 32}, {}))
+    assert kept.token_nbytes == bare.token_nbytes
+    assert bare.sequence_nbytes == 0
+    # 64 floats of each, in two layers
+    assert kept.sequence_nbytes == 2 * 4 * 64 * (1 + 32)

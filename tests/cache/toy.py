@@ -109,6 +109,8 @@ TOYS = {
     "latent": Toy([LATENT]),
     "coded-latent": Toy([LATENT], CacheSettings("k4v4")),
     "k8v4-latent": Toy([LATENT, FULL, LatentShape(24, 4)], CacheSettings("k8v4")),
+    "kept-latent": Toy([LATENT], CacheSettings("k4v4", first=1, newest=5)),
+    "first-latent": Toy([FULL, LATENT], CacheSettings("k4v4", first=3)),
     "recurrent": Toy([RECURRENT, RECURRENT]),
     "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
     "calibrated-hybrid": Toy([RECURRENT, FULL, WINDOW], CacheSettings("k3v3", first=2, newest=3), calibrated=True),

@@ -73,8 +73,8 @@ def sum_of_columns(x, room, N: gl.constexpr):
 
 
 @gluon.jit
-def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr):
-    """Find a token's sequence, and a split's share of what it sees, in tiles of N.
+def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr, NEWEST: gl.constexpr = 0):
+    """Find a token's sequence, and a split's share of what it sees, in tiles of N; the NEWEST positions are left out.
 
     returns sequence, first position of the share, first that is seen, end of the share, number of tiles, and how many positions
             were there before this step
@@ -86,6 +86,8 @@ def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constex
     stop, length = gl.load(index.starts + sequence + 1), gl.load(index.lengths + sequence)
     seen, old = length - stop + token + 1, length - stop + gl.load(index.starts + sequence)
     low = gl.maximum(seen - window, 0)
+    if NEWEST > 0:
+        seen = gl.maximum(seen - NEWEST, 0)
     share = ((seen - low // N * N + N - 1) // N + splits - 1) // splits * N
     begin = low // N * N + split * share
     end = gl.minimum(seen, begin + share)

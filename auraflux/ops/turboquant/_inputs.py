@@ -1,6 +1,7 @@
 """Makers of arguments for the ops on codes, and counts of what those must move and do; used by `cases` and by tests."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from auraflux.ops.attention.pages import KVPages, rows_of
 from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
-from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
-from auraflux.ops.turboquant.plain import PlainPages
+from auraflux.ops.turboquant.codebook import Codebook
+from auraflux.ops.turboquant.pages import Codebooks, CodePages, LatentCodes, row_words
+from auraflux.ops.turboquant.plain import PlainLatents, PlainPages, RowPages
 
 BF16 = torch.bfloat16
 WIDTHS = (64, 80, 96, 128, 256, 512)
@@ -27,7 +29,7 @@ def encoded(*shape: int, bits: int = 4, dtype: torch.dtype = torch.float32) -> A
     return {"x": vectors(*shape, dtype=dtype), "bits": bits, "seed": SEED}
 
 
-def awkward(width: int) -> Args:
+def awkward(width: int, book: Callable[[int, int], Codebook] | None = None) -> Args:
     """Zeros, one channel alone, a large outlier, a very short and a very long vector, and none of that."""
     args = encoded(6, width, bits=3)
     x = args["x"]
@@ -36,7 +38,7 @@ def awkward(width: int) -> Args:
     x[2, 5] = 100.0
     x[3] *= 1e-30
     x[4] *= 1e30
-    return args
+    return args if book is None else {**args, "levels": book(3, width)}
 
 
 def coded(*shape: int, bits: int, width: int, **options: int) -> Args:
@@ -47,6 +49,31 @@ def coded(*shape: int, bits: int, width: int, **options: int) -> Args:
 def values(query_heads: int, heads: int, tokens: int, bits: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
     weights = torch.softmax(2 * torch.randn(query_heads, tokens), -1).to(dtype)
     return {"weights": weights, **coded(heads, tokens, bits=bits, width=width)}
+
+
+def random_book(bits: int, width: int) -> Codebook:
+    """Levels by chance, neither mirrored nor evenly apart, about as large as the usual ones."""
+    steps = torch.rand(1 << bits) + 0.05
+    levels = steps.cumsum(0) - steps.sum() * (0.4 + 0.2 * torch.rand(()))
+    return Codebook(levels * (5.0 / steps.sum()) * width**-0.5)
+
+
+def with_zero(bits: int, width: int) -> Codebook:
+    """Levels of which one is 0, as in tables for weights."""
+    return Codebook((torch.arange(1 << bits) - (1 << bits - 1)) * (4.0 / (1 << bits)) * width**-0.5)
+
+
+def given(make: Callable[..., Args], *args: Any, **options: Any) -> Args:
+    """Make arguments with levels by chance."""
+    made = make(*args, **options)
+    if (pages := made.get("pages")) is None:
+        made["levels"] = random_book(made["bits"], made["x"].shape[-1] if "x" in made else made["width"])
+    elif isinstance(pages, LatentCodes):
+        made["pages"] = replace(pages, levels=random_book(pages.bits, pages.width))
+    else:
+        books = Codebooks(random_book(pages.key_bits, pages.width), random_book(pages.value_bits, pages.width))
+        made["pages"] = replace(pages, codebooks=books)
+    return made
 
 
 def code_pages(
@@ -124,12 +151,32 @@ def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> 
 
 
 def latent_codes(
-    lengths: list[int], width: int, rope: int, bits: int = 4, page: int = 16, cache: torch.dtype = torch.float32
+    lengths: list[int],
+    width: int,
+    rope: int,
+    bits: int = 4,
+    page: int = 16,
+    cache: torch.dtype = torch.float32,
+    plain: tuple[int, int] | None = None,
 ) -> LatentCodes:
+    """Fill a pool with random codes and rotated keys; `plain` first and newest positions are kept as they are, too."""
     pool, table = page_table(lengths, page)
     rows = coded(pool, page, bits=bits, width=width)
-    keys = vectors(pool, page, rope, dtype=cache)
-    return LatentCodes(rows["codes"], rows["norms"], keys, table, torch.tensor(lengths, dtype=torch.int32), bits, width, SEED)
+    keys, sizes = vectors(pool, page, rope, dtype=cache), torch.tensor(lengths, dtype=torch.int32)
+    kept = None if plain is None else plain_latents(lengths, width, *plain, cache)
+    return LatentCodes(rows["codes"], rows["norms"], keys, table, sizes, bits, width, SEED, kept)
+
+
+def plain_latents(
+    lengths: list[int], width: int, first: int, newest: int, dtype: torch.dtype = torch.float32, page: int = 16
+) -> PlainLatents:
+    """Random rows, as long as codes of random norms are; entries of pages that nobody reads are wild."""
+    like = plain_pages(lengths, 1, width, first, newest, dtype, page)
+    return PlainLatents(_latent_rows(like.head), _latent_rows(like.recent), newest)
+
+
+def _latent_rows(pages: KVPages | None) -> RowPages | None:
+    return None if pages is None else RowPages(pages.k[:, 0].contiguous(), pages.table, pages.lengths)
 
 
 def edges(counts: list[int]) -> Tensor:
@@ -265,11 +312,16 @@ def attend_latent(
 
 
 def narrow_latent(
-    heads: int, bits: int, lengths: list[int] | None = None, counts: list[int] | None = None, page: int = 64
+    heads: int,
+    bits: int,
+    lengths: list[int] | None = None,
+    counts: list[int] | None = None,
+    page: int = 64,
+    plain: tuple[int, int] | None = None,
 ) -> Args:
     """In 16 bits, as wide as models are; nothing behind a sequence's end in its last page is a number."""
     lengths, counts = lengths or [200, 64, 5], counts or [1, 1, 2]
-    args = attend_latent(lengths, counts, heads, 512, 64, dtype=BF16, bits=bits, page=page, cache=BF16)
+    args = attend_latent(lengths, counts, heads, 512, 64, dtype=BF16, bits=bits, page=page, cache=BF16, plain=plain)
     pages: LatentCodes = args["pages"]
     for b, length in enumerate(lengths):
         last = int(pages.table[b, (length - 1) // page])

@@ -26,6 +26,7 @@ from auraflux.ops.turboquant._inputs import (
     coded,
     decode_at,
     encoded,
+    given,
     in_pairs,
     narrow_latent,
     prefill_of,
@@ -33,6 +34,7 @@ from auraflux.ops.turboquant._inputs import (
     turned_latent,
     values,
     vectors,
+    with_zero,
 )
 from auraflux.ops.turboquant.arrangement import PAIR_BITS, PAIR_WIDTHS
 from auraflux.ops.turboquant.codebook import BITS
@@ -498,4 +500,169 @@ CASES = [
         Case(turboquant_latent_attention, f"16-bits-{n}-positions", partial(narrow_latent, 16, 8, [n], [1]), tol=4e-3)
         for n in (1, 63, 64, 65, 257)
     ),
+    *(
+        Case(append_latent_codes, f"kept-b{b}", partial(append_latent, [121, 40, 3], [35, 1, 3], 64, 8, bits=b, plain=(1, 32)))
+        for b in BITS[::2]
+    ),
+    *(
+        Case(
+            append_latent_codes,
+            f"kept-w{d}-{kind}",
+            partial(append_latent, [121, 3], [35, 3], d, 16, bits=6, cache=dtype, plain=plain),
+        )
+        for d, kind, dtype, plain in (
+            (100, "bf16", BF16, (2, 20)),
+            (512, "bf16", BF16, (1, 32)),
+            (128, "f16", torch.float16, (1, 0)),
+            (256, "f32", torch.float32, (0, 32)),
+        )
+    ),
+    *(
+        Case(
+            rope_append_latent_codes,
+            f"kept-w{width}-{new}",
+            partial(turned_latent, [121, 40], [new, 1], 3, (20, 16, width), bits=4, cache=BF16, plain=(1, 32)),
+        )
+        for width, new in ((64, 1), (100, 5), (512, 1), (512, 20))
+    ),
+    Case(
+        rope_append_latent_codes,
+        "kept-one-token",
+        lambda: turned_latent([700], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=64, cache=BF16, plain=(1, 32)),
+        tol=4e-3,
+        bench=True,
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"kept-b{b}",
+            partial(attend_latent, [137, 30], [1, 3], 5, 64, 8, bits=b, plain=(1, 32)),
+        )
+        for b in BITS
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"kept-w{d}-{kind}-{new}",
+            partial(attend_latent, [150, 70], [new, 1], 16, d, 16, bits=8, cache=dtype, plain=(3, 40)),
+        )
+        for d, kind, dtype in (
+            (63, "f32", torch.float32),
+            (100, "bf16", BF16),
+            (512, "bf16", BF16),
+            (128, "f16", torch.float16),
+        )
+        for new in (1, 5, 90)
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"kept-{n}-positions",
+            partial(attend_latent, [n], [1], 16, 128, 64, page=64, plain=(1, 32)),
+        )
+        for n in (1, 2, 31, 32, 33, 34, 65, 333)
+    ),
+    Case(turboquant_latent_attention, "kept-head", lambda: attend_latent([150, 2], [1, 1], 4, 64, 8, plain=(1, 0))),
+    Case(turboquant_latent_attention, "kept-recent", lambda: attend_latent([150, 20], [3, 20], 4, 64, 8, plain=(0, 32))),
+    Case(
+        turboquant_latent_attention,
+        "kept-ragged",
+        lambda: attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7, plain=(2, 11)),
+    ),
+    Case(
+        turboquant_latent_attention,
+        "kept-decode",
+        lambda: attend_latent([2048], [1], 16, 512, 64, bits=8, page=64, plain=(1, 32)),
+        **LATENT_BENCH,
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"16-bits-kept-{heads}-heads-b{bits}",
+            partial(narrow_latent, heads, bits, plain=(1, 32)),
+            tol=4e-3,
+        )
+        for heads in (5, 16, 32, 40, 64)
+        for bits in (4, 8)
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"16-bits-kept-long-{heads}-heads-b{bits}",
+            partial(narrow_latent, heads, bits, [9000, 700], [1, 2], 128, (1, 32)),
+            tol=4e-3,
+            slow=True,
+        )
+        for heads in (16, 128)
+        for bits in (4, 8)
+    ),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"16-bits-kept-{n}-positions",
+            partial(narrow_latent, 16, 8, [n], [1], plain=(1, 32)),
+            tol=4e-3,
+        )
+        for n in (1, 33, 34, 65, 97, 257)
+    ),
+    *(Case(encode, f"given-w{d}-b{b}", partial(given, encoded, 5, 3, d, bits=b)) for d in (63, 64, 100, 256) for b in BITS),
+    *(Case(encode, f"given-zero-w{d}", partial(awkward, d, with_zero)) for d in (63, 64)),
+    Case(encode, "given-many", lambda: given(encoded, 300, 8, 128, bits=4)),
+    *(
+        Case(decode, f"given-w{d}-b{b}", partial(given, coded, 4, 3, bits=b, width=d, seed=SEED))
+        for d, b in product((63, 128), BITS)
+    ),
+    *(Case(turboquant_values, f"given-b{b}", partial(given, values, 6, 2, 333, b, 96)) for b in BITS),
+    *(
+        Case(append_codes, f"given-k{k}v{v}", partial(given, append, [21, 40], [5, 1], 2, 64, bits=(k, v), **kept))
+        for k, v, kept in ((8, 4, {}), (4, 3, KEPT["kept"]), (6, 2, {}))
+    ),
+    *(
+        Case(append_codes, f"given-pairs-k{k}v{v}", partial(given, in_pairs, append, [21, 40], [5, 1], 2, 64, bits=(k, v)))
+        for k, v in ((8, 4), (3, 2))
+    ),
+    *(
+        Case(rope_append_codes, f"given-{name}", partial(given, turned, [121, 40], [1, 1], (4, 2), 128, **kept))
+        for name, kept in (("bare", {}), ("kept", KEPT["kept"]))
+    ),
+    *(
+        Case(turboquant_attention, f"given-k{k}v{v}", partial(given, attend, [37, 150], [1, 3], (4, 2), 64, bits=(k, v)))
+        for k, v in PAIRS[::3]
+    ),
+    *(
+        Case(turboquant_attention, f"given-{kind}", partial(given, attend, [150, 70], [new, 1], (4, 2), 128, **options))
+        for kind, new, options in (
+            ("kept", 1, KEPT["kept"]),
+            ("kept-prefill", 90, KEPT["kept"]),
+            ("window", 3, {"window": 48, "sinks": True}),
+        )
+    ),
+    *(
+        Case(
+            turboquant_attention,
+            f"given-pairs-k{k}v{v}",
+            partial(given, in_pairs, attend, [333], [1], (4, 2), d, (k, v)),
+            **FAST,
+        )
+        for k, v, d in ((4, 4, 128), (8, 4, 64), (3, 3, 128), (2, 2, 256))
+    ),
+    Case(turboquant_attention, "given-fast", lambda: given(attend, [333, 40], [1, 1], (8, 2), 128, (8, 4)), **FAST),
+    Case(
+        turboquant_attention,
+        "given-pairs-prompt",
+        lambda: given(in_pairs, attend, [200], [140], (4, 2), 128, **PROMPT),
+        **ROUNDED,
+    ),
+    Case(turboquant_partials, "given", lambda: given(attend, [63, 100], [1, 1], (8, 2), 64, block=32)),
+    *(Case(append_latent_codes, f"given-b{b}", partial(given, append_latent, [21, 40], [5, 1], 64, 8, bits=b)) for b in (3, 8)),
+    Case(rope_append_latent_codes, "given", lambda: given(turned_latent, [21, 40], [5, 1], 3, (20, 16, 64), bits=4)),
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"given-b{b}",
+            partial(given, attend_latent, [137, 30], [1, 3], 5, 64, 8, bits=b, **kept),
+        )
+        for b, kept in ((3, {}), (8, {"plain": (1, 32)}))
+    ),
+    *(Case(turboquant_latent_attention, f"16-bits-given-b{b}", partial(given, narrow_latent, 16, b), tol=4e-3) for b in (4, 8)),
 ]

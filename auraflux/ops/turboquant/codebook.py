@@ -4,11 +4,13 @@ A codebook has least distortion when every level is the mean of its cell and eve
 conditions together are a system of equations in the positive levels (the rest is their mirror image), which Newton's method
 solves in a few steps from the levels that are best in the limit of many bits: quantiles of N(0, 3).
 
-A coordinate of a rotated unit vector of width D is close to N(0, 1/D), so the levels are those of N(0, 1) over sqrt(D).
+A coordinate of a rotated unit vector of width D is close to N(0, 1/D), so the levels are those of N(0, 1) over sqrt(D). Other
+levels may be given in their place (`Codebook`).
 """
 
 import math
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
+from auraflux.kinds import check_fields
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 
 BITS = (2, 3, 4, 6, 8)
 
@@ -30,8 +34,71 @@ def index_of_rank(bits: int) -> Tensor:
     return torch.arange(1 << bits)
 
 
-def codebook(bits: int, width: int, device: torch.device | str = "cpu") -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Codebook:
+    """Levels that are given in place of the usual ones; a code is the rank of its level.
+
+    levels  [2 ** bits]  float32, finite, each above the one before: of a rotated unit vector's coordinates, about 1 / sqrt(D)
+    """
+
+    levels: Tensor
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_dense(levels=self.levels)
+        check_dtype("levels", self.levels, torch.float32)
+        check_shape("levels", self.levels, None)
+        if len(self.levels) not in [1 << bits for bits in BITS]:
+            counts = ", ".join(str(1 << bits) for bits in BITS)
+            raise InputError(f"a codebook of {len(self.levels)} levels was given; it may have {counts}.")
+        if not bool(self.levels.isfinite().all()):
+            raise InputError("the levels of a codebook must be finite numbers; there are others among them.")
+        if not bool((self.levels.diff() > 0).all()):
+            first = int((self.levels.diff() <= 0).nonzero()[0])
+            low, high = self.levels[first : first + 2].tolist()
+            raise InputError(f"the levels of a codebook must ascend; level {first + 1} is {high:g}, the one before {low:g}.")
+
+    @property
+    def bits(self) -> int:
+        return len(self.levels).bit_length() - 1
+
+    @cached_property
+    def middles(self) -> Tensor:
+        """The midpoints between neighbouring levels, float32 [2 ** bits - 1]."""
+        wide = self.levels.double()
+        return ((wide[1:] + wide[:-1]) / 2).float()
+
+    @cached_property
+    def largest(self) -> float:
+        """How far the levels reach from 0."""
+        return float(self.levels.abs().max())
+
+    def check(self, name: str, bits: int, beside: Tensor) -> None:
+        """Refuse levels for another number of bits, or on another device than what is beside them."""
+        check_dense(codes=beside, **{name: self.levels})
+        if self.bits != bits:
+            raise InputError(f"'{name}' has {len(self.levels)} levels; codes of {bits} bits need {1 << bits}.")
+
+    @cached_property
+    def _usual(self) -> dict[int, bool]:
+        return {}
+
+    def is_usual(self, width: int) -> bool:
+        """Tell whether these are the levels that vectors of some width have anyway."""
+        if width not in self._usual:
+            self._usual[width] = torch.equal(self.levels.cpu(), codebook(self.bits, width))
+        return self._usual[width]
+
+
+def unusual(book: Codebook | None, width: int) -> Codebook | None:
+    """Give a codebook if it is another than the usual one."""
+    return None if book is None or book.is_usual(width) else book
+
+
+def codebook(bits: int, width: int, device: torch.device | str = "cpu", given: Codebook | None = None) -> Tensor:
     """Give the level of every code, float32 [2 ** bits]. The tensor is kept and shared: do not write to it."""
+    if given is not None:
+        return given.levels.to(device)
     return _tables(bits, width, torch.device(device))[0]
 
 
@@ -40,8 +107,10 @@ def boundaries(bits: int, width: int, device: torch.device | str = "cpu") -> Ten
     return _tables(bits, width, torch.device(device))[1]
 
 
-def nearest(y: Tensor, bits: int) -> Tensor:
+def nearest(y: Tensor, bits: int, given: Codebook | None = None) -> Tensor:
     """Give the code of the level nearest to each coordinate, int64; midway between two, the lower level."""
+    if (given := unusual(given, y.shape[-1])) is not None:
+        return torch.bucketize(y, given.middles.to(y.device))
     _, middles, codes = _tables(bits, y.shape[-1], y.device)
     return codes[torch.bucketize(y, middles)]
 

@@ -17,8 +17,8 @@ from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 from auraflux.ops.attention.pages import DTYPES, rows_of, spans
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import Calibration
-from auraflux.ops.turboquant.codebook import check_bits
-from auraflux.ops.turboquant.plain import PlainPages
+from auraflux.ops.turboquant.codebook import Codebook, check_bits, unusual
+from auraflux.ops.turboquant.plain import PlainLatents, PlainPages
 from auraflux.ops.turboquant.rotation import check_rotation
 
 
@@ -62,6 +62,17 @@ def _places(bits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 @dataclass(frozen=True, eq=False)
+class Codebooks:
+    """Levels of keys' and of values' codes; None for the usual ones."""
+
+    keys: Codebook | None = None
+    values: Codebook | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, eq=False)
 class CodePages:
     """The compressed keys and values of one layer, for a batch of sequences.
 
@@ -75,6 +86,7 @@ class CodePages:
     arrangement             the order of the values' codes within a page
     calibration             what the codes of keys leave out; None for nothing
     plain                   positions that are kept as they are as well; None for none
+    codebooks               what codes stand for; None for the usual levels
     """
 
     key_codes: Tensor
@@ -90,6 +102,7 @@ class CodePages:
     arrangement: Arrangement = Arrangement.ROWS
     calibration: Calibration | None = None
     plain: PlainPages | None = None
+    codebooks: Codebooks | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -117,6 +130,10 @@ class CodePages:
             self.calibration.check(rows[1], self.width, self.capacity)
         if self.plain is not None:
             self.plain.check(rows[1], self.width, len(self.lengths))
+        if self.codebooks is not None:
+            for name, bits in (("keys", self.key_bits), ("values", self.value_bits)):
+                if (book := getattr(self.codebooks, name)) is not None:
+                    book.check(name, bits, self.key_codes)
 
     @classmethod
     def empty(
@@ -150,6 +167,16 @@ class CodePages:
             seed,
             arrangement,
         )
+
+    @cached_property
+    def key_book(self) -> Codebook | None:
+        """The levels of keys, if they are not the usual ones."""
+        return None if self.codebooks is None else unusual(self.codebooks.keys, self.width)
+
+    @cached_property
+    def value_book(self) -> Codebook | None:
+        """Those of values."""
+        return None if self.codebooks is None else unusual(self.codebooks.values, self.width)
 
     @cached_property
     def codes_only(self) -> "CodePages":
@@ -202,6 +229,8 @@ class LatentCodes:
     bits     from 2, 3, 4, 6, 8
     width    C, of a latent
     seed     of the rotation
+    plain    positions whose latents are kept as they are as well; None for none
+    levels   what codes stand for; None for the usual levels
     """
 
     codes: Tensor
@@ -212,6 +241,8 @@ class LatentCodes:
     bits: int
     width: int
     seed: int
+    plain: PlainLatents | None = None
+    levels: Codebook | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -231,6 +262,15 @@ class LatentCodes:
             raise InputError(
                 f"'rope' has shape {list(self.rope.shape)}; at least one row per page and one coordinate is needed."
             )
+        if self.plain is not None:
+            self.plain.check(self.width, len(self.lengths))
+        if self.levels is not None:
+            self.levels.check("levels", self.bits, self.codes)
+
+    @cached_property
+    def book(self) -> Codebook | None:
+        """The levels, if they are not the usual ones."""
+        return unusual(self.levels, self.width)
 
     @property
     def pool(self) -> tuple[int, int]:

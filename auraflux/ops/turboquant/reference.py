@@ -13,7 +13,7 @@ from auraflux.ops.attention.pages import DTYPES, check_starts, rows_of
 from auraflux.ops.attention.reference import check_window, merge_partials
 from auraflux.ops.rope.reference import check_norm_rope, norm_rope
 from auraflux.ops.turboquant.arrangement import Arrangement
-from auraflux.ops.turboquant.codebook import check_bits, codebook
+from auraflux.ops.turboquant.codebook import Codebook, check_bits, codebook
 from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
 from auraflux.ops.turboquant.plain import PlainPages
 from auraflux.ops.turboquant.reference_codec import decode, encode, rotate
@@ -61,8 +61,8 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     if pages.calibration is not None and batch:
         positions = torch.cat([torch.arange(first, length, device=k.device) for _, _, _, first, length in batch])
         coded, as_it_is = pages.calibration.reduced(k, positions), pages.calibration.scaled(k)
-    key_codes, key_norms = encode.reference(coded, pages.key_bits, pages.seed)
-    value_codes, value_norms = encode.reference(v, pages.value_bits, pages.seed)
+    key_codes, key_norms = encode.reference(coded, pages.key_bits, pages.seed, pages.key_book)
+    value_codes, value_norms = encode.reference(v, pages.value_bits, pages.seed, pages.value_book)
     rows = pages.arranged(Arrangement.ROWS)
     for b, start, new, first, length in batch:
         page, slot = pages.rows_of(b, first, length)
@@ -112,8 +112,9 @@ def rope_append_codes(
 
 
 def _check_turboquant_values(
-    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0
-) -> None:
+    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0,
+    levels: Codebook | None = None,
+) -> None:  # fmt: skip
     check_dense(weights=weights, codes=codes, norms=norms)
     check_bits("bits", bits)
     check_rotation(width, 0)
@@ -126,24 +127,30 @@ def _check_turboquant_values(
     _check_groups("weights", weights.shape[0], norms.shape[0])
     if not threshold >= 0:
         raise InputError(f"'threshold' is {threshold}; a weight is needed, 0 to pass over none.")
+    if levels is not None:
+        levels.check("levels", bits, codes)
 
 
 @op(
     origins=("aura_value_int2", "aura_value_int3", "aura_value_int4", "aura_value_int6", "aura_value_int8"),
     check=_check_turboquant_values,
 )
-def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:
+def turboquant_values(
+    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0,
+    levels: Codebook | None = None,
+) -> Tensor:  # fmt: skip
     """Sum the coded values of all tokens by their weights, passing over weights below `threshold`.
 
     weights [Hq, T]          Hq a multiple of Hkv
     codes   [Hkv, T, words]  int32
     norms   [Hkv, T]         float32
+    levels  of the codebook; None for the usual ones
     returns [Hq, D]          in the rotated space, in weights' dtype
     """
-    levels = codebook(bits, width, codes.device)[unpack(codes, bits, width)]
+    rows = codebook(bits, width, codes.device, levels)[unpack(codes, bits, width)]
     wide = weights.float().unflatten(0, (norms.shape[0], -1))  # Hkv, Hq / Hkv, T
     weighed = torch.where(wide >= threshold, wide * norms.unsqueeze(1), 0.0)
-    return (weighed @ levels).flatten(0, 1).to(weights.dtype)
+    return (weighed @ rows).flatten(0, 1).to(weights.dtype)
 
 
 def _check_turboquant_partials(

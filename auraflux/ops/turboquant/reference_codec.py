@@ -6,7 +6,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES
-from auraflux.ops.turboquant.codebook import check_bits, codebook, nearest
+from auraflux.ops.turboquant.codebook import Codebook, check_bits, codebook, nearest
 from auraflux.ops.turboquant.pages import pack, row_words, unpack
 from auraflux.ops.turboquant.rotation import check_rotation, hadamard, rotation
 
@@ -37,43 +37,50 @@ def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def _check_encode(x: Tensor, bits: int, seed: int) -> None:
+def _check_encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = None) -> None:
     _check_rotate(x, seed)
     check_bits("bits", bits)
+    if levels is not None:
+        levels.check("levels", bits, x)
 
 
 @op(check=_check_encode)
-def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = None) -> tuple[Tensor, Tensor]:
     """Round the rotated direction of each vector to codebook levels and keep the norm that restores its length.
 
     x       [..., D]
+    levels  of the codebook; None for the usual ones
     returns (codes int32 [..., ceil(D * bits / 32)], norms float32 [...]); a vector of zeros has norm 0
     """
     # float64 holds the squares of every float32, and its sums do not depend on their order once rounded
     wide = x.double()
     length = wide.square().sum(-1, keepdim=True).sqrt()
     unit = torch.where(length == 0, 0.0, wide * (1 / length)).float()
-    codes = nearest(rotate.reference(unit, seed), bits)
-    rounded = codebook(bits, x.shape[-1], x.device)[codes].double().square().sum(-1).sqrt()
-    return pack(codes, bits), (length.squeeze(-1) / rounded).float()
+    codes, length = nearest(rotate.reference(unit, seed), bits, levels), length.squeeze(-1)
+    rounded = codebook(bits, x.shape[-1], x.device, levels)[codes].double().square().sum(-1).sqrt()
+    # all levels of a row may be 0 where they are given
+    return pack(codes, bits), torch.where(rounded == 0, length * 0, length / rounded).float()
 
 
-def _check_decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> None:
+def _check_decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, levels: Codebook | None = None) -> None:
     check_dense(codes=codes, norms=norms)
     check_bits("bits", bits)
     check_rotation(width, seed)
     check_dtype("codes", codes, torch.int32)
     check_dtype("norms", norms, torch.float32)
     check_shape("codes", codes, *norms.shape, row_words(bits, width))
+    if levels is not None:
+        levels.check("levels", bits, codes)
 
 
 @op(check=_check_decode)
-def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, levels: Codebook | None = None) -> Tensor:
     """Give the vectors that codes and norms stand for.
 
     codes   [..., words]  int32
     norms   [...]         float32
+    levels  of the codebook; None for the usual ones
     returns [..., D]      float32
     """
-    levels = codebook(bits, width, codes.device)[unpack(codes, bits, width)]
-    return rotate.reference(levels, seed, inverse=True) * norms.unsqueeze(-1)
+    rows = codebook(bits, width, codes.device, levels)[unpack(codes, bits, width)]
+    return rotate.reference(rows, seed, inverse=True) * norms.unsqueeze(-1)

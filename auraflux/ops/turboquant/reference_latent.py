@@ -1,16 +1,19 @@
 """Latents as codes: one vector for all heads that is key and value at once, and a rotated key kept as it is."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, check_starts
 from auraflux.ops.attention.reference_latent import check_rope_append_latent, split_latent
-from auraflux.ops.attention.softmax import mean, visible, weigh
+from auraflux.ops.attention.softmax import mean, weigh
 from auraflux.ops.norm.reference import rms_norm
 from auraflux.ops.rope.reference import rope
 from auraflux.ops.turboquant.codebook import codebook
 from auraflux.ops.turboquant.pages import LatentCodes, unpack
+from auraflux.ops.turboquant.plain import PlainLatents
 from auraflux.ops.turboquant.reference_codec import encode, rotate
 
 
@@ -29,16 +32,28 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
 
     latent  [T, C]
     k_rope  [T, R]
-    pages   updated in place, each row as a whole; its lengths count the new tokens already
+    pages   updated in place, each row as a whole, and what is kept as it is beside; its lengths count the new tokens already
     starts  [B + 1]  int32
     """
     batch = pages.spans(starts, latent.shape[0], reach=0)
-    codes, norms = encode.reference(latent, pages.bits, pages.seed)
+    codes, norms = encode.reference(latent, pages.bits, pages.seed, pages.book)
     for b, start, new, first, length in batch:
         page, slot = pages.rows_of(b, first, length)
         mine = slice(start, start + new)
         pages.codes[page, slot], pages.norms[page, slot] = codes[mine], norms[mine]
         pages.rope[page, slot] = k_rope[mine].to(pages.rope.dtype)
+    if pages.plain is not None:
+        plain = rotate.reference(latent.float(), pages.seed)
+        for b, start, new, first, length in batch:
+            _keep(pages.plain, b, first, length, plain[start : start + new])
+
+
+def _keep(plain: PlainLatents, b: int, first: int, length: int, latent: Tensor) -> None:
+    """Keep the rotated latents of the positions [first, length) of a sequence, those that will be read."""
+    for kept, begin, end in ((plain.head, first, min(length, plain.first)), (plain.recent, first, length)):
+        if kept is not None and begin < end:
+            page, slot = kept.rows_of(b, begin, end)
+            kept.rows[page, slot] = latent[begin - first : end - first].to(kept.rows.dtype)
 
 
 def _check_rope_append_latent_codes(
@@ -85,13 +100,32 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
     """
     rotated, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
     out = torch.zeros_like(rotated)
-    book = codebook(pages.bits, pages.width, rotated.device)
-    for b, start, new, first, length in pages.spans(starts, q_latent.shape[0], reach=None):
-        page, slot = pages.rows_of(b, first, length)
-        mine, norms = slice(start, start + new), pages.norms[page, slot]
-        levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
-        scores = torch.einsum("nhc,tc->hnt", rotated[mine], levels) * norms
-        scores = (scores + torch.einsum("nhr,tr->hnt", rotated_keys[mine], pages.rope[page, slot].float())) * scale
-        mixed, _, total = weigh(scores, levels * norms[:, None], visible(new, length, first, length, None, rotated.device))
+    for b, start, new, _, length in pages.spans(starts, q_latent.shape[0], reach=None):
+        mine, asking = slice(start, start + new), torch.arange(length - new, length, device=out.device)[:, None]
+        scores, values, seen = [], [], []
+        for positions, latents, norms, plain in _latents(pages, b, new, length):
+            page, slot = pages.rows_of(b, int(positions[0]), int(positions[-1]) + 1)
+            score = torch.einsum("nhc,tc->hnt", rotated[mine], latents) * norms
+            scores.append((score + torch.einsum("nhr,tr->hnt", rotated_keys[mine], pages.rope[page, slot].float())) * scale)
+            values.append(latents * norms[:, None])
+            visible = positions <= asking
+            seen.append(visible if pages.plain is None else visible & (pages.plain.covers(asking, positions) == plain))
+        mixed, _, total = weigh(torch.cat(scores, -1), torch.cat(values), torch.cat(seen, -1))
         out[mine] = mean(mixed, total).transpose(0, 1)
     return rotate.reference(out, pages.seed, inverse=True).to(q_latent.dtype)
+
+
+def _latents(pages: LatentCodes, b: int, new: int, length: int) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+    """Give positions of a sequence, their rotated latents and what these are multiplied by, and whether they are plain."""
+    page, slot = pages.rows_of(b, 0, length)
+    book = codebook(pages.bits, pages.width, page.device, pages.book)
+    levels = book[unpack(pages.codes[page, slot], pages.bits, pages.width)]  # t, C
+    yield torch.arange(length, device=page.device), levels, pages.norms[page, slot], False
+    if (plain := pages.plain) is None:
+        return
+    near = max(plain.first, length - new - plain.newest + 1)
+    for kept, first, last in ((plain.head, 0, min(plain.first, length)), (plain.recent, near, length)):
+        if kept is not None and first < last:
+            page, slot = kept.rows_of(b, first, last)
+            rows = kept.rows[page, slot].float()
+            yield torch.arange(first, last, device=page.device), rows, torch.ones(len(rows), device=page.device), True

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention.pages import rows_of
-from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.pages import CodePages, unpack
 from auraflux.ops.turboquant.plain import PlainPages
 from auraflux.ops.turboquant.reference_codec import rotate
@@ -41,14 +41,14 @@ def coded_rows(pages: CodePages, b: int, first: int, last: int) -> Rows:
     """What the codes at positions [first, last) of a sequence stand for."""
     page, slot = pages.rows_of(b, first, last)
 
-    def levels(codes: Tensor, bits: int) -> Tensor:
-        return codebook(bits, pages.width, codes.device)[unpack(codes[page, :, slot], bits, pages.width)]
+    def levels(codes: Tensor, bits: int, book: Codebook | None) -> Tensor:
+        return codebook(bits, pages.width, codes.device, book)[unpack(codes[page, :, slot], bits, pages.width)]
 
     return Rows(
         torch.arange(first, last, device=page.device),
-        levels(pages.key_codes, pages.key_bits),
+        levels(pages.key_codes, pages.key_bits, pages.key_book),
         pages.key_norms[page, :, slot],
-        levels(pages.value_codes, pages.value_bits),
+        levels(pages.value_codes, pages.value_bits, pages.value_book),
         pages.value_norms[page, :, slot],
         plain=False,
     )

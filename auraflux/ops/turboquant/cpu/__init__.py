@@ -17,11 +17,13 @@ from auraflux.ops.attention.reference_latent import split_latent
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.simd.jit import LINE, as_float, like, threads, workspace
+from auraflux.ops.turboquant.codebook import Codebook
 from auraflux.ops.turboquant.cpu.attend import build_finish, build_queries
 from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
 from auraflux.ops.turboquant.cpu.centres import NO_VECTORS, products_nbytes, vectors_of
 from auraflux.ops.turboquant.cpu.codec import scratch_nbytes
 from auraflux.ops.turboquant.cpu.codec_kernels import (
+    Levels,
     append_nbytes,
     build_append,
     build_decode,
@@ -32,7 +34,7 @@ from auraflux.ops.turboquant.cpu.codec_kernels import (
 )
 from auraflux.ops.turboquant.cpu.exact import exact_scratch, sum_values
 from auraflux.ops.turboquant.cpu.items import padded
-from auraflux.ops.turboquant.cpu.kept_rows import NOTHING_KEPT, check_kept, kept_in
+from auraflux.ops.turboquant.cpu.kept_rows import check_kept, kept_in
 from auraflux.ops.turboquant.cpu.mla import attend_codes
 from auraflux.ops.turboquant.cpu.prefill import many_scratch
 from auraflux.ops.turboquant.cpu.routes import ATTEND, SINGLE, Attend, Launch, not_rows
@@ -53,22 +55,23 @@ def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
     return like(out, x)
 
 
-def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = None) -> tuple[Tensor, Tensor]:
     wide, width = as_float(x), x.shape[-1]
     codes = torch.empty(*x.shape[:-1], row_words(bits, width), dtype=torch.int32)
     norms = torch.empty(x.shape[:-1])
     jobs, scratch = _jobs(x.numel()), scratch_nbytes(width)
     source = wide.data_ptr(), x.numel() // width, turn_for(width, seed).forward
     target = codes.data_ptr(), norms.data_ptr(), workspace(jobs * scratch), scratch
-    build_encode(width)(jobs, *source, bits, *levels_for(bits, width), *target)
+    build_encode(width)(jobs, *source, bits, *levels_for(bits, width, levels), *target)
     return codes, norms
 
 
-def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, levels: Codebook | None = None) -> Tensor:
     out = torch.empty(*norms.shape, width)
     jobs, scratch = _jobs(out.numel()), scratch_nbytes(width)
     source = codes.data_ptr(), norms.data_ptr(), norms.numel(), turn_for(width, seed).back
-    build_decode(width)(jobs, *source, bits, levels_for(bits, width).book, out.data_ptr(), workspace(jobs * scratch), scratch)
+    book = levels_for(bits, width, levels).book
+    build_decode(width)(jobs, *source, bits, book, out.data_ptr(), workspace(jobs * scratch), scratch)
     return out
 
 
@@ -81,7 +84,8 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), append_nbytes(width), as_float(k), as_float(v)
     keys = wide_k.data_ptr(), pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), pages.key_bits
     values = wide_v.data_ptr(), pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), pages.value_bits
-    sides = *keys, *levels_for(pages.key_bits, width), *values, *levels_for(pages.value_bits, width)
+    key_levels, value_levels = _levels_of(pages)
+    sides = *keys, *key_levels, *values, *value_levels
     place = tokens, heads, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *kept, *sides)
 
@@ -110,6 +114,12 @@ def _check_rows(pages: CodePages) -> None:
         raise Declined(reason)
 
 
+def _levels_of(pages: CodePages) -> tuple[Levels, Levels]:
+    """The levels of keys and of values."""
+    keys = levels_for(pages.key_bits, pages.width, pages.key_book)
+    return keys, levels_for(pages.value_bits, pages.width, pages.value_book)
+
+
 def _jobs(coordinates: int) -> int:
     return threads() if coordinates >= PARALLEL_FROM else 1
 
@@ -117,12 +127,14 @@ def _jobs(coordinates: int) -> int:
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
     tokens, width = latent.shape
     rotated_keys: Any = pages
+    check_kept(pages, starts, tokens, 0)
     append_rows(rotated_keys, starts, 1, [(k_rope, pages.rope)])
     wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), append_nbytes(width)
     place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
-    side = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits, *levels_for(pages.bits, width)
+    stores = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits
+    side = *stores, *levels_for(pages.bits, width, pages.book)
     # a kernel always takes the same number of arguments: the second side is not looked at
-    kept = *NO_VECTORS, *NOTHING_KEPT, *NOTHING_KEPT
+    kept = *NO_VECTORS, *chain(*kept_in(pages))
     build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *kept, *side, *side)
 
 
@@ -138,7 +150,8 @@ def rope_append_latent_codes(
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
-    pairs = count_pairs(pages, starts, tokens, None)
+    pairs, (oldest, newest) = count_pairs(pages, starts, tokens, None), kept_in(pages)
+    check_kept(pages, starts, tokens, newest.positions - 1)
     q, q2 = rotate(as_float(q_latent), pages.seed), as_float(q_rope)
     out = torch.empty_like(q)
     batch = Batch(
@@ -155,17 +168,20 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
         softcap=0.0,
     )
     jobs = threads() if pairs * heads * (2 * width + rope) >= PRODUCTS_PARALLEL else 1
-    codes = pages.norms.data_ptr(), levels_for(pages.bits, width).book, pages.bits
-    run(attend_codes, jobs, batch, ROWS, 1, tokens, panel_scratch(width, rope, 1), *codes)
+    codes = pages.norms.data_ptr(), levels_for(pages.bits, width, pages.book).book, pages.bits
+    run(attend_codes, jobs, batch, ROWS, 1, tokens, panel_scratch(width, rope, 1), *codes, *oldest, *newest)
     return like(rotate(out, pages.seed, inverse=True), q_latent)
 
 
-def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:
+def turboquant_values(
+    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0,
+    levels: Codebook | None = None,
+) -> Tensor:  # fmt: skip
     wide, (heads, tokens) = as_float(weights), norms.shape
     jobs = _jobs(weights.shape[0] * tokens * width)
     parts = 1 if jobs == 1 else max(1, min(-(-JOBS_PER_THREAD * jobs // heads), tokens // POSITIONS_PER_JOB))
     out, scratch = torch.empty(parts, weights.shape[0], width), _scratch(width)
-    source = wide.data_ptr(), codes.data_ptr(), norms.data_ptr(), levels_for(bits, width).book, bits, width, heads
+    source = wide.data_ptr(), codes.data_ptr(), norms.data_ptr(), levels_for(bits, width, levels).book, bits, width, heads
     sizes = weights.shape[0] // heads, tokens, parts, float(threshold)
     sum_values(jobs, *source, *sizes, out.data_ptr(), workspace(jobs * scratch), scratch)
     return like(out[0] if parts == 1 else out.sum(0), weights)
@@ -251,7 +267,7 @@ def _attend(
     turn, spinners = turn_for(width, pages.seed).forward, min(jobs, _jobs(q.numel()))
     source = wide.data_ptr(), tokens * heads, heads, heads // pages.heads, turn, float(scale), vectors.scale
     build_queries(width)(spinners, *source, space, unturned, work, scratch)
-    key_book, value_book = levels_for(pages.key_bits, width).book, levels_for(pages.value_bits, width).book
+    key_book, value_book = (levels.book for levels in _levels_of(pages))
     step = (
         space,
         heads,

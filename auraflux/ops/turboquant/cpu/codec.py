@@ -157,6 +157,30 @@ def _renumber(words, width, bits, order):
 
 
 @strict
+def _quantize_by_halves(y_at, width, bits, levels, words):
+    """Write the codes of any levels, found by halving their range; give the sum of squares of these."""
+    y, middles, book = floats(y_at, width), floats(levels.search, (1 << bits) - 1), floats(levels.book, 1 << bits)
+    held, filled, target, total = np.uint64(0), 0, 0, 0.0
+    for d in range(width):
+        code, step = 0, 1 << (bits - 1)
+        while step:
+            # what is no number has the last code
+            if not y[d] <= middles[code + step - 1]:
+                code += step
+            step >>= 1
+        level = np.float64(book[code])
+        total += level * level
+        held |= np.uint64(code) << np.uint64(filled)
+        filled += bits
+        if filled >= 32:
+            words[target] = np.int32(held & np.uint64(0xFFFFFFFF))
+            held, filled, target = held >> np.uint64(32), filled - 32, target + 1
+    if filled > 0:
+        words[target] = np.int32(held & np.uint64(0xFFFFFFFF))
+    return total
+
+
+@strict
 def _quantize_row(y_at, width, bits, levels, codes, total_at, words):
     """Write the codes nearest to a rotated row, which has room for whole chunks, and the sum of squares of their levels.
 
@@ -165,6 +189,9 @@ def _quantize_row(y_at, width, bits, levels, codes, total_at, words):
     whole, left = width // CHUNK, width % CHUNK
     total = doubles(total_at, 1)
     total[0] = 0.0
+    if levels.order == 0:
+        total[0] = _quantize_by_halves(y_at, width, bits, levels, int32s(codes, (width * bits + 31) // 32))
+        return
     quantize_chunks(bits, y_at, whole, levels.search, codes, total_at)
     if left:
         rest = floats(y_at + 4 * whole * CHUNK, CHUNK)
@@ -213,7 +240,8 @@ def encode_block(width, bits, turn, levels, count, work):
     for r in range(count):
         _quantize_row(y + 4 * r * room, width, bits, levels, codes[r], totals_at + 8 * r, words)
     for r in range(count):
-        floats(norms[r], 1)[0] = np.float32(lengths[r] / np.sqrt(totals[r]))
+        # all levels of a row may be 0 where they are given
+        floats(norms[r], 1)[0] = np.float32(lengths[r] / np.sqrt(totals[r]) if totals[r] != 0 else lengths[r] * 0)
 
 
 @kernel(constants=1)

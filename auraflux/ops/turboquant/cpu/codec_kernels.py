@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, int32s, int64s, share
-from auraflux.ops.turboquant.codebook import _tables
+from auraflux.ops.turboquant.codebook import Codebook, _tables, unusual
 from auraflux.ops.turboquant.cpu.centres import Vectors, reduce_row, scale_row
 from auraflux.ops.turboquant.cpu.codec import BLOCK, CHUNK, encode_block, scratch_nbytes, turn_row, unpack_row
 from auraflux.ops.turboquant.cpu.kept_rows import Kept, keep_row
@@ -40,6 +40,8 @@ def turn_for(width: int, seed: int) -> Turn:
 class Levels(NamedTuple):
     """A codebook as kernels take it: addresses of levels by code, of what finds them, and of the code of each level.
 
+    search   what finds the usual levels; the midpoints, where others are given
+    order    0 where others are given: codes are then ranks
     ordered  whether codes are numbered as their levels ascend
     """
 
@@ -49,7 +51,9 @@ class Levels(NamedTuple):
     ordered: int
 
 
-def levels_for(bits: int, width: int) -> Levels:
+def levels_for(bits: int, width: int, given: Codebook | None = None) -> Levels:
+    if (given := unusual(given, width)) is not None:
+        return Levels(given.levels.data_ptr(), given.middles.data_ptr(), 0, 1)
     # `codebook` keeps these tensors, and alone knows when they change
     return _levels(bits, width, _tables(bits, width, CPU))
 

@@ -1,7 +1,7 @@
 """Rows that are kept as they are beside codes: where they lie, and how they become float32 and what they are kept in."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +16,15 @@ from auraflux.ops.attention.pages import KVPages, spans
 from auraflux.ops.simd.jit import int32s, jit
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import F32, I16, I32, at, kernel, load, splat, store, vector
-from auraflux.ops.turboquant.pages import CodePages
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes
+from auraflux.ops.turboquant.plain import RowPages
 
 
 class Kept(NamedTuple):
     """Pages of such rows, of the first positions or of the newest.
 
     positions  how many of them
-    k, v       addresses, as that of the page table
+    k, v       addresses, as that of the page table; latents have one
     page       tokens in a page
     element    the number of the dtype
     """
@@ -40,7 +41,7 @@ class Kept(NamedTuple):
 NOTHING_KEPT = Kept(0, 0, 0, 0, 0, 1, FLOAT)
 
 
-def kept_in(pages: CodePages) -> tuple[Kept, Kept]:
+def kept_in(pages: CodePages | LatentCodes) -> tuple[Kept, Kept]:
     """The first positions, and the newest."""
     plain = pages.plain
     if plain is None:
@@ -48,14 +49,15 @@ def kept_in(pages: CodePages) -> tuple[Kept, Kept]:
     return _kept(plain.first, plain.head), _kept(plain.newest, plain.recent)
 
 
-def _kept(count: int, pages: KVPages | None) -> Kept:
+def _kept(count: int, pages: KVPages | RowPages | None) -> Kept:
     if pages is None:
         return NOTHING_KEPT
-    addresses = pages.k.data_ptr(), pages.v.data_ptr(), pages.table.data_ptr()
-    return Kept(count, *addresses, pages.table.shape[1], pages.pool[1], number_of(pages.k.dtype))
+    k, v = (pages.rows, pages.rows) if isinstance(pages, RowPages) else (pages.k, pages.v)
+    addresses = k.data_ptr(), v.data_ptr(), pages.table.data_ptr()
+    return Kept(count, *addresses, pages.table.shape[1], pages.pool[1], number_of(k.dtype))
 
 
-def check_kept(pages: CodePages, starts: Tensor, tokens: int, reach: int) -> None:
+def check_kept(pages: CodePages | LatentCodes, starts: Tensor, tokens: int, reach: int) -> None:
     """Refuse tables that lead outside the pages.
 
     reach  how many positions before its first new token a sequence touches among the newest
@@ -73,7 +75,8 @@ def check_kept(pages: CodePages, starts: Tensor, tokens: int, reach: int) -> Non
         count, page = recent.pool
         index = recent.table.data_ptr(), recent.table.shape[1], lengths, starts.data_ptr()
         if survey(*index, sequences, tokens, page, count, reach) < 0:
-            spans(replace(recent, lengths=pages.lengths), starts, tokens, reach)
+            moved: Any = replace(recent, lengths=pages.lengths)
+            spans(moved, starts, tokens, reach)
             raise InputError("the page table of recent positions, lengths and starts do not fit each other.")
 
 

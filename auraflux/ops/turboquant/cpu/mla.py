@@ -1,19 +1,21 @@
 """Attention on coded latents: a block of positions is looked up once, and serves the heads of many queries as a small product.
 
 The panels are those of attention on plain latents (`attention.cpu.prefill`); only how a block comes to scratch memory differs.
+Positions that are kept as they are make blocks of their own, after the last codes.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from auraflux.ops.attention.cpu.decode_tiles import FLOAT, widen_row
+from auraflux.ops.attention.cpu.decode_tiles import widen_row
 from auraflux.ops.attention.cpu.jobs import FIELDS, finish, opened, slot_of, span, take
-from auraflux.ops.attention.cpu.prefill import BLOCK, attend_block, begin, hand_over, keys_for, lay_out, rows_for
+from auraflux.ops.attention.cpu.prefill import BLOCK, Rows, attend_block, begin, hand_over, keys_for, lay_out, rows_for
 from auraflux.ops.attention.cpu.prefill_tiles import TALL
 from auraflux.ops.simd.jit import Kernel, arguments, floats, int32s, jit, real
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.turboquant.cpu.codec import unpack_row
+from auraflux.ops.turboquant.cpu.kept_rows import Kept, size_of
 
 
 class Codes(NamedTuple):
@@ -24,44 +26,91 @@ class Codes(NamedTuple):
     bits: int
 
 
-ALL = FIELDS + len(Codes._fields)
+CODES_AT = 8 * FIELDS
+OLDEST_AT = CODES_AT + 8 * len(Codes._fields)
+NEWEST_AT = OLDEST_AT + 8 * len(Kept._fields)
 
 
 @jit
 def _look_up(keys, codes, first, count, desk):
     """Lay the rotated latents of some positions out, and their rotated keys after them; rows of the last tile are zero."""
-    words, size = (keys.width_a * codes.bits + 31) // 32, 4 if keys.element == FLOAT else 2
-    number, slot, step = first // keys.page, first % keys.page, 4 * desk.key_stride
+    words, step = (keys.width_a * codes.bits + 31) // 32, 4 * desk.key_stride
     for j in range(count):
-        row, at = np.int64(int32s(keys.table, number + 1)[number]) * keys.page + slot, desk.keys + j * step
+        row, at = _row_of(keys.table, keys.page, first + j), desk.keys + j * step
         # whole chunks are looked up: what falls behind the latent is written over
         unpack_row(codes.bits, keys.a + 4 * row * words, keys.width_a, codes.book, at)
         latent, norm = floats(at, keys.width_a), floats(codes.norms + 4 * row, 1)[0]
         for d in range(keys.width_a):
             latent[d] *= norm
-        widen_row((keys.element, keys.b + row * keys.width_b * size, keys.width_b, at + 4 * keys.width_a))
-        fill(at + 4 * (keys.width_a + keys.width_b), desk.key_stride - keys.width_a - keys.width_b, ZERO)
-        slot += 1
-        if slot == keys.page:
-            number, slot = number + 1, 0
+        _add_key(keys, row, at, desk)
     fill(desk.keys + count * step, TALL * desk.key_stride, ZERO)
+
+
+@jit
+def _widen(keys, kept, b, first, count, desk):
+    """The same of positions whose rotated latents are kept as they are."""
+    step, table = 4 * desk.key_stride, kept.table + 4 * b * kept.table_width
+    for j in range(count):
+        row, at = _row_of(table, kept.page, first + j), desk.keys + j * step
+        widen_row((kept.element, kept.k + row * keys.width_a * size_of(kept.element), keys.width_a, at))
+        _add_key(keys, _row_of(keys.table, keys.page, first + j), at, desk)
+    fill(desk.keys + count * step, TALL * desk.key_stride, ZERO)
+
+
+@jit
+def _row_of(table, page, position):
+    number = position // page
+    return np.int64(int32s(table, number + 1)[number]) * page + position % page
+
+
+@jit
+def _add_key(keys, row, at, desk):
+    """Lay a rotated key out after its latent, and zeros after both."""
+    source, size = keys.b + row * keys.width_b * size_of(keys.element), keys.width_a + keys.width_b
+    widen_row((keys.element, source, keys.width_b, at + 4 * keys.width_a))
+    fill(at + 4 * size, desk.key_stride - size, ZERO)
+
+
+@jit
+def _standing(rows, back, reach):
+    """The same queries, as if they stood so many positions before their own and saw so far back from there."""
+    q, heads = (rows.q, rows.q2, rows.width, rows.width2), (rows.heads, rows.head, rows.group)
+    return Rows(*q, *heads, rows.position - back, rows.first, rows.size, reach)
+
+
+@jit
+def _attend_kept(rows, keys, kept, b, first, last, desk):
+    for origin in range(first, last, BLOCK):
+        count = min(BLOCK, last - origin)
+        _widen(keys, kept, b, origin, count, desk)
+        attend_block(rows, desk, keys.width_a, origin, count, ZERO)
 
 
 @Kernel
 def attend_codes(args, job, jobs):
-    """Attend with rotated queries to coded latents; the results are still rotated."""
+    """Attend with rotated queries to coded latents, and to those that are kept as they are; the results are still rotated."""
     batch, plan = opened(args)
-    codes = Codes(*arguments(args, ALL)[FIELDS:])
+    codes = Codes(*arguments(args + CODES_AT, 3))
+    oldest, newest = Kept(*arguments(args + OLDEST_AT, 7)), Kept(*arguments(args + NEWEST_AT, 7))
     item = take(batch, plan, job, 0)
     while item.sequence >= 0:
         where = span(batch, plan, item)
         rows, keys = rows_for(batch, item, where), keys_for(batch, item)
         desk = lay_out(rows, keys.width_a, keys.width_b, keys.joined, batch.value_width, plan.space + job * plan.nbytes)
         begin(rows, real(batch.scale), desk)
-        for origin in range(where.first, where.last, BLOCK):
-            count = min(BLOCK, where.last - origin)
+        coded = _standing(rows, newest.positions, rows.reach)
+        group = batch.heads // batch.key_heads
+        last = min(where.last, where.position + (where.end - 1) // group + 1 - newest.positions)
+        for origin in range(max(where.first, oldest.positions), last, BLOCK):
+            count = min(BLOCK, last - origin)
             _look_up(keys, codes, origin, count, desk)
-            attend_block(rows, desk, batch.value_width, origin, count, ZERO)
+            attend_block(coded, desk, batch.value_width, origin, count, ZERO)
+        if item.part == item.parts - 1:
+            _attend_kept(rows, keys, oldest, item.sequence, 0, min(oldest.positions, where.last), desk)
+            if newest.positions:
+                near, reach = where.position + where.row // group, newest.positions - 1
+                ends = max(oldest.positions, near - reach), where.last
+                _attend_kept(_standing(rows, 0, reach), keys, newest, item.sequence, *ends, desk)
         hand_over(rows.size, batch.value_width, desk, slot_of(batch, plan, item))
         finish(batch, plan, item, where)
         item = take(batch, plan, job, item.sequence)

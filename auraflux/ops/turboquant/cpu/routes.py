@@ -61,6 +61,8 @@ def _refuses_int8(call: Attend) -> str | None:
         return reason
     if is_exact():
         return "exact products of float32 are wanted"
+    if call.pages.key_book is not None or call.pages.value_book is not None:
+        return "levels are given; it has the usual ones in its instructions"
     return f"width {call.pages.width} is not whole chunks of {CHUNK}" if call.pages.width % CHUNK else None
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.hopper.device import ready
 from auraflux.ops.hopper.softmax import Parts
+from auraflux.ops.turboquant.codebook import Codebook, unusual
 from auraflux.ops.turboquant.cuda.call import Append, Attend, AttendLatent, RopeAppend, RopeAppendLatent
 from auraflux.ops.turboquant.cuda.codec_launch import append_latent, decoded, encoded, rotated
 from auraflux.ops.turboquant.cuda.flash_codes_launch import attend_in_blocks, sum_values
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 NARROWEST = 32
+SMALL, LARGE = 2.0**-4, 2.0**10  # the largest of all levels, times sqrt(D)
 
 
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
@@ -33,14 +35,14 @@ def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
     return rotated(x, seed, inverse, x.dtype)
 
 
-def encode(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, bits: int, seed: int, levels: Codebook | None = None) -> tuple[Tensor, Tensor]:
     _check(x, x.shape[-1])
-    return encoded(x, bits, seed)
+    return encoded(x, bits, seed, unusual(levels, x.shape[-1]))
 
 
-def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+def decode(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, levels: Codebook | None = None) -> Tensor:
     _check(codes, width)
-    return decoded(codes, norms, bits, width, seed)
+    return decoded(codes, norms, bits, width, seed, unusual(levels, width))
 
 
 def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
@@ -79,9 +81,12 @@ def rope_append_latent_codes(
     return ROPE_APPEND_LATENT(RopeAppendLatent(q, kv, heads, nope, pages, starts, norm, eps, rotation))
 
 
-def turboquant_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0) -> Tensor:
+def turboquant_values(
+    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float = 0.0,
+    levels: Codebook | None = None,
+) -> Tensor:  # fmt: skip
     _check(weights, width)
-    return sum_values(weights, codes, norms, bits, width, threshold)
+    return sum_values(weights, codes, norms, bits, width, threshold, unusual(levels, width))
 
 
 def turboquant_partials(
@@ -97,6 +102,7 @@ def turboquant_partials(
 ) -> Parts:
     _check(q, pages.width)
     _check_kept(pages)
+    _check_size(pages.width, pages.key_book, pages.value_book)
     return attend_in_blocks(q, pages, starts, scale, block, window, sinks, softcap)
 
 
@@ -111,11 +117,13 @@ def turboquant_attention(
     threshold: float = 0.0,
 ) -> Tensor:
     _check(q, pages.width)
+    _check_size(pages.width, pages.key_book, pages.value_book)
     return ATTEND(Attend(q, pages, starts, scale, window, sinks, softcap))
 
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
     _check(q_latent, pages.width)
+    _check_size(pages.width, pages.book)
     return ATTEND_LATENT(AttendLatent(q_latent, q_rope, pages, starts, scale))
 
 
@@ -128,3 +136,10 @@ def _check(first: Tensor, width: int) -> None:
 def _check_kept(pages: CodePages) -> None:
     if pages.calibration is not None or pages.plain is not None:
         raise Declined("keys are calibrated, or some positions are kept as they are")
+
+
+def _check_size(width: int, *books: Codebook | None) -> None:
+    """Decline levels that float16 would round away: kernels take them times sqrt(D)."""
+    for book in books:
+        if book is not None and not SMALL < book.largest * width**0.5 < LARGE:
+            raise Declined(f"levels of up to {book.largest:g} were given, too large or small for float16")

@@ -3,7 +3,7 @@
 Every new token is attended from on its own: heads that share a key fill the columns of a product, several tokens would not.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,12 +15,12 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import Index, index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E, Parts, parts_like
-from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.attend import Scores, Work, attend_pairs, ring_begin
 from auraflux.ops.turboquant.cuda.attend_kept import centres_of
 from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
-from auraflux.ops.turboquant.cuda.hadamard import rotation_for
+from auraflux.ops.turboquant.cuda.hadamard import MOST_BOOKS, rotation_for
 from auraflux.ops.turboquant.pages import CodePages
 
 MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
@@ -62,17 +62,25 @@ def depth(key_bits: int, value_bits: int, width: int, blocks: int = 1, cut: Cut 
     return min(DEEPEST, room // (cut.warps * blocks * BLOCK * (width * (key_bits + value_bits) // 8 + 8)))
 
 
-@cache
-def level_words(key_bits: int, value_bits: int, width: int, device: torch.device) -> Tensor:
+@lru_cache(MOST_BOOKS)
+def level_words(
+    key_bits: int,
+    value_bits: int,
+    width: int,
+    device: torch.device,
+    key_book: Codebook | None = None,
+    value_book: Codebook | None = None,
+) -> Tensor:
     """Two float16 levels of N(0, 1) for every byte, as a word for keys and one for values: int32 [256, 2].
 
     A byte is two codes of 2, 3 or 4 bits, the first in its lowest, or one of 6 or 8, whose level comes twice.
     """
-    return torch.stack([_pair_words(bits, width) for bits in (key_bits, value_bits)], 1).to(device)
+    sides = (key_bits, key_book), (value_bits, value_book)
+    return torch.stack([_pair_words(bits, width, book) for bits, book in sides], 1).to(device)
 
 
-def _pair_words(bits: int, width: int) -> Tensor:
-    byte, book, mask = torch.arange(256), (codebook(bits, width) * width**0.5).half(), (1 << bits) - 1
+def _pair_words(bits: int, width: int, given: Codebook | None) -> Tensor:
+    byte, book, mask = torch.arange(256), (codebook(bits, width, given=given) * width**0.5).half(), (1 << bits) - 1
     pair = byte & mask, byte >> (bits if bits <= 4 else 0) & mask
     return torch.stack([book[code] for code in pair], 1).view(torch.int32).squeeze(1)
 
@@ -173,7 +181,15 @@ def attend_few(
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
     launch(attend_pairs, grid)(
-        *(q, signs, keys_of(pages), values_of(pages), level_words(*bits, width, device), index, parts),
+        *(
+            q,
+            signs,
+            keys_of(pages),
+            values_of(pages),
+            level_words(*bits, width, device, pages.key_book, pages.value_book),
+            index,
+            parts,
+        ),
         *((sinks, out) if one else (None, None)),
         Scores(factor * 2 / softcap if softcap else factor, softcap * LOG2E.value if softcap else 1.0, window_keys),
         *(tokens, room or plan.splits, centres_of(pages.calibration), plain),

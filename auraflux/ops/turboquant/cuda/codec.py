@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from auraflux.ops.hopper.pages import place_token
+from auraflux.ops.hopper.pages import place_of, position_of
 from auraflux.ops.hopper.softmax import merged_row
 from auraflux.ops.turboquant.cuda.hadamard import (
     CHUNK,
@@ -16,6 +16,7 @@ from auraflux.ops.turboquant.cuda.hadamard import (
     store_half_units,
     store_words,
 )
+from auraflux.ops.turboquant.cuda.mla_kept import store_latent
 
 
 @triton.jit
@@ -83,7 +84,8 @@ def norm_of(length, level):
     """What levels [R, D] are multiplied by to be as long as `length` [R, 1] says: [R]."""
     level = level.to(tl.float64)
     rounded = tl.sqrt(tl.sum(level * level, 1, keep_dims=True))
-    return tl.reshape((length / rounded).to(tl.float32), [level.shape[0]])
+    # all levels of a row may be 0 where they are given
+    return tl.reshape(tl.where(rounded == 0, length * 0, length / rounded).to(tl.float32), [level.shape[0]])
 
 
 @triton.jit
@@ -180,12 +182,13 @@ def append_coded(
 
 @triton.jit
 def append_coded_latent(
-    latent, k_rope, store, rope, rotation, index, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, PR: tl.constexpr,
-    BITS: tl.constexpr, MATRIX: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr,
+    latent, k_rope, store, rope, rotation, index, kept, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr, PR: tl.constexpr,
+    BITS: tl.constexpr, MATRIX: tl.constexpr, PAGE: tl.constexpr, S: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Encode a token's latent into its page and copy its rotated key; grid (tokens,)."""
+    """Encode a token's latent into its page and copy its rotated key; keep it as it is, too, if asked for; grid (tokens,)."""
     token = tl.program_id(0)
-    page, slot = place_token(token, index, PAGE, S)
+    sequence, position = position_of(token, index, S)
+    page, slot = place_of(index.table, sequence, position, index.width, index.pool, PAGE)
     one = tl.zeros([1], tl.int64)
     row, there, token = page * PAGE + slot + one, page + one >= 0, token.to(tl.int64)
     at = latent + (token + one)[:, None] * D
@@ -195,6 +198,14 @@ def append_coded_latent(
     r = tl.arange(0, PR)
     x = tl.load(k_rope + token * R + r, mask=r < R)
     tl.store(rope + (page * PAGE + slot) * R + r, x.to(rope.dtype.element_ty), mask=(r < R) & (page >= 0))
+    if kept is not None:
+        d = tl.arange(0, P)[None, :]
+        if MATRIX:
+            whole = tl.full([1, 1], 1.0, tl.float64)
+            y = rotated_by_matrix(at, whole > 0, whole, rotation, d, D)
+        else:
+            y = hadamard(tl.load(at + d).to(tl.float32) * tl.load(rotation + d), D)
+        store_latent(y, kept, sequence, position, D, P, KEPT)
 
 
 @triton.jit

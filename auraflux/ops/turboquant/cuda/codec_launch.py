@@ -8,10 +8,11 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.turboquant.arrangement import Arrangement
-from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import Coded, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import append_coded, append_coded_latent, decode_rows, encode_rows, rotate_rows
 from auraflux.ops.turboquant.cuda.hadamard import levels_for, rotation_for
+from auraflux.ops.turboquant.cuda.mla_kept import kept_latents, kept_shape
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 ROWS_TOGETHER = 16  # encoded by one program where there are many
@@ -39,7 +40,7 @@ def _padded(width: int, rows: int = 1) -> tuple[int, int]:
     return padded, 1 if rows * padded <= 256 else 4
 
 
-def encoded(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
+def encoded(x: Tensor, bits: int, seed: int, given: Codebook | None = None) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     codes = torch.empty(*x.shape[:-1], row_words(bits, width), dtype=torch.int32, device=x.device)
     norms = torch.empty(x.shape[:-1], device=x.device)
@@ -49,7 +50,7 @@ def encoded(x: Tensor, bits: int, seed: int) -> tuple[Tensor, Tensor]:
         padded, warps = _padded(width, together)
         sizes = {"D": width, "P": padded, "BITS": bits, "MATRIX": matrix, "R": together, "num_warps": warps}
         launch(encode_rows, (cdiv(rows, together),))(
-            x, rotation, levels_for(bits, width, x.device), codes, norms, rows, **sizes
+            x, rotation, levels_for(bits, width, x.device, given), codes, norms, rows, **sizes
         )
     return codes, norms
 
@@ -59,11 +60,11 @@ def _together(rows: int, matrix: bool) -> int:
     return 1 if matrix or rows < ROWS_TOGETHER * MANY_PROGRAMS else ROWS_TOGETHER
 
 
-def decoded(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int) -> Tensor:
+def decoded(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, given: Codebook | None = None) -> Tensor:
     out = torch.empty(*norms.shape, width, device=codes.device)
     rotation, matrix = rotation_for(width, seed, True, codes.device)
     if out.numel():
-        book = codebook(bits, width, codes.device)
+        book = codebook(bits, width, codes.device, given)
         launch(decode_rows, (norms.numel(),))(codes, norms, rotation, book, out, BITS=bits, MATRIX=matrix, **_row(width))
     return out
 
@@ -80,8 +81,8 @@ def append(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None:
     launch(append_coded, (groups, heads, 2))(
         k,
         v,
-        keys_of(pages, levels_for(pages.key_bits, width, k.device)),
-        values_of(pages, levels_for(pages.value_bits, width, k.device)),
+        keys_of(pages, levels_for(pages.key_bits, width, k.device, pages.key_book)),
+        values_of(pages, levels_for(pages.value_bits, width, k.device, pages.value_book)),
         rotation,
         index_of(pages, starts),
         SHAPE=shape_of(pages),
@@ -101,15 +102,17 @@ def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Te
     launch(append_coded_latent, (tokens,))(
         latent,
         k_rope,
-        Coded(pages.codes, pages.norms, levels_for(pages.bits, width, latent.device)),
+        Coded(pages.codes, pages.norms, levels_for(pages.bits, width, latent.device, pages.book)),
         pages.rope,
         rotation,
         index_of(pages, starts),
+        kept_latents(pages),
         R=rope,
         PR=power_of_two(rope),
         BITS=pages.bits,
         MATRIX=matrix,
         PAGE=pages.pool[1],
         S=power_of_two(pages.table.shape[0]),
+        KEPT=kept_shape(pages),
         **_row(width),
     )

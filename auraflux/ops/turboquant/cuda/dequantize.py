@@ -174,7 +174,8 @@ def written(
     columns, entries = near_columns(pages, tokens), sequences * table_width
     shape = entries + sequences * columns, pages.heads, page, width
     k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    k_book, v_book = (book_for(bits, width, not wide, device) for bits in (pages.key_bits, pages.value_bits))
+    books = (pages.key_bits, pages.key_book), (pages.value_bits, pages.value_book)
+    k_book, v_book = (book_for(bits, width, not wide, device, book) for bits, book in books)
     rows = max(16, min(64, power_of_two(page), ELEMENTS // padded))
     back, index = _back(width, pages.seed, torch.float32 if wide else torch.float16, device), index_of(pages, starts)
     calibrated, plain = calibrated_of(pages), plain_of(pages)

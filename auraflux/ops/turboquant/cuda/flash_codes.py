@@ -4,11 +4,13 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from auraflux.ops.hopper.flash import keys_of_split, leave, load_rows, rows_of_tile
-from auraflux.ops.hopper.pages import place_keys
-from auraflux.ops.hopper.softmax import capped, soften
+from auraflux.ops.hopper.flash import keys_of_split, leave, load_rows, mix, rows_of_tile
+from auraflux.ops.hopper.pages import place_keys, place_of
+from auraflux.ops.hopper.softmax import LOG2E, capped, soften
 from auraflux.ops.turboquant.cuda.hadamard import codes_of, pairs_as_rows
+from auraflux.ops.turboquant.cuda.mla_kept import KeptLatents, place_kept
 
 
 class Tile(NamedTuple):
@@ -18,6 +20,17 @@ class Tile(NamedTuple):
     keys: int
     width: int
     rope: int
+
+
+class Latents(NamedTuple):
+    """What there is beside latents: queries and keys rotated by position, and latents that are kept as they are, if any.
+
+    The last split goes on to these.
+    """
+
+    q_rope: Tensor
+    rope: Tensor
+    kept: KeptLatents | None
 
 
 class Splits(NamedTuple):
@@ -30,15 +43,17 @@ class Splits(NamedTuple):
 
 @triton.jit
 def attend_codes(
-    q, q_rope, keys, values, rope, index, parts, scale, unit, softcap, window, splits, heads, SHAPE: tl.constexpr,
+    q, keys, values, latents, index, parts, scale, unit, softcap, window, splits, heads, SHAPE: tl.constexpr,
     TILE: tl.constexpr, G: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """Attend from M rotated rows to the coded keys of one split; grid (tiles, HEADS, splits).
 
-    unit    what norms are multiplied by for the levels at hand
-    rope    None, or rotated keys of width R that score with `q_rope`: a key is a latent, and also the value
+    unit     what norms are multiplied by for the levels at hand
+    latents  None, or what there is beside latents, of which each is a key and also the value
     """
-    LATENT: tl.constexpr = rope is not None
+    LATENT: tl.constexpr = latents is not None
+    KEEPS: tl.constexpr = KEPT.first + KEPT.newest > 0
     D: tl.constexpr = SHAPE.width
     M: tl.constexpr = TILE.rows
     N: tl.constexpr = TILE.keys
@@ -58,10 +73,12 @@ def attend_codes(
     position = length - new + token
     x = load_rows(q, at, live, D, P, WIDE)
     if LATENT:
-        x_rope = load_rows(q_rope, at, live, R, PR, True)
+        x_rope = load_rows(latents.q_rope, at, live, R, PR, True)
     table = index.table + sequence.to(tl.int64) * index.width
     last = length - new + tl.minimum((first_row + M - 1) // G, new - 1)
     begin, end, _, _ = keys_of_split(length - new + first_row // G, last, window, splits.block, split, splits.parts, N)
+    if KEEPS:
+        end = tl.minimum(end, last + 1 - KEPT.newest)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     acc = tl.zeros([M, P], tl.float32)
@@ -74,7 +91,7 @@ def attend_codes(
         k_norm = tl.load(keys.norms + origin + row, mask=there, other=0.0) * unit
         s = tl.dot(x, tl.trans(k), input_precision=PRECISION) * k_norm[None, :]
         if LATENT:
-            k_rope = load_rows(rope + origin * R, row, there, R, PR, True)
+            k_rope = load_rows(latents.rope + origin * R, row, there, R, PR, True)
             s = (s + tl.dot(x_rope, tl.trans(k_rope), input_precision="tf32x3")) * scale
             v, v_norm = k, k_norm
         else:
@@ -87,11 +104,61 @@ def attend_codes(
         seen = there[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         if SHAPE.pairs:
             seen &= ((key >= begin) & (key < end))[None, :]
+        if KEEPS:
+            seen &= (key >= KEPT.first)[None, :] & (key[None, :] <= position[:, None] - KEPT.newest)
         p, fade, m, l = soften(tl.where(seen, s, float("-inf")), m, l)  # noqa: E741
         # levels are finite, norms need not be: 0 times NaN must not reach a row that does not see the key
         weights = tl.where(p == 0, 0.0, p * v_norm[None, :]).to(v.dtype)
         acc = tl.dot(weights, v, acc * fade[:, None], input_precision=PRECISION)
+    if KEEPS:  # noqa: SIM102
+        if split == splits.parts - 1:
+            near = tl.maximum(length - new + first_row // G - KEPT.newest + 1, KEPT.first)
+            for first in range(0, tl.minimum(KEPT.first, last + 1), N):
+                seen = _first_keys(first, position, N, KEPT)
+                m, l, acc = _take_kept(  # noqa: E741
+                    x, x_rope, m, l, acc, latents, index, sequence, first, seen, scale, True, SHAPE, TILE, R, KEPT, PRECISION
+                )
+            if KEPT.newest:
+                for first in range(near, last + 1, N):
+                    seen = _near_keys(first, position, N, KEPT)
+                    m, l, acc = _take_kept(  # noqa: E741
+                        x, x_rope, m, l, acc, latents, index, sequence, first, seen, scale, False, SHAPE, TILE, R, KEPT,
+                        PRECISION,
+                    )  # fmt: skip
     leave(parts.o, parts, at, live, acc, m, l, m, split, splits.slots, D, P, False)
+
+
+@triton.jit
+def _first_keys(first, position, N: tl.constexpr, KEPT: tl.constexpr):
+    """Tell which of N positions rows read among the first ones."""
+    key = first + tl.arange(0, N)
+    return (key < KEPT.first)[None, :] & (key[None, :] <= position[:, None])
+
+
+@triton.jit
+def _near_keys(first, position, N: tl.constexpr, KEPT: tl.constexpr):
+    """Tell which of N positions rows read among the newest ones."""
+    key = first + tl.arange(0, N)
+    near = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - KEPT.newest)
+    return near & (key >= KEPT.first)[None, :]
+
+
+@triton.jit
+def _take_kept(
+    x, x_rope, m, l, acc, latents, index, sequence, first, seen, scale, FIRST: tl.constexpr, SHAPE: tl.constexpr,  # noqa: E741
+    TILE: tl.constexpr, R: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take latents that are kept as they are into the softmax of rows that see them."""
+    key = first + tl.arange(0, TILE.keys)
+    base, row, there = place_kept(latents.kept, sequence, key, key >= 0, FIRST, KEPT)
+    page, slot = place_of(index.table, sequence, key, index.width, index.pool, SHAPE.page)
+    there = there & (page >= 0)
+    v = load_rows(base, row, there, SHAPE.width, TILE.width, True).to(x.dtype)
+    k_rope = load_rows(latents.rope, page * SHAPE.page + slot, there, R, TILE.rope, True)
+    s = tl.dot(x, tl.trans(v), input_precision=PRECISION) + tl.dot(x_rope, tl.trans(k_rope), input_precision="tf32x3")
+    seen = seen & there[None, :]
+    p, fade, m, l = soften(tl.where(seen, s * (scale * LOG2E), float("-inf")), m, l)  # noqa: E741
+    return m, l, mix(acc * fade[:, None], p, v, seen, TILE.keys, True, PRECISION)
 
 
 @triton.jit

@@ -14,12 +14,13 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts, launch_merge, parts_like
-from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import Coded, CodeShape, keys_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.codec import finish_rows
 from auraflux.ops.turboquant.cuda.codec_launch import rotated
-from auraflux.ops.turboquant.cuda.flash_codes import Splits, Tile, attend_codes, sum_coded
+from auraflux.ops.turboquant.cuda.flash_codes import Latents, Splits, Tile, attend_codes, sum_coded
 from auraflux.ops.turboquant.cuda.hadamard import book_for, rotation_for
+from auraflux.ops.turboquant.cuda.mla_kept import NOTHING_KEPT, kept_latents, kept_shape
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 
 
@@ -61,7 +62,9 @@ def attend_in_blocks(
     return parts
 
 
-def sum_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float) -> Tensor:
+def sum_values(
+    weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: int, threshold: float, given: Codebook | None = None
+) -> Tensor:
     """Sum coded values by their weights."""
     (heads, tokens), rows = norms.shape, weights.shape[0]
     if not tokens:
@@ -73,7 +76,7 @@ def sum_values(weights: Tensor, codes: Tensor, norms: Tensor, bits: int, width: 
     share = cdiv(cdiv(tokens, shares), keys) * keys
     shares = cdiv(tokens, share)
     parts = torch.empty(shares, rows, width, device=weights.device)
-    source = weights, codes, norms, codebook(bits, width, weights.device), parts, threshold
+    source = weights, codes, norms, codebook(bits, width, weights.device, given), parts, threshold
     sizes = {"D": width, "P": padded, "BITS": bits, "M": 16, "N": keys}
     launch(sum_coded, (tiles, heads, shares))(*source, tokens, share, group, **sizes)
     return parts.sum(0).to(weights.dtype)
@@ -95,12 +98,12 @@ def _attend(
     (tokens, heads, width), latent = q.shape, q_rope is not None
     wide, padded, rope = q.dtype is torch.float32, power_of_two(width), 0 if q_rope is None else q_rope.shape[2]
     if latent:
-        keys = values = Coded(pages.codes, pages.norms, book_for(pages.bits, width, not wide, q.device))
+        keys = values = Coded(pages.codes, pages.norms, book_for(pages.bits, width, not wide, q.device, pages.book))
         sequences = power_of_two(pages.table.shape[0])
         shape = CodeShape(1, width, pages.bits, pages.bits, pages.pool[1], False, sequences)
     else:
-        keys = keys_of(pages, book_for(pages.key_bits, width, not wide, q.device))
-        values = values_of(pages, book_for(pages.value_bits, width, not wide, q.device))
+        keys = keys_of(pages, book_for(pages.key_bits, width, not wide, q.device, pages.key_book))
+        values = values_of(pages, book_for(pages.value_bits, width, not wide, q.device, pages.value_book))
         shape = shape_of(pages)
     key_heads = shape.heads
     sequences, table_width = pages.table.shape
@@ -117,7 +120,8 @@ def _attend(
         unit = width**-0.5
     rotated_q = rotated(q, pages.seed, False, torch.float32 if wide else torch.float16, factor)
     launch(attend_codes, (cut.tiles, key_heads, splits))(
-        *(rotated_q, q_rope, keys, values, pages.rope if latent else None, index_of(pages, starts), parts),
+        *(rotated_q, keys, values, None if q_rope is None else Latents(q_rope, pages.rope, kept_latents(pages))),
+        *(index_of(pages, starts), parts),
         *(scale / factor, unit, softcap or 1.0, EVERYTHING if window is None else window),
         Splits(block, splits, parts.m.shape[1]),
         heads,
@@ -128,6 +132,7 @@ def _attend(
         WIDE=wide,
         SOFTCAP=softcap is not None,
         ALIGNED=page % cut.keys == 0 and block % cut.keys == 0,
+        KEPT=kept_shape(pages) if latent else NOTHING_KEPT,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )

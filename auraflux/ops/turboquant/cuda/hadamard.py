@@ -4,7 +4,7 @@ The Walsh-Hadamard transform pairs neighbours and moves the lowest bit of the in
 there are bits every element is back in its place. Sums are made in the order of the reference: codes agree to the bit.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.turboquant.codebook import boundaries, codebook
+from auraflux.ops.turboquant.codebook import Codebook, boundaries, codebook
 from auraflux.ops.turboquant.rotation import rotation
 
 CHUNK = tl.constexpr(16)  # coordinates at a time, where a matrix rotates
+MOST_BOOKS = 256  # whose tables are kept
 
 
 @cache
@@ -29,10 +30,10 @@ def rotation_for(width: int, seed: int, inverse: bool, device: torch.device) -> 
     return (found.matrix if inverse else found.matrix.T).contiguous(), True
 
 
-@cache
-def book_for(bits: int, width: int, narrow: bool, device: torch.device) -> Tensor:
+@lru_cache(MOST_BOOKS)
+def book_for(bits: int, width: int, narrow: bool, device: torch.device, given: Codebook | None = None) -> Tensor:
     """Give the levels; for products in 16 bits in float16, times sqrt(D) to stay clear of its smallest numbers."""
-    book = codebook(bits, width, device)
+    book = codebook(bits, width, device, given)
     return (book * width**0.5).half() if narrow else book
 
 
@@ -42,6 +43,8 @@ class Levels(NamedTuple):
     y falls into bucket (y + offset) * factor of equal width, so narrow that none holds two midpoints between levels.
     codes   [4 * 2 ** bits]  int64; low word: the midpoint inside the bucket, or infinity; high word: the code below it
     levels  [4 * 2 ** bits]  int64; the levels below and above the midpoint, float32 both
+
+    Levels that are given may lie too close for that: `codes` are then the midpoints themselves, and `levels` all, float32.
     """
 
     codes: Tensor
@@ -50,8 +53,14 @@ class Levels(NamedTuple):
     factor: float
 
 
+def levels_for(bits: int, width: int, device: torch.device, given: Codebook | None = None) -> Levels:
+    if given is not None:
+        return Levels(given.middles.to(device), given.levels.to(device), 0.0, 0.0)
+    return _usual_levels(bits, width, device)
+
+
 @cache
-def levels_for(bits: int, width: int, device: torch.device) -> Levels:
+def _usual_levels(bits: int, width: int, device: torch.device) -> Levels:
     middles, book = boundaries(bits, width).numpy(), codebook(bits, width).numpy()
     count = 4 << bits
     # the outermost buckets lie beyond the midpoints
@@ -193,8 +202,17 @@ def level_at(base, row, d, there, book, BITS: tl.constexpr, WORDS: tl.constexpr)
 
 
 @triton.jit
-def nearest(y, levels, BITS: tl.constexpr):
-    """Find the code and the level of each coordinate. What is no number has the last."""
+def _nearest_by_halves(y, levels, BITS: tl.constexpr):
+    """Find codes of any levels by halving their range."""
+    code = tl.zeros(y.shape, tl.int32)
+    for i in tl.static_range(BITS):
+        step = 1 << (BITS - 1 - i)
+        code += tl.where(y <= tl.load(levels.codes + code + (step - 1)), 0, step)
+    return code, tl.load(levels.levels + code)
+
+
+@triton.jit
+def _nearest_by_bucket(y, levels, BITS: tl.constexpr):
     LAST: tl.constexpr = (4 << BITS) - 1.0
     place = tl.minimum(tl.maximum((y + levels.offset) * levels.factor, 0.0), LAST).to(tl.int32)
     found, ends = tl.load(levels.codes + place), tl.load(levels.levels + place)
@@ -202,3 +220,13 @@ def nearest(y, levels, BITS: tl.constexpr):
     code = (found >> 32).to(tl.int32) + tl.where(under, 0, 1)
     level = tl.where(under, ends, ends >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(y == y, code, (1 << BITS) - 1), level
+
+
+@triton.jit
+def nearest(y, levels, BITS: tl.constexpr):
+    """Find the code and the level of each coordinate. What is no number has the last."""
+    if levels.codes.dtype.element_ty == tl.float32:
+        found, level = _nearest_by_halves(y, levels, BITS)
+    else:
+        found, level = _nearest_by_bucket(y, levels, BITS)
+    return found, level

@@ -38,12 +38,14 @@ from auraflux.ops.hopper.split_kv import (
 )
 from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
+from auraflux.ops.turboquant.cuda.mla_kept import asking, kept_shape
 from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
 from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_rotated
 from auraflux.ops.turboquant.pages import LatentCodes
 
 LATENT, ROPE = 512, 64
 BITS = (4, 8)
+KEPT_AT_ONCE = 8  # positions: programs that merge are to find room beside those that attend
 MOST_TOKENS = 2  # of a sequence on average
 MOST_COLUMNS = 32
 STAGES = 2  # decoded tiles
@@ -139,7 +141,7 @@ def _hadamard_queries(x, sign, Q, N: gl.constexpr):
 @gluon.jit
 def _attend(
     source, memory, table, norms, parts, scale, unit, begin, end, count, line, room, split, splits, pool, PAGE: gl.constexpr,
-    N: gl.constexpr, ST: gl.constexpr,
+    N: gl.constexpr, ST: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """Attend to decoded tiles, and ask for rotated keys."""
     T: gl.constexpr = columns(N)
@@ -179,7 +181,10 @@ def _attend(
             mbarrier.expect(memory.more.index(1), 64 * 128)
             tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
         weight = norm * unit
-        s = gl.where((position < left)[:, None], (c * weight[:, None] + s) * scale, float("-inf"))
+        seen = position < left
+        if FIRST > 0:
+            seen = seen & (first + position >= FIRST)
+        s = gl.where(seen[:, None], (c * weight[:, None] + s) * scale, float("-inf"))
         norm = gl.load(norms + origin.to(gl.int64) + position)
         top = gl.maximum(m, top_of_columns(s, memory.X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
@@ -187,7 +192,7 @@ def _attend(
         fade = gl.exp2(m - safe)
         m, l = top, l * fade[None, :] + p  # noqa: E741
         # norms need not be finite where nothing is seen
-        memory.P.permute((1, 0)).store((p * gl.where(position < left, weight, 0.0)[:, None]).to(F16))
+        memory.P.permute((1, 0)).store((p * gl.where(seen, weight, 0.0)[:, None]).to(F16))
         fence_async_shared()
         gl.thread_barrier()
         acc = warpgroup_mma(tile.permute((1, 0)), memory.P.permute((1, 0)), acc * fade[None, :], is_async=True)
@@ -206,16 +211,17 @@ def _attend(
 @gluon.jit
 def latent_code_columns(
     queries, signs, rotated, ropes, store, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
-    N: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
+    N: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """N heads of one token with one share of its positions; grid (tokens * tiles of heads, splits).
 
     scale  of scores, to base 2
     unit   what norms are multiplied by for levels of N(0, 1)
+    KEPT   which positions are left to the merge, see `KeptShape`
     """
     groups = (heads + N - 1) // N
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * N, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, index, S, 64)
+    share = share_of(token, split, splits, 1 << 30, index, S, 64, KEPT.newest)
     sequence, begin, _, end, count, old = share
     table = index.table + sequence.to(gl.int64) * index.width
     line, room = token * heads + column, heads - column
@@ -240,7 +246,7 @@ def latent_code_columns(
     gl.warp_specialize(
         [
             (_attend, (source, memory, table, store.norms, parts, scale, unit, begin, end, count, line, room, split, splits,
-                       index.pool, PAGE, N, ST)),
+                       index.pool, PAGE, N, ST, KEPT.first)),
             (decode, (store.codes, shared, store.levels, tiles, table, begin, old, count, index.pool, PAGE, 64, BITS, RP, DEEP,
                       ST, 8)),
         ],
@@ -259,9 +265,9 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
     launch(latent_code_columns, (programs, splits))(
         q_latent, signs, tiles_of(q_rope, n), tiles_of(pages.rope, TILE),
-        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device)), index_of(pages, starts), parts,
+        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), index_of(pages, starts), parts,
         scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), n, pages.bits,
-        *RINGS[n, pages.bits], STAGES, num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+        *RINGS[n, pages.bits], STAGES, kept_shape(pages), num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip
-    merge_rotated(parts, signs, out, MERGED, early=True)
+    merge_rotated(parts, signs, out, MERGED, True, asking(q_latent, q_rope, pages, starts, scale, KEPT_AT_ONCE))
     return out

@@ -7,7 +7,7 @@ A warp has eight rows of every tile. Their codes come through a ring of its own 
 reads back only what it asked for itself: warps wait for nobody until a tile is whole.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,22 +17,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_wait
 
 from auraflux.ops.hopper.ptx import SHARED_BASE
-from auraflux.ops.turboquant.codebook import codebook
+from auraflux.ops.turboquant.codebook import Codebook, codebook
+from auraflux.ops.turboquant.cuda.hadamard import MOST_BOOKS
 
 # of shared memory, 4 KB each
 TABLE_ROWS = gl.constexpr(8)
 LANES = gl.constexpr("mov.u32 $0, %laneid; mul.lo.u32 $0, $0, 0x04040404; // $1")
 
 
-@cache
-def table_for(bits: int, width: int, device: torch.device) -> Tensor:
+@lru_cache(MOST_BOOKS)
+def table_for(bits: int, width: int, device: torch.device, given: Codebook | None = None) -> Tensor:
     """Give two float16 levels of N(0, 1) for every byte, in the order of the table's rows: int32 [256].
 
     A byte of one code has its level in the lower half.
     """
     byte = torch.arange(256)
     byte = byte // 2 + byte % 2 * 128
-    book = (codebook(bits, width) * width**0.5).half()
+    book = (codebook(bits, width, given=given) * width**0.5).half()
     pair = (byte & 15, byte >> 4) if bits == 4 else (byte, byte)
     return torch.stack([book[code] for code in pair], 1).view(torch.int32).squeeze(1).to(device)
 

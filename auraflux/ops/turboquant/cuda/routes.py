@@ -26,6 +26,7 @@ from auraflux.ops.turboquant.cuda import (
     flash_codes_launch,
     keep,
     mla_columns,
+    mla_kept,
     mla_rope_append,
     mla_rows,
     rope_append,
@@ -39,6 +40,7 @@ ALIGNED = 16  # bytes, as wide copies need it
 NOT_PAIRS = "values do not lie in pairs"
 UNALIGNED = "an address is not a multiple of 16 bytes"
 SOME = "there are new tokens"
+GIVEN = "levels are given; it is for the usual ones"
 
 
 def _never(call: Any) -> None:
@@ -54,6 +56,10 @@ def _unaligned(*tensors: Tensor) -> bool:
 
 def _no_power(width: int) -> str | None:
     return f"width {width} is no power of two: a matrix rotates" if width & (width - 1) else None
+
+
+def _given(pages: CodePages) -> bool:
+    return pages.key_book is not None or pages.value_book is not None
 
 
 def _refuses_no_queries(call: Attend | AttendLatent) -> str | None:
@@ -109,6 +115,8 @@ def _refuses_latent(call: AttendLatent) -> str | None:
         return "queries are not in 16 bits, or what is rotated by position is not in bf16"
     if page % mla_columns.TILE:
         return f"pages of {page} are not whole tiles of {mla_columns.TILE}"
+    if pages.plain is not None and pages.plain.first + pages.plain.newest > mla_kept.MOST_KEPT:
+        return f"{pages.plain.first + pages.plain.newest} positions are kept as they are; it is for up to {mla_kept.MOST_KEPT}"
     return not_hopper(call.q.device) or (UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None)
 
 
@@ -127,6 +135,8 @@ def _refuses_encode_prefill(call: Append) -> str | None:
     pages, (tokens, heads, width) = call.pages, call.k.shape
     if tokens * heads < encode_prefill.MANY:
         return f"{tokens * heads} keys; it is for {encode_prefill.MANY} and more"
+    if _given(pages):
+        return GIVEN
     if pages.arrangement is not Arrangement.PAIRS:
         return NOT_PAIRS
     if call.k.dtype is not BF16 or call.v.dtype is not BF16:
@@ -159,6 +169,8 @@ def _refuses_rope_append(call: RopeAppend) -> str | None:
     tokens, _, width = call.k.shape
     if not 0 < tokens <= rope_append.MOST_TOKENS:
         return f"{tokens} new tokens; it is for 1 to {rope_append.MOST_TOKENS}"
+    if _given(call.pages):
+        return GIVEN
     return _no_power(width) or _not_words(call.pages)
 
 
@@ -201,6 +213,8 @@ def _refuses_mla_rope_append(call: RopeAppendLatent) -> str | None:
         return f"{tokens} new tokens; it is for 1 to {MOST_FUSED}"
     if 2 * len(call.rotation[0]) != width // call.heads - call.nope:
         return "some channels of keys are not rotated by position"
+    if call.pages.book is not None:
+        return GIVEN
     return _no_power(call.pages.width)
 
 
