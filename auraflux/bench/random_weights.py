@@ -9,7 +9,7 @@ from torch import Tensor
 
 from auraflux.cache import CacheSettings
 from auraflux.errors import FormatError
-from auraflux.models import family
+from auraflux.models import family, family_name
 from auraflux.quant import QTensor
 from auraflux.quant.qtensor import check_format
 from auraflux.run import calibration
@@ -107,7 +107,7 @@ def random_language(
     cache_nbytes  for all of them; by default as much as they take when all are so long
     calibrate     "off", or anything else to find the vectors of its keys
     """
-    dtype = activation_dtype(device)
+    dtype, settings = activation_dtype(device), settings.for_family(family_name(config))
     with device_memory():
         model, shapes = random_model(config, bits, group, dtype, device)
         sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "chunk": CHUNK[device.type], "dtype": dtype}

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from auraflux.defaults import FIRST, KV, NEWEST
+from auraflux.defaults import AUTO, FIRST, KV, KV_OF, NEWEST
 from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.codebook import BITS
 
@@ -27,6 +27,7 @@ def parse_kv(name: str) -> Bits | None:
     """Give the bits of keys and values that a name like "k8v4" stands for; None for "none"."""
     if name == "none":
         return None
+    name = KV if name == AUTO else name
     found = re.fullmatch(r"k(\d)v(\d)", name)
     if found is None:
         raise SettingsError(f"kv={name!r} is neither 'none' nor a pair of bits such as k8v4, k4v4, k4v2 or k3v3.")
@@ -41,7 +42,7 @@ class CacheSettings:
     """How keys and values are kept.
 
     kv                 "none", or bits of keys and values: "k8v4", "k4v4", "k4v2", "k3v3" or any pair of 2, 3, 4, 6, 8;
-                       latents, both at once, take the key's
+                       latents, both at once, take the key's; "auto" for what a model's family bears, see `for_family`
     protect_first      how many of the first attention layers stay uncompressed; recurrent layers are not counted
     protect_last       how many of the last
     first              how many of the first positions are read uncompressed; None for what is usual where keys are coded
@@ -80,6 +81,10 @@ class CacheSettings:
                     raise SettingsError(f"{name}={getattr(self, name)} means nothing with kv='none': nothing is compressed.")
         if not self.sparse_v < 1:
             raise SettingsError(f"sparse_v={self.sparse_v} is no share of all weights: it must be below 1.")
+
+    def for_family(self, family: str) -> "CacheSettings":
+        """Choose the bits for a family of models, unless they were given."""
+        return replace(self, kv=KV_OF.get(family, KV)) if self.kv == AUTO else self
 
     @property
     def plain_first(self) -> int:

@@ -22,6 +22,7 @@ class Room(Protocol):
 
     settings: CacheSettings
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def states(self) -> StateGroup: ...
@@ -118,7 +119,10 @@ class LatentShape:
     def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
         if bits is None:
             return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
-        head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in _plain_groups(room))
+        usual = room.settings.first is None and room.settings.newest is None
+        # on a GPU only where it is asked for: it has not been timed there
+        groups = (None, None) if usual and room.device.type == "cuda" else _plain_groups(room)
+        head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)
         sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
         return CodedLatentLayer(room.group(None), *sizes, head, recent)
 

@@ -35,10 +35,9 @@ def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> N
     settings = sampling(chosen, temperature=0.7, top_p=0.95)
     stdin()
     loaded = load_model(model, chosen, chat=True)
-    click.echo(
-        f"{loaded.path.stem}, context {loaded.context} tokens, cache {chosen['kv']}. /help lists the commands.", err=True
-    )
-    Conversation(loaded, system, settings, chosen["kv"], stats).run(_reader())
+    kv = loaded.engine.cache.settings.kv
+    click.echo(f"{loaded.path.stem}, context {loaded.context} tokens, cache {kv}. /help lists the commands.", err=True)
+    Conversation(loaded, system, settings, kv, stats).run(_reader())
 
 
 class Conversation:

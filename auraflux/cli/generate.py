@@ -50,7 +50,7 @@ def generate(
     if as_json:
         click.echo(json.dumps({"texts": written, "stats": asdict(loaded.stats)}, indent=2, ensure_ascii=False))
     else:
-        click.echo(figures(loaded.stats, chosen["kv"]), err=True)
+        click.echo(figures(loaded.stats, loaded.engine.cache.settings.kv), err=True)
         if stats:
             show_traffic(loaded.stats.experts)
 

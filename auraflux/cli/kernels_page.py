@@ -6,6 +6,8 @@ from typing import Any
 from auraflux.bench.explain import explain_model
 from auraflux.bench.shapes import SHAPES
 from auraflux.cache import CacheSettings
+from auraflux.defaults import AUTO
+from auraflux.models import family_name
 from auraflux.ops._cases import Case
 from auraflux.ops.explain import chosen_ops
 from auraflux.ops.routes import Routes, Verdict, routes_of
@@ -23,7 +25,7 @@ models take. A route in brackets is one that another asks in its turn. Written b
 MODELS = """\
 ## Models
 
-What a step of known models takes on an H200, with weights of 4 bits and the cache at k4v4: when a token is written after 1024,
+What a step of known models takes on an H200, with weights of 4 bits and the usual cache: when a token is written after 1024,
 and when a prompt of 1024 tokens is read. Ops with one kernel are left out.
 """
 
@@ -63,7 +65,7 @@ def _models() -> Iterator[str]:
         yield f"### {shape}\n"
         rows = [
             [step, str(use.calls), use.op, use.shapes, use.verdict.path]
-            for step, uses in explain_model(config, CacheSettings(), "cuda").items()
+            for step, uses in explain_model(config, CacheSettings(AUTO).for_family(family_name(config)), "cuda").items()
             for use in uses
             if use.verdict is not None
         ]

@@ -80,8 +80,11 @@ def _explain_model(shape: str, device: str, as_json: bool, given: dict[str, Any]
     from auraflux.bench.explain import explain_model
     from auraflux.bench.shapes import shape_of
     from auraflux.cache import CacheSettings
+    from auraflux.defaults import AUTO
+    from auraflux.models import family_name
 
-    config, settings = shape_of(shape), CacheSettings(given["kv"]) if "kv" in given else CacheSettings()
+    config, settings = shape_of(shape), CacheSettings(given.get("kv", AUTO))
+    settings = settings.for_family(family_name(config))
     names = {"batch": "batch", "at": "at", "quantize": "bits", "exact": "exactly"}
     found = explain_model(config, settings, device, **{names[key]: value for key, value in given.items() if key in names})
     if as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from auraflux.defaults import CALIBRATE, FIRST, KV, NEWEST
+from auraflux.defaults import AUTO, CALIBRATE, FIRST, KV, KV_OF, NEWEST
 
 if TYPE_CHECKING:
     from auraflux.cache import CacheSettings
@@ -40,7 +40,13 @@ calibrate_option = click.option(
 )
 LOADING = [
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    click.option("--kv", default=KV, show_default=True, metavar="KXVY", help="Bits of keys and values in the cache, or none."),
+    click.option(
+        "--kv",
+        default=AUTO,
+        show_default=True,
+        metavar="KXVY",
+        help=f"Bits of keys and values in the cache, or none; auto is {KV}, and k8v4 for {' and '.join(KV_OF)}.",
+    ),
     click.option("--protect-first", type=int, default=0, metavar="N", help="Leave the first N attention layers uncompressed."),
     click.option("--protect-last", type=int, default=0, metavar="N", help="Leave the last N attention layers uncompressed."),
     click.option(

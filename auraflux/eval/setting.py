@@ -12,7 +12,7 @@ from auraflux.eval.rounded import rounded_shapes
 from auraflux.quant.affine import BITS
 
 # of what is known of a model's keys: what is used
-CALIBRATED = ("off", "all", "centres", "scales")
+CALIBRATED = ("all", "off", "centres", "scales")
 
 
 def _calibrated(value: str) -> str:
@@ -26,12 +26,11 @@ CHANGES: dict[str, Callable[[str], Any]] = {
     "sparse_v": float,
     "calibrate": _calibrated,
 }
-KEPT = "first=1+newest=32"
-# what may be kept as it is and left out, all of it, without one thing and alone; then one thing of the rest at a time
+NOTHING_KEPT = "first=0+newest=0"
+# without one thing that is usual, or more of it; then with one of the rest at a time
 ABLATIONS = (
-    *("first=1", "newest=32", "newest=128", "calibrate=all", KEPT),
-    *(f"{KEPT}+calibrate={used}" for used in CALIBRATED[1:]),
-    *("newest=32+calibrate=all", "first=1+calibrate=all"),
+    *("first=0", "newest=0", "newest=128", NOTHING_KEPT, f"{NOTHING_KEPT}+calibrate=off"),
+    *(f"calibrate={used}" for used in CALIBRATED[1:]),
     *("protect_first=2", "protect_last=2", "sparse_v=0.0001", *(f"quantize={bits}" for bits in BITS[::-1])),
 )
 
@@ -43,7 +42,7 @@ class Setting:
     name      as it was spelled
     cache     how the cache is kept
     quantize  bits to which dense weights are rounded; None as they are
-    calibrate  what is used of what is known of the model's keys
+    calibrate  what is used of what is known of the model's keys; usually all
     peer      whose cache is simulated instead, in an uncompressed one
     """
 

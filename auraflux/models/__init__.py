@@ -29,9 +29,14 @@ FAMILIES = {
 }
 
 
-def family(config: dict[str, Any]) -> ModuleType:
-    """The module that knows a checkpoint's model_type."""
+def family_name(config: dict[str, Any]) -> str:
+    """The family of a checkpoint's model_type."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise FormatError(f"model_type {shown(kind)} is not supported. Those that are: {', '.join(sorted(FAMILIES))}.")
-    return importlib.import_module(f"auraflux.models.{FAMILIES[kind]}")
+    return FAMILIES[kind]
+
+
+def family(config: dict[str, Any]) -> ModuleType:
+    """The module that knows a checkpoint's model_type."""
+    return importlib.import_module(f"auraflux.models.{family_name(config)}")

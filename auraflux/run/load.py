@@ -7,10 +7,10 @@ import torch
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.prefix_disk import PrefixDisk
-from auraflux.defaults import CALIBRATE, KV
+from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.errors import SettingsError
 from auraflux.machine import cache_folder, free_nbytes, this_machine
-from auraflux.models import family
+from auraflux.models import family, family_name
 from auraflux.models.config import experts_per_token
 from auraflux.quant import check_format
 from auraflux.run import calibration
@@ -36,7 +36,7 @@ SHARE = 4  # unless a context is given, a sequence that fills it takes at most t
 def load(
     path_or_name: str | Path | None = None,
     device: str = "auto",
-    kv: str | CacheSettings = KV,
+    kv: str | CacheSettings = AUTO,
     quantize: int | None = None,
     exact: bool = False,
     context: int | None = None,
@@ -55,7 +55,8 @@ def load(
     """Load a model: a folder, a GGUF file, or a name that is fetched on first use; None for the built-in default.
 
     device    "auto" takes a GPU where there is one
-    kv        how keys and values are kept: "none", "k4v4", "k8v4" or another pair of bits; or settings in full
+    kv        how keys and values are kept: "none", "k4v4", "k8v4" or another pair of bits; or settings in full; "auto" takes
+              k4v4, or what a family of models needs that bears less
     quantize  bits to which dense weights are rounded on the way
     exact     multiply float32 activations; otherwise CPU kernels round them to int8 per group
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds
@@ -83,6 +84,7 @@ def load(
         checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), tell))
         watch = Watch(checkpoint.files())
         module = family(checkpoint.config)
+        settings = settings.for_family(family_name(checkpoint.config))
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)
         dtype = activation_dtype(target)

@@ -3,6 +3,7 @@
 import pytest
 
 import auraflux
+from auraflux.cache import CacheSettings
 from auraflux.run.engine import SIZES, Engine
 from auraflux.run.graph import Replayer
 from tests.models.oracles import prefill
@@ -15,7 +16,9 @@ TEXT = [3 + n % 20 for n in range(300)]
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine that reads prompts as on a GPU."""
     monkeypatch.setattr(Replayer, "reads", True)
-    return auraflux.load(tiny(), quantize=4, context=300, device="cpu", graphs=False, sequences=1).engine
+    # one kind of pages, so that they can be counted
+    settings = CacheSettings(first=0, newest=0)
+    return auraflux.load(tiny(), kv=settings, quantize=4, context=300, device="cpu", graphs=False, sequences=1).engine
 
 
 def sizes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
