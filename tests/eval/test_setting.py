@@ -12,7 +12,7 @@ from auraflux.eval.setting import ABLATIONS, parse, parse_all
 def test_changes_are_read():
     found = parse("k4v4+newest=32+protect_first=1+sparse_v=1e-4+quantize=3")
     assert (found.cache.kv, found.cache.newest, found.cache.protect_first, found.cache.sparse_v) == ("k4v4", 32, 1, 1e-4)
-    assert (found.quantize, found.calibrate) == (3, "off")
+    assert (found.quantize, found.calibrate) == (3, "all")
     plain = parse("k4v4+newest=0+first=0+calibrate=off")
     assert (plain.cache.plain_newest, plain.cache.plain_first, plain.calibrate) == (0, 0, "off")
     assert parse("fp8+newest=16").peer.newest == 16
@@ -26,7 +26,7 @@ def test_changes_are_read():
         ("k4v4+oldest=2", "there is no change 'oldest'. Those there are: first, newest"),
         ("k4v4+newest=few", "newest needs a number, not 'few'"),
         ("k4v4+newest=-1", "newest=-1 is negative"),
-        ("k4v4+calibrate=on", "calibrate needs one of off, all, centres, scales, not 'on'"),
+        ("k4v4+calibrate=on", "calibrate needs one of all, off, centres, scales, not 'on'"),
         ("none+calibrate=off", "calibrate means nothing where keys are not coded"),
         ("fp8+first=1", "first cannot be simulated for FP8 e4m3"),
         ("k4v4+quantize=7", "cannot be rounded to 7 bits"),
