@@ -176,25 +176,27 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
 def _warm_up(loaded: "LanguageModel") -> None:
     """Let kernels be compiled and steps recorded before the first client waits for it."""
     scheduler, written = loaded.scheduler, 8
-    for texts, tokens in _usual_loads(loaded):
+    for texts, tokens, alike in _usual_loads(loaded):
         if texts <= scheduler.parallel and tokens + written <= loaded.context:
-            loaded.generate_batch([[number] * tokens for number in range(texts)], max_tokens=written, endless=True)
+            prompts = [[0 if alike else number] * tokens for number in range(texts)]
+            loaded.generate_batch(prompts, max_tokens=written, endless=True)
             loaded.reset()
     scheduler.counts = type(scheduler.counts)()
 
 
-def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int]]:
-    """How many texts are written at once, and how many tokens their prompts have."""
+def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int, bool]]:
+    """How many texts are written at once, how many tokens their prompts have, and whether these are alike: one is read then."""
     from auraflux.run.engine import COUNTS, SIZES
 
     if loaded.experts is not None:
         # tokens of experts that are read from disk cost more than compiling
-        return [(1, 8)]
+        return [(1, 8, False)]
     if loaded.engine.device.type == "cpu":
-        return [(1, 32), (8, 32)]
-    # a step is recorded the second time
-    alone = [(1, size) for size in SIZES for _ in range(2)]
-    return [*alone, *((count, 16) for count in COUNTS), (16, 1024), (16, 1024)]
+        return [(1, 32, False), (8, 32, False)]
+    # a step is recorded the second time, and for texts of other lengths anew
+    alone = [(1, size, False) for size in SIZES for _ in range(2)]
+    together = [(count, tokens, True) for tokens in (16, 1024) for count in COUNTS]
+    return [*alone, *together, (16, 1024, False), (16, 1024, False)]
 
 
 def _stop_loading(*_: Any) -> None:
