@@ -98,7 +98,7 @@ def test_text_is_on_stdout_and_figures_on_stderr():
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()
     assert "written 5 tokens" in result.stderr
-    assert "k8v4" in result.stderr
+    assert "k4v4" in result.stderr
 
 
 def test_json_has_text_and_figures():
