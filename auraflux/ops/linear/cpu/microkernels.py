@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
     fast   int8 activations and the byte dot product, or float32
     bits, group  of the codes
-    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases)
+    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); e4m3: FP8 codes, scales f32, no biases
     """
 
     fast: bool
@@ -63,7 +63,11 @@ class Form(NamedTuple):
 
     @property
     def scale_nbytes(self) -> int:
-        return {"bf16": 2, "f16": 2, "f32": 4, "e8m0": 1}[self.kind]
+        return {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 4, "e8m0": 1}[self.kind]
+
+    @property
+    def has_biases(self) -> bool:
+        return self.kind not in ("e8m0", "e4m3")
 
 
 BLOCK = ISA.lanes
@@ -107,10 +111,19 @@ def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
     """Load the codes of one chunk: 32 vectors of floats, one input of each row, in natural order."""
     words = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)]
     found = [b.and_(_field(b, words, i * form.bits, form.bits), splat(INTS, 2**form.bits - 1)) for i in range(CHUNK)]
+    if form.kind == "e4m3":
+        return [_eighth(b, v) for v in found]
     if form.kind == "e8m0":
         levels = [b.bitcast(ISA.look_up(b, MXFP4_TABLE, b.bitcast(v, BYTES)), INTS) for v in found]
         found = [b.and_(v, splat(INTS, 255)) for v in levels]
     return [b.sitofp(v, FLOATS) for v in found]
+
+
+def _eighth(b: ir.IRBuilder, code: ir.Value) -> ir.Value:
+    """Widen e4m3: its exponent, 7 from the middle, is raised to float32's 127 by a product, which denormals survive."""
+    size = b.shl(b.and_(code, splat(INTS, 0x7F)), splat(INTS, 20))
+    sign = b.shl(b.and_(code, splat(INTS, 0x80)), splat(INTS, 24))
+    return b.fmul(b.bitcast(b.or_(size, sign), FLOATS), splat(FLOATS, 2.0**120))
 
 
 def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
@@ -139,6 +152,8 @@ def scale_and_bias(b: ir.IRBuilder, kind: str, scales: ir.Value, biases: ir.Valu
         broken = b.icmp_signed("==", exponents, splat(INTS, 255))
         value = b.select(broken, splat(FLOATS, float("nan")), value)
         return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
+    if kind == "e4m3":
+        return [load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS), splat(FLOATS, 0.0)]
     size = {"bf16": 2, "f16": 2, "f32": 4}[kind]
     offset = b.mul(group, at(BLOCK * size))
     return [_widen(b, kind, address, offset) for address in (scales, biases)]
