@@ -106,7 +106,8 @@ def ct_config(bits: int, group: int, symmetric: bool, layout: str = "pack-quanti
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "channel" if group < 0 else "group"}
     weights |= {} if group < 0 else {"group_size": group}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": layout, **more}}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
+    found = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
+    return {**found, "quantization_status": "compressed"}
 
 
 Make = Callable[[Tensor, int], tuple[dict[str, Tensor], Tensor]]

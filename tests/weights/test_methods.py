@@ -135,6 +135,19 @@ def test_compressed_tensors_unpacks_the_same_weights(kind: str, llama: Path, tmp
     assert torch.equal(mine.to(theirs.dtype), theirs)
 
 
+@pytest.mark.parametrize("kind", ["ct-4", "ct-8-zeros", "fp8-bf16-scales", "fp8-powers"])
+def test_transformers_loads_the_same_model(kind: str, llama: Path, tmp_path: Path):
+    """Through its own readers of such folders."""
+    for needed in ("accelerate", "compressed_tensors"):
+        pytest.importorskip(needed, reason=f"transformers reads such folders with {needed}, which is not installed")
+    from transformers import AutoModelForCausalLM
+
+    rewrite(llama, tmp_path / "q", *FOLDERS[kind])
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    ids = tokens(other, 40)
+    assert error(scores(tmp_path / "q", ids), truth(other, ids)) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["awq", "gptq-4", "ct-8-zeros"])
 def test_convert_writes_the_same_codes(kind: str, llama: Path, tmp_path: Path):
     meant = rewrite(llama, tmp_path / "q", *FOLDERS[kind])
