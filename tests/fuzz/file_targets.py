@@ -29,7 +29,7 @@ from tests.weights.quantized_folders import FOLDERS, rewrite
 
 METHODS = {
     kind: FOLDERS[kind]
-    for kind in ("awq", "gptq-4", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "fp8-powers", "ct-fp8-rows")
+    for kind in ("awq", "gptq-4", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "fp8-powers", "ct-fp8-rows", "ct-mxfp4")
 }
 SCRATCH = Path(mkdtemp(prefix="auraflux-fuzz-"))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -147,6 +147,25 @@ def fp8_folder(
     return config, make
 
 
+def mxfp4_folder() -> tuple[dict[str, Any], Make]:
+    """compressed-tensors' MXFP4: random codes, and exponents near those of a weight."""
+    config = ct_config(4, 32, True, "mxfp4-pack-quantized")
+    config["config_groups"]["group_0"]["weights"] |= {"type": "float", "scale_dtype": "torch.uint8"}
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+    def make(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        rng = np.random.default_rng(number)
+        rows, width = weight.shape
+        codes, exponents = rng.integers(0, 16, (rows, width)), rng.integers(118, 124, (rows, width // 32))
+        exponents[0, 0], exponents[1, 0] = 0, 130
+        meant = levels[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, 1)
+        octets = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
+        parts = {"weight_packed": torch.from_numpy(octets), "weight_scale": torch.from_numpy(exponents.astype(np.uint8))}
+        return parts, torch.from_numpy(meant)
+
+    return config, make
+
+
 def ct_fp8_folder(block: tuple[int, int], **weights: Any) -> tuple[dict[str, Any], Make]:
     config = ct_config(8, -1, True, "float-quantized", input_activations={"num_bits": 8, "type": "float", "dynamic": True})
     config["config_groups"]["group_0"]["weights"] |= {"type": "float", **weights}
@@ -212,6 +231,7 @@ FOLDERS = {
     "ct-fp8-rows": ct_fp8_folder((1, 0), strategy="channel"),
     "ct-fp8-tensor": ct_fp8_folder((0, 0), strategy="tensor"),
     "ct-fp8-blocks": ct_fp8_folder((128, 128), strategy="block", block_structure=[128, 128]),
+    "ct-mxfp4": mxfp4_folder(),
     "ct-fp8-groups": ct_fp8_folder((1, 64), strategy="group", group_size=64),
 }
 

@@ -118,7 +118,7 @@ def test_logits_are_those_of_transformers(kind: str, model: str, request, tmp_pa
     assert error(scores(tmp_path / "q", ids, chunk=1), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["ct-4", "ct-4-zeros", "ct-8", "ct-int8-zeros", "ct-fp8-rows", "ct-fp8-blocks"])
+@pytest.mark.parametrize("kind", ["ct-4", "ct-4-zeros", "ct-8", "ct-int8-zeros", "ct-fp8-rows", "ct-fp8-blocks", "ct-mxfp4"])
 def test_compressed_tensors_unpacks_the_same_weights(kind: str, llama: Path, tmp_path: Path):
     pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
     from compressed_tensors.compressors import BaseCompressor
@@ -346,6 +346,10 @@ def poisoned_first(found: Tensor) -> Tensor:
         ("ct-4-zeros", put("weight_zero_point", lambda t: t[1:]), r"weight_zero_point has shape \[23, 4\]; \[24, 4\]"),
         ("ct-act-order", put("weight_g_idx", lambda t: t + 9), "weight_g_idx has numbers from 9 to 12; it has 4 groups"),
         ("ct-int8", put("weight", lambda t: t.to(torch.int16)), "weight is I16; I8 is needed"),
+        ("ct-mxfp4", put("weight_scale", lambda t: t[1:]), r"weight_scale has shape \[191, 4\]; \[192, 4\] is needed"),
+        ("ct-mxfp4", put("weight_scale", lambda t: torch.full_like(t, 255)), "some of its scales are not numbers"),
+        ("ct-mxfp4", put("weight_packed", lambda t: t[:, 1:]), "126 inputs; MXFP4 has them in groups of 32"),
+        ("fp8", put("weight_scale_inv", lambda t: t[None].expand(3, -1, -1)), "weight_scale_inv has shape"),
         ("fp8", put("weight_scale_inv", lambda t: t[:1]), r"scales have shape \[1, 1\]; a weight of \[192, 128\]"),
         ("fp8", put("weight_scale_inv", poisoned_first), "some of its scales are not finite"),
         ("fp8", put("weight", lambda t: t.to(torch.float8_e5m2)), "weight is F8_E5M2; F8_E4M3 is needed"),

@@ -1,4 +1,4 @@
-"""compressed-tensors: whole numbers packed at 2 to 8 bits or as int8, and FP8 (see `fp8`).
+"""compressed-tensors: whole numbers packed at 2 to 8 bits or as int8, FP8 (see `fp8`) and MXFP4.
 
 weight_packed      int32 [N, K*bits/32]  codes plus half their range, a bit stream along the inputs
 weight             int8 [N, K]           instead, in the format "int-quantized"
@@ -7,6 +7,8 @@ weight_zero_point  beside packed codes int32 [N*bits/32, K/G], packed along the 
 weight_shape       [2]                   N and K
 weight_g_idx       int32 [K]             the group of each input, with actorder "group"
 weight[n, k] = weight_scale[n, g] * (code[n, k] - weight_zero_point[n, g])
+
+MXFP4 has weight_packed uint8 [N, K/2], the first of two inputs in the low nibble, and weight_scale uint8 [N, K/32], exponents.
 
 A weight's own tensors tell its bits and groups, so that the patterns by which a config picks layers are not needed. What the
 config asks to do to activations is not done: they are not rounded.
@@ -20,13 +22,16 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
+from auraflux.quant import QTensor, mxfp4
 from auraflux.quant.grouped import from_codes, owners_of, unpacked
 from auraflux.weights.boundary import shown
 from auraflux.weights.methods import fp8
 from auraflux.weights.methods.method import DTYPES, Header, Held, check_width, expect, group_count, held_codes, part
 from auraflux.weights.stored import Stored
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
+MXFP4 = "mxfp4-pack-quantized"
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MXFP4, "dense", "mixed-precision")
+NOT_A_NUMBER = 255  # of MXFP4's exponents
 ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 WHOLE = ("I32", "I64")
 
@@ -62,13 +67,15 @@ class CompressedTensors:
     def plan(self, headers: Mapping[str, Header], read: Callable[[str], Tensor]) -> Held:
         if "weight_packed" not in headers and headers["weight"].dtype == fp8.CODES:
             return fp8.plan(headers, "weight_scale", self.blocks)
+        if "weight_packed" in headers and headers["weight_packed"].dtype == "U8":
+            return _plan_mxfp4(headers)
         shape, bits = self._packed(headers, read) if "weight_packed" in headers else (part(headers, "weight", ("I8",)), 8)
         (rows, width), scales = shape, headers.get("weight_scale", Header((), ""))
         check_width(width)
         groups = 1 if len(scales.shape) < 2 else scales.shape[1]
         if scales.dtype not in DTYPES or scales.shape not in ((), (1,), (1, 1), (rows, groups)):
             raise FormatError(
-                f"its weight_scale is {scales.dtype or 'not there'} of shape {list(scales.shape)}; "
+                f"its weight_scale is {scales.dtype or 'not there'} of shape {shown(list(scales.shape))}; "
                 f"a scale for each of its {rows} rows, or one for all, is needed."
             )
         group = self._group(width, groups)
@@ -95,7 +102,7 @@ class CompressedTensors:
                 if -(-shape[1] * bits // 32) == words:
                     return bits
         raise FormatError(
-            f"its weight_packed has shape {[rows, words]}, which is no {list(shape)} of {sorted(self.bits)} bits, "
+            f"its weight_packed has shape {[rows, words]}, which is no {shown(list(shape))} of {sorted(self.bits)} bits, "
             "of which each 32 fill whole words."
         )
 
@@ -111,6 +118,8 @@ class CompressedTensors:
         scales = parts["weight_scale"]
         if "weight" in parts and parts["weight"].is_floating_point():
             return fp8.load(parts["weight"], scales, self.blocks)
+        if "weight_packed" in parts and parts["weight_packed"].dtype is torch.uint8:
+            return _mxfp4(parts["weight_packed"], scales)
         if "weight_packed" in parts:
             packed, shape = parts["weight_packed"], tuple(map(int, parts["weight_shape"]))
             bits = self._bits(shape, *packed.shape)
@@ -132,6 +141,23 @@ class CompressedTensors:
             ["config.json asks for activations of fewer bits; they are not rounded to those."] if self.activations else []
         )
         return [*rounding, *(fp8.NOTES[1:] if self.floats else [])]
+
+
+def _plan_mxfp4(headers: Mapping[str, Header]) -> Held:
+    rows, octets = part(headers, "weight_packed", ("U8",))
+    width = 2 * octets
+    check_width(width)
+    if width % mxfp4.GROUP:
+        raise FormatError(f"it has {width} inputs; MXFP4 has them in groups of {mxfp4.GROUP}.")
+    expect(headers, "weight_scale", ("U8",), (rows, width // mxfp4.GROUP))
+    return Held((rows, width), "MXFP4", 4.25, "kept to the bit: level * 2**exponent")
+
+
+def _mxfp4(octets: Tensor, exponents: Tensor) -> QTensor:
+    if bool((exponents == NOT_A_NUMBER).any()):
+        raise FormatError("some of its scales are not numbers.")
+    shape = len(octets), 2 * octets.shape[1]
+    return QTensor(octets.contiguous().view(torch.int32), exponents.contiguous(), None, mxfp4.BITS, mxfp4.GROUP, shape)
 
 
 def _zeros(found: Tensor | None, bits: int, rows: int, groups: int) -> Tensor:
@@ -166,7 +192,7 @@ def open_method(config: dict[str, Any]) -> CompressedTensors:
             raise FormatError(f"compressed-tensors in format {shown(layout)} is not read. Formats that are: {known}.")
     for each in weights:
         kind, bits = each.get("type") or "int", each.get("num_bits") or 8
-        if kind != "int" and (kind, bits) != ("float", 8):
+        if kind != "int" and (kind, bits) not in (("float", 8), ("float", 4)):
             raise FormatError(f"compressed-tensors with weights of type {shown(kind)} and {bits} bits is not read.")
     sizes = sorted({size for each in weights if (size := each.get("group_size") or 0) > 0})
     blocks = [tuple(each.get("block_structure") or ()) for each in weights]
@@ -174,6 +200,6 @@ def open_method(config: dict[str, Any]) -> CompressedTensors:
         frozenset(each.get("num_bits") or 8 for each in weights),
         frozenset(sizes),
         fp8.Blocks((*((block[0], block[1]) for block in blocks if len(block) == 2), *((1, size) for size in sizes)), False),
-        any(each.get("type") == "float" for each in weights),
+        any((each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights),
         any(each.get("input_activations") for each in groups),
     )

@@ -47,14 +47,16 @@ def find_block(shape: tuple[int, ...], grid: tuple[int, ...], blocks: Blocks) ->
         if (group_count(rows, block[0]), group_count(width, block[1])) == wanted:
             return block
     sizes = ", ".join(f"{rows} x {width}" for rows, width in likely)
-    raise FormatError(f"its scales have shape {list(grid)}; a weight of {list(shape)} has them for blocks of {sizes}.")
+    raise FormatError(
+        f"its scales have shape {shown(list(grid))}; a weight of {shown(list(shape))} has them for blocks of {sizes}."
+    )
 
 
 def plan(headers: Mapping[str, Header], name: str, blocks: Blocks) -> Held:
     """How a weight of e4m3 codes with scales under `name` is held."""
     rows, width = part(headers, "weight", (CODES,))
     check_width(width)
-    part(headers, name, SCALES, len(headers[name].shape) if name in headers else 2)
+    part(headers, name, SCALES, min(2, len(headers[name].shape)))
     block = find_block((rows, width), headers[name].shape, blocks)
     group = held_group(owners_of(width, block[1]))
     spread = (

@@ -10,6 +10,7 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.quant import affine
 from auraflux.quant.grouped import held_group, memory_bits
+from auraflux.weights.boundary import shown
 from auraflux.weights.stored import Stored
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -79,7 +80,7 @@ def part(headers: Mapping[str, Header], name: str, dtypes: Iterable[str], dimens
     if dtype not in dtypes:
         raise FormatError(f"its {name} is {dtype}; {' or '.join(dtypes)} is needed.")
     if len(shape) != dimensions or not all(shape):
-        raise FormatError(f"its {name} has shape {list(shape)}; {dimensions} dimensions that are not empty are needed.")
+        raise FormatError(f"its {name} has shape {shown(list(shape))}; {dimensions} dimensions that are not empty are needed.")
     return shape
 
 
@@ -87,7 +88,7 @@ def expect(headers: Mapping[str, Header], name: str, dtypes: Iterable[str], shap
     """Refuse a part of another shape."""
     found = part(headers, name, dtypes, len(shape))
     if found != shape:
-        raise FormatError(f"its {name} has shape {list(found)}; {list(shape)} is needed.")
+        raise FormatError(f"its {name} has shape {shown(list(found))}; {shown(list(shape))} is needed.")
 
 
 def check_width(width: int) -> None:
