@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from auraflux.cache import Batch, LatentShape
-from auraflux.errors import FormatError
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, FeedForward, Mixer, Stream, without_frequencies
 from auraflux.models.mixture import Mixture
@@ -75,7 +74,6 @@ class Config:
         keys = Keys(config)
         for key, accepted in {"hidden_act": "silu", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}.items():
             keys.refuse(key, accepted)
-        _refuse_fp8(keys)
         settings, inner = rope_settings(keys), keys["moe_intermediate_size"]
         rope, experts = keys["qk_rope_head_dim"], keys.get("n_routed_experts", 0)
         widths = Widths(keys.get("q_lora_rank", None), keys["kv_lora_rank"], keys["qk_nope_head_dim"], rope, keys["v_head_dim"])
@@ -98,12 +96,6 @@ class Config:
             context=keys.get("max_position_embeddings", 4096),
             rotation=rotation(keys, rope, settings, keys.get("rope_interleave", True)),
         )
-
-
-def _refuse_fp8(keys: Keys) -> None:
-    method = keys.get("quantization_config", {}).get("quant_method")
-    if method is not None:
-        raise FormatError(f"the weights are quantized by {method!r}, which is not read. Use a bf16 or an MLX folder.")
 
 
 def _growth(settings: dict[str, Any]) -> float:

@@ -18,14 +18,16 @@ from auraflux.kinds import check_fields
 from auraflux.quant import affine, mxfp4
 from auraflux.quant.packing import unpack
 
+CODES = torch.float8_e4m3fn
+
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
     """A quantized weight [N, K], or a stack of them [E, N, K].
 
     packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to whole blocks
-    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents
-    biases   like scales; None for MXFP4
+    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for FP8 f32
+    biases   like scales; None for MXFP4 and FP8
     shape    of the matrix or stack it stands for
     """
 
@@ -49,7 +51,7 @@ class QTensor:
             )
         if self.packed.dtype != torch.int32:
             raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")
-        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8,)
+        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32)
         for name in ("scales", "biases"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype not in dtypes:
@@ -71,7 +73,9 @@ class QTensor:
 
     @property
     def kind(self) -> str:
-        return "affine" if self.biases is not None else "mxfp4"
+        if self.biases is not None:
+            return "affine"
+        return "fp8" if self.scales.dtype is torch.float32 else "mxfp4"
 
     @cached_property
     def device(self) -> torch.device:
@@ -83,8 +87,8 @@ class QTensor:
 
     @cached_property
     def format(self) -> tuple[int, int, int, torch.dtype]:
-        """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype."""
-        return self.bits, self.group, self.lanes, self.scales.dtype
+        """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype; of FP8 the codes'."""
+        return self.bits, self.group, self.lanes, self.scales.dtype if self.kind != "fp8" else CODES
 
     @property
     def nbytes(self) -> int:
@@ -138,6 +142,9 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix or stack in plain numbers; by default in the scales' dtype (bf16 for MXFP4), as mlx gives it."""
         rows = self.rows()
+        if self.kind == "fp8":
+            groups = rows.packed.contiguous().view(CODES).float().unflatten(-1, (-1, self.group))
+            return (groups * rows.scales[..., None]).flatten(-2).to(dtype or torch.float32)
         codes = unpack(rows.packed, self.bits)
         if rows.biases is None:
             return mxfp4.decode(codes, rows.scales, dtype or torch.bfloat16)
@@ -181,16 +188,21 @@ def check_format(bits: int, group: int, kind: str = "affine") -> None:
             raise FormatError(
                 f"MXFP4 has {mxfp4.BITS} bits and groups of {mxfp4.GROUP}; {bits} bits and groups of {group} were asked for."
             )
+    elif kind == "fp8":
+        if bits != 8 or group not in affine.GROUPS:
+            raise FormatError(
+                f"FP8 has 8 bits and groups of {affine.GROUPS}; {bits} bits and groups of {group} were asked for."
+            )
     elif kind != "affine":
-        raise FormatError(f"there is no weight format {kind!r}. Those there are: affine, mxfp4.")
+        raise FormatError(f"there is no weight format {kind!r}. Those there are: affine, mxfp4, fp8.")
     elif bits not in affine.BITS or group not in affine.GROUPS:
         raise FormatError(f"{bits} bits in groups of {group} is not a format. Bits: {affine.BITS}; groups: {affine.GROUPS}.")
 
 
 def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str = "affine") -> QTensor:
-    """Round a dense weight to codes, exactly as mlx.core.quantize does.
+    """Round a dense weight to codes, exactly as mlx.core.quantize does; to FP8 with the largest of a group on its largest code.
 
-    weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases keep its dtype
+    weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases keep its dtype, those of FP8 are float32
     """
     group = group or (mxfp4.GROUP if kind == "mxfp4" else 64)
     check_format(bits, group, kind)
@@ -200,6 +212,15 @@ def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str 
         raise FormatError(f"a weight of shape {list(weight.shape)} cannot be quantized; [N, K] or [E, N, K] is needed.")
     if weight.shape[-1] % group:
         raise FormatError(f"groups of {group} do not divide the input width {weight.shape[-1]}.")
+    if kind == "fp8":
+        return QTensor(*_encode_fp8(weight, group), None, bits, group, tuple(weight.shape))
     if kind == "mxfp4":
         return QTensor(*mxfp4.encode(weight), None, bits, group, tuple(weight.shape))
     return QTensor(*affine.encode(weight, bits, group), bits, group, tuple(weight.shape))
+
+
+def _encode_fp8(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    groups = weight.float().unflatten(-1, (-1, group))
+    scales = (groups.abs().amax(-1) / torch.finfo(CODES).max).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = (groups / scales[..., None]).to(CODES).flatten(-2)
+    return codes.contiguous().view(torch.int32), scales

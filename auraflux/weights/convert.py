@@ -122,6 +122,9 @@ class Writing(Weights):
 
     def rounded(self, found: Stored, name: str) -> Stored:
         """Round what is dense, and codes with more bits than were asked for."""
+        if isinstance(found, QTensor) and found.kind == "fp8" and self.bits is not None:
+            # mlx-lm has no such format; those who publish it give bf16 as the dtype of all else
+            found = dense(found).to(torch.bfloat16)
         # mlx-lm has codes for the routers of some families, and reads them dense in all
         if self.bits is None or is_blank(found) or found.shape[-1] % self.group or ROUTERS.search(name):
             return found

@@ -209,7 +209,7 @@ class _Reading:
 
         try:
             packed, scales = array(width * bits // 32, torch.int32), array(width // group, dtype)
-            biases = None if kind == "mxfp4" else array(width // group, dtype)
+            biases = array(width // group, dtype) if kind == "affine" else None
             return QTensor(packed, scales, biases, bits, group, (rows, width), lanes)
         except FormatError as err:
             raise self.wrong(str(err).removesuffix(".")) from err

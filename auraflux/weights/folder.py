@@ -1,6 +1,7 @@
 """Folders of safetensors with a config.json: Hugging Face's and mlx-lm's."""
 
 import ctypes
+from collections import Counter, defaultdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from auraflux.errors import FormatError
 from auraflux.quant import QTensor
 from auraflux.weights.boundary import brief, listed, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
+from auraflux.weights.methods import Header, Held, method_of
 from auraflux.weights.model_keys import check_config, check_index
 from auraflux.weights.stored import Stored
 
@@ -31,11 +33,12 @@ class Folder:
             raise FormatError(f"{path} has no config.json, so it is not a model folder.")
         self.config = read_json(path / "config.json", path)
         check_config(path / "config.json", self.config)
-        self.notes: list[str] = []
         self.quantization: dict[str, Any] = self.config.get("quantization") or {}
         self.experts: ExpertFiles | None = open_experts(path) if has_experts(path) else None
         # what is packed was written as convert writes it
         self.form = "mlx" if self.quantization or self.experts else "hf"
+        self.method = method_of(self.config)
+        self._plans: dict[str, Held] = {}
         self._files: dict[Path, Any] = {}
 
     @cached_property
@@ -62,6 +65,14 @@ class Folder:
                 raise FormatError(f"{path} cannot be read: {brief(err)}. It may have been cut short; fetch it again.") from err
         return self._files[path]
 
+    @cached_property
+    def notes(self) -> list[str]:
+        if self.method is None:
+            return []
+        counts = Counter(held.kept for name in self._coded if (held := self.held(name)) is not None)
+        kept = [f"{self.method.title}: {count} weights are {kept}." for kept, count in counts.most_common()]
+        return [*kept, *self.method.notes()]
+
     def _slice(self, name: str) -> Any:
         return self._open(self._homes[name]).get_slice(name)
 
@@ -73,10 +84,37 @@ class Folder:
         return dot + part in PARTS and stem + ".weight" in self._homes and stem + ".scales" in self._homes
 
     @cached_property
+    def _coded(self) -> dict[str, list[str]]:
+        """The weights that are of the folder's method, and what they consist of."""
+        if self.method is None:
+            return {}
+        modules: dict[str, list[str]] = defaultdict(list)
+        for name in self._homes:
+            module, _, part = name.rpartition(".")
+            modules[module].append(part)
+        return {
+            f"{module}.weight": [part for part in self.method.parts if part in found]
+            for module, found in modules.items()
+            if self.method.claims(found)
+        }
+
+    def _of_method(self, name: str) -> bool:
+        """Whether a tensor is part of a weight of the folder's method, or lies beside it and is not used."""
+        module, _, part = name.rpartition(".")
+        parts = self._coded.get(f"{module}.weight")
+        return parts is not None and self.method is not None and (part in parts or part in self.method.unused)
+
+    @cached_property
     def _parts(self) -> dict[str, list[str]]:
         """The tensors that each weight consists of."""
-        parts = {}
+        parts = {
+            weight: [f"{weight.removesuffix('.weight')}.{part}" for part in found] for weight, found in self._coded.items()
+        }
         for name in self._homes:
+            if self._of_method(name):
+                continue
+            if name in parts:
+                raise FormatError(f"{self.path} has {name} twice, as it is and as codes: {listed(parts[name])}.")
             if name.endswith(BLOCKS):
                 stem = name.removesuffix(BLOCKS)
                 parts[stem] = [name, stem + EXPONENTS]
@@ -98,6 +136,8 @@ class Folder:
         return torch.Size(part.get_shape()).numel() * ITEMSIZES.get(part.get_dtype(), 1)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if (held := self.held(name)) is not None:
+            return held.shape
         parts = self._parts[name]
         found = tuple(self._slice(parts[0]).get_shape())
         if len(parts) == 1:
@@ -106,6 +146,19 @@ class Folder:
             return (*found[:-2], found[-2] * found[-1] * 2)
         bits, _, _ = self._format(name)
         return (*found[:-1], found[-1] * 32 // bits)
+
+    def held(self, name: str) -> Held | None:
+        """How a weight of the folder's method will be held; None for all others."""
+        if self.method is None or name not in self._coded:
+            return None
+        if name not in self._plans:
+            slices = {part: self._slice(f"{name.removesuffix('weight')}{part}") for part in self._coded[name]}
+            headers = {part: Header(tuple(each.get_shape()), each.get_dtype()) for part, each in slices.items()}
+            try:
+                self._plans[name] = self.method.plan(headers, lambda part: slices[part][:])
+            except FormatError as err:
+                raise FormatError(f"{name} in {self.path} is no weight of {self.method.title}: {err}") from err
+        return self._plans[name]
 
     def _format(self, name: str) -> tuple[int, int, str]:
         """Bits, group and mode of a quantized weight."""
@@ -126,11 +179,20 @@ class Folder:
             found = [self._open(self._homes[part]).get_tensor(part) for part in parts]
         except SafetensorError as err:
             raise FormatError(f"{self._homes[parts[0]]}: tensor {name} cannot be read: {brief(err)}.") from err
+        if self.held(name) is not None:
+            return self._decoded(name, found)
         if len(parts) == 1:
             return found[0]
         if parts[0].endswith(BLOCKS):
             return _mxfp4_blocks(*found)
         return self._quantized(name, *found)
+
+    def _decoded(self, name: str, found: list[Tensor]) -> Stored:
+        assert self.method is not None
+        try:
+            return self.method.load(dict(zip(self._coded[name], found, strict=True)))
+        except FormatError as err:
+            raise FormatError(f"{name} in {self.path} is no weight of {self.method.title}: {err}") from err
 
     def load_one(self, name: str, index: int) -> Stored:
         return self.load(name)[index]
@@ -145,13 +207,18 @@ class Folder:
 
     def _quantized(self, name: str, codes: Tensor, scales: Tensor, biases: Tensor | None = None) -> QTensor:
         bits, group, mode = self._format(name)
-        if mode not in ("affine", "mxfp4"):
-            raise FormatError(f"{name} is quantized in mode {mode!r}; auraflux reads affine and mxfp4.")
+        if mode not in ("affine", "mxfp4", "fp8"):
+            raise FormatError(f"{name} is quantized in mode {mode!r}; auraflux reads affine, mxfp4 and fp8.")
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
         try:
-            return QTensor(codes.view(torch.int32), scales, biases, bits, group, shape)
+            made = QTensor(codes.view(torch.int32), scales, biases, bits, group, shape)
         except FormatError as err:
             raise FormatError(f"{name} in {self.path}: {err}") from err
+        if made.kind != mode:
+            raise FormatError(
+                f"{name} in {self.path}: its tensors are those of mode {made.kind!r}, and config.json says {mode!r}."
+            )
+        return made
 
 
 ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}

@@ -150,6 +150,9 @@ class Weights:
 
     def ready(self, found: Stored, in_order: bool = False) -> Stored:
         """A matrix or stack in the form the device's kernels like."""
+        if isinstance(found, QTensor) and found.kind == "fp8" and (self.layout != "cpu" or in_order):
+            # kernels of a GPU, and those that want rows in order, have no FP8
+            found = dense(found)
         if isinstance(found, QTensor):
             if self.layout == "cpu" and not in_order:
                 from auraflux.ops.simd.vectors import ISA
@@ -191,6 +194,8 @@ class Weights:
             }
             for expert in range(count):
                 one = first if expert == 0 else made(expert)
+                if not isinstance(one, QTensor) or (one.format, one.kind) != (first.format, first.kind):
+                    raise FormatError(f"expert {expert} in {name} is {_form(one)}, and expert 0 is {_form(first)}.")
                 for part, array in arrays.items():
                     array[expert] = getattr(one, part)
                 source.release(expert)
@@ -238,6 +243,10 @@ class Weights:
         ]
         if reasons:
             raise FormatError(f"the tensors in {self.checkpoint.path} do not fit the model. {'; '.join(reasons)}.")
+
+
+def _form(found: Stored) -> str:
+    return f"{found!r} with scales in {found.scales.dtype}" if isinstance(found, QTensor) else f"dense in {found.dtype}"
 
 
 def is_blank(found: Stored) -> TypeGuard[Tensor]:

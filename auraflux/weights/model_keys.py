@@ -50,7 +50,8 @@ CONFIG: dict[str, Kind] = {
     **dict.fromkeys(("attention_bias", "attn_output_gate", "norm_topk_prob", "rope_interleave", "tie_word_embeddings"), FLAG),
     **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), FLAG),
     **dict.fromkeys(("hidden_act", "hidden_activation", "scoring_func", "topk_method"), NAME),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization", "quantization_config"), OBJECT),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization"), OBJECT),
+    **dict.fromkeys(("quantization_config", "compression_config"), OBJECT),
     "eos_token_id": TOKENS,
 }
 ROPE: dict[str, Kind] = {
@@ -64,8 +65,26 @@ ROPE: dict[str, Kind] = {
     "truncate": FLAG,
 }
 QUANTIZATION: dict[str, Kind] = {"bits": whole(2, 8), "group_size": whole(1, 1024), "mode": NAME}
-# of weights that are not read
-FOREIGN: dict[str, Kind] = {"quant_method": NAME}
+SPAN = either(whole(-1, -1), WIDTH)
+# of quantization_config, whatever its method
+METHOD: dict[str, Kind] = {
+    **dict.fromkeys(("quant_method", "version", "format", "checkpoint_format"), NAME),
+    **dict.fromkeys(("bits", "w_bit"), whole(1, 64)),
+    **dict.fromkeys(("group_size", "q_group_size"), SPAN),
+    **dict.fromkeys(("sym", "zero_point", "desc_act"), FLAG),
+    "dynamic": either(OBJECT, FLAG),
+    "weight_block_size": list_of(WIDTH, 2),
+    **dict.fromkeys(("fmt", "expert_dtype"), NAME),
+    "config_groups": mapping_of(OBJECT, 1024),
+}
+CONFIG_GROUP: dict[str, Kind] = {"weights": OBJECT, "input_activations": OBJECT, "format": NAME}
+GROUP_WEIGHTS: dict[str, Kind] = {
+    "num_bits": whole(1, 64),
+    "group_size": SPAN,
+    "symmetric": FLAG,
+    "block_structure": list_of(WIDTH, 2),
+    **dict.fromkeys(("type", "strategy"), NAME),
+}
 GENERATION: dict[str, Kind] = {"eos_token_id": TOKENS}
 TOKENIZER: dict[str, Kind] = {
     **dict.fromkeys(("add_bos_token", "add_eos_token"), FLAG),
@@ -111,7 +130,8 @@ def check_config(where: str | Path, config: dict[str, Any]) -> None:
         check(where, part, CONFIG)
         for key in ("rope_scaling", "rope_parameters"):
             _check_rope(where, part.get(key) or {})
-        check(where, part.get("quantization_config") or {}, FOREIGN)
+        for key in ("quantization_config", "compression_config"):
+            _check_method(where, part.get(key) or {})
     _check_quantization(where, config.get("quantization") or {})
     _check_counts(where, {**config, **(inner or {})})
 
@@ -122,6 +142,13 @@ def _check_rope(where: str | Path, found: dict[str, Any]) -> None:
     for each in found.values():
         if isinstance(each, dict):
             check(where, each, ROPE)
+
+
+def _check_method(where: str | Path, found: dict[str, Any]) -> None:
+    check(where, found, METHOD)
+    for name, group in (found.get("config_groups") or {}).items():
+        check(f"{where}: {name}", group, CONFIG_GROUP)
+        check(f"{where}: {name}", group.get("weights") or {}, GROUP_WEIGHTS)
 
 
 def _check_quantization(where: str | Path, found: dict[str, Any]) -> None:

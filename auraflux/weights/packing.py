@@ -137,6 +137,8 @@ class Packing(Writing):
         if isinstance(found, Tensor):
             found = found.contiguous()
         made = super().rounded(found, name)
+        if isinstance(made, QTensor) and made.kind == "fp8" and self.lanes == 1:
+            raise FormatError(f"{name} is FP8, which no kernel of a GPU reads. Give --quantize BITS, such as --quantize 8.")
         if isinstance(made, QTensor):
             return made.interleave(self.lanes)
         if self.bits is None:

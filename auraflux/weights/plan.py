@@ -13,6 +13,7 @@ from auraflux.cache.cache import LayerShape
 from auraflux.errors import SettingsError
 from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import memory_bits
+from auraflux.weights.folder import Folder
 from auraflux.weights.gguf import DENSE, GGUFFile
 from auraflux.weights.loader import ROUTERS, Rename
 from auraflux.weights.stored import Checkpoint
@@ -107,6 +108,8 @@ def _format(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
         # loading would put its blocks in another order
         kind = checkpoint.formats[name]
         return kind, _dense_bits(kind, shape) if kind in DENSE else memory_bits(kind, shape[-1])
+    if isinstance(checkpoint, Folder) and (held := checkpoint.held(name)) is not None:
+        return held.label, held.bits
     stored = checkpoint.load(name)
     if isinstance(stored, QTensor):
         kind = "MXFP4" if stored.kind == "mxfp4" else f"{stored.bits} bits, groups of {stored.group}"

@@ -16,15 +16,17 @@ class Checkpoint(Protocol):
 
     form     "hf": Hugging Face's names and conventions; "mlx": mlx-lm's; "gguf": those of Hugging Face, made from a GGUF file
     config   config.json, or what a GGUF file says in its words
-    notes    what a user should know about how the weights were taken, one sentence each
     experts  packed ones, which are not among the tensors; None where there are none
     """
 
     path: Path
     form: str
     config: dict[str, Any]
-    notes: list[str]
     experts: ExpertFiles | None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about how the weights were taken, one sentence each."""
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each tensor on disk, by name; codes, scales and biases of one weight are one."""

@@ -12,7 +12,9 @@ from auraflux.cli.inspect import inspect
 from auraflux.cli.pull import pull
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights import pull as fetching
+from tests.run.tiny import tiny
 from tests.weights.gguf_files import llama_tensors, write_gguf
+from tests.weights.quantized_folders import FOLDERS, rewrite
 
 
 def call(*words: object) -> Result:
@@ -54,6 +56,35 @@ def test_inspect_in_json(model: Path):
     need = found["memory"][0]["contexts"][0]
     assert need["nbytes"] == found["total"]["memory_nbytes"] + need["cache_nbytes"]
     assert need["fits"] == "now"
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "note"),
+    [
+        ("awq", "AWQ 4 bits, groups of 32", "AWQ: 14 weights are kept to the bit: scale * (code - zero)."),
+        (
+            "gptq-act-order",
+            "GPTQ 4 bits, groups of 32, as float32",
+            "whose inputs are not in the order of their groups. --quantize 8",
+        ),
+        ("fp8", "FP8, blocks of 128 x 128", "FP8: 14 weights are kept to the bit: code * scale in float32."),
+    ],
+)
+def test_inspect_says_what_is_kept_of_other_formats(kind: str, label: str, note: str, tmp_path: Path):
+    rewrite(tiny(text=False), tmp_path / "q", *FOLDERS[kind])
+    found = json.loads(call("inspect", tmp_path / "q", "--json").stdout)
+    assert found["form"] == "hf"
+    assert found["formats"][label]["tensors"] == 14
+    assert note in " ".join(found["notes"])
+    assert label in " ".join(call("inspect", tmp_path / "q").stdout.split())
+
+
+def test_inspect_of_another_method_says_what_to_use(tmp_path: Path):
+    rewrite(tiny(text=False), tmp_path / "q", {"quant_method": "quip"}, lambda weight, number: ({"weight": weight}, weight))
+    done = call("inspect", tmp_path / "q")
+    assert done.exit_code == 1
+    assert "quantized by 'quip', which is not read. Methods that are: awq, gptq" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_inspect_counts_rounding(tmp_path):

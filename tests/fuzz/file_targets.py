@@ -25,7 +25,12 @@ from tests.fuzz.harness import Target
 from tests.fuzz.mutate import mutated, nearby, octets, odd
 from tests.run.tiny import tiny
 from tests.weights.gguf_files import llama_tensors, write_gguf
+from tests.weights.quantized_folders import FOLDERS, rewrite
 
+METHODS = {
+    kind: FOLDERS[kind]
+    for kind in ("awq", "gptq-4", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "fp8-powers", "ct-fp8-rows", "ct-mxfp4")
+}
 SCRATCH = Path(mkdtemp(prefix="auraflux-fuzz-"))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
@@ -129,6 +134,35 @@ def quantization(rng: random.Random) -> None:
         )
     else:
         names = mutated(rng, names)
+    (folder / "config.json").write_bytes(_as_json(rng, found))
+    written = _as_json(rng, names)
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + data)
+    load_all(folder)
+
+
+@cache
+def quantized(kind: str) -> tuple[Path, dict[str, Any], bytes]:
+    """The tiny model in a format of others: its folder, config and weights."""
+    folder = SCRATCH / kind
+    rewrite(tiny(), folder, *METHODS[kind])
+    return folder, json.loads((folder / "config.json").read_bytes()), (folder / WEIGHTS).read_bytes()
+
+
+def methods(rng: random.Random) -> None:
+    """What config.json says of the weights of another format, and the names, kinds, sizes and bytes of their parts."""
+    folder, found, whole = quantized(rng.choice(sorted(METHODS)))
+    (data, names), chance = split(whole), rng.random()
+    if chance < 0.4:
+        found = {**found, "quantization_config": mutated(rng, found["quantization_config"])}
+    elif chance < 0.7:
+        names = mutated(rng, names)
+    else:
+        part = names[rng.choice([name for name in sorted(names) if name.startswith("model.layers.0.mlp.")])]
+        if chance < 0.85:
+            part["dtype"] = rng.choice(["F64", "F8_E4M3", "F8_E8M0", "BOOL", "U8", "I8", "I16", "I64", "F32", "F16", "BF16"])
+        else:
+            first, last = part["data_offsets"]
+            data = data[:first] + octets(rng, data[first:last], 2)[: last - first].ljust(last - first, b"\xff") + data[last:]
     (folder / "config.json").write_bytes(_as_json(rng, found))
     written = _as_json(rng, names)
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + data)
@@ -286,6 +320,7 @@ TARGETS = [
     Target("index", index, 30),
     Target("header", header, 40),
     Target("quantization", quantization, 40),
+    Target("methods", methods, 60),
     Target("places", places_of_files, 20),
     Target("weights", weights, 30),
     Target("beside", beside, 60),

@@ -162,7 +162,6 @@ def test_every_missing_tensor_is_named(tmp_path: Path):
     [
         ({"kv_lora_rank": None}, "has no 'kv_lora_rank'"),
         ({"topk_method": "greedy"}, "topk_method 'greedy'; only 'noaux_tc'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
     ],
 )
 def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):

@@ -123,6 +123,11 @@ CASES = [
     ],
     *contracts("mxfp4-1", lambda: product(1, 64, 320, 4, group=32, kind="mxfp4")),
     *contracts("mxfp4-21", lambda: product(21, 64, 320, 4, group=32, kind="mxfp4")),
+    *[
+        linear_case(f"fp8-g{group}-{tokens}", lambda t=tokens, g=group: product(t, 100, 256, 8, group=g, kind="fp8"))
+        for tokens, group in ((1, 128), (21, 128), (3, 32))
+    ],
+    linear_case("fp8-row-order", lambda: product(3, 50, 192, 8, kind="fp8", lanes=1)),
     *contracts("row-order-1", lambda: product(1, 333, 192, 4, lanes=1)),
     *contracts("row-order-13", lambda: product(13, 333, 192, 4, lanes=1)),
     *contracts("mxfp4-row-order", lambda: product(3, 50, 96, 4, group=32, kind="mxfp4", lanes=1)),
@@ -289,6 +294,7 @@ CASES = [
     Case(embed, "many-tokens", lambda: lookup(100, 333, 128, 6), nbytes=touched),
     Case(embed, "spilling-codes", lambda: lookup(7, 64, 192, 3), nbytes=touched),
     Case(embed, "row-order", lambda: lookup(5, 63, 128, 8, lanes=1, scales=F32), nbytes=touched),
+    Case(embed, "fp8", lambda: lookup(5, 63, 128, 8, kind="fp8"), nbytes=touched),
     Case(embed, "mxfp4", lambda: lookup(5, 63, 128, 4, group=32, kind="mxfp4"), nbytes=touched),
     Case(embed, "f16-scales", lambda: lookup(5, 63, 128, 4, group=32, scales=F16), nbytes=touched),
     Case(embed, "dense", lambda: {"ids": torch.tensor([3, 0, 3]), "table": torch.randn(4, 63)}),

@@ -151,6 +151,7 @@ EXPERT_CASES = [
     case("row-order", lambda: routed(9, 3, layer(6, 64, 128, lanes=1))),
     case("blobs", lambda: routed(9, 3, from_blobs(6, 64, 128))),
     case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),
+    case("fp8", lambda: routed(9, 3, layer(6, 64, 128, 8, kind="fp8"))),
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
     case("dense-bf16", lambda: routed(9, 3, dense_stack(6, 63, 100, BF16))),
     case("bf16", lambda: routed(3, 2, layer(4, 64, 128), BF16), tol=4e-3),

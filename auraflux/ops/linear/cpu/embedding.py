@@ -13,8 +13,12 @@ PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more t
 
 BF16, F16, F32, E8M0 = range(4)
 SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32, torch.uint8: E8M0}
-# what a code stands for before its group's scale: itself, or MXFP4's levels
-CODES, LEVELS = torch.arange(256.0), mxfp4.levels()
+# what a code stands for before its group's scale
+LEVELS = {
+    "affine": torch.arange(256.0),
+    "mxfp4": mxfp4.levels(),
+    "fp8": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+}
 RAISED = np.float32(2.0**112)
 SMALLEST = np.uint32(1 << 22)
 
@@ -71,7 +75,7 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
         return table.index_select(0, ids.view(-1)).view(*ids.shape, -1)
     count, width = ids.numel(), table.shape[1]
     out = torch.empty(*ids.shape, width)
-    levels = LEVELS if table.biases is None else CODES
+    levels = LEVELS[table.kind]
     shape = SCALES[table.scales.dtype], table.bits, table.group, table.lanes, width
     jobs = threads() if count * width >= PARALLEL_FROM else 1
     _rows(jobs, ids.data_ptr(), ids.dtype is torch.int64, *table.addresses, levels.data_ptr(), *shape, count, out.data_ptr())

@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
     fast   int8 activations and the byte dot product, or float32
     bits, group  of the codes
-    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases)
+    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); e4m3: FP8 codes, scales f32, no biases
     """
 
     fast: bool
@@ -63,7 +63,11 @@ class Form(NamedTuple):
 
     @property
     def scale_nbytes(self) -> int:
-        return {"bf16": 2, "f16": 2, "f32": 4, "e8m0": 1}[self.kind]
+        return {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 4, "e8m0": 1}[self.kind]
+
+    @property
+    def has_biases(self) -> bool:
+        return self.kind not in ("e8m0", "e4m3")
 
 
 BLOCK = ISA.lanes
@@ -106,11 +110,21 @@ def fetch_ahead(b: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
 def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
     """Load the codes of one chunk: 32 vectors of floats, one input of each row, in natural order."""
     words = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)]
+    if form.kind == "e4m3":
+        return [_eighth(b, words[i // 4], i % 4) for i in range(CHUNK)]
     found = [b.and_(_field(b, words, i * form.bits, form.bits), splat(INTS, 2**form.bits - 1)) for i in range(CHUNK)]
     if form.kind == "e8m0":
         levels = [b.bitcast(ISA.look_up(b, MXFP4_TABLE, b.bitcast(v, BYTES)), INTS) for v in found]
         found = [b.and_(v, splat(INTS, 255)) for v in levels]
     return [b.sitofp(v, FLOATS) for v in found]
+
+
+def _eighth(b: ir.IRBuilder, word: ir.Value, byte: int) -> ir.Value:
+    """Widen e4m3: its exponent, 7 from the middle, is raised to float32's 127 by a product, which denormals survive."""
+    top = b.shl(word, splat(INTS, 24 - 8 * byte)) if byte < 3 else word
+    # the sign stays in place, and the bits between it and the exponent are copies of it that go
+    moved = b.and_(b.ashr(top, splat(INTS, 4)), splat(INTS, 0x87F00000))
+    return b.fmul(b.bitcast(moved, FLOATS), splat(FLOATS, 2.0**120))
 
 
 def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
@@ -139,6 +153,8 @@ def scale_and_bias(b: ir.IRBuilder, kind: str, scales: ir.Value, biases: ir.Valu
         broken = b.icmp_signed("==", exponents, splat(INTS, 255))
         value = b.select(broken, splat(FLOATS, float("nan")), value)
         return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
+    if kind == "e4m3":
+        return [load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS), splat(FLOATS, 0.0)]
     size = {"bf16": 2, "f16": 2, "f32": 4}[kind]
     offset = b.mul(group, at(BLOCK * size))
     return [_widen(b, kind, address, offset) for address in (scales, biases)]
@@ -221,7 +237,7 @@ def _exact_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index,
     dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
     with _chunks(b, form) as chunk:
         values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
-        _add_products(b, values, acts, chunk, dots)
+        _add_products(b, values, acts, chunk, dots, 4 if form.kind == "e4m3" and len(acts) == 1 else 1)
     scale, bias = meta
     for t, total in enumerate(totals):
         value = fma(b, b.load(dots[t]), scale, b.load(total))
@@ -241,10 +257,18 @@ def _chunks(b, form):
         yield loop.index
 
 
-def _add_products(b, values, acts, chunk, totals):
-    """Add 32 vectors of weights times each token's 32 activations."""
+def _add_products(b, values, acts, chunk, totals, ways=1):
+    """Add 32 vectors of weights times each token's 32 activations; those of one token in several sums."""
     where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
     sums = [b.load(total) for total in totals]
+    if ways > 1:
+        # one sum waits for itself at every step
+        parts = [*sums, *[splat(FLOATS, 0.0)] * (ways - 1)]
+        for i, value in enumerate(values):
+            parts[i % ways] = fma(b, value, spread(b, load(b, where[0], 4 * i, F32), BLOCK), parts[i % ways])
+        while len(parts) > 1:
+            parts = [b.fadd(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        sums, values = parts, []
     for i, value in enumerate(values):
         sums = [fma(b, value, spread(b, load(b, where[t], 4 * i, F32), BLOCK), total) for t, total in enumerate(sums)]
     for value, total in zip(sums, totals, strict=True):

@@ -25,7 +25,13 @@ UNPACK_FROM = 16  # tokens that repay unpacking a block first
 PARALLEL_FROM = 1 << 16  # weights times tokens
 PREPARE_PARALLEL_FROM = 1 << 16  # activations
 
-KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.uint8: "e8m0"}
+KINDS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.uint8: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+}
 
 # a product is eight numbers: addresses of codes, scales and biases, address of its token indices, how many; where results go,
 # the weight's rows, bytes from one token's results to the next
@@ -140,7 +146,7 @@ def build_prepare(spec: Form) -> Kernel:
 
 def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
-    form, group, has_biases = spec.text, spec.group, int(spec.kind != "e8m0")
+    form, group, has_biases = spec.text, spec.group, int(spec.has_biases)
     act_nbytes, scale_nbytes, bits = 1 if spec.fast else 4, spec.scale_nbytes, spec.bits
 
     @Kernel

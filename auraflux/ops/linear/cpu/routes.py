@@ -67,6 +67,8 @@ def misplaced(weight: QTensor) -> str | None:
 
 
 def _refuses_exact(weight: QTensor) -> str | None:
+    if weight.kind == "fp8":
+        return "FP8 codes are no whole numbers"
     return "exact products of float32 are wanted" if is_exact() else None
 
 

@@ -1,0 +1,38 @@
+"""The `quantization_config` of a Hugging Face folder: which tensors are one weight, and what it stands for."""
+
+from collections.abc import Callable
+from typing import Any
+
+from auraflux.errors import FormatError
+from auraflux.weights.boundary import shown
+from auraflux.weights.methods import awq, compressed_tensors, fp8, gptq
+from auraflux.weights.methods.method import Header, Held, Method
+
+METHODS: dict[str, Callable[[dict[str, Any]], Method]] = {
+    "awq": awq.open_method,
+    "gptq": gptq.open_method,
+    "compressed-tensors": compressed_tensors.open_method,
+    "fp8": fp8.open_method,
+    "fbgemm_fp8": fp8.open_method,
+}
+# what a folder reads without a method: gpt-oss's blocks, named by their tensors
+OWN = ("mxfp4",)
+
+__all__ = ["Header", "Held", "Method", "method_of"]
+
+
+def method_of(config: dict[str, Any]) -> Method | None:
+    """The method that a config.json names; None where weights are dense or MLX's."""
+    inner = config.get("text_config")
+    within = inner.get("quantization_config") if isinstance(inner, dict) else None
+    found = config.get("quantization_config") or config.get("compression_config") or within or {}
+    name = found.get("quant_method")
+    if config.get("quantization") or name is None or name in OWN:
+        return None
+    if name not in METHODS:
+        known = ", ".join([*METHODS, *OWN])
+        raise FormatError(
+            f"the weights are quantized by {shown(name)}, which is not read. Methods that are: {known}. "
+            "Use such a folder, a bf16 or MLX folder, or a GGUF file of the model."
+        )
+    return METHODS[name](found)

@@ -1,0 +1,421 @@
+"""AWQ, GPTQ, compressed-tensors and FP8 folders: weights to the bit, whole models, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.models import family
+from auraflux.ops import embed, exact, linear
+from auraflux.ops.simd.vectors import ISA
+from auraflux.quant import QTensor
+from auraflux.quant.fp8 import from_blocks
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.convert import convert
+from auraflux.weights.folder import Folder
+from auraflux.weights.loader import dense
+from auraflux.weights.pack import pack
+from tests.models.oracles import error, save, scores, tokens, truth
+from tests.weights.quantized_folders import FOLDERS, Codes, ct_config, draw, gptq, gptq_folder, packed, rewrite
+
+F16, BF16 = torch.float16, torch.bfloat16
+LLAMA = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 256}
+MIXTURE = {**LLAMA, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+
+
+def make_mixture() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    return save(make_llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory) -> Path:
+    return save(make_mixture(), tmp_path_factory.mktemp("mixture"))
+
+
+def plain(folder: Path, target: Path, meant: dict[str, Tensor]) -> Path:
+    """The folder of the weights that are meant, in single precision."""
+    target.mkdir()
+    save_file(
+        {name: weight.float().contiguous() for name, weight in meant.items()}, target / "model.safetensors", {"format": "pt"}
+    )
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_weights_are_those_of_the_format_to_the_bit(kind: str, llama: Path, tmp_path: Path):
+    meant = rewrite(llama, tmp_path / "q", *FOLDERS[kind])
+    checkpoint = open_checkpoint(tmp_path / "q")
+    assert set(checkpoint.sizes()) == set(meant)
+    for name, wanted in meant.items():
+        found = checkpoint.load(name)
+        assert tuple(found.shape) == checkpoint.shape(name) == tuple(wanted.shape)
+        assert torch.equal(dense(found).double(), wanted.double()), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "dtype"),
+    [
+        ("awq", 32, torch.float32),
+        ("awq-rows", 64, torch.float32),
+        ("gptq-4", 64, F16),
+        ("gptq-8", 32, F16),
+        ("ct-4", 64, BF16),
+        ("ct-4-zeros", 32, torch.float32),
+        ("ct-int8", 64, BF16),
+        ("fp8", 64, torch.float32),
+        ("ct-fp8-rows", 64, torch.float32),
+    ],
+)
+def test_codes_stay_codes(kind: str, group: int, dtype: torch.dtype, llama: Path, tmp_path: Path):
+    rewrite(llama, tmp_path / "q", *FOLDERS[kind])
+    checkpoint = open_checkpoint(tmp_path / "q")
+    assert isinstance(checkpoint, Folder)
+    name = "model.layers.0.mlp.down_proj.weight"
+    found, held = checkpoint.load(name), checkpoint.held(name)
+    assert isinstance(found, QTensor)
+    assert (found.group, found.scales.dtype) == (group, dtype)
+    assert held is not None
+    assert held.bits == found.nbytes * 8 / (128 * 192)
+
+
+@pytest.mark.parametrize(
+    "kind", ["awq", "gptq-4", "gptq-8-zeros-rows", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "ct-fp8-rows"]
+)
+@pytest.mark.parametrize("model", ["llama", "mixture"])
+def test_logits_are_those_of_transformers(kind: str, model: str, request, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    source = request.getfixturevalue(model)
+    meant = rewrite(source, tmp_path / "q", *FOLDERS[kind])
+    other = AutoModelForCausalLM.from_pretrained(plain(source, tmp_path / "plain", meant), dtype=torch.float32)
+    ids = tokens(other, 40)
+    wanted = truth(other, ids)
+    assert error(scores(tmp_path / "q", ids), wanted) < 1e-5
+    assert error(scores(tmp_path / "q", ids, chunk=1), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ct-4", "ct-4-zeros", "ct-8", "ct-int8-zeros", "ct-fp8-rows", "ct-fp8-blocks", "ct-mxfp4"])
+def test_compressed_tensors_unpacks_the_same_weights(kind: str, llama: Path, tmp_path: Path):
+    pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    rewrite(llama, tmp_path / "q", *FOLDERS[kind])
+    config, checkpoint = FOLDERS[kind][0], open_checkpoint(tmp_path / "q")
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    files, module = load_file(tmp_path / "q" / "model.safetensors"), "model.layers.1.self_attn.k_proj."
+    parts = {name.removeprefix(module): tensor for name, tensor in files.items() if name.startswith(module)}
+    theirs = BaseCompressor.load_from_registry(config["format"]).decompress(parts, scheme)["weight"]
+    mine = dense(checkpoint.load(f"{module}weight"))
+    # they multiply in the scales' dtype, which rounds the product once
+    assert torch.equal(mine.to(theirs.dtype), theirs)
+
+
+@pytest.mark.parametrize("kind", ["ct-4", "ct-8-zeros", "fp8-bf16-scales", "fp8-powers"])
+def test_transformers_loads_the_same_model(kind: str, llama: Path, tmp_path: Path):
+    """Through its own readers of such folders."""
+    for needed in ("accelerate", "compressed_tensors"):
+        pytest.importorskip(needed, reason=f"transformers reads such folders with {needed}, which is not installed")
+    from transformers import AutoModelForCausalLM
+
+    rewrite(llama, tmp_path / "q", *FOLDERS[kind])
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    ids = tokens(other, 40)
+    assert error(scores(tmp_path / "q", ids), truth(other, ids)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq-4", "ct-8-zeros"])
+def test_convert_writes_the_same_codes(kind: str, llama: Path, tmp_path: Path):
+    meant = rewrite(llama, tmp_path / "q", *FOLDERS[kind])
+    checkpoint = open_checkpoint(tmp_path / "q")
+    target = convert(checkpoint, family(checkpoint.config), tmp_path / "mlx", bits=8, group=32)
+    written = open_checkpoint(target)
+    assert written.form == "mlx"
+    for name in (name for name, weight in meant.items() if ".layers." in name and weight.dim() > 1):
+        assert torch.equal(dense(written.load(name)).double(), meant[name])
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq-8", "ct-4", "fp8"])
+def test_experts_are_packed_one_by_one(kind: str, mixture: Path, tmp_path: Path):
+    rewrite(mixture, tmp_path / "q", *FOLDERS[kind])
+    checkpoint = open_checkpoint(tmp_path / "q")
+    target = pack(checkpoint, family(checkpoint.config), tmp_path / "packed", lanes=ISA.lanes)
+    ids = list(range(1, 30))
+    assert error(scores(target, ids), scores(tmp_path / "q", ids)) < 1e-6
+
+
+def test_fp8_is_rounded_where_mlx_has_no_codes_for_it(llama: Path, tmp_path: Path):
+    meant = rewrite(llama, tmp_path / "q", *FOLDERS["fp8"])
+    checkpoint = open_checkpoint(tmp_path / "q")
+    written = open_checkpoint(convert(checkpoint, family(checkpoint.config), tmp_path / "mlx", bits=8, group=32))
+    name = "model.layers.0.mlp.up_proj.weight"
+    found = written.load(name)
+    assert isinstance(found, QTensor)
+    assert (found.kind, found.bits, found.scales.dtype) == ("affine", 8, BF16)
+    assert 1e-4 < error(dense(found), meant[name]) < 1e-2
+
+
+def test_fp8_experts_are_not_packed_for_a_gpu(mixture: Path, tmp_path: Path):
+    rewrite(mixture, tmp_path / "q", *FOLDERS["fp8"])
+    checkpoint = open_checkpoint(tmp_path / "q")
+    with pytest.raises(FormatError, match=r"is FP8, which no kernel of a GPU reads\. Give --quantize"):
+        pack(checkpoint, family(checkpoint.config), tmp_path / "packed", lanes=1)
+
+
+def test_every_fp8_code_is_the_number_it_stands_for():
+    """All 254 codes that are numbers, denormals and both zeros among them, in each of the ways the kernels read them."""
+    octets = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8).repeat(1, 2)
+    codes = torch.nn.functional.pad(octets, (0, 4)).view(torch.float8_e4m3fn).repeat(ISA.lanes, 1)
+    scales = torch.logspace(-30, 30, ISA.lanes, 2).view(-1, 1) * 1.1
+    made = from_blocks(codes, scales, (1, 512))
+    assert isinstance(made, QTensor)
+    wanted = codes.float() * scales
+    assert torch.equal(made.dequantize(), wanted)
+    weight = made.interleave(ISA.lanes)
+    for count in (1, 4, 32):
+        # one input at a time: nothing is summed
+        x = torch.eye(512)[37 : 37 + count]
+        with exact():
+            assert torch.equal(linear(x, weight), wanted.t()[37 : 37 + count])
+    assert torch.equal(embed(torch.arange(ISA.lanes), weight), wanted)
+
+
+def test_deepseek_reads_fp8(tmp_path: Path):
+    from tests.models.test_deepseek_v3 import deepseek
+
+    model = deepseek()
+    source = save(model, tmp_path / "hf")
+    meant = rewrite(source, tmp_path / "q", *FOLDERS["fp8"])
+    other = type(model).from_pretrained(plain(source, tmp_path / "plain", meant), dtype=torch.float32)
+    ids = tokens(other, 20)
+    assert error(scores(tmp_path / "q", ids), truth(other, ids)) < 1e-5
+
+
+def test_transformers_reads_the_same_fp8(llama: Path, tmp_path: Path):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    for kind in ("fp8-bf16-scales", "fp8-powers"):
+        rewrite(llama, tmp_path / kind, *FOLDERS[kind])
+        files = load_file(tmp_path / kind / "model.safetensors")
+        name = "model.layers.1.self_attn.q_proj.weight"
+        theirs = Fp8Dequantize(None)._dequantize_one(files[name], files[f"{name}_scale_inv"], torch.float32)
+        assert torch.equal(dense(open_checkpoint(tmp_path / kind).load(name)), theirs)
+
+
+def test_experts_in_act_order_ask_for_bits(mixture: Path, tmp_path: Path):
+    rewrite(mixture, tmp_path / "q", *FOLDERS["gptq-act-order"])
+    checkpoint = open_checkpoint(tmp_path / "q")
+    with pytest.raises(FormatError, match=r"not quantized: .* is float32\. Give --quantize BITS"):
+        pack(checkpoint, family(checkpoint.config), tmp_path / "packed", lanes=1)
+
+
+def test_notes_say_what_is_kept(llama: Path, tmp_path: Path):
+    for kind, notes in {
+        "awq": ["AWQ: 14 weights are kept to the bit: scale * (code - zero)."],
+        "gptq-16": ["GPTQ: 14 weights are exact, but held in float32: 4 bits in groups of 16 which no kernel has groups for."],
+        "ct-int8": ["to the bit", "asks for activations of fewer bits; they are not rounded"],
+    }.items():
+        rewrite(llama, tmp_path / kind, *FOLDERS[kind])
+        found = open_checkpoint(tmp_path / kind).notes
+        assert len(found) == len(notes)
+        assert all(want in have for want, have in zip(notes, found, strict=True))
+
+
+def test_mixed_files_tell_their_own_formats(llama: Path, tmp_path: Path):
+    """Some layers at 8 bits, one left dense: a weight's tensors say what it is."""
+    four, eight = FOLDERS["ct-4"], FOLDERS["ct-8"]
+
+    def make(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        return ({"weight": weight}, weight) if number == 5 else (four if number % 2 else eight)[1](weight, number)
+
+    config = ct_config(4, 64, True)
+    config["config_groups"]["group_1"] = ct_config(8, 32, True)["config_groups"]["group_0"]
+    meant = rewrite(llama, tmp_path / "q", config, make)
+    checkpoint = open_checkpoint(tmp_path / "q")
+    assert all(torch.equal(dense(checkpoint.load(name)).double(), weight.double()) for name, weight in meant.items())
+
+
+def test_gptq_layers_of_their_own(llama: Path, tmp_path: Path):
+    four, eight = gptq_folder(4, 64, True), gptq_folder(8, 32, True)
+    config = {**four[0], "dynamic": {"+:.*down.*": {"bits": 8, "group_size": 32}}}
+    meant = rewrite(llama, tmp_path / "q", config, lambda weight, number: (four if number % 2 else eight)[1](weight, number))
+    checkpoint = open_checkpoint(tmp_path / "q")
+    assert all(torch.equal(dense(checkpoint.load(name)).double(), weight.double()) for name, weight in meant.items())
+
+
+def test_largest_smallest_and_zero_scales(llama: Path, tmp_path: Path):
+    for dtype in (F16, BF16):
+        info = torch.finfo(dtype)
+        odd = [0.0, info.smallest_normal, info.smallest_normal * info.eps, -info.smallest_normal]
+        odd += [info.max if dtype is F16 else info.max / 1024, 1.0]
+
+        def make(weight: Tensor, number: int, odd=odd, dtype=dtype) -> tuple[dict[str, Tensor], Tensor]:
+            made = draw(weight, 8, 32, symmetric=False, dtype=dtype, seed=number)
+            made = made._replace(
+                scales=torch.tensor(odd, dtype=dtype).repeat(made.scales.numel())[: made.scales.numel()].view_as(made.scales)
+            )
+            return packed(made, False), torch.from_numpy(made.values())
+
+        folder = tmp_path / str(dtype)
+        meant = rewrite(llama, folder, ct_config(8, 32, False), make)
+        checkpoint = open_checkpoint(folder)
+        for name, wanted in meant.items():
+            assert torch.equal(dense(checkpoint.load(name)).double(), wanted.double())
+
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def broken(kind: str, source: Path, folder: Path, change: Callable[[dict[str, Tensor]], Any], **config: Any) -> None:
+    """Load a weight after a change of its folder."""
+    rewrite(source, folder, {**FOLDERS[kind][0], **config}, FOLDERS[kind][1])
+    files = load_file(folder / "model.safetensors")
+    change(files)
+    save_file({name: tensor.contiguous() for name, tensor in files.items()}, folder / "model.safetensors", {"format": "pt"})
+    open_checkpoint(folder).load(f"{NAME}.weight")
+
+
+def put(part: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    def change(files: dict[str, Tensor]) -> None:
+        files[f"{NAME}.{part}"] = make(files[f"{NAME}.{part}"])
+
+    return change
+
+
+def drop(part: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda files: files.pop(f"{NAME}.{part}")
+
+
+def poisoned(found: Tensor) -> Tensor:
+    found = found.clone()
+    found.view(-1)[3] = float("nan")
+    return found
+
+
+def poisoned_first(found: Tensor) -> Tensor:
+    return torch.full_like(found, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("awq", drop("qzeros"), "it has no qzeros"),
+        ("awq", drop("scales"), "it has no scales"),
+        ("awq", put("scales", lambda t: t[1:]), r"scales has shape \[3, 192\]; \[4, 192\] is needed"),
+        ("awq", put("qweight", lambda t: t[:, 1:]), r"qzeros has shape \[4, 24\]; \[4, 23\] is needed"),
+        ("awq", put("qweight", lambda t: t.float()), "qweight is F32; I32 is needed"),
+        ("awq", put("qweight", lambda t: t[None]), "2 dimensions that are not empty are needed"),
+        ("awq", put("scales", poisoned), "some of its scales are not finite"),
+        ("gptq-4", drop("qzeros"), "it has no qzeros"),
+        ("gptq-4", put("qzeros", lambda t: t[:, 1:]), "qzeros have 23 columns; 24 are needed for 4 bits and 192 outputs"),
+        ("gptq-4", put("g_idx", lambda t: t + 1), "g_idx has numbers from 1 to 2; it has 2 groups"),
+        ("gptq-4", put("g_idx", lambda t: t - 1), "g_idx has numbers from -1 to 0; it has 2 groups"),
+        ("gptq-4", put("g_idx", lambda t: t[1:]), r"g_idx has shape \[127\]; \[128\] is needed"),
+        ("gptq-4", put("scales", lambda t: t.to(torch.int32)), "scales is I32; BF16 or F16 or F32 is needed"),
+        ("gptq-3", put("qweight", lambda t: t[1:]), "11 rows, which are no whole number of inputs of 3 bits"),
+        ("ct-4", drop("weight_scale"), "weight_scale is not there"),
+        ("ct-4", drop("weight_shape"), "it has no weight_shape"),
+        ("ct-4", put("weight_shape", lambda t: t * 1000), r"is no \[192000, 128000\] of \[4\] bits"),
+        ("ct-4", put("weight_shape", lambda t: -t), r"is no \[-192, -128\] of \[4\] bits"),
+        ("ct-4", put("weight_scale", lambda t: t[:, :1].expand(-1, 7)), "128 inputs have 7 scales"),
+        ("ct-4", put("weight_scale", poisoned), "some of its scales are not finite"),
+        ("ct-4-zeros", put("weight_zero_point", lambda t: t[1:]), r"weight_zero_point has shape \[23, 4\]; \[24, 4\]"),
+        ("ct-act-order", put("weight_g_idx", lambda t: t + 9), "weight_g_idx has numbers from 9 to 12; it has 4 groups"),
+        ("ct-int8", put("weight", lambda t: t.to(torch.int16)), "weight is I16; I8 is needed"),
+        ("ct-mxfp4", put("weight_scale", lambda t: t[1:]), r"weight_scale has shape \[191, 4\]; \[192, 4\] is needed"),
+        ("ct-mxfp4", put("weight_scale", lambda t: torch.full_like(t, 255)), "some of its scales are not numbers"),
+        ("ct-mxfp4", put("weight_packed", lambda t: t[:, 1:]), "126 inputs; MXFP4 has them in groups of 32"),
+        ("fp8", put("weight_scale_inv", lambda t: t[None].expand(3, -1, -1)), "weight_scale_inv has shape"),
+        ("fp8", put("weight_scale_inv", lambda t: t[:1]), r"scales have shape \[1, 1\]; a weight of \[192, 128\]"),
+        ("fp8", put("weight_scale_inv", poisoned_first), "some of its scales are not finite"),
+        ("fp8", put("weight", lambda t: t.to(torch.float8_e5m2)), "weight is F8_E5M2; F8_E4M3 is needed"),
+        ("fp8", put("weight", lambda t: torch.full_like(t, float("nan"))), "some of its codes are not numbers"),
+        ("fp8", put("weight_scale_inv", lambda t: t.double()), "weight_scale_inv is F64; F32 or BF16"),
+    ],
+)
+def test_what_is_no_such_weight_is_refused(kind: str, change, message: str, llama: Path, tmp_path: Path):
+    with pytest.raises(FormatError, match=message) as refused:
+        broken(kind, llama, tmp_path / "q", change)
+    assert "\n" not in str(refused.value)
+    assert NAME in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes', which is not read. Methods that are: awq, gptq"),
+        ({"quant_method": 7}, "has quant_method = 7; a text"),
+        ({"quant_method": "awq", "bits": 3}, "AWQ with 3 bits is not read"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in layout 'gemv' is not read, only 'gemm'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "has group_size = 0"),
+        ({"quant_method": "gptq"}, "GPTQ with None bits is not read"),
+        ({"quant_method": "gptq", "bits": 5}, "GPTQ with 5 bits is not read. Bits that are: 2, 3, 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not read"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 of kind 'e5m2' is not read"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\] is not read"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "has weight_block_size"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts in 'fp4' is not read"),
+        (ct_config(4, 32, True, "nvfp4-pack-quantized"), "in format 'nvfp4-pack-quantized' is not read"),
+        ({"quant_method": "compressed-tensors"}, "without weights in its config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "4"}}}}, "has num_bits = '4'"),
+        (ct_config(4, 32, True, "marlin-24"), "in format 'marlin-24' is not read"),
+    ],
+)
+def test_what_is_not_read_is_refused_at_once(config: dict[str, Any], message: str, llama: Path, tmp_path: Path):
+    found = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**found, "quantization_config": config}))
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_experts_of_two_formats_are_refused(mixture: Path, tmp_path: Path):
+    config, make = FOLDERS["gptq-4"]
+
+    def turned(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        parts, meant = make(weight, number)
+        if number % 2 == 0:
+            # a zero that is none of a symmetric format needs single precision
+            parts["qzeros"] = parts["qzeros"] & 0x22222222
+        return parts, meant
+
+    rewrite(mixture, tmp_path / "q", config, turned)
+    with pytest.raises(FormatError, match=r"expert 1 in .* with scales in torch\.float16, and expert 0 is .* torch\.float32"):
+        scores(tmp_path / "q", [1, 2, 3])
+
+
+def test_a_weight_is_not_there_twice(llama: Path, tmp_path: Path):
+    def twice(files: dict[str, Tensor]) -> None:
+        files[f"{NAME}.weight"] = torch.zeros(192, 128)
+
+    with pytest.raises(FormatError, match=f"has {NAME}.weight twice, as it is and as codes"):
+        broken("awq", llama, tmp_path / "q", twice)
+
+
+def test_zeros_wrap_as_they_were_stored():
+    made = Codes(np.zeros((8, 32), np.uint8), np.zeros((8, 1), int), torch.ones(8, 1), np.zeros(32, int), 4)
+    assert gptq(made)["qzeros"].item() == -1
