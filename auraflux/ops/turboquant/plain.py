@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from auraflux.errors import InputError
+from auraflux.kinds import check_fields
 from auraflux.ops.attention.pages import KVPages
 
 
@@ -28,6 +29,7 @@ class PlainPages:
     newest: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if (self.recent is None) != (self.newest == 0) or self.newest < 0:
             raise InputError(f"'newest' is {self.newest}; a positive number is needed with pages of recent positions, else 0.")
 
