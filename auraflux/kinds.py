@@ -1,14 +1,17 @@
 """Kinds of arguments: what the signature of an op, or a class that ops take, says of them is so before anything looks at them.
 
-A call is told from others by the types of its arguments, and of what is in its lists. Types that fitted once are kept, so that
-all further calls cost a look into a set.
+A call is told from others by the types of its arguments, and of what is in its lists. Types that fitted once are kept, with the
+places of what must be looked at each time: tensors, whole numbers, and instances that hold tensors. An attribute of a tensor
+costs 0.1 us, so of each only the dtype is asked for; how it lies in memory matters only where a call fails.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
@@ -16,7 +19,43 @@ from auraflux.errors import InputError
 WORDS = {Tensor: "a tensor", float: "a number", int: "a whole number", bool: "True or False", NoneType: "None"}
 SHOWN = 80  # characters of a value in an error
 
+LISTS = (tuple, list)
+LEAST, MOST = -(1 << 63), (1 << 63) - 1  # whole numbers that kernels and torch can be given
+
 Key = tuple[Any, ...]
+
+_dtype = attrgetter("dtype")
+_REAL = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and not each.is_complex}
+
+
+Plain = Callable[[tuple[Any, ...]], bool]
+
+
+def _plain(values: tuple[Any, ...]) -> Plain:
+    """For values of these types: whether tensors are of real numbers, instances not of shapes, numbers of 64 bits at most."""
+    kinds: list[tuple[int, type]] = [(at, type(value)) for at, value in enumerate(values)]
+    tensors = _picker([at for at, kind in kinds if issubclass(kind, Tensor)])
+    numbers = tuple(at for at, kind in kinds if issubclass(kind, int) and kind is not bool)
+    holders = tuple(at for at, kind in kinds if kind in _holders)
+
+    def plain(values: tuple[Any, ...]) -> bool:
+        for at in numbers:
+            if not LEAST <= values[at] <= MOST:
+                return False
+        for at in holders:
+            if values[at].is_meta:
+                return False
+        return all_real(map(dtype, tensors(values)))
+
+    dtype, all_real = _dtype, _REAL.issuperset
+    return plain
+
+
+def _picker(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Pick the values at some places."""
+    first = places[0] if places else 0
+    # of one place alone it would give the value, not a tuple
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(first, first + len(places)))
 
 
 class Kinds:
@@ -24,22 +63,39 @@ class Kinds:
 
     def __init__(self, function: Callable[..., Any]):
         self.name = function.__name__
+        self.fitting: dict[Key, Plain] = {}
         self._function, self._signature = function, inspect.signature(function)
         self._hints: dict[str, Any] | None = None
         annotations = [str(parameter.annotation) for parameter in self._signature.parameters.values()]
         # of which the types of what is in them count too
         self.lists = [at for at, each in enumerate(annotations) if "Sequence" in each or "tuple[" in each]
 
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
-        """What calls of the same kinds have in common, where there are lists or arguments by name."""
-        found: Key = tuple(map(type, args))
+    def spread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Key]:
+        """Give all there is to look at, and what calls of the same kinds have in common, where there are lists or names."""
+        values = (*args, *kwargs.values())
+        key: Key = (*map(type, values), *kwargs)
         for at in self.lists:
-            if at < len(args) and (found[at] is tuple or found[at] is list):
-                found += tuple(map(type, args[at]))
-        for name, value in kwargs.items():
-            kind = type(value)
-            found += (name, kind) if kind is not tuple and kind is not list else (name, kind, *map(type, value))
-        return found
+            if at < len(args) and isinstance(args[at], LISTS):
+                values += tuple(args[at])
+                key += (len(args[at]), *map(type, args[at]))
+        for value in kwargs.values():
+            if isinstance(value, LISTS):
+                values += tuple(value)
+                key += (len(value), *map(type, value))
+        return values, key
+
+    def refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse tensors and numbers that no kernel can be given: for calls that are not plain, or have failed."""
+        first = None
+        for name, value in self._signature.bind(*args, **kwargs).arguments.items():
+            for each in value if isinstance(value, LISTS) else (value,):
+                _refuse(self.name, name, each)
+                if isinstance(each, Tensor) or type(each) in _holders:
+                    first = each if first is None else first
+                    # all of them may be shapes only, as for kernels that are planned
+                    if each.is_meta != first.is_meta:
+                        there, here = _device(each), _device(first)
+                        raise InputError(f"'{name}' is on {there}, the first argument on {here}. Move one of them.")
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse arguments that are too many, too few, or of another kind than the signature says."""
@@ -53,25 +109,66 @@ class Kinds:
         for name, value in bound.arguments.items():
             hint = self._hints.get(name, Any)
             if not _fits(value, hint):
-                raise InputError(f"{self.name}: '{name}' is {_shown(value)}; {_words(hint)} is needed.")
+                raise InputError(f"{self.name}: '{name}' is {shown(value)}; {_words(hint)} is needed.")
+
+    def keep(self, key: Key, values: tuple[Any, ...]) -> Plain:
+        """Keep the types of a call that was checked; gives what must be asked of all such calls."""
+        return self.fitting.setdefault(key, _plain(values))
 
 
-_fitting: set[Key] = set()
+_fitting: dict[Key, Plain] = {}
+_holders: set[type] = set()
 
 
 def check_fields(made: Any) -> None:
-    """Refuse an instance of a dataclass whose fields are of other kinds than it says; for its `__post_init__`."""
-    found = vars(made)
-    key: Key = (type(made), *map(type, found.values()))
-    for value in found.values():
-        if type(value) is tuple:
-            key += tuple(map(type, value))
-    if key not in _fitting:
+    """Refuse an instance of a dataclass whose fields are of other kinds than it says; for its `__post_init__`.
+
+    It is given `is_meta`: whether some tensor in it is a shape without memory. No op takes it beside tensors that have some.
+    """
+    fields = vars(made)
+    values = tuple(fields.values())
+    key: Key = (type(made), *map(type, values))
+    for value in fields.values():
+        if isinstance(value, LISTS):
+            values += tuple(value)
+            key += (len(value), *map(type, value))
+    plain = _fitting.get(key)
+    if plain is None:
         hints = get_type_hints(type(made))
-        for name, value in found.items():
+        for name, value in fields.items():
             if not _fits(value, hints[name]):
-                raise InputError(f"{type(made).__name__}: '{name}' is {_shown(value)}; {_words(hints[name])} is needed.")
-        _fitting.add(key)
+                raise InputError(f"{type(made).__name__}: '{name}' is {shown(value)}; {_words(hints[name])} is needed.")
+        _holders.add(type(made))
+        plain = _fitting[key] = _plain(values)
+    is_meta = False
+    if not plain(values) or any(isinstance(each, Tensor) and not _has_memory(each) for each in values):
+        for name, value in fields.items():
+            for each in value if isinstance(value, LISTS) else (value,):
+                _refuse(type(made).__name__, name, each)
+                is_meta = is_meta or ((isinstance(each, Tensor) or type(each) in _holders) and each.is_meta)
+    # the dataclass may be frozen
+    fields["is_meta"] = is_meta
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _refuse(owner: str, name: str, value: Any) -> None:
+    """Refuse a tensor that is sparse or complex, and a whole number of more than 64 bits."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            layout = str(value.layout).removeprefix("torch.")
+            raise InputError(f"{owner}: '{name}' is a tensor of layout {layout}; a dense one is needed.")
+        if value.dtype not in _REAL:
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise InputError(f"{owner}: '{name}' has dtype {dtype}; real numbers are needed.")
+    elif isinstance(value, int) and not LEAST <= value <= MOST:
+        raise InputError(f"{owner}: '{name}' is a whole number of {value.bit_length()} bits; 63 and a sign is the most.")
+
+
+def _device(value: Any) -> str:
+    return "meta" if value.is_meta else str(getattr(value, "device", "another device"))
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -80,11 +177,13 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, each) for each in get_args(hint))
     if origin is tuple and get_args(hint)[-1] is not ...:
         wanted = get_args(hint)
-        return isinstance(value, tuple | list) and len(value) == len(wanted) and all(map(_fits, value, wanted))
+        return isinstance(value, LISTS) and len(value) == len(wanted) and all(map(_fits, value, wanted))
     if origin in (tuple, Sequence):
-        return isinstance(value, tuple | list) and all(_fits(each, get_args(hint)[0]) for each in value)
+        return isinstance(value, LISTS) and all(_fits(each, get_args(hint)[0]) for each in value)
     if hint is Any:
         return True
+    if isinstance(hint, TypeVar):
+        return any(_fits(value, each) for each in hint.__constraints__)
     if hint in (int, float):
         # True is an int too
         return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
@@ -93,6 +192,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
+    if isinstance(hint, TypeVar):
+        return " or ".join(_words(each) for each in hint.__constraints__)
     if origin in (Union, UnionType):
         return " or ".join(_words(each) for each in inner)
     if origin is not None:
@@ -101,10 +202,13 @@ def _words(hint: Any) -> str:
     return WORDS.get(hint) or str(getattr(hint, "__name__", hint))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as an error has it: cut, and in one line."""
+    if isinstance(value, int) and not LEAST <= value <= MOST:
+        return f"a whole number of {value.bit_length()} bits"
     if isinstance(value, int | float | str | bool | NoneType):
         line = "".join(each if each.isprintable() else "?" for each in repr(value)[:SHOWN])
         return line if len(line) < SHOWN else f"{line}..."
-    if isinstance(value, tuple | list):
+    if isinstance(value, LISTS):
         return f"a {type(value).__name__} of {len(value)}"
     return f"of type {type(value).__name__}"

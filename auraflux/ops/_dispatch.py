@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from auraflux.errors import AurafluxError, BackendError, InputError
-from auraflux.kinds import Key, Kinds
+from auraflux.kinds import Kinds
 from auraflux.ops._recording import recorder
 
 log = logging.getLogger("auraflux")
@@ -71,16 +71,20 @@ class Op:
         self._kernels: dict[str, Callable[..., Any] | None] = {"reference": None}
         self._first = next(iter(inspect.signature(reference).parameters))
         self.kinds = Kinds(reference)
-        self._fitting: set[Key] = set()
         self.__doc__ = reference.__doc__
         self.__name__ = self.name
         self.__wrapped__ = reference
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = self.kinds.key(args, kwargs) if kwargs or self.kinds.lists else tuple(map(type, args))
-        if key not in self._fitting:
-            self.kinds.check(args, kwargs)
-            self._fitting.add(key)
+        kinds, values, key = self.kinds, args, tuple(map(type, args))
+        if kwargs or kinds.lists:
+            values, key = kinds.spread(args, kwargs)
+        plain = kinds.fitting.get(key)
+        if plain is None:
+            kinds.check(args, kwargs)
+            plain = kinds.keep(key, values)
+        if not plain(values):
+            kinds.refuse(args, kwargs)
         if self.check is not None:
             try:
                 if recorder and (recording := recorder.recording) is not None:
@@ -93,6 +97,7 @@ class Op:
                 raise
             # a tensor such that asking about it fails: sparse, without storage, with fewer dimensions than are asked for
             except Exception as err:
+                kinds.refuse(args, kwargs)
                 raise InputError(f"{self.name}: its arguments do not fit together: {brief(err)}.") from err
         backend = _forced.get()
         first = args[0] if args else kwargs[self._first]
@@ -111,9 +116,12 @@ class Op:
                 except Declined as reason:
                     self._note(backend, str(reason))
             return self.reference(*args, **kwargs)
-        except (OverflowError, struct.error, RuntimeError) as err:
-            # torch has no class for a number that is too large for a tensor's dtype
-            if isinstance(err, RuntimeError) and "without overflow" not in str(err):
+        except (AurafluxError, MemoryError):
+            raise
+        except Exception as err:
+            kinds.refuse(args, kwargs)
+            # torch has no class for a number that is too large for a tensor's dtype or shape
+            if not isinstance(err, OverflowError | struct.error) and "overflow" not in str(err).lower():
                 raise
             raise InputError(f"{self.name}: a number is too large: {brief(err)}.") from err
 
@@ -209,7 +217,8 @@ def is_exact() -> bool:
 
 def brief(err: Exception) -> str:
     """What torch or Python say, in one line."""
-    return " ".join(str(err).split())[:300].rstrip(".") or type(err).__name__
+    said = str(err).partition("Exception raised from")[0]
+    return " ".join(said.split())[:300].rstrip(".") or type(err).__name__
 
 
 def check_dense(**tensors: Any) -> None:

@@ -8,6 +8,8 @@ import hashlib
 import json
 import logging
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ OFF, AUTO = "off", "auto"
 FORMAT, VERSION = "auraflux calibration", 1
 CARRIED = "keys.calibration"  # the name of a file that a model's folder may have
 ENDING, UNFINISHED = ".calibration", ".part"
+UNFINISHED_S = 600.0  # after which nobody writes a file any more
 HEAVY = 4 << 30  # bytes of weights from which a CPU runs few tokens: more would take minutes
 
 
@@ -81,7 +84,11 @@ def vectors_for(
     vocab = model.config.vocab if tokenizer is None else min(model.config.vocab, tokenizer.vocab_size)
     tokens = random_tokens(count, vocab, () if tokenizer is None else sorted(tokenizer.special_ids))
     found = find_vectors(model, shapes, tokens, dtype, device, lambda a, b: report("calibrating", nbytes * a // b, nbytes))
-    _keep(kept, found, {"weights": name, "model": fingerprint(path), "recipe": RECIPE, "tokens": count})
+    try:
+        _keep(kept, found, {"weights": name, "model": fingerprint(path), "recipe": RECIPE, "tokens": count})
+    except (OSError, MemoryError) as err:
+        said = getattr(err, "strerror", None) or err
+        log.warning("the calibration of keys was not kept, so every run makes it anew: %s", said or "there is no memory left")
     return found
 
 
@@ -102,7 +109,8 @@ def read(path: Path, shapes: list[Any], weights: str) -> ModelVectors:
             about = _about(content)
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
             layers = {int(n): LayerVectors(**_part(tensors, n), interleaved=bool(x)) for n, x in about["layers"].items()}
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+    # torch has a RuntimeError for a file that cannot be opened
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise FormatError(f"{named(path)} is no calibration: {brief(err)}.") from err
     found = ModelVectors(layers)
     if about["weights"] != weights:
@@ -127,7 +135,7 @@ def _about(content: Any) -> dict[str, Any]:
 
 
 def _keep(path: Path, vectors: ModelVectors, facts: dict[str, Any]) -> None:
-    """Write a file; what cannot be written is made again the next time, which is said."""
+    """Write a file, whole or not at all."""
     layers = {str(number): layer.interleaved for number, layer in vectors.layers.items()}
     about = {"format": FORMAT, "version": VERSION, "digest": vectors.digest, "layers": layers, **facts}
     tensors = {
@@ -135,14 +143,25 @@ def _keep(path: Path, vectors: ModelVectors, facts: dict[str, Any]) -> None:
         for number, layer in vectors.layers.items()
         for name, tensor in layer.tensors.items()
     }
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_unfinished(path.parent)
+    # another process may be writing the same
+    unfinished = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # another process may be writing the same
-        unfinished = path.with_suffix(f".{os.getpid()}{UNFINISHED}")
         unfinished.write_bytes(save(tensors, {"about": json.dumps(about)}))
         unfinished.replace(path)
-    except OSError as err:
-        log.warning("the calibration of keys was not kept, so every run makes it anew: %s", err.strerror or err)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Clear what runs that were killed have left."""
+    for path in folder.glob(f"*{UNFINISHED}"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > UNFINISHED_S:
+                path.unlink()
 
 
 def kept_for(path: Path) -> dict[str, Any] | None:
@@ -158,6 +177,6 @@ def kept_for(path: Path) -> dict[str, Any] | None:
                 about = _about(content)
             if file.name == CARRIED or about["model"] == wanted:
                 return {"file": str(file), "digest": about["digest"], "tokens": about["tokens"]}
-        except (FormatError, SafetensorError, OSError, ValueError, KeyError, TypeError):
+        except (FormatError, SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -9,10 +9,11 @@ import tokenizers
 
 from auraflux.errors import FormatError, InputError, TemplateError
 from auraflux.run.detokenize import Detokenizer
+from auraflux.run.panics import cause, unprinted
 from auraflux.run.pieces import Pieces
 from auraflux.run.template import render
 from auraflux.run.vocabulary import adds_bos, read_vocabulary
-from auraflux.weights.boundary import Kind, brief, check, read_json, read_text, regular, shown
+from auraflux.weights.boundary import Kind, check, read_json, read_text, regular, shown
 from auraflux.weights.model_keys import CONFIG, GENERATION, TOKENIZER, check_added_tokens
 
 # stands for a reply when looking what a template puts after one
@@ -184,12 +185,13 @@ def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     if (nbytes := path.stat().st_size) > LARGEST_TOKENIZER:
         raise FormatError(f"{path} has {nbytes:,} bytes; at most {LARGEST_TOKENIZER:,} are read.")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        with unprinted():
+            return tokenizers.Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
     # a panic in the tokenizers package is a BaseException
     except BaseException as err:
-        raise FormatError(f"{path} is not a tokenizer that can be read: {brief(err)}.") from err
+        raise FormatError(f"{path} is not a tokenizer that can be read: {cause(path, err)}.") from err
 
 
 def _optional(folder: Path, name: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:

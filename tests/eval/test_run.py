@@ -58,7 +58,9 @@ def test_uncompressed_it_is_the_plain_forward_pass():
     assert differences(none, {"none": none}, passage)["none"].nll == pytest.approx(plain.tolist(), rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["none", "k4v4", "k4v4+first=0+newest=0+calibrate=off", "k4v4+first=0+newest=0", "kivi4", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["none", "k4v4", "k4v4+first=0+newest=0+calibrate=off", "k4v4+first=0+newest=0", "kivi4", "fp8"]
+)
 def test_a_setting_does_not_differ_from_itself(name: str):
     found = differences(reader(name), {"again": reader(name)}, plan().windows[0])["again"]
     assert max(found.kl) < 1e-9

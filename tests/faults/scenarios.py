@@ -7,12 +7,15 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from click.testing import CliRunner
 
 from auraflux import kernel_cache
+from auraflux.cache import AttentionShape
+from auraflux.cache.calibration import LayerVectors, ModelVectors
 from auraflux.cache.pages import PageImage
 from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.cache.sequence import Snapshot
@@ -20,6 +23,7 @@ from auraflux.cli import main
 from auraflux.errors import AurafluxError
 from auraflux.eval.state import State
 from auraflux.kernel_cache import _Files, open_folder
+from auraflux.run import calibration
 from auraflux.weights import pull
 from tests.weights.packed_folders import contents, hf_folder
 
@@ -170,6 +174,66 @@ def _kernels(folder: Path) -> Any:
     return [files.load(("signature", number)) is not None for number in (1, 2)], len(list(stem.glob("*.nbc")))
 
 
+class _Mixer:
+    """As much of an attention layer as a calibration is named after."""
+
+    def sample(self) -> list[torch.Tensor]:
+        return [KEPT[:2]]
+
+
+SHAPES = [AttentionShape(2, 64)]
+LAYERED = SimpleNamespace(layers=[SimpleNamespace(mixer=_Mixer())], config=SimpleNamespace(vocab=9))
+
+
+def _vectors(count: int) -> ModelVectors:
+    return ModelVectors({0: LayerVectors(*(torch.full((2, 64), float(count)) for _ in range(3)), torch.ones(32))})
+
+
+def _calibrate(folder: Path, count: int) -> None:
+    """Find vectors and keep them; running a model is not what is tested."""
+    os.environ["AURAFLUX_CACHE"] = str(folder / "cache")
+    calibration.UNFINISHED_S = 0.0
+    calibration.find_vectors = lambda *_: _vectors(count)
+    try:
+        found = calibration.vectors_for(
+            "auto", LAYERED, SHAPES, folder / "model", None, count, dtype=torch.float32, device="cpu"
+        )
+    # as the command line takes it
+    except MemoryError as err:
+        raise Refused("there is not enough memory") from err
+    assert found.digest == _vectors(count).digest
+
+
+def _cut_calibration(folder: Path) -> None:
+    """A file that was damaged; the next run makes it anew."""
+    _calibrate(folder, 512)
+    (kept,) = (folder / "cache" / "calibration").glob("*.calibration")
+    kept.write_bytes(kept.read_bytes()[:900])
+
+
+def _carried(folder: Path) -> None:
+    """A model's folder has its own, but of other weights, so that it is refused and nothing else used."""
+    _calibrate(folder, 128)
+    (kept,) = (folder / "cache" / "calibration").glob("*.calibration")
+    (folder / "model").mkdir()
+    kept.rename(folder / "model" / calibration.CARRIED)
+    content = (folder / "model" / calibration.CARRIED).read_bytes()
+    name = calibration.weights_name(LAYERED, SHAPES).encode()
+    (folder / "model" / calibration.CARRIED).write_bytes(content.replace(name, name[::-1]))
+
+
+def _calibrations(folder: Path) -> Any:
+    """The calibrations that can be read; all others are none."""
+    name, found = calibration.weights_name(LAYERED, SHAPES), []
+    files = sorted((folder / "cache" / "calibration").glob("*.calibration"))
+    for file in files:
+        try:
+            found.append(calibration.read(file, SHAPES, name).digest)
+        except AurafluxError:
+            found.append(None)
+    return sorted(found, key=str), contents(folder / "model") if (folder / "model").exists() else None
+
+
 UNFINISHED, PARTIAL, JOURNAL = ".dst.unfinished", "dst.partial", "dst/journal.jsonl"
 SCENARIOS = [
     Scenario("convert", lambda folder: None, _convert, rest=(UNFINISHED,)),
@@ -192,6 +256,14 @@ SCENARIOS = [
         view=_kernels,
         rest=("cache/numba/*/*.tmp.*",),
         quiet=True,
+    ),
+    *(
+        Scenario(name, before, lambda folder: _calibrate(folder, 512), _calibrations, ("cache/calibration/*.part",), quiet=True)
+        for name, before in (
+            ("calibration", lambda folder: _calibrate(folder, 128)),
+            ("calibration-damaged", _cut_calibration),
+            ("calibration-carried", _carried),
+        )
     ),
 ]
 

@@ -11,6 +11,7 @@ ODD: list[Any] = [
     *("", "0", "a", "null", "true", "/", "..", "../../etc/passwd", "\0", "\ud800", "é" * 99, "x" * 5000, "{{ 1 }}", "%s%n"),
     *([], {}, [[]], {"": {}}, [None], [0], [1, "a"], {"a": 1}, [{}], list(range(99)), ["full_attention"] * 3),
 ]
+GROWN = 500  # values more than there were, from which on a JSON value is not changed further
 
 
 def odd(rng: random.Random) -> Any:
@@ -29,9 +30,12 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def mutated(rng: random.Random, value: Any, most: int = 3) -> Any:
     """A copy of a JSON value, changed in a few places."""
-    made = copy.deepcopy(value)
+    made, largest = copy.deepcopy(value), len(places(value)) + GROWN
     for _ in range(rng.randint(1, most)):
         made = _changed(rng, made)
+        # a list of long lists would take more memory here than in what is tested
+        if len(places(made)) > largest:
+            break
     return made
 
 

@@ -179,7 +179,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or a.is_sparse or a.numel() == 0:
         return True
     # NaN is equal to itself here
-    return a.flatten().clone().view(torch.uint8).equal(b.flatten().clone().view(torch.uint8))
+    return _octets(a).equal(_octets(b))
+
+
+def _octets(x: Tensor) -> Tensor:
+    # of one element alone the stride may be any
+    return x.flatten().clone().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _told(value: Any) -> str:

@@ -280,8 +280,7 @@ def test_a_check_that_fails_and_a_number_without_room_are_one_sentence(make):
         make(lambda x: check_shape("x", x, x.shape[5]))(torch.ones(1))
     heads, index = torch.ones(1, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
     pages = KVPages(heads[None], heads[None], index, index[0] + 1)
-    with pytest.raises(InputError, match=r"'window' is 10{30}; it may be 0, a number of positions that has room in 64 bits"):
+    with pytest.raises(InputError, match="attention: 'window' is a whole number of 100 bits"):
         attention(heads, pages, torch.tensor([0, 1]).int(), 1.0, window=10**30)
-    for limit in (10**30, 1e300):
-        with use_backend("reference"), pytest.raises(InputError, match="clamped_swiglu: a number is too large: "):
-            clamped_swiglu(heads, heads, 1.0, limit)
+    with use_backend("reference"), pytest.raises(InputError, match="clamped_swiglu: a number is too large: "):
+        clamped_swiglu(heads, heads, 1.0, 1e300)

@@ -5,12 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from auraflux.errors import InputError
+from auraflux.errors import AurafluxError, InputError
 from auraflux.ops import (
     attention,
     combine,
+    delta_gates,
+    delta_layer_step,
     embed,
     gated_rms_norm,
+    linear,
     merge_partials,
     norm_rope,
     qk_norm,
@@ -20,11 +23,18 @@ from auraflux.ops import (
     sample,
     sigmoid_gate,
     split_latent,
+    split_q_gate,
     swiglu,
     turboquant_values,
 )
 from auraflux.ops._dispatch import use_backend
 from auraflux.ops.attention.pages import KVPages
+from auraflux.ops.delta.cases import CASES as DELTA
+from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.routing import Routing
+from auraflux.ops.turboquant.calibration import Calibration
+from auraflux.ops.turboquant.plain import PlainPages
+from auraflux.quant import QTensor, quantize
 
 WHOLE = [torch.int32, torch.int64, torch.uint8, torch.bool]
 ONE, ROWS = torch.ones(1), torch.ones(2, 8)
@@ -99,3 +109,87 @@ def test_what_is_just_allowed_is_not_refused():
     assert rms_norm(ROWS, torch.ones(8), 0.0).tolist() == ROWS.tolist()
     assert chosen(temperature=0 * ONE, top_p=0 * ONE).tolist() == [0]
     assert attention(heads(), pages(), torch.tensor([0, 2]).int(), 1.0, window=0).abs().sum() == 0
+
+
+def codes(**changed: object) -> QTensor:
+    made = quantize(torch.ones(4, 64), 4, 64)
+    return QTensor(**{name: getattr(made, name) for name in made.__dataclass_fields__} | changed)
+
+
+def stacks(**changed: object) -> Experts:
+    return Experts(**{name: torch.ones(2, 8, 8) for name in ("gate", "up", "down")} | changed)
+
+
+def vectors(**changed: object) -> Calibration:
+    rows = {name: torch.ones(1, 8) for name in ("scale", "inverse", "along", "across")}
+    return Calibration(**rows | {"table": torch.ones(1, 2, 8)} | changed)
+
+
+HALF = torch.ones(8, dtype=torch.complex64)
+SPARSE, SHAPE = torch.ones(8).to_sparse(), torch.ones(8, device="meta")
+ODD: dict[str, tuple[Callable[[], object], str]] = {
+    "complex": (lambda: delta_gates(ROWS, ROWS, HALF, HALF), "'a_log' has dtype complex64; real numbers"),
+    "complex bias": (lambda: linear(torch.ones(1, 64), codes(), torch.ones(4).to(HALF.dtype)), "'bias' has dtype complex64"),
+    "complex in a tuple": (lambda: norm_rope(heads(), heads(), *TURN, (HALF, HALF), 1e-6), "'norms' has dtype complex64"),
+    "sparse": (lambda: sigmoid_gate(ROWS, ROWS.to_sparse()), r"'gate' \(2, 8\) is not contiguous"),
+    "sparse in a tuple": (
+        lambda: norm_rope(heads(), heads(), *TURN, (SPARSE, SPARSE), 1e-6),
+        r"'weight' \(8,\) is not contiguous",
+    ),
+    "sparse codes": (lambda: codes(scales=torch.ones(4, 1).to_sparse()), "'scales' is a tensor of layout sparse_coo"),
+    "sparse biases": (lambda: stacks(up_bias=torch.ones(2, 8).to_sparse()), "'up_bias' is a tensor of layout sparse_coo"),
+    "meta": (
+        lambda: sigmoid_gate(ROWS, torch.ones(2, 16, device="meta")[:, ::2]),
+        "'gate' is on meta, the first argument on cpu",
+    ),
+    "meta first": (
+        lambda: sigmoid_gate(ROWS.to("meta"), ROWS.T.contiguous().T),
+        "'gate' is on cpu, the first argument on meta",
+    ),
+    "meta in a tuple": (
+        lambda: norm_rope(heads(), heads(), *TURN, (SHAPE, SHAPE), 1e-6),
+        "'weight' is on meta, the first argument on cpu",
+    ),
+    "meta codes": (lambda: linear(torch.ones(1, 64), codes().to("meta")), "'weight' is on meta, the first argument on cpu"),
+    "beyond 64 bits": (lambda: split_q_gate(torch.ones(5, 0), 10**30), "'heads' is a whole number of 100 bits"),
+    "beyond 64 bits in settings": (lambda: Routing(1 << 63, "softmax", True), "'k' is a whole number of 64 bits"),
+    "a number for a tensor": (lambda: vectors(inverse=1.5), "'inverse' is 1.5; a tensor is needed"),
+    "a dict for a tensor": (lambda: vectors(table={}), "'table' is of type dict; a tensor is needed"),
+    "a tensor for pages": (lambda: PlainPages(ROWS, None, 0), "'head' is of type Tensor; KVPages or None is needed"),
+    "a long text": (lambda: Routing(1, "x" * 5000, True), "there is no scoring 'x{79}"),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ODD)
+def test_tensors_and_numbers_that_no_kernel_takes_are_refused(name: str, backend: str):
+    call, match = ODD[name]
+    with use_backend(backend), pytest.raises(InputError, match=match) as refused:
+        call()
+    assert len(str(refused.value)) < 200
+
+
+def test_what_has_no_memory_may_be_held_and_asked_for_shapes():
+    assert codes().to("meta").is_meta
+    assert not codes().is_meta
+    assert SharedExpert(codes().to("meta"), torch.ones(1), torch.ones(1)).is_meta
+    with use_backend("reference"):
+        assert rms_norm(ROWS.to("meta"), SHAPE, 1e-6).shape == ROWS.shape
+
+
+def test_lists_that_fitted_once_do_not_let_others_in():
+    assert codes(shape=[4, 64]).shape == [4, 64]
+    with pytest.raises(InputError, match="'shape' is a list of 2"):
+        codes(shape=["4", "64"])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["taps", "norm", "unit_eps", "eps"])
+def test_a_delta_layer_that_is_refused_has_not_begun(name: str, backend: str):
+    case = next(case for case in DELTA if case.op is delta_layer_step and case.name == "f32")
+    args = case.args()
+    args[name] = args[name].int() if isinstance(args[name], torch.Tensor) else -1.0
+    before = {key: value.clone() for key, value in args.items() if isinstance(value, torch.Tensor)}
+    with use_backend(backend), pytest.raises(AurafluxError):
+        delta_layer_step(**args)
+    assert all(value.equal(args[key]) for key, value in before.items())

@@ -2,6 +2,7 @@
 
 import heapq
 import json
+import os
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Regex, decoders, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from auraflux.errors import FormatError, InputError, TemplateError
+from auraflux.run.panics import unprinted
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.run.vocabulary import SPLITS, read_vocabulary
 from tests.run.toy_tokenizers import CHATML, LINES, all_toys, byte_level, folder, gguf_metadata, sentence_piece
@@ -151,6 +153,42 @@ def test_a_broken_tokenizer_file_is_one_sentence(tmp_path, content):
     with pytest.raises(FormatError, match=r"tokenizer.json is not a tokenizer that can be read") as caught:
         Tokenizer.from_folder(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}, "it merges 'a' and 'b', but has no token 'ab'"),
+        ({"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}, "it merges 'a' and 'b', but has no token 'ab'"),
+        ({"vocab": {"a": 0, "b": 1}, "merges": [["a", "c"]]}, "it merges 'a' and 'c', but has no token 'c'"),
+        (
+            {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]], "continuing_subword_prefix": "##"},
+            "it merges 'a' and 'b', which does not begin with '##'",
+        ),
+    ],
+)
+def test_merges_that_make_no_token_are_named_and_no_panic_is_printed(tmp_path, capfd, model, said):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", **model}}))
+    with pytest.raises(FormatError, match=rf"tokenizer.json is not a tokenizer that can be read: {said}\.$"):
+        Tokenizer.from_folder(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_printed_meanwhile_is_given_back(capfd):
+    with unprinted():
+        os.write(2, b"from another thread")
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "from another thread"
+
+
+def test_without_a_terminal_or_room_for_a_file_nothing_is_kept(monkeypatch, capfd):
+    def full():
+        raise OSError("no space left")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with unprinted():
+        os.write(2, b"as it comes")
+        assert capfd.readouterr().err == "as it comes"
 
 
 def test_broken_configurations(tmp_path):

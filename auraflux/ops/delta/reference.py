@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
-from auraflux.ops.norm.reference import gated_rms_norm, qk_norm
+from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
+from auraflux.ops.norm.reference import check_eps, gated_rms_norm, qk_norm
 
 CONV_WIDTH = 4
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -171,6 +171,8 @@ def _check_layer_step(
     check_shape("state", state, None, None, None, None)
     check_shape("qkv", qkv, None, None)
     (tokens, channels), (_, heads, key_width, value_width) = qkv.shape, state.shape
+    if not (key_width and value_width):
+        raise InputError(f"'state' has shape {list(state.shape)}; keys and values of at least one element are needed.")
     keys, rest = divmod(channels - heads * value_width, 2 * key_width)
     if keys < 1 or rest or heads % keys:
         raise InputError(
@@ -186,9 +188,13 @@ def _check_layer_step(
     check_shape("a_log", a_log, heads)
     check_shape("dt_bias", dt_bias, heads)
     check_shape("norm", norm, value_width)
-    for name, tensor in (("qkv", qkv), ("z", z), ("a", a), ("b", b)):
+    for name, tensor in (("qkv", qkv), ("z", z), ("a", a), ("b", b), ("taps", taps)):
         check_dtype(name, tensor, *FLOATS)
     check_dtype("conv", conv, qkv.dtype)
+    # all that its steps refuse, since the first of them write
+    check_floating(norm=norm)
+    check_eps(unit_eps)
+    check_eps(eps)
     _check_starts(starts, tokens, tokens, qkv)
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from auraflux.errors import InputError
-from auraflux.kinds import check_fields
+from auraflux.kinds import check_fields, shown
 
 SCORINGS = ("softmax", "sigmoid", "chosen")
 
@@ -31,7 +31,7 @@ class Routing:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.scoring not in SCORINGS:
-            raise InputError(f"there is no scoring {self.scoring!r}. Those there are: {', '.join(SCORINGS)}.")
+            raise InputError(f"there is no scoring {shown(self.scoring)}. Those there are: {', '.join(SCORINGS)}.")
         if self.k < 1:
             raise InputError(f"k is {self.k}; a token needs at least one expert.")
         if self.groups < 1 or not 1 <= self.kept_groups <= self.groups:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
+from auraflux.kinds import check_fields
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
 
 BLOCK = 64  # positions that have one centre
@@ -41,6 +42,7 @@ class Calibration:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         check_dense(**tensors)
         for name, tensor in tensors.items():

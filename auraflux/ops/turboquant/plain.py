@@ -73,6 +73,7 @@ class Plain(Generic[PagesT]):
     newest: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if (self.recent is None) != (self.newest == 0) or self.newest < 0:
             raise InputError(f"'newest' is {self.newest}; a positive number is needed with pages of recent positions, else 0.")
 
