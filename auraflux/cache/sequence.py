@@ -143,6 +143,11 @@ class Sequence:
         return sum(row.nbytes for row in self.rows.values())
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes of positions that are kept as they are beside their codes."""
+        return sum(row.nbytes for row in self.rows.values() if row.plain_nbytes == 0)
+
+    @property
     def plain_nbytes(self) -> int:
         """Bytes that the same positions and states would take with nothing compressed, in bf16."""
         return sum(row.plain_nbytes for row in self.rows.values())

@@ -80,7 +80,11 @@ def figures(stats: "Stats", kv: str) -> str:
     parts.append(f"written {stats.tokens} tokens, {stats.decode_rate:.1f}/s")
     held = f"cache {megabytes(stats.cache_nbytes)}"
     if kv != "none" and stats.cache_nbytes:
-        held += f" ({kv}); uncompressed {megabytes(stats.plain_nbytes)}, {stats.plain_nbytes / stats.cache_nbytes:.1f}x"
+        kept = f", {megabytes(stats.kept_nbytes)} of it as it is" if stats.kept_nbytes else ""
+        held += f" ({kv}{kept}); uncompressed {megabytes(stats.plain_nbytes)}"
+        # a short text is mostly what is kept as it is
+        if stats.plain_nbytes > stats.cache_nbytes:
+            held += f", {stats.plain_nbytes / stats.cache_nbytes:.1f}x"
     parts.append(held)
     if stats.experts is not None:
         parts.append(summary(stats.experts.total))

@@ -84,5 +84,6 @@ class Job:
             first_s=(self.first_at or now) - self.asked_at,
             total_s=now - self.asked_at,
             cache_nbytes=0 if sequence is None else sequence.nbytes,
+            kept_nbytes=0 if sequence is None else sequence.kept_nbytes,
             plain_nbytes=0 if sequence is None else sequence.plain_nbytes,
         )

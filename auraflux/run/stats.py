@@ -15,6 +15,7 @@ class Stats:
     reused_tokens   of the prompt that the cache still had
     tokens          chosen, over all texts
     cache_nbytes    that the texts take in the cache
+    kept_nbytes     of these, positions that are kept as they are beside their codes
     plain_nbytes    that the same positions would take uncompressed, in bf16
     experts         what was read of a packed model's experts; None where all are in memory
     """
@@ -25,6 +26,7 @@ class Stats:
     tokens: int = 0
     decode_s: float = 0.0
     cache_nbytes: int = 0
+    kept_nbytes: int = 0
     plain_nbytes: int = 0
     experts: ExpertTraffic | None = None
 
@@ -37,6 +39,7 @@ class Stats:
         self.prefill_s = max(one.first_s for one in all_)
         self.decode_s = max(one.total_s for one in all_) - min(one.first_s for one in all_)
         self.cache_nbytes = sum(one.cache_nbytes for one in all_)
+        self.kept_nbytes = sum(one.kept_nbytes for one in all_)
         self.plain_nbytes = sum(one.plain_nbytes for one in all_)
 
     @property

@@ -196,6 +196,7 @@ def test_stats_compare_with_an_uncompressed_cache(model: LanguageModel):
     assert model.stats.plain_nbytes / coded == pytest.approx(64 / (16 + 8 + 8))
     # the first position and a page of the newest, in float32, are held beside it
     assert model.stats.cache_nbytes == sum(group.page_nbytes for group in cache.page_groups)
+    assert model.stats.kept_nbytes == model.stats.cache_nbytes - coded
 
 
 def test_text_ends_where_the_context_does():
