@@ -65,7 +65,7 @@ def explain_model(
         cache = Cache(shapes, settings, **sizes, dtype=dtype, device="meta")
         return {
             "decode": list(_merged(_step(model, cache, _writing(cache, batch, at, backend), backend))),
-            "prompt": list(_merged(_step(model, cache, _reading(cache, at, CHUNK[backend]), backend))),
+            "prompt": list(_merged(_step(model, cache, _reading(cache, at), backend))),
         }
 
 
@@ -73,19 +73,23 @@ def _writing(cache: Cache, count: int, at: int, backend: str) -> Batch:
     """Texts of `at` tokens that take one more each, filled up as the engine does."""
     sequences = [cache.open() for _ in range(count)]
     for sequence in sequences:
-        cache.batch([sequence]).extend([at])
+        _fill(cache.batch([sequence]), at, cache.chunk)
     fills = backend == "cuda" and cache.fills
     batch = cache.batch(sequences, fillers=steps_of(count) - count if fills else 0)
     batch.extend([1] * count)
     return batch
 
 
-def _reading(cache: Cache, at: int, chunk: int) -> Batch:
+def _fill(batch: Batch, tokens: int, chunk: int) -> None:
+    """Make room for a text, piece by piece as it is read."""
+    for first in range(0, tokens, chunk):
+        batch.extend([min(chunk, tokens - first)])
+
+
+def _reading(cache: Cache, at: int) -> Batch:
     """The last piece of a prompt."""
-    batch, last = cache.batch([cache.open()]), (at - 1) % chunk + 1
-    if at > last:
-        batch.extend([at - last])
-    batch.extend([last])
+    batch = cache.batch([cache.open()])
+    _fill(batch, at, cache.chunk)
     return batch
 
 

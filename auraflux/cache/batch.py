@@ -197,7 +197,7 @@ class Batch:
         for row, length, _ in steps:
             row.settle(length)
         while (needed := part.needs(steps)) > part.free:
-            if not self._make_room(part):
+            if not part.settle() and not self._make_room(part):
                 raise CacheFull(
                     f"{sum(counts)} new tokens need {needed} {part.describe()}, and {part.free} are free. Close a sequence, "
                     f"append fewer tokens at a time, or make the cache with more 'sequences' or 'tokens'."

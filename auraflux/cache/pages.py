@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -79,6 +80,8 @@ class LayerGroup:
         self.span, self.size, self.spare, self.device, self.limit = span, size, spare, device, limit
         self.pool, self.plain_nbytes = PagePool(pages), 0
         self.stores: list[Tensor] = []
+        # rows that may hold more than their sequences need: a step's tokens are not given up before the next step
+        self.windows: WeakSet[PageRow] = WeakSet()
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Make a store of all pages and one more, [P + 1, *shape]."""
@@ -141,6 +144,13 @@ class LayerGroup:
         """Tell the index of a step where its sequences' pages are."""
         index.refresh(self, rows)
 
+    def settle(self) -> bool:
+        """Return the pages that no sequence will see again; tell whether there were any."""
+        before = self.free
+        for row in list(self.windows):
+            row.settle(row.reached)
+        return self.free > before
+
     def oldest(self, length: int) -> int:
         """The first position that a query at `length` sees."""
         return 0 if self.span is None else max(0, length - self.span + 1)
@@ -185,15 +195,18 @@ class PageImage:
 class PageRow:
     """The pages of one sequence in one group.
 
-    pages  in order; the i-th holds the positions from (first + i) * size on
-    stamp  changes whenever first or pages do
-    place  None: pages are found through a step's index
+    pages    in order; the i-th holds the positions from (first + i) * size on
+    stamp    changes whenever first or pages do
+    reached  positions that it has been extended by, no more than its sequence has
+    place    None: pages are found through a step's index
     """
 
     place, parked = None, False
 
-    def __init__(self, group: LayerGroup, first: int = 0, pages: list[int] | None = None):
-        self.group, self.first, self.pages, self.stamp = group, first, pages or [], 0
+    def __init__(self, group: LayerGroup, first: int = 0, pages: list[int] | None = None, reached: int = 0):
+        self.group, self.first, self.pages, self.stamp, self.reached = group, first, pages or [], 0, reached
+        if group.span is not None:
+            group.windows.add(self)
 
     @property
     def nbytes(self) -> int:
@@ -232,12 +245,14 @@ class PageRow:
         while self.first + len(self.pages) < self.group.end(length + new):
             self.pages.append(self.group.pool.take())
             self.stamp += 1
+        self.reached = length + new
 
     def reaches(self, length: int) -> bool:
         """Tell whether all that a query at `length` sees is still here."""
         return self.first * self.group.size <= self.group.oldest(length)
 
     def truncate(self, length: int) -> None:
+        self.reached = min(self.reached, length)
         keep = self.group.end(length) - self.first
         if length == 0:
             self._hold(0, [], self.pages)
@@ -260,10 +275,11 @@ class PageRow:
         if mark is None:
             self.truncate(length)
         else:
+            self.reached = length
             self._hold(mark.first, self.group.pool.share(mark.pages), self.pages)
 
     def fork(self) -> "PageRow":
-        return PageRow(self.group, self.first, self.group.pool.share(self.pages))
+        return PageRow(self.group, self.first, self.group.pool.share(self.pages), self.reached)
 
     def park(self) -> None:
         """Pages are found again as they are."""
@@ -284,6 +300,7 @@ class PageRow:
         self.stamp += 1
 
     def close(self) -> None:
+        self.reached = 0
         self._hold(0, [], self.pages)
 
     def _hold(self, first: int, pages: list[int], gone: list[int]) -> None:

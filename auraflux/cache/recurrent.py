@@ -62,6 +62,10 @@ class StateGroup:
     def needs(self, steps: list[tuple["StateRow", int, int]]) -> int:
         return 0
 
+    def settle(self) -> bool:
+        """Tell that states need all they have."""
+        return False
+
     def refresh(self, index: StepIndex, rows: list["StateRow"]) -> None:
         """States do not move, but those of another sequence are elsewhere."""
         if index.count == 1:

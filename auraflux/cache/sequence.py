@@ -41,6 +41,9 @@ class Part(Hashable, Protocol):
 
     @property
     def reserved_nbytes(self) -> int: ...
+    def settle(self) -> bool:
+        """Return what no sequence will need again; tell whether there was any."""
+
     @property
     def free(self) -> int: ...
     @property

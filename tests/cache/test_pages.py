@@ -261,6 +261,18 @@ def test_bytes_of_a_token_follow_the_formula(bits):
     assert sequence.nbytes == cache.nbytes == 32 * cache.token_nbytes
 
 
+@pytest.mark.parametrize("shape", [AttentionShape(1, 16, window=8), AttentionShape(1, 16)])
+def test_what_one_text_no_longer_sees_has_room_for_the_next(shape):
+    """Texts are read one after the other: what windows hold of a step beyond themselves is wanted by the next."""
+    settings = CacheSettings("k4v4", newest=4)
+    cache = Cache([shape], settings, context=512, sequences=3, page=4, chunk=256)
+    sequences = [cache.open() for _ in range(3)]
+    for sequence in sequences:
+        cache.batch([sequence]).extend([256])
+    cache.batch(sequences).extend([1] * 3)
+    assert [sequence.length for sequence in sequences] == [257] * 3
+
+
 def test_k4v4_is_much_smaller_than_bf16():
     plain = Cache([AttentionShape(8, 128)], CacheSettings("none"), context=64, dtype=torch.bfloat16)
     assert plain.token_nbytes == 8 * 2 * 128 * 2

@@ -174,7 +174,8 @@ def test_newest_and_first_latents_are_read_as_they_are_and_others_as_codes():
 
 
 def test_kept_latents_are_counted():
-    kept, bare = (Cache([LATENT] * 2, CacheSettings("k4v4", **plain), context=99) for plain in ({"first": 1, "newest": 32}, {}))
+    ways = {"first": 1, "newest": 32}, {"first": 0, "newest": 0}
+    kept, bare = (Cache([LATENT] * 2, CacheSettings("k4v4", **plain), context=99) for plain in ways)
     assert kept.token_nbytes == bare.token_nbytes
     assert bare.sequence_nbytes == 0
     # 64 floats of each, in two layers

@@ -155,7 +155,10 @@ ODD: dict[str, tuple[Callable[[], object], str]] = {
     "beyond 64 bits in settings": (lambda: Routing(1 << 63, "softmax", True), "'k' is a whole number of 64 bits"),
     "a number for a tensor": (lambda: vectors(inverse=1.5), "'inverse' is 1.5; a tensor is needed"),
     "a dict for a tensor": (lambda: vectors(table={}), "'table' is of type dict; a tensor is needed"),
-    "a tensor for pages": (lambda: PlainPages(ROWS, None, 0), "'head' is of type Tensor; KVPages or None is needed"),
+    "a tensor for pages": (
+        lambda: PlainPages(ROWS, None, 0),
+        "'head' is of type Tensor; KVPages or RowPages or None is needed",
+    ),
     "a long text": (lambda: Routing(1, "x" * 5000, True), "there is no scoring 'x{79}"),
 }
 

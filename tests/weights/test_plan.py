@@ -29,8 +29,8 @@ def test_bytes_are_those_a_full_cache_uses(kind: str, kv: str):
         batch.extend([context // 2])
     planned = cache_nbytes(shapes, kv, context)
     assert cache.nbytes <= planned
-    # a window keeps room for a checkpoint and for the tokens of a step
-    assert planned <= cache.nbytes * (1 if kind != "window" else 2)
+    # a window keeps room for a checkpoint and for the tokens of a step, and so do the newest positions beside codes
+    assert planned <= cache.nbytes * (2 if kind == "window" else 1 if kv == "none" else 1.2)
 
 
 def test_windows_and_states_do_not_grow():
