@@ -42,8 +42,8 @@ class Figures:
     first_s         from being asked for to the first token
     total_s         from being asked for to the end
     cache_nbytes    that the text takes in the cache
-    kept_nbytes     of these, positions that are kept as they are beside their codes
     plain_nbytes    that it would take uncompressed, in bf16
+    kept_nbytes     of cache_nbytes, positions that are kept as they are beside their codes
     """
 
     prompt_tokens: int = 0
@@ -53,8 +53,8 @@ class Figures:
     first_s: float = 0.0
     total_s: float = 0.0
     cache_nbytes: int = 0
-    kept_nbytes: int = 0
     plain_nbytes: int = 0
+    kept_nbytes: int = 0
 
 
 @dataclass(frozen=True)
