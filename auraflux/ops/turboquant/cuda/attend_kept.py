@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration
-from auraflux.ops.turboquant.cuda.attend_parts import NOTHING
+from auraflux.ops.turboquant.cuda.attend_parts import NOTHING, per_warp, query_layout
 from auraflux.ops.turboquant.cuda.attend_ring import key_words
 from auraflux.ops.turboquant.cuda.attend_step import halves, sum_layout, weights
 
@@ -80,7 +80,7 @@ def _row_layout(warps, width, chunk):
     """Rows [warps, 16, width] as a warp reads them: a lane has `chunk` neighbours out of every 4 * chunk of two rows."""
     regs = [[0, 0, 1 << i] for i in range(width.bit_length() - 1) if 1 << i not in (chunk, 2 * chunk)] + [[0, 8, 0]]
     lanes = [[0, 0, chunk], [0, 0, 2 * chunk], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return _per_warp(regs, lanes, [warps, 16, width])
+    return per_warp(regs, lanes, [warps, 16, width])
 
 
 @gluon.constexpr_function
@@ -89,19 +89,7 @@ def _value_layout(warps, width):
     eighth = width // 8
     regs = [[0, 0, 1 << i] for i in range(eighth.bit_length() - 1)] + [[0, 1, 0], [0, 8, 0]]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, eighth], [0, 0, 2 * eighth], [0, 0, 4 * eighth]]
-    return _per_warp(regs, lanes, [warps, 16, width])
-
-
-@gluon.constexpr_function
-def _per_warp(regs, lanes, shape):
-    warps = [[1 << i, 0, 0] for i in range(shape[0].bit_length() - 1)]
-    return gl.DistributedLinearLayout(regs, lanes, warps, [], shape)
-
-
-@gluon.constexpr_function
-def _query_layout(warps, width, chunk):
-    regs = [[0, 0, 1 << i] for i in range(width.bit_length() - 1) if 1 << i not in (chunk, 2 * chunk)]
-    return _per_warp(regs, [[0, 0, chunk], [0, 0, 2 * chunk], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [warps, 8, width])
+    return per_warp(regs, lanes, [warps, 16, width])
 
 
 @gluon.jit
@@ -150,7 +138,7 @@ def angles_at(centres, position, D: gl.constexpr, NW: gl.constexpr):
 @gluon.jit
 def centre_scores(angles, stored, D: gl.constexpr, NW: gl.constexpr):
     """Scores [warps, 16, 8 heads] of the centres whose angles are given; `stored` has the queries of `angle_queries`."""
-    LQ: gl.constexpr = _query_layout(NW, D, ANGLE_CHUNK)
+    LQ: gl.constexpr = query_layout(NW, D, ANGLE_CHUNK)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     B: gl.constexpr = gl.DotOperandLayout(1, M, 2)
     angles = _first_operand(angles, ANGLE_CHUNK, NW)

@@ -54,7 +54,8 @@ def _butterfly_ptx(span):
 
 
 @gluon.constexpr_function
-def _per_warp(regs, lanes, shape):
+def per_warp(regs, lanes, shape):
+    """A layout of [warps, ...] in which each warp has one of the first axis."""
     warps = [[1 << i, 0, 0] for i in range(shape[0].bit_length() - 1)]
     return gl.DistributedLinearLayout(regs, lanes, warps, [], shape)
 
@@ -63,7 +64,7 @@ def _per_warp(regs, lanes, shape):
 def query_layout(warps, width, chunk):
     # a lane's coordinates of a query are those of its words of a key: `chunk` neighbours out of every 4 * chunk
     regs = [[0, 0, 1 << i] for i in range(width.bit_length() - 1) if 1 << i not in (chunk, 2 * chunk)]
-    return _per_warp(regs, [[0, 0, chunk], [0, 0, 2 * chunk], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [warps, 8, width])
+    return per_warp(regs, [[0, 0, chunk], [0, 0, 2 * chunk], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [warps, 8, width])
 
 
 @gluon.constexpr_function
