@@ -61,7 +61,7 @@ OPTIONS = [
         default="none,k8v4,k4v4",
         show_default=True,
         metavar="A,B",
-        help="Settings to measure: none, pairs of bits, peers; changed as in k4v4+newest=32+calibrate=all+quantize=4.",
+        help="Settings to measure: none, pairs of bits, peers; changed as in k4v4+newest=128+calibrate=off+quantize=4.",
     ),
     click.option("--peers", is_flag=True, help="Also caches of other engines, simulated."),
     click.option("--ablations", is_flag=True, help="Also the first compressed setting with one thing changed at a time."),
