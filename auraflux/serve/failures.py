@@ -38,6 +38,7 @@ class Failure(AurafluxError):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        message = message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.headers = dict(FINAL if status in (400, 401, 403, 404, 405, 413) else {}) | dict(headers or {})
@@ -98,9 +99,8 @@ def response_of(failure: Failure) -> Response:
 
 
 def sentence(err: BaseException) -> str:
-    """Give an exception's message on one line that is not too long, without paths."""
-    said = without_paths(" ".join(str(err).split()) or "The request cannot be answered.")
-    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
+    """Give an exception's message on one line, without paths."""
+    return without_paths(" ".join(str(err).split()) or "The request cannot be answered.")
 
 
 def without_paths(message: str) -> str:

@@ -25,6 +25,7 @@ from auraflux.ops import (
     split_latent,
     split_q_gate,
     swiglu,
+    turboquant_attention,
     turboquant_values,
 )
 from auraflux.ops._dispatch import use_backend
@@ -33,6 +34,8 @@ from auraflux.ops.delta.cases import CASES as DELTA
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.turboquant.calibration import Calibration
+from auraflux.ops.turboquant.cases import CASES as TURBOQUANT
+from auraflux.ops.turboquant.codebook import Codebook
 from auraflux.ops.turboquant.plain import PlainPages
 from auraflux.quant import QTensor, quantize
 
@@ -159,6 +162,10 @@ ODD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: PlainPages(ROWS, None, 0),
         "'head' is of type Tensor; KVPages or RowPages or None is needed",
     ),
+    "levels without memory": (
+        lambda: Codebook(torch.empty(16, device="meta")),
+        "levels of a codebook are a shape without memory",
+    ),
     "a long text": (lambda: Routing(1, "x" * 5000, True), "there is no scoring 'x{79}"),
 }
 
@@ -178,6 +185,21 @@ def test_what_has_no_memory_may_be_held_and_asked_for_shapes():
     assert SharedExpert(codes().to("meta"), torch.ones(1), torch.ones(1)).is_meta
     with use_backend("reference"):
         assert rms_norm(ROWS.to("meta"), SHAPE, 1e-6).shape == ROWS.shape
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_no_ids_take_no_rows(backend: str):
+    with use_backend(backend):
+        assert embed(torch.empty(0, dtype=torch.int64), torch.ones(4, 63)).shape == (0, 63)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["kept-k4v4", "pairs-kept-k8v4"])
+def test_positions_kept_on_pages_that_are_not_there_are_refused(name: str, backend: str):
+    args = next(case for case in TURBOQUANT if case.op is turboquant_attention and case.name == name).args()
+    args["pages"].plain.recent.table.fill_(1 << 20)
+    with use_backend(backend), pytest.raises(InputError, match="is 1048576 in the table; the pool has"):
+        turboquant_attention(**args)
 
 
 def test_lists_that_fitted_once_do_not_let_others_in():

@@ -334,6 +334,7 @@ def test_a_prompt_that_is_too_long_has_its_own_code():
 
 def test_another_model_is_not_found():
     assert ask(FakeLink(), 404, model="other")["error"]["code"] == "model_not_found"
+    assert len(ask(FakeLink(), 404, model="x" * 5000)["error"]["message"]) < 1100
     assert ask(FakeLink(), model=NAME)["model"] == NAME
     assert ask(FakeLink(), model="")["model"] == NAME
 

@@ -106,7 +106,6 @@ def spans(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> list[
     Refuse whatever would lead outside the pages.
     reach  how many positions before its first new token a sequence touches; None for all of them
     """
-    (count, size), width = pages.pool, pages.table.shape[1]
     bounds, lengths = starts.tolist(), pages.lengths.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
         raise InputError(f"'starts' {_short(bounds)} do not rise from 0 to {tokens}, the number of tokens given.")
@@ -118,20 +117,27 @@ def spans(pages: Pages, starts: Tensor, tokens: int, reach: int | None) -> list[
         if length < new:
             raise InputError(f"sequence {b} has length {length} but gets {new} tokens; 'lengths' count the new tokens too.")
         first = 0 if reach is None else max(0, length - new - reach)
-        needed = -(-length // size)
-        if needed > width:
-            raise InputError(
-                f"sequence {b} of length {length} fills {needed} pages of {size}; its row of the table has {width}."
-            )
-        for i, page in enumerate(pages.table[b, first // size : needed].tolist(), first // size):
-            if not 0 <= page < count:
-                raise InputError(f"page {i} of sequence {b} is {page} in the table; the pool has {count} pages.")
+        check_pages(pages, b, first, length)
         found.append((b, bounds[b], new, first, length))
     return found
 
 
+def check_pages(pages: Pages, sequence: int, first: int, length: int) -> None:
+    """Refuse a sequence of which positions from `first` on do not lie in the pool."""
+    (count, size), width = pages.pool, pages.table.shape[1]
+    needed = -(-length // size)
+    if needed > width:
+        raise InputError(
+            f"sequence {sequence} of length {length} fills {needed} pages of {size}; its row of the table has {width}."
+        )
+    for i, page in enumerate(pages.table[sequence, first // size : needed].tolist(), first // size):
+        if not 0 <= page < count:
+            raise InputError(f"page {i} of sequence {sequence} is {page} in the table; the pool has {count} pages.")
+
+
 def rows_of(pages: Pages, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """Page and slot of each position in [first, last) of a sequence."""
+    check_pages(pages, sequence, first, last)
     positions = torch.arange(first, last, device=pages.table.device)
     size = pages.pool[1]
     return pages.table[sequence, positions // size].long(), positions % size

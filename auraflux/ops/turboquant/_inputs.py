@@ -76,6 +76,14 @@ def given(make: Callable[..., Args], *args: Any, **options: Any) -> Args:
     return made
 
 
+def given_one(make: Callable[..., Args], *args: Any, **options: Any) -> Args:
+    """Make arguments with levels by chance that keys and values share."""
+    made = given(make, *args, **options)
+    book = made["pages"].key_book
+    made["pages"] = replace(made["pages"], codebooks=Codebooks(book, book))
+    return made
+
+
 def code_pages(
     lengths: list[int],
     heads: int,

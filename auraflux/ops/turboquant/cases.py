@@ -27,6 +27,7 @@ from auraflux.ops.turboquant._inputs import (
     decode_at,
     encoded,
     given,
+    given_one,
     in_pairs,
     narrow_latent,
     prefill_of,
@@ -646,6 +647,7 @@ CASES = [
         )
         for k, v, d in ((4, 4, 128), (8, 4, 64), (3, 3, 128), (2, 2, 256))
     ),
+    Case(turboquant_attention, "given-one-pairs", lambda: given_one(in_pairs, attend, [333], [1], (4, 2), 128, (4, 4)), **FAST),
     Case(turboquant_attention, "given-fast", lambda: given(attend, [333, 40], [1, 1], (8, 2), 128, (8, 4)), **FAST),
     Case(
         turboquant_attention,

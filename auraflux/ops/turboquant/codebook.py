@@ -51,6 +51,8 @@ class Codebook:
         if len(self.levels) not in [1 << bits for bits in BITS]:
             counts = ", ".join(str(1 << bits) for bits in BITS)
             raise InputError(f"a codebook of {len(self.levels)} levels was given; it may have {counts}.")
+        if self.levels.is_meta:
+            raise InputError("the levels of a codebook are a shape without memory; numbers are needed.")
         if not bool(self.levels.isfinite().all()):
             raise InputError("the levels of a codebook must be finite numbers; there are others among them.")
         if not bool((self.levels.diff() > 0).all()):

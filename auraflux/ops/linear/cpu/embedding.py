@@ -72,7 +72,7 @@ def _rows(args, job, jobs):
 
 def embed(ids: Tensor, table: Weight) -> Tensor:
     if not isinstance(table, QTensor):
-        return table.index_select(0, ids.view(-1)).view(*ids.shape, -1)
+        return table.index_select(0, ids.view(-1)).view(*ids.shape, table.shape[1])
     count, width = ids.numel(), table.shape[1]
     out = torch.empty(*ids.shape, width)
     levels = LEVELS[table.kind]

@@ -52,7 +52,7 @@ def attend_codes(
     unit     what norms are multiplied by for the levels at hand
     latents  None, or what there is beside latents, of which each is a key and also the value
     """
-    LATENT: tl.constexpr = latents is not None
+    LATENT: tl.constexpr = R > 0
     KEEPS: tl.constexpr = KEPT.first + KEPT.newest > 0
     D: tl.constexpr = SHAPE.width
     M: tl.constexpr = TILE.rows

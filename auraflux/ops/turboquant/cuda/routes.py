@@ -77,6 +77,8 @@ def _refuses_attend(call: Attend) -> str | None:
         return "exact products of float32 are wanted"
     if not fills_words(pages.key_bits, pages.width) or not fills_words(pages.value_bits, pages.width):
         return f"two tokens of {pages.key_bits} or {pages.value_bits} bits, {pages.width} wide, do not fill words"
+    if pages.key_bits == pages.value_bits and pages.key_book is not pages.value_book:
+        return f"keys and values of {pages.key_bits} bits have other levels; one table of it serves both"
     if pages.plain is not None and pages.plain.first + pages.plain.newest > attend_launch.MOST_PLAIN:
         kept = pages.plain.first + pages.plain.newest
         return f"{kept} positions are kept as they are; it is for up to {attend_launch.MOST_PLAIN}"
