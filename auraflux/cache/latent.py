@@ -1,7 +1,7 @@
 """What multi-head latent attention keeps of a token: one vector for all heads, plain or as codes, and one rotated key.
 
 Beside codes, the latents of the first and the newest positions are kept as they are, as keys and values of other layers are.
-They are coded whole: no trained model has shown yet that a mean or scales left out of them pay, as they do for keys.
+They are coded whole: without their mean over random tokens, and scales, a trained model is farther off (docs/quality.md).
 """
 
 import torch

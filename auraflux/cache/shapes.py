@@ -119,10 +119,7 @@ class LatentShape:
     def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
         if bits is None:
             return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
-        usual = room.settings.first is None and room.settings.newest is None
-        # on a GPU only where it is asked for: it has not been timed there
-        groups = (None, None) if usual and room.device.type == "cuda" else _plain_groups(room)
-        head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)
+        head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in _plain_groups(room))
         sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
         return CodedLatentLayer(room.group(None), *sizes, head, recent)
 

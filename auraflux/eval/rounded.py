@@ -13,7 +13,8 @@ from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch
 from auraflux.cache.dense import DenseLayer
-from auraflux.cache.shapes import Room
+from auraflux.cache.latent import LatentLayer
+from auraflux.cache.shapes import LatentShape, Room
 from auraflux.errors import SettingsError
 from auraflux.eval.peers import Peer
 from auraflux.eval.recent import Partials, RecentLayer
@@ -45,12 +46,50 @@ def rounded_shapes(shapes: Sequence[Any], peer: Peer) -> list[Any]:
 def _rounded_shape(shape: Any, peer: Peer, index: int) -> Any:
     if not shape.attends:
         return shape
-    if type(shape) is not AttentionShape:
+    latent = type(shape) is LatentShape
+    if latent and (peer.over is not None or peer.newest):
         raise SettingsError(f"{peer.title} is simulated for keys and values of heads, and layer {index} is {shape.title}.")
-    for width in {shape.width, shape.value_width or shape.width}:
+    for width in {shape.width, shape.rope} if latent else {shape.width, shape.value_width or shape.width}:
         if reason := peer.refusal(width):
             raise SettingsError(f"{peer.title} cannot be simulated in layer {index}: {reason}")
+    if latent:
+        return RoundedLatentShape(shape.width, shape.rope, peer)
     return RoundedShape(shape.heads, shape.width, shape.value_width, shape.window, peer)
+
+
+@dataclass(frozen=True)
+class RoundedLatentShape(LatentShape):
+    """Latent attention whose cache is that of a peer."""
+
+    peer: Peer | None = None
+
+    def build(self, room: Room, bits: Any, number: int) -> Any:
+        assert self.peer is not None
+        return RoundedLatentLayer(self.peer, room.group(None), self.width, self.rope, room.dtype)
+
+
+class RoundedLatentLayer(LatentLayer):
+    """Latents and rotated keys as a peer would read them back: each rounded by itself, as keys of heads are."""
+
+    def __init__(self, peer: Peer, group: Any, width: int, rope: int, dtype: torch.dtype):
+        super().__init__(group, width, rope, dtype)
+        self.peer = peer
+        self.token_nbytes = round((width + rope) * peer.bits / 8)
+
+    def append(self, batch: Batch, latent: Tensor, k_rope: Tensor) -> None:
+        """Round and store the latents [T, C] and rotated keys [T, R] of the batch's new tokens."""
+        super().append(batch, self.peer.round(latent), self.peer.round(k_rope))
+
+    def append_turned(self, batch: Batch, *given: Any) -> tuple[Tensor, Tensor]:
+        """As for latents that are kept as they are, which are rounded where they were stored."""
+        queries = super().append_turned(batch, *given)
+        table, size = batch.table(self.group), self.group.size
+        for b, (sequence, new) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
+            positions = torch.arange(sequence.length - new, sequence.length, device=table.device)
+            place = table[b, positions // size].long(), positions % size
+            for stored in (self.latent, self.rope):
+                stored[place] = self.peer.round(stored[place])
+        return queries
 
 
 class RoundedLayer(DenseLayer):

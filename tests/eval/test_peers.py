@@ -1,6 +1,7 @@
 """Other engines' rounding: against the formulas written out again, and against those engines where they are installed."""
 
 import math
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -136,5 +137,23 @@ def test_kivi_reads_far_keys_by_channel_and_near_ones_as_they_are():
 def test_layers_that_cannot_be_simulated_are_refused():
     with pytest.raises(SettingsError, match=r"KIVI, 4 bits cannot be simulated in layer 1: its heads are 80 wide"):
         rounded_shapes([AttentionShape(1, 64), AttentionShape(1, 80)], PEERS["kivi4"])
-    with pytest.raises(SettingsError, match="FP8 e4m3 is simulated for keys and values of heads, and layer 0 is latent"):
-        rounded_shapes([LatentShape(64, 16)], PEERS["fp8"])
+    with pytest.raises(SettingsError, match="KIVI, 4 bits is simulated for keys and values of heads, and layer 0 is latent"):
+        rounded_shapes([LatentShape(64, 32)], PEERS["kivi4"])
+
+
+def test_latents_are_rounded_where_they_are_stored():
+    turn = SimpleNamespace(frequencies=torch.rand(8), mscale=1.0, interleaved=True)
+    heads, nope, stored = 2, 24, []
+    for shapes in ([LatentShape(64, 16)], rounded_shapes([LatentShape(64, 16)], PEERS["fp8"])):
+        torch.manual_seed(0)
+        cache = Cache(shapes, CacheSettings("none"), context=200)
+        batch = cache.batch([cache.open(), cache.open()])
+        for counts in ([40, 3], [1, 30]):
+            batch.extend(counts)
+            q, kv = torch.randn(sum(counts), heads * (nope + 16)), torch.randn(sum(counts), 64 + 16)
+            cache.layers[0].append_turned(batch, q, kv, heads, nope, turn, torch.ones(64), 1e-6)
+        stored.append(cache.layers[0])
+    plain, rounded = stored
+    assert rounded.token_nbytes == 80
+    for kept, found in ((plain.latent, rounded.latent), (plain.rope, rounded.rope)):
+        assert found.equal(fp8(kept))
