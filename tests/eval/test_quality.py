@@ -1,4 +1,4 @@
-"""A short form of what docs/quality.md says: one window of a text for each real model that is there."""
+"""A short form of what docs/quality.md says: one window of a text for each trained model, and each real one that is there."""
 
 from pathlib import Path
 
@@ -13,11 +13,10 @@ from auraflux.run.load import load
 from auraflux.weights.pull import models_folder
 from tests.run.test_gemma3_270m import FILE as GEMMA
 
-pytestmark = pytest.mark.slow
-
 ALL = "first=1+newest=32+calibrate=all"
 WINDOW = 512
 TEXT = "1961-kennedy.txt"
+TRAINED = Path(__file__).parents[2] / "bench" / "trained"
 
 
 def found(name: str) -> Path:
@@ -29,21 +28,36 @@ def found(name: str) -> Path:
     return GEMMA if name == "gemma3" else smol[0]
 
 
-@pytest.mark.parametrize(("name", "four", "three"), [("smollm2", 0.004, 0.016), ("gemma3", 0.005, 0.014)])
-def test_four_bits_are_nearer_than_fp8(name: str, four: float, three: float):
-    base = load(str(found(name)), kv="none", exact=True, context=64, device="cpu")
+def means(path: Path, window: int, *names: str) -> list[float]:
+    """Mean KL of settings on the last of two windows, each from the uncompressed run."""
+    base = load(str(path), kv="none", exact=True, context=64, device="cpu")
     engine, shapes = base.engine, base.engine.cache.shapes
     options = {"dtype": engine.cache.dtype, "device": engine.device}
     vectors = calibration.vectors_for("auto", engine.model, shapes, base.path, base.tokenizer, 512, **options)
     readers = {}
-    for setting in map(parse, ("none", f"k4v4+{ALL}", f"k3v3+{ALL}", f"k4v4+{ALL.replace('all', 'off')}", "fp8")):
+    for setting in map(parse, ("none", *names)):
         used = setting.vectors(lambda: vectors)
-        readers[setting.name] = EngineReader(engine, setting.shapes(shapes), setting.cache, WINDOW, True, vectors=used)
+        readers[setting.name] = EngineReader(engine, setting.shapes(shapes), setting.cache, window, True, vectors=used)
     texts = tokenized({TEXT: read_files([])[TEXT]}, base.tokenizer, chat=False)
-    rows = differences(readers["none"], readers, windows(texts, WINDOW, 2)[1])
-    none, best, small, plain, fp8 = (summary(each)["kl_mean"] for each in rows.values())
-    print(f"{name}: k4v4 {best:.4f}, k3v3 {small:.4f}, k4v4 without calibration {plain:.4f}, FP8 {fp8:.4f}")
+    rows = differences(readers["none"], readers, windows(texts, window, 2)[1])
+    none, *found = (summary(each)["kl_mean"] for each in rows.values())
+    print(path.name, dict(zip(names, found, strict=True)))
     assert none == 0
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "four", "three"), [("smollm2", 0.004, 0.016), ("gemma3", 0.005, 0.014)])
+def test_four_bits_are_nearer_than_fp8(name: str, four: float, three: float):
+    settings = f"k4v4+{ALL}", f"k3v3+{ALL}", f"k4v4+{ALL.replace('all', 'off')}", "fp8"
+    best, small, plain, fp8 = means(found(name), WINDOW, *settings)
     assert best <= min(four, fp8)
     assert best < min(small, plain)
     assert small <= three
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "gpt_oss", "deepseek_v3"])
+def test_trained_models_bear_four_bits(name: str):
+    best, bare = means(TRAINED / name, 256, "k4v4", "k4v4+first=0+newest=0+calibrate=off")
+    assert best <= 0.01
+    assert best < bare / 2
