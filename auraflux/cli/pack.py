@@ -32,6 +32,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
     from auraflux.models import family
     from auraflux.models.config import experts_per_token
     from auraflux.ops.simd.vectors import ISA
+    from auraflux.run import calibration
     from auraflux.run.progress import on_terminal
     from auraflux.weights.checkpoint import open_checkpoint
     from auraflux.weights.expert_files import open_experts
@@ -39,6 +40,11 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
     from auraflux.weights.pack import PARTIAL
     from auraflux.weights.pack import pack as write
     from auraflux.weights.pull import locate
+
+    def add(folder: Path) -> None:
+        write_tokenizer(checkpoint, folder)
+        if bits is None:
+            calibration.carry(checkpoint.path, folder)
 
     try:
         with on_terminal() as report:
@@ -53,7 +59,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
                 group=group,
                 force=force,
                 report=report,
-                add=lambda folder: write_tokenizer(checkpoint, folder),
+                add=add,
             )
     except KeyboardInterrupt:
         click.echo(f"note: what is done is kept in {target}{PARTIAL}; the same command goes on with it.", err=True)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -162,6 +163,13 @@ def _remove_unfinished(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > UNFINISHED_S:
                 path.unlink()
+
+
+def carry(path: Path, folder: Path) -> None:
+    """Put what is kept for the model of a path into a folder with the same attention, so that nobody makes it again."""
+    kept = kept_for(path)
+    if kept is not None:
+        shutil.copyfile(kept["file"], folder / CARRIED)
 
 
 def kept_for(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The training's forward passes are those of transformers, its rounding is the product's, and what is measured on is not read."""
+"""The training's forward passes are those of transformers, its rounding is the product's, and what is measured is not read."""
 
 import json
 import tarfile

@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
+from auraflux.run import calibration
+from auraflux.run.load import load
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights import packing
 from auraflux.weights.expert_files import open_experts
@@ -83,3 +85,19 @@ def test_failures_are_one_sentence(model: Path, tmp_path):
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_what_is_known_of_keys_goes_along(model: Path, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(calibration, "folder", lambda: kept)
+    options = {"kv": "k4v4", "context": 64, "device": "cpu"}
+    wanted = load(model, **options).engine.cache.vectors
+    assert call("pack", model, tmp_path / "packed").exit_code == 0
+    kept.rename(tmp_path / "gone")
+    found = load(tmp_path / "packed", **options).engine.cache.vectors
+    assert found.digest == wanted.digest
+    assert not kept.exists()
+    # other weights have other keys
+    (tmp_path / "gone").rename(kept)
+    assert call("pack", model, tmp_path / "fewer", "--quantize", 4, "--group", 32).exit_code == 0
+    assert not (tmp_path / "fewer" / calibration.CARRIED).exists()
