@@ -69,10 +69,18 @@ class Replayer:
 
     def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """Scores of the next token, [B, V]; tokens may be on the device still."""
+        return self._or_cut_back(batch, lambda: self._decode(batch, ids))
+
+    def verify(self, batch: Batch, ids: list[int]) -> Tensor:
+        """Scores after each of a single sequence's tokens, [T, V]; their number should recur."""
+        return self._or_cut_back(batch, lambda: self._verify(batch, ids))
+
+    def _or_cut_back(self, batch: Batch, work: Callable[[], Tensor]) -> Tensor:
+        """Take a step; whatever stops it, an interrupt too, the sequences are then as they were, or shorter."""
         before = [sequence.length for sequence in batch.sequences]
         try:
             with device_memory():
-                return self._decode(batch, ids)
+                return work()
         except BaseException:
             batch.cut_back(before)
             raise
@@ -89,6 +97,10 @@ class Replayer:
             tokens = torch.nn.functional.pad(tokens, (0, batch.fillers))
         scores = self._replayed(batch, tokens, lambda step: self.runner.score(self.runner.forward(step.ids, batch)))
         return scores[: len(batch.sequences)]
+
+    def _verify(self, batch: Batch, ids: list[int]) -> Tensor:
+        batch.extend([len(ids)])
+        return self._replayed(batch, torch.tensor(ids), lambda step: self.runner.score(self.runner.forward(step.ids, batch)))
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
@@ -145,7 +157,7 @@ class Replayer:
             self.refused = why
         else:
             self.unread = why
-        log.warning("%s are not replayed: %s", "steps of decoding" if single else "pieces of prompts", why)
+        log.warning("%s are not replayed: %s", "steps of decoding" if single else "steps of several tokens", why)
 
 
 def _record(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
