@@ -24,6 +24,7 @@ PRIORS, WEIGHT = (0.3, 0.6, 0.85), 4.0
 FADE = 0.9  # of experience with each guess
 REMEMBERED = 9  # measurements; their median counts
 FIRST = 2  # measurements that are left out: they compile, and record
+SMALL = 3  # tokens more than texts with which steps are tried first
 CHEAP = 0.15  # of a step for one more token a text, while that is not known
 FRESH = 32  # steps after which a plain one is taken, so that it is known what that takes
 PATIENCE = 64  # plain steps after which guesses that did not pay are tried again; then twice as many
@@ -147,12 +148,31 @@ class Costs:
         elif self._plain[texts]:
             self._ratios[texts, more].append(seconds / median(self._plain[texts]))
 
+    def reach(self, texts: int) -> int:
+        """How many tokens more a step may have; it is tried with few first."""
+        return 2 * max(self._known(texts)) + 1 if len(self._known(texts)) > 1 else SMALL
+
     def ratio(self, texts: int, more: int) -> float:
-        """How many plain steps such a step takes as long as; what was not measured is thought cheap."""
+        """How many plain steps such a step takes as long as; beyond what was measured, tokens are thought cheap."""
         if not self._plain[texts]:
             return float("inf")
-        known = {n: median(taken) for (b, n), taken in self._ratios.items() if b == texts and n <= more and taken}
-        return known.get(more) or max([1 + CHEAP * more / texts, *known.values()])
+        known = self._known(texts)
+        below = max(n for n in known if n <= more)
+        above = min((n for n in known if n > more), default=None)
+        if below == more:
+            return known[more]
+        if above is not None:
+            slope = (known[above] - known[below]) / (above - below)
+        elif below == 0:
+            slope = CHEAP / texts
+        else:
+            before = max(n for n in known if n < below)
+            slope = max(0.0, (known[below] - known[before]) / (below - before) / 2)
+        return known[below] + slope * (more - below)
+
+    def _known(self, texts: int) -> dict[int, float]:
+        measured = {n: median(taken) for (b, n), taken in self._ratios.items() if b == texts and taken}
+        return {0: 1.0, **measured}
 
     def forget(self) -> None:
         """Forget all but what plain steps take."""
@@ -203,9 +223,9 @@ class Speculation:
         more = sum(map(len, drafts))
         self.drafted += more
         self.accepted += sum(kept)
-        if sum(kept) > more // 2:
-            self._patience = PATIENCE
         self.costs.note(len(texts), more, seconds)
+        if more and (len(texts) + sum(kept)) / len(texts) > MARGIN * self.costs.ratio(len(texts), more):
+            self._patience = PATIENCE
 
     def _wait(self, texts: Sequence[Text]) -> None:
         """Count a plain step; after many of them think better of guesses again."""
@@ -231,7 +251,7 @@ class Speculation:
 
     def _best(self, chances: list[float], texts: int) -> int:
         best, most = 0, MARGIN
-        for more in sizes(min(len(chances), self._limit - texts)):
+        for more in sizes(min(len(chances), self._limit - texts, self.costs.reach(texts))):
             worth = (texts + sum(chances[:more])) / texts / self.costs.ratio(texts, more)
             if worth > most:
                 best, most = more, worth
