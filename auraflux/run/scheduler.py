@@ -84,7 +84,8 @@ class Scheduler:
         self._grammars: Grammars | None = None
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
-        self.speculation, self._writer = speculation, Writer(engine, speculation)
+        self._writer = Writer(engine)
+        self.speculate(speculation)
         self._turns = Turns()
 
     @property
@@ -112,6 +113,10 @@ class Scheduler:
             self._queue.add(job)
             self._turns.changed.notify_all()
         return job
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Let this make guesses at texts from now on; None for no guesses."""
+        self.speculation = self._writer.speculation = speculation
 
     def cancel(self, job: Job) -> None:
         """Stop a job before the next step."""

@@ -39,12 +39,14 @@ class Together:
 class Writer:
     """Takes steps of writing.
 
-    live   jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
-    ready  whether there are any
+    speculation  makes guesses; None for none
+    live         jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
+    ready        whether there are any
     """
 
-    def __init__(self, engine: Engine, speculation: Speculation | None = None):
-        self.engine, self.speculation = engine, speculation
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.speculation: Speculation | None = None
         self.live: list[Job] = []
         # guesses that the step checks, for each live job
         self._drafts: list[list[int]] = []

@@ -24,7 +24,6 @@ from auraflux.run.sampler import Sampler
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.speculate import Draft, Speculation
-from auraflux.run.writer import Writer
 from tests.models.oracles import save
 from tests.models.test_replay import MODELS
 from tests.run.test_scheduler import CALIBRATED, finish, nothing_leaks, prompts_of, scheduler_for, submit
@@ -60,8 +59,7 @@ def eager(begin: Callable[[], Draft]) -> Speculation:
 
 
 def with_guesses(scheduler: Scheduler, begin: Callable[[], Draft]) -> Scheduler:
-    scheduler.speculation = eager(begin)
-    scheduler._writer = Writer(scheduler.engine, scheduler.speculation)
+    scheduler.speculate(eager(begin))
     return scheduler
 
 
@@ -188,9 +186,8 @@ def test_a_gpu_is_not_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch):
 def test_without_pages_for_guesses_the_texts_go_on():
     prompts = [prompt[:40] for prompt in prompts_of("llama")]
     wanted = finish(made := scheduler_for("llama"), submit(made, prompts, settings_of(0)))
-    made = with_guesses(scheduler_for("llama", tokens=256, context=192), lambda: Told([]))
-    made.speculation = eager(lambda: Told([[*prompt, *text] for prompt, text in zip(prompts, wanted, strict=True)]))
-    made._writer = Writer(made.engine, made.speculation)
+    texts = [[*prompt, *text] for prompt, text in zip(prompts, wanted, strict=True)]
+    made = with_guesses(scheduler_for("llama", tokens=256, context=192), lambda: Told(texts))
     assert finish(made, submit(made, prompts, settings_of(0))) == wanted
 
 
