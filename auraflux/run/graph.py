@@ -22,6 +22,7 @@ from auraflux.run.runner import Runner
 log = logging.getLogger("auraflux")
 
 KEPT = 128  # recordings; the one that was used longest ago goes first
+SEVERAL = 8  # of steps of several tokens on a CPU, which hold the activations of all layers
 SWITCHED_OFF = "it is switched off"
 
 
@@ -60,6 +61,7 @@ class Replayer:
         self.refused: str | None = None if graphs else SWITCHED_OFF
         self.unread: str | None = None
         self._steps: dict[object, Step] = {}
+        self._several: dict[object, Step] = {}
         self._capture = CudaCapture() if runner.device.type == "cuda" else _record
 
     @property
@@ -122,13 +124,16 @@ class Replayer:
         # steps of prompts find states through the index too
         places = batch.places if batch.extra is None else ()
         key = batch.index, places, batch.silent, () if batch.single else tuple(batch.counts)
-        step = self._steps.pop(key, None)
+        steps, most = self._steps, KEPT
+        if not batch.single and not self.reads:
+            steps, most = self._several, SEVERAL
+        step = steps.pop(key, None)
         if step is None:
             ids, positions = (torch.zeros(tokens, dtype=kind, device=self.runner.device) for kind in (torch.int64, torch.int32))
             step = Step(ids, positions)
-            if len(self._steps) == KEPT:
-                del self._steps[next(iter(self._steps))]
-        self._steps[key] = step
+            if len(steps) == most:
+                del steps[next(iter(steps))]
+        steps[key] = step
         return step
 
     def _run(self, step: Step, batch: Batch, work: Callable[[], Tensor]) -> Tensor:

@@ -199,6 +199,10 @@ class Speculation:
         """Guess at a new text."""
         return Guesses(self._begin(), self._pooled)
 
+    def forget_counts(self) -> None:
+        """Count guesses from here on."""
+        self.drafted = self.accepted = 0
+
     def promises(self, texts: Sequence[Text]) -> bool:
         """Whether guesses would be worth while, as far as the texts are known."""
         return any(self._counts(texts))

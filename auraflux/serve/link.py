@@ -41,8 +41,8 @@ class Gauges:
     prefix_queries      prompt tokens looked up in the prefix cache so far
     prefix_hits         of them found
     preemptions         so far
-    drafted, accepted   tokens that were guessed, and of them those that were right; None where nothing guesses
     expert_hits, expert_reads, expert_nbytes   of experts that are read from disk; None where all are in memory
+    drafted, accepted   tokens that were guessed, and of them those that were right; None where nothing guesses
     """
 
     running: int = 0
@@ -52,11 +52,11 @@ class Gauges:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    drafted: int | None = None
-    accepted: int | None = None
     expert_hits: int | None = None
     expert_reads: int | None = None
     expert_nbytes: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
 
 
 class Writing(Protocol):

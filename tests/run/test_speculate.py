@@ -104,7 +104,7 @@ def test_right_guesses_take_fewer_steps(name: str):
     assert all(job.steps < TOKENS // 2 for job in jobs)
 
 
-@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"logit_bias": {5: 3.0}}, {"logprobs": 2}])
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"logit_bias": {5: 3.0}, "logprobs": 2}])
 def test_settings_hold_for_guessed_tokens(settings: dict[str, Any]):
     sampling = Sampling(max_tokens=24, temperature=0.7, top_k=20, seed=1, **settings)
     prompts = prompts_of("llama")
@@ -124,7 +124,7 @@ def events_of(scheduler: Scheduler, prompts: list[list[int]], sampling: Sampling
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_text_may_end_in_the_middle_of_its_guesses(name: str):
     wanted = plain(name, "k8v4")
     stop = wanted[0][5]
@@ -140,9 +140,14 @@ def test_a_text_may_end_in_the_middle_of_its_guesses(name: str):
     assert nothing_leaks(made)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe", "gpt_oss"])
-@pytest.mark.parametrize("when", ["in the step", "after it"])
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, CacheFull])
+STOPS = list(product(["llama", "qwen3_5_moe", "gpt_oss"], ["in the step", "after it"], [KeyboardInterrupt, CacheFull]))
+QUICK_STOPS = [STOPS[0], STOPS[4], STOPS[7]]
+
+
+@pytest.mark.parametrize(
+    ("name", "when", "failure"),
+    [each if each in QUICK_STOPS else pytest.param(*each, marks=pytest.mark.slow) for each in STOPS],
+)
 def test_what_stops_a_step_of_guesses_leaves_texts_as_they_were(
     name: str, when: str, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ):
