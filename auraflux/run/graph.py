@@ -22,7 +22,7 @@ from auraflux.run.runner import Runner
 log = logging.getLogger("auraflux")
 
 KEPT = 128  # recordings; the one that was used longest ago goes first
-SEVERAL = 8  # of steps of several tokens on a CPU, which hold the activations of all layers
+SEVERAL = 8  # of them that check guesses: they hold the activations of all layers
 SWITCHED_OFF = "it is switched off"
 
 
@@ -125,7 +125,7 @@ class Replayer:
         places = batch.places if batch.extra is None else ()
         key = batch.index, places, batch.silent, () if batch.single else tuple(batch.counts)
         steps, most = self._steps, KEPT
-        if not batch.single and not self.reads:
+        if not batch.single and batch.extra is None:
             steps, most = self._several, SEVERAL
         step = steps.pop(key, None)
         if step is None:
