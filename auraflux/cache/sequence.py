@@ -172,6 +172,12 @@ class Sequence:
             self._mine.append(made)
             self._store.keep(made)
 
+    def drop_checkpoint(self, position: int) -> None:
+        """Give up the checkpoint at a position, if there is one."""
+        for checkpoint in [each for each in self._mine if each.position == position]:
+            self._store.disown(checkpoint)
+            self._mine.remove(checkpoint)
+
     def pass_stride(self) -> None:
         """Make a checkpoint if a multiple of the stride was reached since the last one."""
         stride = self._store.stride

@@ -12,6 +12,7 @@ import auraflux
 from auraflux.cli.bench import bench
 from auraflux.cli.chat import chat
 from auraflux.cli.convert import convert
+from auraflux.cli.diff import diff
 from auraflux.cli.doctor import doctor
 from auraflux.cli.eval import evaluate
 from auraflux.cli.failure import Failure, end_output, nameless, say
@@ -61,5 +62,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, serve, pull, inspect, convert, pack, ops, doctor, evaluate, bench):
+for command in (generate, chat, serve, pull, inspect, convert, pack, ops, doctor, evaluate, diff, bench):
     main.add_command(command)

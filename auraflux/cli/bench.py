@@ -11,6 +11,7 @@ import click
 from auraflux.cli.bench_model import bench_model
 from auraflux.cli.bench_run import busy
 from auraflux.cli.bench_serve import bench_serve
+from auraflux.cli.bench_speculate import bench_speculate
 from auraflux.cli.bench_stream import bench_stream
 from auraflux.cli.failure import Failure
 
@@ -26,6 +27,7 @@ def bench() -> None:
 
 bench.add_command(bench_model)
 bench.add_command(bench_serve)
+bench.add_command(bench_speculate)
 bench.add_command(bench_stream)
 
 

@@ -88,6 +88,8 @@ def random_loaded(
 
     if shape is None or not invented or model is not None:
         raise SettingsError("random weights need --random and --shape NAME, and no MODEL.")
+    if chosen["speculate"] is not None:
+        raise SettingsError("--speculate guesses at texts, and random weights write none that could be guessed.")
     memory = chosen.get("cache_memory")
     return random_language(
         shape_of(shape, layers),

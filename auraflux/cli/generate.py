@@ -78,6 +78,8 @@ def figures(stats: "Stats", kv: str) -> str:
     if stats.reused_tokens:
         parts[0] += f" ({stats.reused_tokens} more were still there)"
     parts.append(f"written {stats.tokens} tokens, {stats.decode_rate:.1f}/s")
+    if stats.drafted:
+        parts[-1] += f", {stats.tokens_per_step:.1f} a step, {stats.accepted} of {stats.drafted} guesses right"
     held = f"cache {megabytes(stats.cache_nbytes)}"
     if kv != "none" and stats.cache_nbytes:
         kept = f", {megabytes(stats.kept_nbytes)} of it as it is" if stats.kept_nbytes else ""

@@ -66,6 +66,11 @@ LOADING = [
         help="Replay steps of decoding; on a GPU as CUDA graphs, and pieces of long prompts too.",
     ),
     click.option("--exact", is_flag=True, help="Multiply float32 activations, not int8 ones."),
+    click.option(
+        "--speculate",
+        metavar="WHAT",
+        help="Guess tokens and check several at once: ngram guesses from the text so far; or a smaller MODEL does.",
+    ),
     *EXPERTS,
 ]
 SAMPLING = [
@@ -81,7 +86,7 @@ SAMPLING = [
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
 ]
 CACHE_NAMES = ("protect_first", "protect_last", "first", "newest", "sparse_v")
-LOADING_NAMES = ("device", "quantize", "exact", "context", "graphs", "calibrate")
+LOADING_NAMES = ("device", "quantize", "exact", "context", "graphs", "calibrate", "speculate")
 
 
 def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:

@@ -182,6 +182,8 @@ def _warm_up(loaded: "LanguageModel") -> None:
             loaded.generate_batch(prompts, max_tokens=written, endless=True)
             loaded.reset()
     scheduler.counts = type(scheduler.counts)()
+    if scheduler.speculation is not None:
+        scheduler.speculation.forget_counts()
 
 
 def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int, bool]]:

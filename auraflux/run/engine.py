@@ -110,6 +110,12 @@ class Engine:
         """One token of each sequence: the scores of the next, [B, V]."""
         return self.replayer.decode(batch, ids)
 
+    def verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
+        """Several tokens of each sequence: the scores after every one, [T, V]."""
+        if len(ids) == 1 and self.device.type == "cpu":
+            return self.replayer.verify(batch, ids[0])
+        return self.score(self.step(batch, ids))
+
     def read(self, sequences: list[Sequence], pieces: list[list[int]]) -> None:
         """Take in the next tokens of prompts, no more than `chunk` together."""
         one = len(sequences) == 1

@@ -22,6 +22,7 @@ from auraflux.run.runner import Runner
 log = logging.getLogger("auraflux")
 
 KEPT = 128  # recordings; the one that was used longest ago goes first
+SEVERAL = 8  # of them that check guesses: they hold the activations of all layers
 SWITCHED_OFF = "it is switched off"
 
 
@@ -60,6 +61,7 @@ class Replayer:
         self.refused: str | None = None if graphs else SWITCHED_OFF
         self.unread: str | None = None
         self._steps: dict[object, Step] = {}
+        self._several: dict[object, Step] = {}
         self._capture = CudaCapture() if runner.device.type == "cuda" else _record
 
     @property
@@ -69,10 +71,18 @@ class Replayer:
 
     def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """Scores of the next token, [B, V]; tokens may be on the device still."""
+        return self._or_cut_back(batch, lambda: self._decode(batch, ids))
+
+    def verify(self, batch: Batch, ids: list[int]) -> Tensor:
+        """Scores after each of a single sequence's tokens, [T, V]; their number should recur."""
+        return self._or_cut_back(batch, lambda: self._verify(batch, ids))
+
+    def _or_cut_back(self, batch: Batch, work: Callable[[], Tensor]) -> Tensor:
+        """Take a step; whatever stops it, an interrupt too, the sequences are then as they were, or shorter."""
         before = [sequence.length for sequence in batch.sequences]
         try:
             with device_memory():
-                return self._decode(batch, ids)
+                return work()
         except BaseException:
             batch.cut_back(before)
             raise
@@ -89,6 +99,10 @@ class Replayer:
             tokens = torch.nn.functional.pad(tokens, (0, batch.fillers))
         scores = self._replayed(batch, tokens, lambda step: self.runner.score(self.runner.forward(step.ids, batch)))
         return scores[: len(batch.sequences)]
+
+    def _verify(self, batch: Batch, ids: list[int]) -> Tensor:
+        batch.extend([len(ids)])
+        return self._replayed(batch, torch.tensor(ids), lambda step: self.runner.score(self.runner.forward(step.ids, batch)))
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
@@ -110,13 +124,16 @@ class Replayer:
         # steps of prompts find states through the index too
         places = batch.places if batch.extra is None else ()
         key = batch.index, places, batch.silent, () if batch.single else tuple(batch.counts)
-        step = self._steps.pop(key, None)
+        steps, most = self._steps, KEPT
+        if not batch.single and batch.extra is None:
+            steps, most = self._several, SEVERAL
+        step = steps.pop(key, None)
         if step is None:
             ids, positions = (torch.zeros(tokens, dtype=kind, device=self.runner.device) for kind in (torch.int64, torch.int32))
             step = Step(ids, positions)
-            if len(self._steps) == KEPT:
-                del self._steps[next(iter(self._steps))]
-        self._steps[key] = step
+            if len(steps) == most:
+                del steps[next(iter(steps))]
+        steps[key] = step
         return step
 
     def _run(self, step: Step, batch: Batch, work: Callable[[], Tensor]) -> Tensor:
@@ -145,7 +162,7 @@ class Replayer:
             self.refused = why
         else:
             self.unread = why
-        log.warning("%s are not replayed: %s", "steps of decoding" if single else "pieces of prompts", why)
+        log.warning("%s are not replayed: %s", "steps of decoding" if single else "steps of several tokens", why)
 
 
 def _record(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:

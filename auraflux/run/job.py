@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from auraflux.cache import Sequence, Snapshot
 from auraflux.cache.prefix import Kept
 from auraflux.run.request import Event, Figures, Request, Scored
+from auraflux.run.speculate import Guesses
 from auraflux.run.stream import Stream
 
 
@@ -22,6 +23,9 @@ class Job:
     fetching   what is being read from there
     cancelled  nobody wants it any more
     failure    what ended it
+    guesses    at what comes next; None where none are made
+    steps      in which its tokens were chosen
+    fallback   length of a checkpoint made for a step of guesses; None for none
     """
 
     def __init__(self, request: Request, stream: Stream, tell: Callable[[Event], None], marks: list[int]):
@@ -34,6 +38,9 @@ class Job:
         self.fetching: Future[Snapshot | None] | None = None
         self.cancelled = False
         self.failure: BaseException | None = None
+        self.guesses: Guesses | None = None
+        self.steps = 0
+        self.fallback: int | None = None
         self.asked_at = time.perf_counter()
         self.begun_at = self.first_at = 0.0
         self.finish: str | None = None
@@ -54,6 +61,11 @@ class Job:
         at = self.held.length
         mark = next((mark for mark in self.marks if mark > at), len(self.ids))
         return min(self.unread, mark - at)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may follow the next."""
+        return self.stream.limit - len(self.stream.tokens) - 1
 
     def take(self, token: int, scored: Scored | None) -> None:
         """Add a token that was chosen, and tell of it unless it ends the text."""
@@ -86,4 +98,7 @@ class Job:
             cache_nbytes=0 if sequence is None else sequence.nbytes,
             kept_nbytes=0 if sequence is None else sequence.kept_nbytes,
             plain_nbytes=0 if sequence is None else sequence.plain_nbytes,
+            steps=self.steps,
+            drafted=0 if self.guesses is None else self.guesses.drafted,
+            accepted=0 if self.guesses is None else self.guesses.accepted,
         )

@@ -15,10 +15,13 @@ from auraflux.models.config import experts_per_token
 from auraflux.quant import check_format
 from auraflux.run import calibration
 from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
+from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
+from auraflux.run.ngrams import NGrams
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.scheduler import Scheduler
+from auraflux.run.speculate import Speculation
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
@@ -50,6 +53,7 @@ def load(
     waiting: int | None = None,
     prefix_disk: str | int | None = None,
     prefix_folder: str | Path | None = None,
+    speculate: str | Path | None = None,
     report: Report | None = None,
 ) -> LanguageModel:
     """Load a model: a folder, a GGUF file, or a name that is fetched on first use; None for the built-in default.
@@ -70,6 +74,8 @@ def load(
                   texts of full context need
     waiting       most texts that wait; None for any number
     prefix_disk   "20GB": for texts on disk that memory has no room for, below `prefix_folder`; by default none
+    speculate     what guesses at the next tokens, which are then checked together: "ngram" for the text so far, or a smaller
+                  model with the same tokens; the text is the same without, see docs/speculation.md
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
@@ -123,8 +129,25 @@ def load(
         name = fingerprint(checkpoint.path, quantize, exact, engine.cache.format)
         folder = Path(prefix_folder) if prefix_folder is not None else cache_folder() / "prefixes"
         disk = PrefixDisk(folder / name, parse_nbytes(prefix_disk), name)
-    scheduler = Scheduler(engine, tokenizer, ends, parallel=sequences, waiting=waiting, disk=disk, watch=watch)
+    speculation = None
+    if speculate is not None:
+        same: dict[str, Any] = {"device": str(target), "kv": kv, "exact": exact, "graphs": graphs, "calibrate": calibrate}
+        same |= {"context": longest, "sequences": sequences, "chunk": chunk, "report": report}
+        speculation = _speculation(speculate, engine, tokenizer, same)
+    how = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": watch, "speculation": speculation}
+    scheduler = Scheduler(engine, tokenizer, ends, **how)
     return LanguageModel(scheduler, checkpoint.path, notes, experts, model_type=kind)
+
+
+def _speculation(what: str | Path, engine: Engine, tokenizer: Tokenizer | None, same: dict[str, Any]) -> Speculation:
+    """What guesses at texts; `same` is how a second model is loaded."""
+    if what == "ngram":
+        return Speculation(NGrams, engine.chunk)
+    if what == "mtp":
+        raise SettingsError("speculate='mtp' is not there yet: a model's own extra layers are left out when it is loaded.")
+    small, vocab = load(what, **same), engine.model.config.vocab
+    check_tokens(tokenizer, small.tokenizer, (vocab, small.engine.model.config.vocab), str(what))
+    return Speculation(lambda: ModelDraft(small.engine, vocab), engine.chunk)
 
 
 def _cache_nbytes(wanted: str | int | None, free: int) -> int | None:

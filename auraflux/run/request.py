@@ -44,6 +44,9 @@ class Figures:
     cache_nbytes    that the text takes in the cache
     plain_nbytes    that it would take uncompressed, in bf16
     kept_nbytes     of cache_nbytes, positions that are kept as they are beside their codes
+    steps           in which the tokens were chosen
+    drafted         tokens that were guessed and checked, see `run/speculate.py`
+    accepted        of them that were right
     """
 
     prompt_tokens: int = 0
@@ -55,6 +58,9 @@ class Figures:
     cache_nbytes: int = 0
     plain_nbytes: int = 0
     kept_nbytes: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ class Row:
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
 
-    def uniform(self) -> float:
-        """The random number of the next token; a greedy row uses none."""
+    def uniform(self, ahead: int = 0) -> float:
+        """The random number of the next token, or of one further on; a greedy row uses none."""
         if self.sampling.greedy:
             return 0.0
-        while len(self._drawn) <= len(self.text):
+        while len(self._drawn) <= len(self.text) + ahead:
             self._drawn.append(self._random.random())
-        return self._drawn[len(self.text)]
+        return self._drawn[len(self.text) + ahead]
 
     def take(self, token: int) -> None:
         """Add a token to the text."""
@@ -85,13 +85,16 @@ class Row:
 class Sampler:
     """Chooses for the rows of one batch; make another when rows come or go, they keep what they know.
 
+    ahead        tokens that come before the one chosen, besides the text; by default none. A row with some may be there several
+                 times, if neither penalties nor a grammar make its tokens depend on each other
     likelihoods  of the tokens chosen last, where some row wants to know
     """
 
     likelihoods: "Likelihoods | None" = None
 
-    def __init__(self, rows: Sequence[Row]):
+    def __init__(self, rows: Sequence[Row], ahead: Sequence[int] | None = None):
         self.rows = list(rows)
+        self._ahead = [0] * len(self.rows) if ahead is None else list(ahead)
         self._greedy = all(row.sampling.greedy for row in self.rows)
         self._penalized = [number for number, row in enumerate(self.rows) if row.sampling.penalized]
         self._biased = [number for number, row in enumerate(self.rows) if row.sampling.logit_bias]
@@ -123,7 +126,7 @@ class Sampler:
         else:
             if self._settings is None:
                 self._settings = _Settings(self.rows, logits.device)
-            tokens = self._settings.draw(self.rows, logits)
+            tokens = self._settings.draw([row.uniform(n) for row, n in zip(self.rows, self._ahead, strict=True)], logits)
         if self._penalties is not None:
             self._penalties.count(tokens)
         self.likelihoods = Likelihoods(raw, tokens, self._told) if self._told else None
@@ -189,8 +192,8 @@ class _Settings:
         self.top_p = sent([one.top_p for one in each], device, torch.float32)
         self.min_p = sent([one.min_p for one in each], device, torch.float32)
 
-    def draw(self, rows: list[Row], logits: Tensor) -> Tensor:
-        uniform = sent([row.uniform() for row in rows], logits.device, torch.float32)
+    def draw(self, numbers: list[float], logits: Tensor) -> Tensor:
+        uniform = sent(numbers, logits.device, torch.float32)
         return sample(logits.contiguous(), uniform, self.temperature, self.top_k, self.top_p, self.min_p)
 
 

@@ -85,6 +85,11 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def apart(self) -> bool:
+        """Whether a token is chosen by its scores alone, whatever was chosen before it."""
+        return self.grammar is None and not self.penalized
+
+    @property
     def penalized(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 

@@ -26,6 +26,7 @@ from auraflux.run.grammar import Grammars, Matcher
 from auraflux.run.job import Job
 from auraflux.run.pace import Pace
 from auraflux.run.request import Event, Request, Scored
+from auraflux.run.speculate import Speculation
 from auraflux.run.stream import Stream
 from auraflux.run.turns import Turns
 from auraflux.run.writer import Writer
@@ -59,6 +60,7 @@ class Scheduler:
     parallel   most texts at once
     waiting    most that wait; None for any number
     disk       for prefixes that memory has no room for
+    speculation  makes guesses at what texts go on with; None for none
     watch      of the files that the weights are mapped from
     """
 
@@ -72,6 +74,7 @@ class Scheduler:
         waiting: int | None = None,
         disk: PrefixDisk | None = None,
         watch: Watch | None = None,
+        speculation: Speculation | None = None,
     ):
         self.engine, self.tokenizer, self.ends, self.parallel = engine, tokenizer, ends, parallel
         self._check_files = (lambda: None) if watch is None else watch.check
@@ -82,6 +85,7 @@ class Scheduler:
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
         self._writer = Writer(engine)
+        self.speculate(speculation)
         self._turns = Turns()
 
     @property
@@ -109,6 +113,10 @@ class Scheduler:
             self._queue.add(job)
             self._turns.changed.notify_all()
         return job
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Let this make guesses at texts from now on; None for no guesses."""
+        self.speculation = self._writer.speculation = speculation
 
     def cancel(self, job: Job) -> None:
         """Stop a job before the next step."""
@@ -153,7 +161,10 @@ class Scheduler:
         room = self.engine.cache.context - len(prompt) + 1
         limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         stream = Stream(prompt, sampling, limit, ends, self.tokenizer, request.show, matcher)
-        return Job(request, stream, tell, self._marks(prompt))
+        job = Job(request, stream, tell, self._marks(prompt))
+        if self.speculation is not None and sampling.apart:
+            job.guesses = self.speculation.begin()
+        return job
 
     def _matcher(self, grammar: str, ends: frozenset[int]) -> Matcher:
         if self._grammars is None:
@@ -349,8 +360,13 @@ class Scheduler:
             job.kept = None
         if job in self._running:
             self._running.remove(job)
+        if job.guesses is not None and job.finish is not None:
+            job.guesses.draft.close()
         if job.sequence is not None:
-            sequence, job.sequence = job.sequence, None
+            sequence, job.sequence, job.fallback = job.sequence, None, None
+            if sequence.length > len(job.ids):
+                # a text may end before guesses that were right
+                sequence.truncate(len(job.ids))
             if job.failure is None:
                 self.prefixes.keep(job.ids[: sequence.length], sequence)
             else:

@@ -17,6 +17,9 @@ class Stats:
     cache_nbytes    that the texts take in the cache
     kept_nbytes     of these, positions that are kept as they are beside their codes
     plain_nbytes    that the same positions would take uncompressed, in bf16
+    steps           in which the tokens were chosen, over all texts
+    drafted         tokens that were guessed and checked, see `run/speculate.py`
+    accepted        of them that were right
     experts         what was read of a packed model's experts; None where all are in memory
     """
 
@@ -28,6 +31,9 @@ class Stats:
     cache_nbytes: int = 0
     kept_nbytes: int = 0
     plain_nbytes: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
     experts: ExpertTraffic | None = None
 
     def set(self, figures: Iterable[Figures]) -> None:
@@ -41,6 +47,14 @@ class Stats:
         self.cache_nbytes = sum(one.cache_nbytes for one in all_)
         self.kept_nbytes = sum(one.kept_nbytes for one in all_)
         self.plain_nbytes = sum(one.plain_nbytes for one in all_)
+        self.steps = sum(one.steps for one in all_)
+        self.drafted = sum(one.drafted for one in all_)
+        self.accepted = sum(one.accepted for one in all_)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a text grew by in a step; 1 without guesses."""
+        return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def prefill_rate(self) -> float:

@@ -106,6 +106,11 @@ class Tokenizer:
         return 1 + max(self._inner.get_vocab().values(), default=-1)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's number."""
+        return self._inner.get_vocab()
+
+    @property
     def json(self) -> str:
         """The text of its tokenizer.json."""
         return self._inner.to_str()

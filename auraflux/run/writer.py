@@ -1,33 +1,58 @@
-"""Texts that grow by a token a step: their batch, their scores, and the step that a GPU begins before its tokens are known."""
+"""Texts that grow by a step: their batch, their scores, guesses that are checked, and the step that a GPU begins before its
+tokens are known."""
 
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
+from auraflux.cache.radix import common_length
 from auraflux.errors import CacheFull
 from auraflux.run.device import Arriving, sent
 from auraflux.run.engine import Engine
 from auraflux.run.job import Job
 from auraflux.run.request import Scored
 from auraflux.run.sampler import Sampler
+from auraflux.run.speculate import Speculation
 
 Chosen = list[tuple[Job, int, Scored | None]]
+
+
+@dataclass
+class Together:
+    """Jobs that take steps together.
+
+    batch    for steps of one token each
+    checked  for those with guesses; None until there is one
+    """
+
+    jobs: list[Job]
+    batch: Batch
+    sampler: Sampler
+    checked: Batch | None = None
 
 
 class Writer:
     """Takes steps of writing.
 
-    live   jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
-    ready  whether there are any
+    speculation  makes guesses; None for none
+    live         jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
+    ready        whether there are any
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.speculation: Speculation | None = None
         self.live: list[Job] = []
+        # guesses that the step checks, for each live job
+        self._drafts: list[list[int]] = []
         self._scores: Tensor | None = None
-        self._batch: tuple[list[Job], Batch, Sampler] | None = None
+        self._together: Together | None = None
+        self._began = self._ended = 0.0
 
     @property
     def ready(self) -> bool:
@@ -35,32 +60,88 @@ class Writer:
 
     def forget(self) -> None:
         """Give up a step whose tokens are not known, and the batch."""
-        self.live, self._scores, self._batch = [], None, None
+        self.live, self._scores, self._together = [], None, None
 
     def step(self, jobs: list[Job]) -> None:
-        """Give jobs whose last token is known here that token."""
-        if jobs:
-            self.live = self._in_places(jobs)
-            self._scores = self.engine.decode(self._batch_of(self.live), [job.ids[-1] for job in self.live])
+        """Give jobs whose last token is known here that token, and guesses at those after it where they promise to pay."""
+        if not jobs:
+            return
+        self._began = time.perf_counter()
+        self.live = self._in_places(jobs)
+        together = self._with(self.live)
+        if self.speculation is not None and any(drafts := self._fall_backs(self.speculation.plan(self.live))):
+            try:
+                self._scores, self._drafts = self._check(together, drafts), drafts
+            except CacheFull:
+                # there may be room for the texts alone
+                pass
+            else:
+                return
+        self._scores = self.engine.decode(together.batch, [job.ids[-1] for job in self.live])
+        self._drafts = [[] for _ in self.live]
+
+    def _check(self, together: Together, drafts: list[list[int]]) -> Tensor:
+        """The scores after each job's last token and each of its guesses, [T, V]."""
+        if together.checked is None:
+            together.checked = self.engine.cache.batch([job.held for job in together.jobs])
+        pieces = [[job.ids[-1], *draft] for job, draft in zip(together.jobs, drafts, strict=True)]
+        return self.engine.verify(together.checked, pieces)
+
+    def _fall_backs(self, drafts: list[list[int]]) -> list[list[int]]:
+        """Let jobs whose states cannot be cut come back to where they are; guesses only where they can."""
+        if not self.engine.cache.moves:
+            return drafts
+        return [draft if draft and _comes_back(job) else [] for job, draft in zip(self.live, drafts, strict=True)]
 
     def choose(self, running: Iterable[Job], meanwhile: Callable[[], None]) -> Chosen:
-        """Choose a token for every live job. A GPU meanwhile begins the next step, with jobs that have become ready.
+        """Choose a token for every live job, more where guesses were right. A GPU meanwhile begins the next step.
 
         meanwhile  gives it something else to do where all of them end with this token
         """
-        assert self._batch is not None
+        assert self._together is not None
         assert self._scores is not None
-        live, sampler = self.live, self._batch[2]
+        live, drafts, began = self.live, self._drafts, max(self._began, self._ended)
+        sampler = self._sampler(drafts)
         chosen = sampler(self._scores)
         arriving, likelihoods = Arriving(chosen), sampler.likelihoods
         self._scores = None
-        if self.engine.replayer.ahead:
+        if self.engine.replayer.ahead and not any(drafts) and not self._promises(live):
             self._go_on(chosen, [job for job in running if job.unread == 0 and job not in live])
             if not self.ready:
                 meanwhile()
         tokens = arriving.wait()
         scored = {} if likelihoods is None else likelihoods.read(tokens)
-        return [(job, token, scored.get(number)) for number, (job, token) in enumerate(zip(live, tokens, strict=True))]
+        found: Chosen = []
+        kept: list[int] = []
+        lines = iter(range(len(tokens)))
+        for job, draft in zip(live, drafts, strict=True):
+            mine = [next(lines), *islice(lines, len(draft))]
+            kept.append(common_length(draft, [tokens[line] for line in mine[:-1]]))
+            found += [(job, tokens[line], scored.get(line)) for line in mine[: kept[-1] + 1]]
+            job.steps += 1
+            if draft:
+                self._cut(job, draft[: kept[-1]])
+        self._ended = time.perf_counter()
+        if self.speculation is not None:
+            self.speculation.note(live, drafts, kept, self._ended - began)
+        return found
+
+    def _promises(self, jobs: list[Job]) -> bool:
+        return self.speculation is not None and self.speculation.promises(jobs)
+
+    def _sampler(self, drafts: list[list[int]]) -> Sampler:
+        """One that chooses after every token of the step."""
+        assert self._together is not None
+        if not any(drafts):
+            return self._together.sampler
+        lines = [(job.stream.row, at) for job, draft in zip(self.live, drafts, strict=True) for at in range(len(draft) + 1)]
+        return Sampler([row for row, _ in lines], [at for _, at in lines])
+
+    def _cut(self, job: Job, kept: list[int]) -> None:
+        """Take back guesses that were wrong; a state that falls back further is given the others again."""
+        length = len(job.ids) + len(kept)
+        if job.held.truncate(length):
+            self.engine.read([job.held], [[*job.ids, *kept][job.held.length : length]])
 
     def _go_on(self, chosen: Tensor, joining: list[Job]) -> None:
         """Begin the step after tokens that only the device knows, where they are not the last of their texts.
@@ -78,23 +159,36 @@ class Writer:
         if (lines := [numbers[job] for job in jobs]) != list(range(len(tokens))):
             tokens = tokens[sent(lines, chosen.device)]
         try:
-            scores = self.engine.decode(self._batch_of(jobs), tokens)
+            scores = self.engine.decode(self._with(jobs).batch, tokens)
         except CacheFull:
             # the tokens are given out first; then it is met again, unless some text ended and made room
             return
-        self.live, self._scores = jobs, scores
+        self.live, self._scores, self._drafts = jobs, scores, [[] for _ in jobs]
 
     def _in_places(self, jobs: list[Job]) -> list[Job]:
         """The same jobs, each where it was in the last batch if it can be: states are then not moved about."""
-        if self._batch is None or not self.engine.cache.moves:
+        if self._together is None or not self.engine.cache.moves:
             return jobs
-        wanted, places = set(jobs), self._batch[0]
+        wanted, places = set(jobs), self._together.jobs
         staying = [job if job in wanted else None for job in places[: len(jobs)]]
         others = iter([job for job in jobs if job not in staying])
         return [job if job is not None else next(others) for job in staying] + list(others)
 
-    def _batch_of(self, jobs: list[Job]) -> Batch:
-        if self._batch is None or self._batch[0] != jobs:
+    def _with(self, jobs: list[Job]) -> Together:
+        if self._together is None or self._together.jobs != jobs:
             batch = self.engine.writing([job.held for job in jobs])
-            self._batch = list(jobs), batch, Sampler([job.stream.row for job in jobs])
-        return self._batch[1]
+            self._together = Together(list(jobs), batch, Sampler([job.stream.row for job in jobs]))
+        return self._together
+
+
+def _comes_back(job: Job) -> bool:
+    """Make a checkpoint where a job is, instead of the last one made for guesses; tell whether there is one."""
+    sequence = job.held
+    if job.fallback is not None:
+        sequence.drop_checkpoint(job.fallback)
+        job.fallback = None
+    sequence.pass_stride()
+    if sequence.length not in sequence.checkpoints:
+        sequence.checkpoint()
+        job.fallback = sequence.length
+    return sequence.length in sequence.checkpoints

@@ -136,6 +136,8 @@ class Desk:
             scheduler.counts.found,
             scheduler.counts.preemptions,
         )
+        if (guessing := scheduler.speculation) is not None:
+            gauges = replace(gauges, drafted=guessing.drafted, accepted=guessing.accepted)
         traffic = None if self.model.experts is None else self.model.experts.traffic().total
         if traffic is None:
             return gauges

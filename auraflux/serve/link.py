@@ -42,6 +42,7 @@ class Gauges:
     prefix_hits         of them found
     preemptions         so far
     expert_hits, expert_reads, expert_nbytes   of experts that are read from disk; None where all are in memory
+    drafted, accepted   tokens that were guessed, and of them those that were right; None where nothing guesses
     """
 
     running: int = 0
@@ -54,6 +55,8 @@ class Gauges:
     expert_hits: int | None = None
     expert_reads: int | None = None
     expert_nbytes: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
 
 
 class Writing(Protocol):

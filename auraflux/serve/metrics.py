@@ -92,6 +92,8 @@ class Metrics(Collector):
         yield _histogram("e2e_request_latency_seconds", "From a request to the end of its answer.", tally.whole, label)
         yield _histogram("request_queue_time_seconds", "From a request to its beginning.", tally.queue, label)
         for name, about, value in (
+            ("spec_decode_num_draft_tokens", "Tokens that were guessed and checked.", now.drafted),
+            ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", now.accepted),
             ("expert_hits", "Experts that were in memory when needed.", now.expert_hits),
             ("expert_reads", "Experts read from disk.", now.expert_reads),
             ("expert_read_bytes", "Bytes of experts read from disk.", now.expert_nbytes),

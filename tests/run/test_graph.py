@@ -61,6 +61,22 @@ def test_a_longer_text_is_recorded_anew():
     assert batch.index.reach == 256
 
 
+def test_a_step_that_checks_guesses_is_replayed_for_each_number_of_tokens():
+    found = []
+    for made in (engine(), engine(graphs=False)):
+        sequence = made.cache.open()
+        prefill(made, sequence, IDS)
+        batch, scores = made.cache.batch([sequence]), []
+        for turn, count in enumerate([4, 2, 4, 2, 4, 2]):
+            length = sequence.length
+            scores.append(made.verify(batch, [IDS[turn : turn + count]]))
+            # some are kept
+            sequence.truncate(length + turn % 2 + 1)
+        found.append(torch.cat(scores))
+        assert sum(step.recording is not None for step in made.replayer._several.values()) == 2 * made.graphs
+    assert torch.equal(*found)
+
+
 def test_the_newest_window_waits_until_it_is_full():
     settings = CacheSettings("k8v4", newest=32)
     replayed, plain = engine(kv=settings), engine(kv=settings, graphs=False)

@@ -190,6 +190,8 @@ def test_metrics_have_the_names_dashboards_know():
         f"auraflux:e2e_request_latency_seconds_count{label} 1.0",
         f"auraflux:request_queue_time_seconds_sum{label} 0.25",
         'auraflux:request_success_total{finished_reason="stop",model_name="toy/model"} 1.0',
+        f"auraflux:spec_decode_num_draft_tokens_total{label} 20.0",
+        f"auraflux:spec_decode_num_accepted_tokens_total{label} 15.0",
         f"auraflux:expert_hits_total{label} 6.0",
     ):
         assert line in text

@@ -1,0 +1,267 @@
+"""Speculation: texts are given guesses at their next tokens, which one step of the model checks together.
+
+What a step would have chosen after each token decides, with the random number of that place in the text: guesses that agree are
+kept, the first that does not is replaced, and those after it are dropped. So the text is the one that would have been written
+without guesses, drawn tokens too; only its speed changes.
+
+Tokens are added to a step in order of how likely they are to be kept, as long as that promises more tokens per second. What
+steps take is measured. Guesses that cost nothing are also held against the text while they are not used, so that those of a
+text which does not repeat itself are never tried.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Protocol
+
+from auraflux.cache.radix import common_length
+
+MOST = 15  # guesses for a text at once: windows keep room to take back twice as many
+MARGIN = 1.05  # by which a step must promise to be worth more than a plain one
+LIKELIEST = 0.98
+# how often guesses of a kind are right before anything is known, and how many tokens of experience that is worth
+PRIORS, WEIGHT = (0.3, 0.6, 0.85), 4.0
+FADE = 0.9  # of experience with each guess
+REMEMBERED = 9  # measurements; their median counts
+FIRST = 2  # measurements that are left out: they compile, and record
+SMALL = 3  # tokens more than texts with which steps are tried first
+CHEAP = 0.15  # of a step for one more token a text, while that is not known
+FRESH = 32  # steps after which a plain one is taken, so that it is known what that takes
+PATIENCE = 64  # plain steps after which guesses that did not pay are tried again; then twice as many
+
+
+class Draft(Protocol):
+    """Where guesses at one text come from.
+
+    free  they cost nothing worth counting
+    kind  of the last guess: those of a kind are right about as often
+    """
+
+    free: bool
+    kind: int
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        """Guess up to `count` tokens after these."""
+
+    def close(self) -> None:
+        """Give back what is held for the text."""
+
+
+class Text(Protocol):
+    """A text that may be given guesses; `room` is how many tokens may follow the next."""
+
+    ids: list[int]
+    guesses: "Guesses | None"
+
+    @property
+    def room(self) -> int: ...
+
+
+class Odds:
+    """How often guesses are right, as counts that fade."""
+
+    def __init__(self, share: float, weight: float = WEIGHT):
+        self._right, self._wrong = share * weight, (1 - share) * weight
+
+    @property
+    def share(self) -> float:
+        return min(self._right / (self._right + self._wrong), LIKELIEST)
+
+    def note(self, right: int, wrong: int) -> None:
+        self._right, self._wrong = FADE * self._right + right, FADE * self._wrong + wrong
+
+
+class Guesses:
+    """Guesses at one text, and what became of them.
+
+    drafted   tokens that were checked
+    accepted  of them that were kept
+    """
+
+    def __init__(self, draft: Draft, pooled: dict[int, Odds]):
+        self.draft, self.drafted, self.accepted = draft, 0, 0
+        self._pooled = pooled
+        self._odds: dict[int, Odds] = {}
+        # guesses that are not used, where they begin in the text, and their kind
+        self._watched: tuple[int, list[int], int] | None = None
+
+    def offer(self, ids: list[int], room: int) -> tuple[float, int]:
+        """How likely the next guess is to be right, and how many there are."""
+        count = min(room, MOST)
+        if self.draft.free and count > 0:
+            count = len(self._watch(ids, count))
+        return self._of(self.draft.kind).share, count
+
+    def take(self, ids: list[int], count: int) -> list[int]:
+        """Give so many guesses, to be checked."""
+        self._watched = None
+        return self.draft.propose(ids, count)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Learn how many of the guesses given last were right."""
+        self.drafted += drafted
+        self.accepted += accepted
+        self._learn(self.draft.kind, accepted, accepted < drafted)
+
+    def reset(self) -> None:
+        """Forget how often guesses were right."""
+        self._odds.clear()
+
+    def _watch(self, ids: list[int], count: int) -> list[int]:
+        if self._watched is not None:
+            start, guess, kind = self._watched
+            known = ids[start : start + len(guess)]
+            right = common_length(guess, known)
+            if right < len(known) or len(known) == len(guess):
+                self._learn(kind, right, right < len(guess))
+                self._watched = None
+        found = self.draft.propose(ids, count)
+        if found and self._watched is None:
+            self._watched = len(ids), found, self.draft.kind
+        return found
+
+    def _of(self, kind: int) -> Odds:
+        if kind not in self._odds:
+            self._odds[kind] = Odds(self._pooled[kind].share)
+        return self._odds[kind]
+
+    def _learn(self, kind: int, right: int, wrong: bool) -> None:
+        for odds in (self._of(kind), self._pooled[kind]):
+            odds.note(right, int(wrong))
+
+
+class Costs:
+    """What steps take that give texts more than one token each, measured against those that do not."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._left_out: dict[tuple[int, int], int] = defaultdict(int)
+
+    def note(self, texts: int, more: int, seconds: float) -> None:
+        """Learn what a step of so many texts took, with so many tokens more than texts."""
+        self._left_out[texts, more] += 1
+        if self._left_out[texts, more] <= FIRST:
+            return
+        if more == 0:
+            self._plain[texts].append(seconds)
+        elif self._plain[texts]:
+            self._ratios[texts, more].append(seconds / median(self._plain[texts]))
+
+    def reach(self, texts: int) -> int:
+        """How many tokens more a step may have; it is tried with few first."""
+        return 2 * max(self._known(texts)) + 1 if len(self._known(texts)) > 1 else SMALL
+
+    def ratio(self, texts: int, more: int) -> float:
+        """How many plain steps such a step takes as long as; beyond what was measured, tokens are thought cheap."""
+        if not self._plain[texts]:
+            return float("inf")
+        known = self._known(texts)
+        below = max(n for n in known if n <= more)
+        above = min((n for n in known if n > more), default=None)
+        if below == more:
+            return known[more]
+        if above is not None:
+            slope = (known[above] - known[below]) / (above - below)
+        elif below == 0:
+            slope = CHEAP / texts
+        else:
+            before = max(n for n in known if n < below)
+            slope = max(0.0, (known[below] - known[before]) / (below - before) / 2)
+        return known[below] + slope * (more - below)
+
+    def _known(self, texts: int) -> dict[int, float]:
+        measured = {n: median(taken) for (b, n), taken in self._ratios.items() if b == texts and taken}
+        return {0: 1.0, **measured}
+
+    def forget(self) -> None:
+        """Forget all but what plain steps take."""
+        self._ratios.clear()
+
+
+class Speculation:
+    """Decides what is guessed, for all texts of a scheduler.
+
+    begin     makes a draft for a text
+    limit     most tokens of a step
+    drafted   tokens that were checked
+    accepted  of them that were kept
+    """
+
+    def __init__(self, begin: Callable[[], Draft], limit: int):
+        self._begin, self._limit, self.costs = begin, limit, Costs()
+        self.drafted = self.accepted = 0
+        self._pooled = {kind: Odds(share) for kind, share in enumerate(PRIORS)}
+        self._plain_steps = self._steps = 0
+        self._patience = PATIENCE
+
+    def begin(self) -> Guesses:
+        """Guess at a new text."""
+        return Guesses(self._begin(), self._pooled)
+
+    def forget_counts(self) -> None:
+        """Count guesses from here on."""
+        self.drafted = self.accepted = 0
+
+    def promises(self, texts: Sequence[Text]) -> bool:
+        """Whether guesses would be worth while, as far as the texts are known."""
+        return any(self._counts(texts))
+
+    def plan(self, texts: Sequence[Text]) -> list[list[int]]:
+        """The guesses that the next step checks, for each text; none where they would not pay."""
+        counts = self._counts(texts) if self._steps < FRESH else [0] * len(texts)
+        if not any(counts):
+            self._wait(texts)
+            return [[] for _ in texts]
+        self._steps, self._plain_steps = self._steps + 1, 0
+        found = []
+        for text, count in zip(texts, counts, strict=True):
+            found.append(text.guesses.take(text.ids, count) if text.guesses is not None and count else [])
+        return found
+
+    def note(self, texts: Sequence[Text], drafts: list[list[int]], kept: list[int], seconds: float) -> None:
+        """Learn what a step took, and how many guesses of each text were kept."""
+        for text, draft, count in zip(texts, drafts, kept, strict=True):
+            if text.guesses is not None and draft:
+                text.guesses.note(len(draft), count)
+        more = sum(map(len, drafts))
+        self.drafted += more
+        self.accepted += sum(kept)
+        self.costs.note(len(texts), more, seconds)
+        if more and (len(texts) + sum(kept)) / len(texts) > MARGIN * self.costs.ratio(len(texts), more):
+            self._patience = PATIENCE
+
+    def _wait(self, texts: Sequence[Text]) -> None:
+        """Count a plain step; after many of them think better of guesses again."""
+        self._steps = 0
+        self._plain_steps += 1
+        if self._plain_steps >= self._patience:
+            self._plain_steps, self._patience = 0, 2 * self._patience
+            self.costs.forget()
+            for text in texts:
+                if text.guesses is not None and not text.guesses.draft.free:
+                    text.guesses.reset()
+
+    def _counts(self, texts: Sequence[Text]) -> list[int]:
+        """How many guesses each text gets: the likeliest of all, as many as make the step worth most."""
+        offers = [(0.0, 0) if text.guesses is None else text.guesses.offer(text.ids, text.room) for text in texts]
+        chances = [(share**at, number) for number, (share, count) in enumerate(offers) for at in range(1, count + 1)]
+        chances.sort(key=lambda chance: -chance[0])
+        chosen = chances[: self._best([chance for chance, _ in chances], len(texts))]
+        counts = [0] * len(texts)
+        for _, number in chosen:
+            counts[number] += 1
+        return counts
+
+    def _best(self, chances: list[float], texts: int) -> int:
+        best, most = 0, MARGIN
+        for more in sizes(min(len(chances), self._limit - texts, self.costs.reach(texts))):
+            worth = (texts + sum(chances[:more])) / texts / self.costs.ratio(texts, more)
+            if worth > most:
+                best, most = more, worth
+        return best
+
+
+def sizes(most: int) -> list[int]:
+    """How many tokens more than texts a step may have: few numbers, so that what steps take is soon known and they recur."""
+    return [more for more in (1, 3, *range(7, most + 1, 8)) if more <= most]
