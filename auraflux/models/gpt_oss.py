@@ -6,7 +6,7 @@ from typing import Any
 from auraflux.cache import AttentionShape
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Decoder, FeedForward, Mixer, without_frequencies
+from auraflux.models.decoder import Decoder, FeedForward, Mixer, text_name
 from auraflux.models.mixture import Mixture
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Clamp, Routing
@@ -50,7 +50,7 @@ class Config:
             heads=heads,
             kv_heads=keys.get("num_key_value_heads", heads),
             head_width=width,
-            window=keys["sliding_window"],
+            window=keys.window(),
             kinds=keys.layer_types(SLIDING, FULL),
             experts=keys["num_local_experts"],
             routing=Routing(keys["num_experts_per_tok"], "chosen", renormalize=False),
@@ -81,7 +81,7 @@ class Model(Decoder[Config]):
         )
 
 
-rename = without_frequencies
+rename = text_name
 
 
 def make_caches(config: Config) -> list[AttentionShape]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.ops import linear_frequencies, llama3_frequencies, rope, rope_frequencies, yarn_frequencies
+from auraflux.ops import grow_queries, linear_frequencies, llama3_frequencies, rope, rope_frequencies, yarn_frequencies
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,27 @@ class Rotation:
 
     def to(self, device: torch.device) -> "Rotation":
         return Rotation(self.frequencies.to(device), self.mscale, self.interleaved)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How queries grow with their positions: see `grow_queries`."""
+
+    slope: float
+    span: int
+
+    def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
+        return grow_queries(q, positions, self.slope, self.span)
+
+
+def growth(settings: dict[str, Any]) -> Growth | None:
+    """The growth of queries that settings ask for; None where they stay as they are."""
+    slope = settings.get("llama_4_scaling_beta")
+    if not slope:
+        return None
+    if "original_max_position_embeddings" not in settings:
+        raise FormatError("config.json has llama_4_scaling_beta and does not say 'original_max_position_embeddings'.")
+    return Growth(slope, settings["original_max_position_embeddings"])
 
 
 def rope_settings(keys: Keys, layer_type: str | None = None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixtur
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, qk_norm, rms_norm
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
-from auraflux.ops.rope.reference import norm_rope, rope
+from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 from auraflux.ops.turboquant.reference import (
@@ -84,6 +84,7 @@ __all__ = [
     "gated_delta_step",
     "gated_rms_norm",
     "geglu",
+    "grow_queries",
     "latent_attention",
     "latent_output",
     "latent_query",

@@ -22,7 +22,7 @@ Kept = TypeVar("Kept", Tensor, QTensor, Stored)
 Rename = Callable[[str], str | None]
 SHOWN = 12  # names of a kind in an error
 # small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
-ROUTERS = re.compile(r"(mlp\.gate|shared_expert_gate|router)\.weight$")
+ROUTERS = re.compile(r"((mlp|block_sparse_moe)\.gate|shared_expert_gate|router)\.weight$")
 
 
 @dataclass(frozen=True)
