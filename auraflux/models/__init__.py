@@ -34,9 +34,12 @@ FAMILIES = {
     "mistral4": "deepseek_v3",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "glm4_moe",
+    "ernie4_5_moe": "ernie4_5_moe",
     "gpt_oss": "gpt_oss",
     "gemma3": "gemma3_text",
     "gemma3_text": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_text": "gemma4_text",
 }
 
 

@@ -30,14 +30,19 @@ class Heads:
 class Attention:
     """Grouped-query attention over the cache.
 
+    read_again  whether later layers read its keys and values too
+
     eps    of norms over queries and keys; None where there are none
     across whether a norm is over all heads at once, instead of each by itself
     scale  of the scores; by default 1/sqrt(width)
     sinks  whether each head has one
     gated  whether q_proj holds, beside each head's query, a gate for its output
     growth of queries with their positions
+    parts  the projections there are: "qk" where values are made of keys, "q" where both are another layer's
     shift  what is missing in the checkpoint's weights of the norms: 1 where they are those of a (1 + w) norm
     """
+
+    read_again = False
 
     def __init__(
         self,
@@ -54,22 +59,25 @@ class Attention:
         shift: float = 0.0,
         across: bool = False,
         growth: Growth | None = None,
+        parts: str = "qkv",
     ):
         self.heads, self.turn, self.eps, self.softcap, self.gated = heads, turn, eps or 0.0, softcap, gated
         self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
-        rows = {"q": heads.count * (2 if gated else 1), "k": heads.kv, "v": heads.kv}
-        names = {kind: f"{name}.{kind}_proj" for kind in rows}
-        self.qkv = [weights.matrix(names[kind], n * heads.width, hidden) for kind, n in rows.items()]
-        self.qkv_bias = [weights.bias(names[kind], n * heads.width) for kind, n in rows.items()]
+        rows = {"q": heads.count * (2 if gated else 1), **dict.fromkeys(parts[1:], heads.kv)}
+        projections = {kind: f"{name}.{kind}_proj" for kind in rows}
+        self.qkv = [weights.matrix(projections[kind], n * heads.width, hidden) for kind, n in rows.items()]
+        self.qkv_bias = [weights.bias(projections[kind], n * heads.width) for kind, n in rows.items()]
         self.out = weights.matrix(f"{name}.o_proj", hidden, heads.count * heads.width)
         self.out_bias = weights.bias(f"{name}.o_proj", hidden)
         self.norms: tuple[Tensor, Tensor] | None = None
         self.across: tuple[Tensor, Tensor] | None = None
         if eps is not None:
-            widths = (
-                {"q": heads.count * heads.width, "k": heads.kv * heads.width} if across else dict.fromkeys("qk", heads.width)
-            )
-            q_norm, k_norm = (weights.vector(f"{name}.{kind}_norm.weight", n, shift=shift) for kind, n in widths.items())
+            counts = {"q": heads.count, "k": heads.kv} if across else {"q": 1, "k": 1}
+            # keys of another layer are normalised there
+            kinds = "qk" if "k" in parts else "qq"
+            names = [f"{name}.{kind}_norm.weight" for kind in kinds]
+            widths = [counts[kind] * heads.width for kind in kinds]
+            q_norm, k_norm = (weights.vector(each, n, shift=shift) for each, n in zip(names, widths, strict=True))
             if across:
                 self.across = q_norm, k_norm
             else:

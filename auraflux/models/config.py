@@ -65,5 +65,6 @@ class Keys:
 
 
 def experts_per_token(config: dict[str, Any]) -> int:
-    """Of each layer that has experts, as all families call it."""
-    return Keys(config)["num_experts_per_tok"]
+    """Of each layer that has experts, as most families call it, and as ERNIE and Gemma 4 do."""
+    keys = Keys(config)
+    return keys[next((name for name in ("moe_k", "top_k_experts") if name in keys), "num_experts_per_tok")]

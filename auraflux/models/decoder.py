@@ -162,9 +162,10 @@ class Decoder(ABC, Generic[ConfigT]):
         return Stream(x, delta, self.norm, self.config.eps).normed()[1]
 
     def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None:
-        """Run tokens after which nobody asks what follows: of the last layer only what it keeps is wanted."""
-        carried = self.through(ids, batch, cache, len(self.layers) - 1)
-        self.layers[-1].remember(*carried, batch, cache.layers[-1])
+        """Run tokens after which nobody asks what follows: of the last layer that keeps something only that is wanted."""
+        last = len(cache.layers) - 1
+        carried = self.through(ids, batch, cache, last)
+        self.layers[last].remember(*carried, batch, cache.layers[last])
 
     def through(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""

@@ -76,7 +76,7 @@ class Model(Decoder[Config]):
         return Mixture(
             config.routing,
             weights.matrix(f"{name}.router", count, hidden),
-            load_experts(weights, name, count, hidden, config.inner, stacks="experts", clamp=config.clamp),
+            load_experts(weights, name, count, hidden, config.inner, config.clamp),
             router_bias=weights.bias(f"{name}.router", count),
         )
 

@@ -68,6 +68,12 @@ def biased_mixture(weights: Weights, name: str, hidden: int, config: MixtureConf
         config.routing,
         weights.matrix(f"{name}.gate", config.count, hidden),
         load_experts(weights, name, config.count, hidden, config.inner),
-        choice_bias=None if bias is None else weights.vector(f"{name}.{bias}", config.count),
+        choice_bias=None if bias is None else _flat(weights, f"{name}.{bias}", config.count),
         shared=shared,
     )
+
+
+def _flat(weights: Weights, name: str, count: int) -> Tensor:
+    """A bias [E], which ERNIE has as [1, E]."""
+    row = weights.has(name) and len(weights.shape(name)) == 2
+    return weights.vector(name, 1, count).view(-1) if row else weights.vector(name, count)

@@ -71,6 +71,8 @@ def rotation(keys: Keys, width: int, settings: dict[str, Any], interleaved: bool
     try:
         if kind in ("default", "mrope"):
             return Rotation(rope_frequencies(width, theta), 1.0, interleaved)
+        if kind == "proportional":
+            return Rotation(_proportional(width, theta, settings), 1.0, interleaved)
         if kind == "linear":
             return Rotation(linear_frequencies(width, theta, settings["factor"]), 1.0, interleaved)
         if kind == "llama3":
@@ -80,7 +82,14 @@ def rotation(keys: Keys, width: int, settings: dict[str, Any], interleaved: bool
             return Rotation(*_yarn(keys, width, theta, settings), interleaved)
     except KeyError as missing:
         raise FormatError(f"config.json asks for {kind!r} rotation and does not say {missing}.") from missing
-    raise FormatError(f"config.json asks for {kind!r} rotation; default, linear, llama3 and yarn are supported.")
+    raise FormatError(f"config.json asks for {kind!r} rotation; default, linear, llama3, proportional and yarn are supported.")
+
+
+def _proportional(width: int, theta: float, settings: dict[str, Any]) -> Tensor:
+    """The frequencies of a whole head, of which all but the first stand still."""
+    found = rope_frequencies(width, theta) / settings.get("factor", 1.0)
+    found[int(settings.get("partial_rotary_factor", 1.0) * width // 2) :] = 0
+    return found
 
 
 def _yarn(keys: Keys, width: int, theta: float, settings: dict[str, Any]) -> tuple[Tensor, float]:
