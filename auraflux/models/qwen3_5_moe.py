@@ -57,6 +57,8 @@ class Config(qwen3_moe.Config):
         keys.refuse("hidden_act", "silu")
         keys.refuse("linear_conv_kernel_dim", TAPS)
         keys.refuse("attn_output_gate", True)
+        # of a delta layer's result
+        keys.refuse("output_gate_type", "swish", "silu")
         heads, mixture = keys["num_attention_heads"], _mixture(keys)
         sparse = frozenset[int]() if mixture is None else sparse_layers(keys)
         layers, width, settings = keys["num_hidden_layers"], keys["head_dim"], rope_settings(keys)

@@ -56,7 +56,7 @@ CONFIG: dict[str, Kind] = {
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_interval"), LAYERS),
     "moe_layer_end_index": either(whole(-1, -1), LAYERS),
     "use_bias": FLAG,
-    "moe_gate_act": NAME,
+    **dict.fromkeys(("moe_gate_act", "output_gate_type"), NAME),
     "per_layer_config": mapping_of(OBJECT, MOST_LAYERS),
     **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"), FLAG),
     "use_qk_norm": FLAG,
