@@ -23,7 +23,7 @@ from auraflux.weights.loader import ROUTERS, Source, Weights
 from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")
-THERE = re.compile(r"(switch_mlp|experts)\.gate_proj\.weight$")
+THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.gate_proj\.weight$")
 SPREAD = 0.1  # of vectors that are no norms
 
 
@@ -56,6 +56,10 @@ class RandomWeights(Weights):
         if self.bits is None or ROUTERS.search(name) or len(sizes) > 2 or sizes[-1] % self.group:
             return (self._normal(sizes) * sizes[-1] ** -0.5).to(self.dtype)
         return self._codes(sizes[0], sizes[1])
+
+    def number(self, name: str) -> float:
+        """One, as numbers multiply something."""
+        return 1.0
 
     def _codes(self, rows: int, width: int) -> QTensor:
         """Codes of equal chance, scaled so that a product with numbers about 1 gives numbers about 1."""

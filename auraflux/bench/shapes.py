@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from auraflux.bench.more_shapes import MORE_SHAPES
 from auraflux.errors import InputError
 
 QWEN3_30B_A3B = {
@@ -93,6 +94,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def shape_of(name: str, layers: int | None = None) -> dict[str, Any]:
     """The configuration of a named shape, with fewer layers if so many are wanted."""
-    if name not in SHAPES:
-        raise InputError(f"there is no shape {name!r}. Those there are: {', '.join(SHAPES)}.")
-    return {**SHAPES[name], **({} if layers is None else {"num_hidden_layers": layers})}
+    every = SHAPES | MORE_SHAPES
+    if name not in every:
+        raise InputError(f"there is no shape {name!r}. Those there are: {', '.join(every)}.")
+    found = dict(every[name])
+    if layers is None:
+        return found
+    if "layer_types" in found:
+        found["layer_types"] = found["layer_types"][-layers:]
+    if "num_kv_shared_layers" in found:
+        gone = found["num_hidden_layers"] - layers
+        found["num_kv_shared_layers"] = max(0, found["num_kv_shared_layers"] - gone)
+    return found | {"num_hidden_layers": layers}

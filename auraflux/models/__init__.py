@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from auraflux.errors import FormatError
+from auraflux.models.config import WRAPPERS, text_type
 from auraflux.weights.boundary import shown
 
 # model_type -> module; several types share a file where only numbers differ
@@ -16,24 +17,38 @@ FAMILIES = {
     "mistral": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
+    "ministral3": "llama",
     "qwen3_moe": "qwen3_moe",
+    "qwen2_moe": "qwen3_moe",
+    "olmoe": "qwen3_moe",
+    "mixtral": "qwen3_moe",
     "qwen3_next": "qwen3_5_moe",
     "qwen3_5": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5_moe",
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "deepseek_v3": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+    "mistral4": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
+    "minimax_m2": "glm4_moe",
+    "ernie4_5_moe": "ernie4_5_moe",
     "gpt_oss": "gpt_oss",
     "gemma3": "gemma3_text",
     "gemma3_text": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_text": "gemma4_text",
 }
 
 
 def family_name(config: dict[str, Any]) -> str:
     """The family of a checkpoint's model_type."""
-    kind = config.get("model_type")
+    kind = text_type(config)
     if kind not in FAMILIES:
-        raise FormatError(f"model_type {shown(kind)} is not supported. Those that are: {', '.join(sorted(FAMILIES))}.")
+        known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
+        raise FormatError(f"model_type {shown(kind)} is not supported. Those that are: {known}.")
     return FAMILIES[kind]
 
 

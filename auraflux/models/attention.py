@@ -9,8 +9,8 @@ from torch import Tensor
 
 from auraflux.cache import Batch
 from auraflux.models.decoder import Stream
-from auraflux.models.rotation import Rotation
-from auraflux.ops import add_norm_linears, linear, sigmoid_gate, split_q_gate
+from auraflux.models.rotation import Growth, Rotation
+from auraflux.ops import add_norm_linears, linear, rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
 from auraflux.weights.loader import Weights, dense
 
@@ -30,12 +30,19 @@ class Heads:
 class Attention:
     """Grouped-query attention over the cache.
 
-    eps    of norms over each head's query and key; None where there are none
+    read_again  whether later layers read its keys and values too
+
+    eps    of norms over queries and keys; None where there are none
+    across whether a norm is over all heads at once, instead of each by itself
     scale  of the scores; by default 1/sqrt(width)
     sinks  whether each head has one
     gated  whether q_proj holds, beside each head's query, a gate for its output
+    growth of queries with their positions
+    parts  the projections there are: "qk" where values are made of keys, "q" where both are another layer's
     shift  what is missing in the checkpoint's weights of the norms: 1 where they are those of a (1 + w) norm
     """
+
+    read_again = False
 
     def __init__(
         self,
@@ -50,24 +57,38 @@ class Attention:
         sinks: bool = False,
         gated: bool = False,
         shift: float = 0.0,
+        across: bool = False,
+        growth: Growth | None = None,
+        parts: str = "qkv",
     ):
         self.heads, self.turn, self.eps, self.softcap, self.gated = heads, turn, eps or 0.0, softcap, gated
-        self.scale = heads.width**-0.5 if scale is None else scale
-        rows = {"q": heads.count * (2 if gated else 1), "k": heads.kv, "v": heads.kv}
-        names = {kind: f"{name}.{kind}_proj" for kind in rows}
-        self.qkv = [weights.matrix(names[kind], n * heads.width, hidden) for kind, n in rows.items()]
-        self.qkv_bias = [weights.bias(names[kind], n * heads.width) for kind, n in rows.items()]
+        self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
+        rows = {"q": heads.count * (2 if gated else 1), **dict.fromkeys(parts[1:], heads.kv)}
+        projections = {kind: f"{name}.{kind}_proj" for kind in rows}
+        self.qkv = [weights.matrix(projections[kind], n * heads.width, hidden) for kind, n in rows.items()]
+        self.qkv_bias = [weights.bias(projections[kind], n * heads.width) for kind, n in rows.items()]
         self.out = weights.matrix(f"{name}.o_proj", hidden, heads.count * heads.width)
         self.out_bias = weights.bias(f"{name}.o_proj", hidden)
         self.norms: tuple[Tensor, Tensor] | None = None
+        self.across: tuple[Tensor, Tensor] | None = None
         if eps is not None:
-            q_norm, k_norm = (weights.vector(f"{name}.{kind}_norm.weight", heads.width, shift=shift) for kind in "qk")
-            self.norms = q_norm, k_norm
+            counts = {"q": heads.count, "k": heads.kv} if across else {"q": 1, "k": 1}
+            # keys of another layer are normalised there
+            kinds = "qk" if "k" in parts else "qq"
+            names = [f"{name}.{kind}_norm.weight" for kind in kinds]
+            widths = [counts[kind] * heads.width for kind in kinds]
+            q_norm, k_norm = (weights.vector(each, n, shift=shift) for each, n in zip(names, widths, strict=True))
+            if across:
+                self.across = q_norm, k_norm
+            else:
+                self.norms = q_norm, k_norm
         self.sinks = weights.vector(f"{name}.sinks", heads.count) if sinks else None
 
     def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
         total, q, gate = self.remember(stream, batch, store)
+        if self.growth is not None:
+            q = self.growth(q, batch.positions)
         out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
         if gate is not None:
             out = sigmoid_gate(out, gate)
@@ -98,6 +119,8 @@ class Attention:
         heads, tokens = self.heads, len(stream.x)
         total, (q, k, v) = add_norm_linears(*stream, self.qkv, self.qkv_bias)
         gate = None
+        if self.across is not None:
+            q, k = rms_norm(q, self.across[0], self.eps), rms_norm(k, self.across[1], self.eps)
         if self.gated:
             q, gate = split_q_gate(q, heads.count)
         else:

@@ -5,12 +5,23 @@ from typing import Any
 from auraflux.errors import FormatError
 from auraflux.weights.boundary import listed, shown
 
+# types that say only that there are images too: what the text part is, it says itself
+WRAPPERS = {"mistral3": "mistral"}
+
+
+def text_type(config: dict[str, Any]) -> Any:
+    """The model_type that says what the text part is."""
+    kind, inner = config.get("model_type"), config.get("text_config")
+    if isinstance(kind, str) and kind in WRAPPERS:
+        return inner.get("model_type", WRAPPERS[kind]) if isinstance(inner, dict) else WRAPPERS[kind]
+    return kind
+
 
 class Keys:
     """The keys of a config.json, those under `text_config` before those beside it."""
 
     def __init__(self, config: dict[str, Any]):
-        self.kind = config.get("model_type")
+        self.kind = text_type(config)
         inner = config.get("text_config")
         self._found = {**config, **inner} if isinstance(inner, dict) else config
 
@@ -36,17 +47,24 @@ class Keys:
             wanted = " or ".join(map(repr, accepted))
             raise FormatError(f"config.json of model_type {self.kind!r} has {key} {shown(value)}; only {wanted} is supported.")
 
-    def layer_types(self, *known: str) -> tuple[str, ...]:
+    def window(self) -> int:
+        """How many positions a layer with a sliding window sees."""
+        if self["sliding_window"] < 1:
+            raise FormatError(f"config.json of model_type {self.kind!r} has sliding_window 0 and layers that need one.")
+        return self["sliding_window"]
+
+    def layer_types(self, *known: str, key: str = "layer_types") -> tuple[str, ...]:
         """The kind of each layer, from the checkpoint's own list."""
-        kinds, count = tuple(self["layer_types"]), self["num_hidden_layers"]
+        kinds, count = tuple(self[key]), self["num_hidden_layers"]
         if len(kinds) != count:
-            raise FormatError(f"config.json lists {len(kinds)} layer_types for num_hidden_layers {count}.")
+            raise FormatError(f"config.json lists {len(kinds)} {key} for num_hidden_layers {count}.")
         strange = sorted(set(kinds) - set(known))
         if strange:
-            raise FormatError(f"config.json has layer_types {listed(strange)}; {' and '.join(known)} are supported.")
+            raise FormatError(f"config.json has {key} {listed(strange)}; {' and '.join(known)} are supported.")
         return kinds
 
 
 def experts_per_token(config: dict[str, Any]) -> int:
-    """Of each layer that has experts, as all families call it."""
-    return Keys(config)["num_experts_per_tok"]
+    """Of each layer that has experts, as most families call it, and as ERNIE and Gemma 4 do."""
+    keys = Keys(config)
+    return keys[next((name for name in ("moe_k", "top_k_experts") if name in keys), "num_experts_per_tok")]

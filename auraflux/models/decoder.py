@@ -20,6 +20,11 @@ from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
 from auraflux.weights.streamed import Guess
 
+# towers for images and sound and what joins them to the text
+UNUSED = re.compile(
+    r"^(model\.)?(visual|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|mm_projector|multi_modal_projector)\."
+    r"|rotary_emb\."
+)
 Residual = tuple[Tensor, Tensor | None]  # the stream and what is still to be added to it, both [T, H]
 
 
@@ -157,9 +162,10 @@ class Decoder(ABC, Generic[ConfigT]):
         return Stream(x, delta, self.norm, self.config.eps).normed()[1]
 
     def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None:
-        """Run tokens after which nobody asks what follows: of the last layer only what it keeps is wanted."""
-        carried = self.through(ids, batch, cache, len(self.layers) - 1)
-        self.layers[-1].remember(*carried, batch, cache.layers[-1])
+        """Run tokens after which nobody asks what follows: of the last layer that keeps something only that is wanted."""
+        last = len(cache.layers) - 1
+        carried = self.through(ids, batch, cache, last)
+        self.layers[last].remember(*carried, batch, cache.layers[last])
 
     def through(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""
@@ -177,6 +183,9 @@ class Decoder(ABC, Generic[ConfigT]):
         return linear(hidden, self.head).float()
 
 
-def without_frequencies(name: str) -> str | None:
-    """Keep a tensor's name, but for the rotary frequencies in old checkpoints, which configs tell as well."""
-    return None if re.search(r"rotary_emb\.inv_freq$", name) else name
+def text_name(name: str) -> str | None:
+    """The name of a tensor of the text part; None for those of other parts, and for rotary frequencies, which configs tell."""
+    if UNUSED.search(name):
+        return None
+    # beside a vision tower transformers says model.language_model.layers, all others language_model.model.layers
+    return name.removeprefix("language_model.").replace("model.language_model.", "model.")

@@ -1,4 +1,7 @@
-"""DeepSeek V3: latent attention, and experts chosen by sigmoid scores from the best groups.
+"""DeepSeek V3 and those with its body: latent attention, and experts chosen by sigmoid scores from the best groups.
+
+Kimi K2 is it with other numbers, Kimi K2.5 has it as its text part; GLM 4 Lite lists the layers that have experts. Mistral 4
+chooses them by softmax, and its queries grow with their positions.
 
 Keys and values of all heads are rows of `kv_b_proj` times one latent. The matrix is never applied to latents: its key rows go
 with the queries, its value rows with what attention has mixed, and the cache holds latents only.
@@ -12,16 +15,16 @@ from torch import Tensor
 
 from auraflux.cache import Batch, LatentShape
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Decoder, FeedForward, Mixer, Stream, without_frequencies
-from auraflux.models.mixture import Mixture
-from auraflux.models.mlp import MLP, AddedMLP
-from auraflux.models.rotation import Rotation, rope_settings, rotation
+from auraflux.models.decoder import Decoder, FeedForward, Mixer, Stream, text_name
+from auraflux.models.mixture import MixtureConfig, biased_mixture
+from auraflux.models.mlp import AddedMLP
+from auraflux.models.rotation import Growth, Rotation, growth, rope_settings, rotation
 from auraflux.ops import Routing, add_norm_linears, latent_output, latent_query, linear
 from auraflux.quant import QTensor
-from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
 
+DENSE, SPARSE = "dense", "sparse"
 LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says
 
 
@@ -44,11 +47,12 @@ class Widths:
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """hidden, inner, vocab are widths; expert_inner is that of one expert, shared_inner of the one every token goes to.
+    """hidden, inner, vocab are widths.
 
-    mixtures  which layers have experts
+    sparse    which layers have experts
     extra     layers after the last, which predict more than one token and are not used
     scale     of the scores
+    growth    of queries with their positions
     """
 
     hidden: int
@@ -59,11 +63,9 @@ class Config:
     heads: int
     widths: Widths
     scale: float
-    mixtures: tuple[bool, ...]
-    experts: int
-    expert_inner: int
-    shared_inner: int
-    routing: Routing
+    growth: Growth | None
+    sparse: tuple[bool, ...]
+    mixture: MixtureConfig
     eps: float
     tied: bool
     context: int
@@ -74,8 +76,7 @@ class Config:
         keys = Keys(config)
         for key, accepted in {"hidden_act": "silu", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}.items():
             keys.refuse(key, accepted)
-        settings, inner = rope_settings(keys), keys["moe_intermediate_size"]
-        rope, experts = keys["qk_rope_head_dim"], keys.get("n_routed_experts", 0)
+        settings, rope = rope_settings(keys), keys["qk_rope_head_dim"]
         widths = Widths(keys.get("q_lora_rank", None), keys["kv_lora_rank"], keys["qk_nope_head_dim"], rope, keys["v_head_dim"])
         return cls(
             hidden=keys["hidden_size"],
@@ -85,20 +86,18 @@ class Config:
             extra=keys.get("num_nextn_predict_layers", 0),
             heads=keys["num_attention_heads"],
             widths=widths,
-            scale=(widths.nope + rope) ** -0.5 * _growth(settings) ** 2,
-            mixtures=_mixtures(keys, experts),
-            experts=experts,
-            expert_inner=inner,
-            shared_inner=inner * keys.get("n_shared_experts", 0),
-            routing=_routing(keys),
+            scale=(widths.nope + rope) ** -0.5 * _enlargement(settings) ** 2,
+            growth=growth(settings),
+            sparse=sparse_layers(keys),
+            mixture=mixture(keys, "softmax" if keys.kind == "mistral4" else "sigmoid"),
             eps=keys["rms_norm_eps"],
-            tied=keys.get("tie_word_embeddings", False),
+            tied=config.get("tie_word_embeddings", keys.get("tie_word_embeddings", False)),
             context=keys.get("max_position_embeddings", 4096),
             rotation=rotation(keys, rope, settings, keys.get("rope_interleave", True)),
         )
 
 
-def _growth(settings: dict[str, Any]) -> float:
+def _enlargement(settings: dict[str, Any]) -> float:
     """How much YaRN enlarges queries and keys, beyond what it does to their rotated parts."""
     slope, factor = settings.get("mscale_all_dim"), settings.get("factor", 1.0)
     if settings["rope_type"] == "default" or not slope or factor <= 1:
@@ -106,20 +105,33 @@ def _growth(settings: dict[str, Any]) -> float:
     return 0.1 * slope * math.log(factor) + 1.0
 
 
-def _mixtures(keys: Keys, experts: int) -> tuple[bool, ...]:
+def sparse_layers(keys: Keys) -> tuple[bool, ...]:
+    """Which layers have experts: those the checkpoint lists, or those after the first."""
+    layers = range(keys["num_hidden_layers"])
+    if "mlp_layer_types" in keys:
+        return tuple(kind == SPARSE for kind in keys.layer_types(DENSE, SPARSE, key="mlp_layer_types"))
     first, every = keys.get("first_k_dense_replace", 0), keys.get("moe_layer_freq", 1)
-    return tuple(experts > 0 and i >= first and i % every == 0 for i in range(keys["num_hidden_layers"]))
+    return tuple(keys.get("n_routed_experts", 0) > 0 and i >= first and i % every == 0 for i in layers)
 
 
-def _routing(keys: Keys) -> Routing:
-    return Routing(
+def mixture(keys: Keys, scoring: str = "sigmoid") -> MixtureConfig:
+    """The experts of a layer and how they are chosen."""
+    inner = keys["moe_intermediate_size"]
+    routing = Routing(
         k=keys["num_experts_per_tok"],
-        scoring="sigmoid",
+        scoring=scoring,
         renormalize=keys.get("norm_topk_prob", True),
-        groups=keys.get("n_group", 1),
+        groups=_groups(keys, scoring),
         kept_groups=keys.get("topk_group", 1),
         scale=keys.get("routed_scaling_factor", 1.0),
     )
+    return MixtureConfig(keys.get("n_routed_experts", 0), inner, routing, inner * keys.get("n_shared_experts", 0) or None)
+
+
+def _groups(keys: Keys, scoring: str) -> int:
+    if scoring == "softmax":
+        keys.refuse("n_group", 1)
+    return keys.get("n_group", 1)
 
 
 class Model(Decoder[Config]):
@@ -135,25 +147,17 @@ class Model(Decoder[Config]):
 
     def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
         config, name = self.config, f"{name}.mlp"
-        if not config.mixtures[index]:
+        if not config.sparse[index]:
             return AddedMLP(weights, name, config.hidden, config.inner)
-        shared = None
-        if config.shared_inner:
-            shared = MLP(weights, f"{name}.shared_experts", config.hidden, config.shared_inner).as_expert()
-        return Mixture(
-            config.routing,
-            weights.matrix(f"{name}.gate", config.experts, config.hidden),
-            load_experts(weights, name, config.experts, config.hidden, config.expert_inner),
-            choice_bias=weights.vector(f"{name}.gate.e_score_correction_bias", config.experts),
-            shared=shared,
-        )
+        bias = "gate.e_score_correction_bias" if config.mixture.routing.scoring == "sigmoid" else None
+        return biased_mixture(weights, name, config.hidden, config.mixture, bias)
 
 
 class Attention:
     """Latent attention over the cache."""
 
     def __init__(self, config: Config, weights: Weights, name: str):
-        self.heads, self.nope, self.scale = config.heads, config.widths.nope, config.scale
+        self.heads, self.nope, self.scale, self.growth = config.heads, config.widths.nope, config.scale, config.growth
         self.turn = config.rotation.to(weights.device)
         hidden, widths = config.hidden, config.widths
         self.query = _queries(config, weights, name)
@@ -167,6 +171,8 @@ class Attention:
     def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
         total, q_nope, q_rope = self.remember(stream, batch, store)
+        if self.growth is not None:
+            q_nope, q_rope = (self.growth(part, batch.positions) for part in (q_nope, q_rope))
         mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale)
         return total, self.out(self.kv_b.output(mixed).flatten(1))
 
@@ -259,7 +265,7 @@ def _stack(weights: Weights, name: str, heads: int, rows: int, width: int) -> St
     return kept.joined() if isinstance(kept, QTensor) else kept.flatten(0, 1)
 
 
-rename = without_frequencies
+rename = text_name
 
 
 def make_caches(config: Config) -> list[LatentShape]:

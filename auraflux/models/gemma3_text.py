@@ -3,7 +3,6 @@
 A norm multiplies by 1 + w, and what attention and MLP give is normalised once more before it joins the residual stream.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from auraflux.cache import AttentionShape, Batch
 from auraflux.models import attention, mlp
 from auraflux.models.attention import Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Decoder, FeedForward, Mixer, Residual, Stream
+from auraflux.models.decoder import Decoder, FeedForward, Mixer, Residual, Stream, text_name
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import add_norm_linears, geglu, linear, rms_norm
 from auraflux.weights.loader import Weights
@@ -63,7 +62,7 @@ class Config:
             heads=keys.get("num_attention_heads", 8),
             kv_heads=keys.get("num_key_value_heads", 4),
             head_width=width,
-            window=keys["sliding_window"],
+            window=keys.window(),
             kinds=_kinds(keys),
             scale=keys.get("query_pre_attn_scalar", 256) ** -0.5,
             softcap=keys.get("attn_logit_softcapping", None),
@@ -153,11 +152,7 @@ class MLP(mlp.MLP):
         return total, rms_norm(linear(geglu(gate, up), self.down), self.norm, self.eps)
 
 
-def rename(name: str) -> str | None:
-    if re.search(r"^(model\.)?(vision_tower|multi_modal_projector)\.|rotary_emb", name):
-        return None
-    # transformers 5 says model.language_model.layers, all others language_model.model.layers and language_model.lm_head
-    return name.removeprefix("language_model.").replace("model.language_model.", "model.")
+rename = text_name
 
 
 def make_caches(config: Config) -> list[AttentionShape]:

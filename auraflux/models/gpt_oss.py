@@ -6,7 +6,7 @@ from typing import Any
 from auraflux.cache import AttentionShape
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Decoder, FeedForward, Mixer, without_frequencies
+from auraflux.models.decoder import Decoder, FeedForward, Mixer, text_name
 from auraflux.models.mixture import Mixture
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import Clamp, Routing
@@ -50,7 +50,7 @@ class Config:
             heads=heads,
             kv_heads=keys.get("num_key_value_heads", heads),
             head_width=width,
-            window=keys["sliding_window"],
+            window=keys.window(),
             kinds=keys.layer_types(SLIDING, FULL),
             experts=keys["num_local_experts"],
             routing=Routing(keys["num_experts_per_tok"], "chosen", renormalize=False),
@@ -76,12 +76,12 @@ class Model(Decoder[Config]):
         return Mixture(
             config.routing,
             weights.matrix(f"{name}.router", count, hidden),
-            load_experts(weights, name, count, hidden, config.inner, stacks="experts", clamp=config.clamp),
+            load_experts(weights, name, count, hidden, config.inner, config.clamp),
             router_bias=weights.bias(f"{name}.router", count),
         )
 
 
-rename = without_frequencies
+rename = text_name
 
 
 def make_caches(config: Config) -> list[AttentionShape]:

@@ -5,9 +5,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from auraflux.models.decoder import FeedForward, Residual, Stream
+from auraflux.models.mlp import MLP
 from auraflux.ops import Routing, SharedExpert, add_norm_scores, linear, rms_norm, route
+from auraflux.weights.experts import load_experts
+from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
 from auraflux.weights.streamed import Guess, LayerExperts, Mix
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """count experts of width `inner`, and one of width `shared` that all tokens go to, or None."""
+
+    count: int
+    inner: int
+    routing: Routing
+    shared: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,3 +56,24 @@ class Mixture(FeedForward):
     def choose(self, x: Tensor) -> Tensor:
         """The experts that x [T, H] goes to: [T, k]."""
         return route(linear(x, self.router, self.router_bias), self.routing, self.choice_bias)[0]
+
+
+def biased_mixture(weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str | None) -> Mixture:
+    """The mixture of DeepSeek V3 and of those who took it over: a bias in the choice, a shared expert that is added as it is.
+
+    bias  its name within the mixture; None where there is none
+    """
+    shared = None if config.shared is None else MLP(weights, f"{name}.shared_experts", hidden, config.shared).as_expert()
+    return Mixture(
+        config.routing,
+        weights.matrix(f"{name}.gate", config.count, hidden),
+        load_experts(weights, name, config.count, hidden, config.inner),
+        choice_bias=None if bias is None else _flat(weights, f"{name}.{bias}", config.count),
+        shared=shared,
+    )
+
+
+def _flat(weights: Weights, name: str, count: int) -> Tensor:
+    """A bias [E], which ERNIE has as [1, E]."""
+    row = weights.has(name) and len(weights.shape(name)) == 2
+    return weights.vector(name, 1, count).view(-1) if row else weights.vector(name, count)

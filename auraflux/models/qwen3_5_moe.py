@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch, RecurrentShape
-from auraflux.models import qwen3_moe
+from auraflux.models import llama, qwen3_moe
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Mixer, Stream
-from auraflux.models.qwen3_moe import MixtureConfig, sparse_layers
+from auraflux.models.decoder import Mixer, Stream, text_name
+from auraflux.models.mixture import MixtureConfig
+from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing, add_norm_linears, delta_gates, gated_rms_norm, linear, qk_norm
 from auraflux.weights.loader import Weights, dense
@@ -24,7 +25,7 @@ from auraflux.weights.loader import Weights, dense
 TAPS = 4  # of the short convolution
 UNIT_EPS = 1e-6  # added to the sum of squares of a delta layer's query or key
 DELTA, ATTENTION = "linear_attention", "full_attention"
-UNUSED = re.compile(r"(^|\.)mtp\.|^(model\.)?(visual|vision_tower)\.|rotary_emb\.inv_freq$")
+FURTHER = re.compile(r"(^|\.)mtp\.")  # what predicts more than one token
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Config(qwen3_moe.Config):
         keys.refuse("hidden_act", "silu")
         keys.refuse("linear_conv_kernel_dim", TAPS)
         keys.refuse("attn_output_gate", True)
+        # of a delta layer's result
+        keys.refuse("output_gate_type", "swish", "silu")
         heads, mixture = keys["num_attention_heads"], _mixture(keys)
         sparse = frozenset[int]() if mixture is None else sparse_layers(keys)
         layers, width, settings = keys["num_hidden_layers"], keys["head_dim"], rope_settings(keys)
@@ -68,14 +71,16 @@ class Config(qwen3_moe.Config):
             heads=heads,
             kv_heads=keys.get("num_key_value_heads", heads),
             head_width=width,
-            window=None,
+            windows=(None,) * layers,
             eps=keys["rms_norm_eps"],
             tied=keys.get("tie_word_embeddings", False),
-            head_norms=True,
+            head_norms=llama.EACH,
             context=keys.get("max_position_embeddings", 32768),
             rotation=rotation(keys, int(width * turned), settings),
+            growth=None,
             mixture=mixture,
             sparse=sparse,
+            home="mlp",
             kinds=_kinds(keys),
             delta=DeltaConfig(
                 keys["linear_num_key_heads"],
@@ -188,10 +193,7 @@ def _taps(weights: Weights, name: str, channels: int) -> Tensor:
 
 
 def rename(name: str) -> str | None:
-    if UNUSED.search(name):
-        return None
-    # beside a vision tower transformers says model.language_model.layers, mlx-lm language_model.model.layers
-    return name.removeprefix("language_model.").replace("model.language_model.", "model.")
+    return None if FURTHER.search(name) else text_name(name)
 
 
 def make_caches(config: Config) -> list[AttentionShape | RecurrentShape]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
-from auraflux.ops import linear_frequencies, llama3_frequencies, rope, rope_frequencies, yarn_frequencies
+from auraflux.ops import grow_queries, linear_frequencies, llama3_frequencies, rope, rope_frequencies, yarn_frequencies
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,27 @@ class Rotation:
         return Rotation(self.frequencies.to(device), self.mscale, self.interleaved)
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How queries grow with their positions: see `grow_queries`."""
+
+    slope: float
+    span: int
+
+    def __call__(self, q: Tensor, positions: Tensor) -> Tensor:
+        return grow_queries(q, positions, self.slope, self.span)
+
+
+def growth(settings: dict[str, Any]) -> Growth | None:
+    """The growth of queries that settings ask for; None where they stay as they are."""
+    slope = settings.get("llama_4_scaling_beta")
+    if not slope:
+        return None
+    if "original_max_position_embeddings" not in settings:
+        raise FormatError("config.json has llama_4_scaling_beta and does not say 'original_max_position_embeddings'.")
+    return Growth(slope, settings["original_max_position_embeddings"])
+
+
 def rope_settings(keys: Keys, layer_type: str | None = None) -> dict[str, Any]:
     """What a config says about rotation, in the newer form: rope_type, rope_theta and what the type needs."""
     found = dict(keys.get("rope_parameters", {}))
@@ -50,6 +71,8 @@ def rotation(keys: Keys, width: int, settings: dict[str, Any], interleaved: bool
     try:
         if kind in ("default", "mrope"):
             return Rotation(rope_frequencies(width, theta), 1.0, interleaved)
+        if kind == "proportional":
+            return Rotation(_proportional(width, theta, settings), 1.0, interleaved)
         if kind == "linear":
             return Rotation(linear_frequencies(width, theta, settings["factor"]), 1.0, interleaved)
         if kind == "llama3":
@@ -59,7 +82,14 @@ def rotation(keys: Keys, width: int, settings: dict[str, Any], interleaved: bool
             return Rotation(*_yarn(keys, width, theta, settings), interleaved)
     except KeyError as missing:
         raise FormatError(f"config.json asks for {kind!r} rotation and does not say {missing}.") from missing
-    raise FormatError(f"config.json asks for {kind!r} rotation; default, linear, llama3 and yarn are supported.")
+    raise FormatError(f"config.json asks for {kind!r} rotation; default, linear, llama3, proportional and yarn are supported.")
+
+
+def _proportional(width: int, theta: float, settings: dict[str, Any]) -> Tensor:
+    """The frequencies of a whole head, of which all but the first stand still."""
+    found = rope_frequencies(width, theta) / settings.get("factor", 1.0)
+    found[int(settings.get("partial_rotary_factor", 1.0) * width // 2) :] = 0
+    return found
 
 
 def _yarn(keys: Keys, width: int, theta: float, settings: dict[str, Any]) -> tuple[Tensor, float]:

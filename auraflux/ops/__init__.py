@@ -25,12 +25,12 @@ from auraflux.ops.linear.reference import (
     linear,
     linears,
 )
-from auraflux.ops.moe.experts import Clamp, Experts, SharedExpert
+from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, qk_norm, rms_norm
+from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, per_layer_inputs, qk_norm, rms_norm
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
-from auraflux.ops.rope.reference import norm_rope, rope
+from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 from auraflux.ops.turboquant.reference import (
@@ -48,10 +48,12 @@ from auraflux.ops.turboquant.reference import (
 )
 
 __all__ = [
+    "Activation",
     "Clamp",
     "CodePages",
     "Declined",
     "Experts",
+    "Gelu",
     "KVPages",
     "LatentCodes",
     "LatentPages",
@@ -84,6 +86,7 @@ __all__ = [
     "gated_delta_step",
     "gated_rms_norm",
     "geglu",
+    "grow_queries",
     "latent_attention",
     "latent_output",
     "latent_query",
@@ -95,6 +98,7 @@ __all__ = [
     "mixture",
     "norm_rope",
     "penalize",
+    "per_layer_inputs",
     "qk_norm",
     "rms_norm",
     "rope",

@@ -99,6 +99,7 @@ class RecordingLayer(AttentionLayer):
 
     def __init__(self, shape: RecordingShape, room: Room, number: int):
         self.shape, self.number, self.group = shape, number, room.group(shape.window)
+        self.found = False
 
     def view(self, batch: Batch) -> None:
         """No op of the cache reads it."""
@@ -115,6 +116,8 @@ class RecordingLayer(AttentionLayer):
     def attend(
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
     ) -> Tensor:
+        if self.found:
+            return self._again(q, scale, sinks, softcap)
         pairs = Pairs(self.turn.frequencies.double().cpu(), self.shape.width, self.turn.interleaved)
         around = pairs.centred(self.k[1:], batch.positions[1:])
         centres = around.made_ready(around.angles(len(q)).to(q.device)).centres(batch.positions).float()
@@ -131,7 +134,19 @@ class RecordingLayer(AttentionLayer):
             scales.append(pairs.scales(self.k[:, head] - centres[:, head], queries[:, head], weights))
         vectors = LayerVectors(torch.stack(scales), around.along, around.across, around.frequencies, around.interleaved)
         self.shape.done(self.number, vectors)
-        del self.k, self.v
+        self.found = True
+        if not self.shape.mixer.read_again:
+            del self.k, self.v
+        return out.flatten(1, 2).to(q.dtype)
+
+    def _again(self, q: Tensor, scale: float, sinks: Tensor | None, softcap: float | None) -> Tensor:
+        """Attend from another layer: its queries have no say in the vectors."""
+        queries, seen = q.float().unflatten(1, (self.shape.heads, -1)), self._seen(len(q), q.device)
+        apart = None if sinks is None else sinks.unflatten(0, (self.shape.heads, -1))
+        out = torch.empty_like(queries)
+        for head in range(self.shape.heads):
+            each = Scores(queries[:, head], self.k[:, head], scale, softcap, seen, None if apart is None else apart[head])
+            out[:, head] = each.summed(self.v[:, head])
         return out.flatten(1, 2).to(q.dtype)
 
     def _seen(self, count: int, device: torch.device) -> Tensor:

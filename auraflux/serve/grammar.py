@@ -11,7 +11,7 @@ from auraflux.serve.ask import Ask, Format, Named
 from auraflux.serve.json_schema import ready
 from auraflux.serve.parse import Syntax
 from auraflux.serve.parse.harmony import CHANNEL, END, HARMONY, MESSAGE, START
-from auraflux.serve.parse.tagged import PARAMETER, PARAMETER_END, kinds_of
+from auraflux.serve.parse.tagged import Tags, kinds_of
 
 ANYTHING = "/(?s:.*)/"
 # white space between what is thought and what is said
@@ -157,7 +157,8 @@ class _Lark:
 
     def _call(self, tool: dict[str, Any]) -> str:
         form, schema = self.syntax.form, _object(tool.get("parameters"))
-        given = self._tagged(schema) if form.tagged else self._json(schema, bool(tool.get("strict")))
+        tagged = form.tagged
+        given = self._json(schema, bool(tool.get("strict"))) if tagged is None else self._tagged(schema, tagged)
         return self.rule(f"{self.text(form.name + tool['name'] + form.arguments)} {given} {self.text(form.end)}")
 
     def _json(self, schema: dict[str, Any], strict: bool = False) -> str:
@@ -171,21 +172,20 @@ class _Lark:
             found = ready(schema, lenient=True)
         return self.rule(f"%json {json.dumps(found, ensure_ascii=False)}")
 
-    def _tagged(self, schema: dict[str, Any]) -> str:
+    def _tagged(self, schema: dict[str, Any], tags: Tags) -> str:
         """Write arguments between tags, in the order of the schema; only those it names."""
         parts = []
         named, required = schema.get("properties"), schema.get("required")
         for key, value in named.items() if isinstance(named, dict) else ():
             if kinds_of(value, schema) == {"string"}:
-                inside = self._string(value)
+                inside = self._string(value, tags.closing)
             else:
-                inside = f"{self._json(_rooted(value, schema))} {_literal(f'{chr(10)}{PARAMETER_END}{chr(10)}')}"
-            body = f"{self.text(f'{PARAMETER}{key}>{chr(10)}')} {inside}"
+                inside = f"{self._json(_rooted(value, schema))} {_literal(tags.closing)}"
+            body = f"{self.text(tags.opening(key))} {inside}"
             parts.append(body if isinstance(required, list) and key in required else f"({body})?")
         return self.rule(" ".join(parts) or '""')
 
-    def _string(self, schema: dict[str, Any]) -> str:
-        end = f"\n{PARAMETER_END}\n"
+    def _string(self, schema: dict[str, Any], end: str) -> str:
         allowed = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(allowed, list) and allowed:
             return f"({' | '.join(_literal(str(each)) for each in allowed)}) {_literal(end)}"

@@ -28,7 +28,7 @@ from auraflux.weights.stored import Checkpoint, Stored
 
 SHARD_NBYTES = 1 << 30
 # families whose language model lies within another in mlx-lm, and what it calls those that come alone
-INNER = {"qwen3_5": "language_model.", "qwen3_5_moe": "language_model.", "gemma3": "language_model."}
+INNER = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "gemma3", "mistral3", "kimi_k25"), "language_model.")
 ALONE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 EMBEDDINGS = re.compile(r"(embed_tokens|lm_head)\.weight$")
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -113,7 +113,8 @@ class Writing(Weights):
 
     def _halves(self, name: str, found: Tensor) -> None:
         """Write a latent's way back to keys and values as mlx-lm has it: as two stacks, the first turned over."""
-        heads, nope = (self.checkpoint.config[key] for key in ("num_attention_heads", "qk_nope_head_dim"))
+        config = {**self.checkpoint.config, **(self.checkpoint.config.get("text_config") or {})}
+        heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
         rows, module = found.view(heads, -1, found.shape[-1]), name.removesuffix(".kv_b_proj")
         halves = {"embed_q": rows[:, :nope].transpose(1, 2).contiguous(), "unembed_out": rows[:, nope:].contiguous()}
         for half, stack in halves.items():

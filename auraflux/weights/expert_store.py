@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import ExpertError, FormatError
-from auraflux.ops import Clamp, Experts
+from auraflux.ops import Activation, Experts
 from auraflux.weights.bank import Bank, MainSlots
 from auraflux.weights.expert_files import ExpertFile, ExpertFiles
 from auraflux.weights.expert_settings import ExpertSettings, Share, share_out
@@ -63,15 +63,15 @@ class ExpertStore:
             )
 
     def layer(
-        self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], clamp: Clamp | None
+        self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], activation: Activation | None
     ) -> LayerExperts:
         """The experts of one mixture. Layers must be asked for in the order in which they run."""
         file = self.files.under(module, count, hidden, inner)
         if self.reader is None:
-            return Resident(replace(_mapped(file, self.verify, self.device), **biases, clamp=clamp))
+            return Resident(replace(_mapped(file, self.verify, self.device), **biases, activation=activation))
         meter = self._meters[module] = Meter()
         bank = self._bank(file, self.reader, meter)
-        made = Streamed(file, bank, self.reader, meter, self.overlap, biases, clamp)
+        made = Streamed(file, bank, self.reader, meter, self.overlap, biases, activation)
         if self._before is not None:
             self._before.following = made
         self._before = made

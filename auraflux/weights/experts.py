@@ -3,7 +3,7 @@
 one each     experts.7.gate_proj.weight [I, H]                Hugging Face until 4.x, DeepSeek
 fused        experts.gate_up_proj [E, 2I, H]                  Hugging Face 5.x
 alternating  experts.gate_up_proj [E, H, 2I], gate and up in turn; as MXFP4 [E, 2I, H]      gpt-oss
-stacks       switch_mlp.gate_proj.weight [E, I, H]            mlx-lm; `experts.gate_proj` for its gpt-oss
+stacks       switch_mlp.gate_proj.weight [E, I, H]            mlx-lm; `experts` for its gpt-oss, `switch_glu` for Gemma 4
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from auraflux.ops.moe.experts import Clamp, Experts
+from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu
 from auraflux.quant import QTensor
 from auraflux.weights.loader import Source, Weights, dense
 from auraflux.weights.stored import Stored
@@ -21,29 +21,39 @@ EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 
 
 def load_experts(
-    weights: Weights, name: str, count: int, hidden: int, inner: int, *, stacks: str = "switch_mlp", clamp: Clamp | None = None
+    weights: Weights, name: str, count: int, hidden: int, inner: int, activation: Activation | None = None
 ) -> LayerExperts:
     """Take the experts under `name` from a checkpoint of any layout, or from where it was packed.
 
-    stacks  what mlx-lm calls them
-    clamp   of gpt-oss; a checkpoint with it has biases too
+    activation  a checkpoint with gpt-oss's has biases too
     """
-    home, alone = f"{name}.{stacks}", f"{name}.experts"
+    home, alone = f"{name}.{stacks_of(activation)}", f"{name}.experts"
+    clamped = isinstance(activation, Clamp)
     if weights.experts is not None:
-        biases = _biases(weights, name, home, count, hidden, inner) if clamp else {}
-        return weights.experts.layer(name, count, hidden, inner, biases, clamp)
+        biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
+        return weights.experts.layer(name, count, hidden, inner, biases, activation)
     if weights.has(f"{home}.gate_proj.weight"):
         sources = _stacks(weights, home, count, hidden, inner)
     elif not weights.has(f"{alone}.gate_up_proj"):
         sources = _one_each(weights, alone, hidden, inner)
-    elif clamp is None:
+    elif not clamped:
         sources = _fused(weights, alone, count, hidden, inner)
     else:
         sources = _alternating(weights, alone, count, hidden, inner)
     made = {kind: weights.stack(f"{home}.{kind}_proj.weight", count, source) for kind, source in sources.items()}
     weights.release(f"{alone}.gate_up_proj", f"{alone}.down_proj")
-    biases = _biases(weights, name, home, count, hidden, inner) if clamp else {}
-    return Resident(Experts(made["gate"], made["up"], made["down"], **biases, clamp=clamp))
+    biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
+    return Resident(Experts(made["gate"], made["up"], made["down"], **biases, activation=activation))
+
+
+def stacks_of(activation: Activation | None) -> str:
+    """What mlx-lm calls the stacks of experts: it has another name where they have another activation."""
+    match activation:
+        case Clamp():
+            return "experts"
+        case Gelu():
+            return "switch_glu"
+    return "switch_mlp"
 
 
 def _stacks(weights: Weights, home: str, count: int, hidden: int, inner: int) -> dict[str, Source]:

@@ -22,7 +22,7 @@ Kept = TypeVar("Kept", Tensor, QTensor, Stored)
 Rename = Callable[[str], str | None]
 SHOWN = 12  # names of a kind in an error
 # small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
-ROUTERS = re.compile(r"(mlp\.gate|shared_expert_gate|router)\.weight$")
+ROUTERS = re.compile(r"((mlp|block_sparse_moe)\.gate|shared_expert_gate|router(\.proj)?)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,12 @@ class Weights:
         """
         found = dense(self._take(name, shape)).to(self.device, dtype)
         return self.keep(name, found + shift if shift else found)
+
+    def number(self, name: str) -> float:
+        """A tensor of one element, as a number."""
+        found = dense(self._take(name, (1,)))
+        self.keep(name, found)
+        return float(found)
 
     def matrix(self, name: str, rows: int, width: int, take: Tensor | None = None, in_order: bool = False) -> Stored:
         """A weight of linear or embed, under `name`.weight.

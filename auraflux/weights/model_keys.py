@@ -41,25 +41,52 @@ CONFIG: dict[str, Kind] = {
     **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), LAYERS),
     "mlp_only_layers": list_of(LAYERS, MOST_LAYERS),
     "max_position_embeddings": POSITIONS,
-    "sliding_window": WINDOW,
+    "sliding_window": whole(0, 1 << 24),
+    **dict.fromkeys(("max_window_layers", "rotary_dim"), whole(0, 1 << 16)),
+    "shared_intermediate_size": whole(0, 1 << 20),
+    "mlp_layer_types": list_of(NAME, MOST_LAYERS),
+    "clip_qkv": FACTOR,
+    "global_head_dim": HEAD,
+    "num_global_key_value_heads": COUNT,
+    "vocab_size_per_layer_input": whole(1, 1 << 24),
+    "hidden_size_per_layer_input": whole(0, 1 << 20),
+    "num_kv_shared_layers": LAYERS,
+    **dict.fromkeys(("top_k_experts", "moe_k", "moe_num_experts"), whole(0, 1 << 16)),
+    "moe_num_shared_experts": whole(0, 256),
+    **dict.fromkeys(("moe_layer_start_index", "moe_layer_interval"), LAYERS),
+    "moe_layer_end_index": either(whole(-1, -1), LAYERS),
+    "use_bias": FLAG,
+    **dict.fromkeys(("moe_gate_act", "output_gate_type"), NAME),
+    "per_layer_config": mapping_of(OBJECT, MOST_LAYERS),
+    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"), FLAG),
+    "use_qk_norm": FLAG,
     "rms_norm_eps": number(0, 1),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), number(1, 1e12)),
     "partial_rotary_factor": number(0, 1),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), FACTOR),
     **dict.fromkeys(("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"), FACTOR),
     **dict.fromkeys(("attention_bias", "attn_output_gate", "norm_topk_prob", "rope_interleave", "tie_word_embeddings"), FLAG),
-    **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), FLAG),
+    "use_sliding_window": FLAG,
+    "use_bidirectional_attention": either(FLAG, NAME),
     **dict.fromkeys(("hidden_act", "hidden_activation", "scoring_func", "topk_method"), NAME),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization"), OBJECT),
     **dict.fromkeys(("quantization_config", "compression_config"), OBJECT),
     "eos_token_id": TOKENS,
 }
+# how many of them a token goes to, and how many there are
+EXPERTS = {
+    "num_experts_per_tok": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe_k": ("moe_num_experts",),
+    "top_k_experts": ("num_experts",),
+}
+LAYER: dict[str, Kind] = {"head_dim": HEAD, "num_key_value_heads": COUNT}
 ROPE: dict[str, Kind] = {
     **dict.fromkeys(("rope_type", "type"), NAME),
     "rope_theta": number(1, 1e12),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), FACTOR),
     **dict.fromkeys(("beta_fast", "beta_slow"), FACTOR),
     **dict.fromkeys(("mscale", "mscale_all_dim"), number(0, 1e6)),
+    "llama_4_scaling_beta": number(0, 1e6),
     "original_max_position_embeddings": POSITIONS,
     "partial_rotary_factor": number(0, 1),
     "truncate": FLAG,
@@ -128,6 +155,8 @@ def check_config(where: str | Path, config: dict[str, Any]) -> None:
     inner = config.get("text_config")
     for part in (config, inner) if isinstance(inner, dict) else (config,):
         check(where, part, CONFIG)
+        for layer, own in (part.get("per_layer_config") or {}).items():
+            check(f"{where}: layer {layer}", own, LAYER)
         for key in ("rope_scaling", "rope_parameters"):
             _check_rope(where, part.get(key) or {})
         for key in ("quantization_config", "compression_config"):
@@ -164,10 +193,11 @@ def _check_counts(where: str | Path, found: dict[str, Any]) -> None:
     heads, kv_heads = found.get("num_attention_heads"), found.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads and not found.get("kv_lora_rank"):
         raise FormatError(f"{named(where)} has {heads} num_attention_heads, which {kv_heads} num_key_value_heads cannot share.")
-    chosen = found.get("num_experts_per_tok")
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if chosen and found.get(key) and chosen > found[key]:
-            raise FormatError(f"{named(where)} has num_experts_per_tok = {chosen}, more than {key} = {found[key]}.")
+    for choice, counts in EXPERTS.items():
+        chosen = found.get(choice)
+        for key in counts:
+            if chosen and found.get(key) and chosen > found[key]:
+                raise FormatError(f"{named(where)} has {choice} = {chosen}, more than {key} = {found[key]}.")
 
 
 def check_added_tokens(where: str | Path, listed: dict[str, Any]) -> None:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.ops.moe.experts import Clamp, Experts
+from auraflux.ops.moe.experts import Activation, Experts
 from auraflux.quant import QTensor
 from auraflux.weights.convert import Shards, Writing, blank
 from auraflux.weights.disk import forget
 from auraflux.weights.expert_files import KINDS, PARTS, ExpertFile, ExpertFiles, stride_of
+from auraflux.weights.experts import stacks_of
 from auraflux.weights.loader import Rename, Source, is_blank
 from auraflux.weights.rounding import one_thread_each
 from auraflux.weights.stored import Checkpoint, Stored
@@ -157,17 +158,17 @@ class Repacking:
         self.files, self.plan = files, plan
 
     def layer(
-        self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], clamp: Clamp | None
+        self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], activation: Activation | None
     ) -> LayerExperts:
         """Note where the experts of a mixture are, see `ExpertStore.layer`."""
         file = self.files.under(module, count, hidden, inner)
         file.check()
-        home, mapped = f"{module}.{'switch_mlp' if clamp is None else 'experts'}", MappedFile(file)
+        home, mapped = f"{module}.{stacks_of(activation)}", MappedFile(file)
         made: dict[str, Any] = {
             kind: self.plan.stack(f"{home}.{kind}_proj.weight", count, Source(partial(mapped.matrix, kind), mapped.release))
             for kind in KINDS
         }
-        return Resident(Experts(**made, **biases, clamp=clamp))
+        return Resident(Experts(**made, **biases, activation=activation))
 
 
 class MappedFile:

@@ -14,7 +14,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from auraflux.ops import Clamp, Experts, Routing, SharedExpert, combine, expert_mlp, expert_parts, mixture, route, sum_parts
+from auraflux.ops import (
+    Activation,
+    Experts,
+    Routing,
+    SharedExpert,
+    combine,
+    expert_mlp,
+    expert_parts,
+    mixture,
+    route,
+    sum_parts,
+)
 from auraflux.ops._recording import recorder
 from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.bank import Bank
@@ -122,12 +133,12 @@ class Streamed:
         meter: Meter,
         overlap: Overlap = Overlap(),  # noqa: B008
         biases: Mapping[str, Tensor] | None = None,
-        clamp: Clamp | None = None,
+        activation: Activation | None = None,
     ):
         self.file, self.bank, self.reader, self.meter, self.overlap = file, bank, reader, meter, overlap
         self.biases, slots = dict(biases or {}), len(bank.slots.memory)
         beside = {name: value.new_zeros(slots, value.shape[1]) for name, value in self.biases.items()}
-        self.stacks = replace(Experts.from_blobs(bank.slots.memory, file.like), clamp=clamp, **beside)
+        self.stacks = replace(Experts.from_blobs(bank.slots.memory, file.like), activation=activation, **beside)
         self.following: Streamed | None = None
         self._guess: Guess | None = None
         self._last: list[int] = []

@@ -1,4 +1,4 @@
-"""DeepSeek V3 against transformers and mlx-lm."""
+"""DeepSeek V3 and those with its body against transformers and mlx-lm."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+)
 
 from auraflux.errors import FormatError
 from auraflux.models.deepseek_v3 import Config
@@ -38,16 +47,45 @@ SMALL = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16}
 
 
-def deepseek(**changes: Any) -> DeepseekV3ForCausalLM:
-    torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL, **changes}))
+def clear(model: Any) -> Any:
+    """A model whose routers decide clearly, by scores and biases."""
     with torch.no_grad():
         # a choice that hangs in the balance turns a small error into another expert: clear choices, of no great weight
-        model.model.embed_tokens.weight.mul_(8)
-        for layer in model.model.layers[model.config.first_k_dense_replace :]:
-            layer.mlp.gate.weight.mul_(4)
-            layer.mlp.gate.e_score_correction_bias.uniform_(0, 0.2)
+        model.get_input_embeddings().weight.mul_(8)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("gate.weight"):
+                tensor.mul_(4)
+            if name.endswith("e_score_correction_bias"):
+                tensor.uniform_(0, 0.2)
     return model
+
+
+def deepseek(**changes: Any) -> DeepseekV3ForCausalLM:
+    torch.manual_seed(0)
+    return clear(DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL, **changes})))
+
+
+def glm_lite(**changes: Any) -> Glm4MoeLiteForCausalLM:
+    torch.manual_seed(0)
+    without = {key: value for key, value in SMALL.items() if key not in ("n_group", "topk_group", "first_k_dense_replace")}
+    return clear(Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**{**without, **changes})))
+
+
+def kimi() -> Kimi_K25ForConditionalGeneration:
+    """Beside a vision tower."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = DeepseekV3Config(**{**SMALL, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}})
+    tower = {"projection_hidden_size": 32, "vision_config": sizes, "tie_word_embeddings": False}
+    return clear(Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, **tower)))
+
+
+def mistral4(**changes: Any) -> Mistral4ForCausalLM:
+    """Queries that have grown twice within the tokens of a test."""
+    torch.manual_seed(0)
+    rope = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    one = {"n_group": 1, "topk_group": 1, "rope_parameters": rope}
+    return clear(Mistral4ForCausalLM(Mistral4Config(**{**SMALL, **one, **changes})))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -69,6 +107,37 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
     model = deepseek(**VARIANTS[variant])
     check_family(model, save(model, tmp_path))
+
+
+RELATIVES: dict[str, Any] = {
+    "glm4_moe_lite": glm_lite,
+    "glm4_moe_lite-listed": lambda: glm_lite(mlp_layer_types=["sparse", "dense", "sparse"], q_lora_rank=None),
+    "kimi_k25": kimi,
+    "mistral4": mistral4,
+    "mistral4-no-query-rank": lambda: mistral4(q_lora_rank=None, first_k_dense_replace=0, norm_topk_prob=False),
+}
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """Write a model with the names of published files: transformers calls the layers of Kimi's text part blocks too."""
+    found = load_file(save(model, folder) / "model.safetensors")
+    for ours, published in {"language_model.model.blocks.": "language_model.model.layers.", "model.mm_": "mm_"}.items():
+        found = {name.replace(ours, published): tensor for name, tensor in found.items()}
+    rewrite(folder, found)
+    return folder
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_logits_of_relatives_are_those_of_transformers(name: str, tmp_path: Path):
+    model = RELATIVES[name]()
+    check_family(model, saved(model, tmp_path))
+
+
+def test_kimi_k2_is_deepseek_by_another_name(tmp_path: Path):
+    model = deepseek(n_group=1, topk_group=1)
+    rewrite(save(model, tmp_path), load_file(tmp_path / "model.safetensors"), model_type="kimi_k2")
+    ids = tokens(model, 20)
+    assert error(scores(tmp_path, ids), truth(model, ids)) < 1e-5
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
@@ -118,6 +187,18 @@ def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
     check_mlx(model, folder)
 
 
+def beside_vision(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "text_config": in_older_words(config["text_config"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "kimi_k25", "mistral4"])
+def test_logits_of_relatives_are_those_of_mlx_lm(name: str, tmp_path: Path):
+    model = RELATIVES[name]()
+    words = {"glm4_moe_lite": in_older_words, "kimi_k25": beside_vision, "mistral4": lambda config: config}[name]
+    check_mlx(model, quantized(saved(model, tmp_path / "hf"), tmp_path / "mlx", words))
+
+
 def test_codes_of_kv_b_proj_are_read_as_they_lie(tmp_path: Path):
     """The folders of mlx-lm before it took the matrix apart."""
     model = deepseek()
@@ -162,6 +243,8 @@ def test_every_missing_tensor_is_named(tmp_path: Path):
     [
         ({"kv_lora_rank": None}, "has no 'kv_lora_rank'"),
         ({"topk_method": "greedy"}, "topk_method 'greedy'; only 'noaux_tc'"),
+        ({"model_type": "mistral4"}, "n_group 4; only 1"),
+        ({"mlp_layer_types": ["dense", "moe", "dense"]}, "mlp_layer_types moe; dense and sparse are supported"),
     ],
 )
 def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):

@@ -1,12 +1,22 @@
-"""Qwen3 mixtures against transformers and mlx-lm."""
+"""Qwen3 mixtures and their relatives against transformers and mlx-lm."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from auraflux.errors import FormatError
 from auraflux.models.qwen3_moe import Config
@@ -45,6 +55,27 @@ def qwen3_moe(**changes: Any) -> Any:
     return outspoken(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **changes})))
 
 
+def qwen2_moe() -> Any:
+    torch.manual_seed(0)
+    without = {key: value for key, value in SMALL.items() if key not in ("head_dim", "norm_topk_prob")}
+    return outspoken(Qwen2MoeForCausalLM(Qwen2MoeConfig(**without, shared_expert_intermediate_size=96)))
+
+
+def olmoe() -> Any:
+    torch.manual_seed(0)
+    without = {key: value for key, value in SMALL.items() if key not in ("head_dim", "moe_intermediate_size")}
+    return outspoken(OlmoeForCausalLM(OlmoeConfig(**{**without, "intermediate_size": 64, "norm_topk_prob": False})))
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    names = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+    sizes = {name: SMALL[name] for name in names} | {"max_position_embeddings": 512}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64}
+    return outspoken(MixtralForCausalLM(MixtralConfig(**sizes, **experts, sliding_window=40)))
+
+
+RELATIVES = {"qwen2_moe": qwen2_moe, "olmoe": olmoe, "mixtral": mixtral}
 VARIANTS = {
     "grouped": {},
     "all-heads": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
@@ -62,10 +93,18 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
     check_family(model, save(model, tmp_path))
 
 
+@pytest.mark.parametrize("name", RELATIVES)
+def test_logits_of_relatives_are_those_of_transformers(name: str, tmp_path: Path):
+    model = RELATIVES[name]()
+    check_family(model, save(model, tmp_path))
+
+
 def stack_experts(folder: Path) -> Path:
     """Lay out experts as Qwen3.5 is published: gate and up of all experts in one tensor."""
     path = folder / "model.safetensors"
-    found = load_file(path)
+    parts = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+    found = {re.sub(r"\.w\d\.", lambda part: parts[part[0]], name): each for name, each in load_file(path).items()}
+    assert any(name.endswith("experts.0.up_proj.weight") for name in found)
     for name in [name for name in found if name.endswith("experts.0.up_proj.weight")]:
         home = name.removesuffix(".0.up_proj.weight")
         count = sum(other.startswith(f"{home}.") for other in found) // 3
@@ -107,6 +146,22 @@ def for_mlx(config: dict[str, Any]) -> dict[str, Any]:
 def test_logits_are_those_of_mlx_lm(variant: str, tmp_path: Path):
     model = qwen3_moe(**VARIANTS[variant])
     check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", for_mlx))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RELATIVES)
+def test_logits_of_relatives_are_those_of_mlx_lm(name: str, tmp_path: Path):
+    model = RELATIVES[name]()
+    # mlx-lm knows no window of Mixtral's
+    model.config.sliding_window = None
+    check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", in_older_words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RELATIVES)
+def test_experts_of_relatives_of_every_layout_give_the_same(name: str, tmp_path: Path):
+    model = RELATIVES[name]()
+    check_layouts(model, save(model, tmp_path))
 
 
 def test_a_missing_key_is_named():

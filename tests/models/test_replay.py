@@ -12,8 +12,10 @@ from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import prefill, save, tokens
-from tests.models.test_deepseek_v3 import deepseek
+from tests.models.test_deepseek_v3 import deepseek, mistral4
 from tests.models.test_gemma3_text import gemma
+from tests.models.test_gemma4_text import little, mixture
+from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
 from tests.models.test_llama import llama, qwen2
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
@@ -21,6 +23,9 @@ from tests.models.test_qwen3_moe import qwen3_moe
 
 MODELS = {"llama": llama, "qwen2": qwen2, "qwen3_moe": qwen3_moe, "qwen3_5_moe": qwen3_5_moe, "gpt_oss": gpt_oss}
 MODELS |= {"deepseek_v3": deepseek, "gemma3": gemma}
+LATER = {"glm4_moe": glm, "minimax_m2": minimax, "mistral4": mistral4, "gemma4": little, "gemma4_moe": mixture}
+MODELS |= LATER
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in LATER else name for name in MODELS]
 PROMPT, STEPS = 50, 90  # past two pages, and past 64 and 128 tokens, where steps are recorded anew
 
 
@@ -36,7 +41,7 @@ def engines(folder: Path, kv: str) -> dict[bool, Engine]:
 
 
 @pytest.mark.parametrize("kv", ["none", "k8v4"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_replayed_step_is_the_step(name: str, kv: str, tmp_path: Path):
     torch.manual_seed(0)
     source = MODELS[name]()

@@ -24,11 +24,14 @@ from auraflux.weights.loader import Weights
 from auraflux.weights.pack import pack
 from tests.models.oracles import prefill, save, tokens
 from tests.models.test_deepseek_v3 import deepseek
+from tests.models.test_gemma4_text import mixture
+from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
 from tests.models.test_qwen3_moe import qwen3_moe
 
 MODELS = {"qwen3_5_moe": qwen3_5_moe, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek, "gpt_oss": gpt_oss}
+LATER = {"glm4_moe": glm, "minimax_m2": minimax, "gemma4": mixture}
 PROMPT, STEPS, CHUNK = 40, 20, 16
 
 
@@ -36,7 +39,7 @@ PROMPT, STEPS, CHUNK = 40, 20, 16
 def packed(name: str) -> tuple[Path, list[int]]:
     """The folder of a tiny packed model, and a text for it."""
     torch.manual_seed(0)
-    folder, source = Path(mkdtemp(prefix="auraflux-packed-")), MODELS[name]()
+    folder, source = Path(mkdtemp(prefix="auraflux-packed-")), {**MODELS, **LATER}[name]()
     checkpoint = open_checkpoint(save(source, folder / "source"))
     kind = family(checkpoint.config)
     convert(checkpoint, kind, folder / "whole", bits=4, group=32)
@@ -84,7 +87,7 @@ def run(engine: Engine, text: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in LATER)])
 def test_what_is_held_does_not_change_a_bit(name: str, exact: bool):
     folder, text = packed(name)
     wanted = run(resident(name, exact), text)

@@ -158,8 +158,10 @@ def test_logits_that_do_not_fit_the_rule_are_refused():
         route(logits, Routing(2, "sigmoid", True, 12, 2))
     with pytest.raises(InputError, match="7 experts per token are wanted; 2 groups of 3 are kept"):
         route(logits, Routing(7, "sigmoid", True, 4, 2))
-    with pytest.raises(InputError, match="a bias for the choice needs 'sigmoid' scoring"):
-        route(logits, Routing(2, "softmax", True), torch.zeros(12))
+    with pytest.raises(InputError, match="a bias for the choice needs 'sigmoid' or 'softmax' scoring"):
+        route(logits, Routing(2, "chosen", True), torch.zeros(12))
+    with pytest.raises(InputError, match=r"'gain' has shape \[11\]; \[12\] is needed"):
+        route(logits, Routing(2, "softmax", True), None, torch.ones(11))
     with pytest.raises(InputError, match=r"'bias' has shape \[11\]; \[12\] is needed"):
         route(logits, Routing(2, "sigmoid", True), torch.zeros(11))
     with pytest.raises(InputError, match=r"'logits' has shape \[12\]"):

@@ -27,6 +27,7 @@ from tests.weights.gguf_files import llama_tensors, write_gguf
 
 IDS = [1, 5, 9, 70, 3]
 FAMILIES = ["qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss", "gemma3_text", "deepseek_v3"]
+LATER = ["glm4_moe", "minimax_m2", "gemma4_text", "mistral4", "ernie4_5_moe", "mixtral"]
 
 
 @pytest.fixture
@@ -282,16 +283,57 @@ def tiny(kind: str):
     if kind == "gemma3_text":
         options = {"sliding_window": 16, "query_pre_attn_scalar": 32, "intermediate_size": 192, "head_dim": 32}
         return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shared | {"num_hidden_layers": 7}, **options))
-    assert kind == "deepseek_v3"
     latent = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 64}
-    experts = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    options = {"intermediate_size": 192, "first_k_dense_replace": 1, "num_key_value_heads": 4}
-    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**shared | options, **latent, **experts))
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    options = {"intermediate_size": 192, "first_k_dense_replace": 1}
+    if kind == "deepseek_v3":
+        options |= {"num_key_value_heads": 4, "n_group": 4, "topk_group": 2}
+        return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**shared | options, **latent, **experts))
+    if kind == "mistral4":
+        rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+        options |= {"num_key_value_heads": 4, "rope_parameters": rope}
+        return hf.Mistral4ForCausalLM(hf.Mistral4Config(**shared | options, **latent, **experts))
+    if kind == "glm4_moe":
+        return hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**shared, **options, **experts, head_dim=32, num_mtp_layers=0))
+    return later(kind, shared)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+# what the published files say and transformers does not
+PUBLISHED: dict[str, dict] = {
+    "glm4_moe": {"rope_scaling": None},
+    "minimax_m2": {"rotary_dim": 16, "shared_intermediate_size": 0},
+    "gemma4_text": {"global_head_dim": 64, "per_layer_config": None},
+}
+
+
+def later(kind: str, shared: dict):
+    import transformers as hf
+
+    if kind == "minimax_m2":
+        options = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 32}
+        rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+        return hf.MiniMaxM2ForCausalLM(hf.MiniMaxM2Config(**shared, **options, rope_parameters=rope))
+    if kind == "mixtral":
+        options = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}
+        return hf.MixtralForCausalLM(hf.MixtralConfig(**shared, **options))
+    if kind == "ernie4_5_moe":
+        options = {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 64, "intermediate_size": 192}
+        return hf.Ernie4_5_MoeForCausalLM(hf.Ernie4_5_MoeConfig(**shared, **options))
+    assert kind == "gemma4_text"
+    experts = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 64}
+    sizes = {"head_dim": 32, "global_head_dim": 64, "intermediate_size": 192, "sliding_window": 16}
+    fed = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 1}
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    return hf.Gemma4ForCausalLM(hf.Gemma4TextConfig(**shared, **experts, **sizes, **fed, layer_types=kinds))
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in LATER)])
 def test_families_that_both_load(kind: str, tmp_path):
     source = save(tiny(kind), tmp_path / "hf")
+    if kind in PUBLISHED:
+        path = source / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **PUBLISHED[kind]}))
     target = run(source, tmp_path / "mlx", bits=6, group=32)
     mine = scores(target)
     assert close(mlx_scores(target), mine, 1e-3)

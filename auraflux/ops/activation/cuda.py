@@ -6,19 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from auraflux.ops.hopper.device import ready
-from auraflux.ops.hopper.elementwise import sigmoid, silu
+from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 
 BLOCK = 1024
-GELU_SLOPE = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
-GELU_CUBE = tl.constexpr(0.044715)
-
-
-@triton.jit
-def _gelu(x):
-    """The tanh form, by (1 + tanh(u)) / 2 = sigmoid(2 u)."""
-    return x * sigmoid(GELU_SLOPE * (x + GELU_CUBE * x * x * x))
 
 
 @triton.jit
@@ -39,7 +31,7 @@ def _elements(a, b, out, n, width, apart, alpha, limit, KIND: tl.constexpr, BLOC
     if KIND == "swiglu":
         result = silu(x) * y
     elif KIND == "geglu":
-        result = _gelu(x) * y
+        result = gelu(x) * y
     elif KIND == "clamped":
         result = _clamped(x, y, alpha, limit)
     else:

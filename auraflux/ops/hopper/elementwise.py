@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+GELU_SLOPE = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
+GELU_CUBE = tl.constexpr(0.044715)
+
 
 @triton.jit
 def sigmoid(x):
@@ -14,3 +17,9 @@ def sigmoid(x):
 def silu(x):
     """x / (1 + exp(-x)) in float32."""
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu(x):
+    """The tanh form, by (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    return x * sigmoid(GELU_SLOPE * (x + GELU_CUBE * x * x * x))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.moe.experts import Clamp, Experts, SharedExpert, blob_of
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, SharedExpert, blob_of
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.simd.vectors import ISA
@@ -69,7 +69,11 @@ def from_blobs(experts: int, hidden: int, inner: int) -> Experts:
 def gpt_oss(experts: int, hidden: int, inner: int) -> Experts:
     made = layer(experts, hidden, inner, group=32, kind="mxfp4")
     inner_bias, down_bias = torch.randn(2, experts, inner), torch.randn(experts, hidden)
-    return replace(made, gate_bias=inner_bias[0], up_bias=inner_bias[1], down_bias=down_bias, clamp=Clamp(1.702, 7.0))
+    return replace(made, gate_bias=inner_bias[0], up_bias=inner_bias[1], down_bias=down_bias, activation=Clamp(1.702, 7.0))
+
+
+def gemma(experts: int, hidden: int, inner: int) -> Experts:
+    return replace(layer(experts, hidden, inner), activation=Gelu())
 
 
 def dense_stack(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Experts:
@@ -151,6 +155,8 @@ EXPERT_CASES = [
     case("row-order", lambda: routed(9, 3, layer(6, 64, 128, lanes=1))),
     case("blobs", lambda: routed(9, 3, from_blobs(6, 64, 128))),
     case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),
+    case("gelu", lambda: routed(9, 3, gemma(6, 64, 128))),
+    case("many-gelu", lambda: routed(40, 3, gemma(6, 64, 128))),
     case("fp8", lambda: routed(9, 3, layer(6, 64, 128, 8, kind="fp8"))),
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
     case("dense-bf16", lambda: routed(9, 3, dense_stack(6, 63, 100, BF16))),

@@ -31,6 +31,14 @@ class Clamp:
         check_fields(self)
 
 
+@dataclass(frozen=True)
+class Gelu:
+    """The tanh form of gelu replaces silu, see `geglu`."""
+
+
+Activation = Clamp | Gelu
+
+
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
     """The weights of an MLP that every token goes to, down(silu(gate x) * up x).
@@ -54,7 +62,7 @@ class Experts:
     gate, up  [E, I, H]
     down      [E, H, I]
     gate_bias, up_bias [E, I], down_bias [E, H]  or None
-    clamp     use the clamped SwiGLU, or None
+    activation  what replaces silu(gate) * up, or None
     """
 
     gate: Stack
@@ -63,7 +71,7 @@ class Experts:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    clamp: Clamp | None = None
+    activation: Activation | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,22 +8,24 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
-from auraflux.ops.activation.reference import clamped_swiglu, swiglu
+from auraflux.ops.activation.reference import clamped_swiglu, geglu, swiglu
 from auraflux.ops.linear.reference import FLOAT_DTYPES, dense, gate_up_swiglu, linear
-from auraflux.ops.moe.experts import Experts, SharedExpert
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
 
-def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> None:
-    check_dense(logits=logits, bias=bias)
+def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> None:
+    check_dense(logits=logits, bias=bias, gain=gain)
     check_shape("logits", logits, None, None)
     experts = logits.shape[1]
     if routing.k > experts:
         raise InputError(f"{routing.k} experts per token are wanted; there are {experts}.")
     if bias is not None:
-        if routing.scoring != "sigmoid":
-            raise InputError(f"a bias for the choice needs 'sigmoid' scoring; this routing has {routing.scoring!r}.")
+        if routing.scoring == "chosen":
+            raise InputError("a bias for the choice needs 'sigmoid' or 'softmax' scoring; this routing has 'chosen'.")
         check_shape("bias", bias, experts)
+    if gain is not None:
+        check_shape("gain", gain, experts)
     if routing.groups > 1:
         size, rest = divmod(experts, routing.groups)
         if rest or size < 2:
@@ -33,13 +35,14 @@ def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
 
 
 @op(origins=("moe_softmax_topk", "moe_normalize_weights"), check=_check_route)
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose each token's experts and weigh them.
 
     Experts come by decreasing score, ties by increasing index. A NaN counts as the lowest score, but stays NaN in the weights.
 
     logits  [T, E]
-    bias    [E]     added to sigmoid scores for the choice of experts and groups, not for the weights
+    bias    [E]     added to scores for the choice of experts and groups, not for the weights
+    gain    [E]     multiplies the weights of experts at last
     returns (expert indices [T, k] int32, weights [T, k] float32)
     """
     wide = logits.float()
@@ -51,14 +54,15 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         total = weights.sum(-1, keepdim=True) + 1e-20
     else:
         # softmax keeps the order of logits, so they can be compared as they are, without its rounding
-        ids = _best(wide, routing.k)
+        ids = _best(wide if bias is None else wide.softmax(-1) + bias.float(), routing.k)
         chosen = wide.gather(1, ids)
         weights = chosen.softmax(-1) if routing.scoring == "chosen" else wide.softmax(-1).gather(1, ids)
         total = weights.sum(-1, keepdim=True)
         total = torch.where(total > 0, total, 1.0)
     if routing.renormalize and routing.scoring != "chosen":
         weights = weights / total
-    return ids.int(), weights * routing.scale
+    weights = weights * routing.scale
+    return ids.int(), weights if gain is None else weights * gain.float()[ids]
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
@@ -268,7 +272,12 @@ def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
         gate = gate + experts.gate_bias[expert].float()
     if experts.up_bias is not None:
         up = up + experts.up_bias[expert].float()
-    clamp = experts.clamp
-    hidden = swiglu.reference(gate, up) if clamp is None else clamped_swiglu.reference(gate, up, clamp.alpha, clamp.limit)
+    match experts.activation:
+        case Clamp(alpha, limit):
+            hidden = clamped_swiglu.reference(gate, up, alpha, limit)
+        case Gelu():
+            hidden = geglu.reference(gate, up)
+        case None:
+            hidden = swiglu.reference(gate, up)
     down = hidden @ dense(experts.down[expert]).T
     return down if experts.down_bias is None else down + experts.down_bias[expert].float()

@@ -3,7 +3,7 @@
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, qk_norm, rms_norm
+from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, per_layer_inputs, qk_norm, rms_norm
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Args:
@@ -22,6 +22,12 @@ def heads(*shape: int, key_heads: int, mean: bool = False, dtype: torch.dtype = 
 
 BF16 = torch.bfloat16
 
+
+def layered(tokens: int, layers: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
+    projected, embedded = torch.randn(2, tokens, layers * width).to(dtype)
+    return {"projected": projected, "embedded": embedded, "weight": torch.randn(width), "eps": 1e-3, "share": 0.7}
+
+
 CASES = [
     Case(rms_norm, "one-row", lambda: rows(1, 2880), bench=True),
     Case(rms_norm, "many-rows", lambda: rows(512, 4096), bench=True),
@@ -39,6 +45,11 @@ CASES = [
     Case(gated_rms_norm, "many-tokens", lambda: pairs("z", 33, 32, 128)),
     Case(gated_rms_norm, "odd-width", lambda: pairs("z", 3, 5, 63)),
     Case(gated_rms_norm, "bf16", lambda: pairs("z", 3, 4, 64, dtype=BF16), tol=4e-3),
+    Case(per_layer_inputs, "one-token", lambda: layered(1, 35, 256), bench=True),
+    Case(per_layer_inputs, "many-tokens", lambda: layered(65, 5, 64), bench=True),
+    Case(per_layer_inputs, "odd-width", lambda: layered(3, 7, 63)),
+    Case(per_layer_inputs, "no-tokens", lambda: layered(0, 2, 16)),
+    Case(per_layer_inputs, "bf16", lambda: layered(5, 3, 100, BF16), tol=4e-3),
     Case(qk_norm, "one-token", lambda: heads(1, 16, 128, key_heads=16), bench=True),
     Case(qk_norm, "many-tokens", lambda: heads(65, 16, 128, key_heads=8)),
     Case(qk_norm, "mean", lambda: heads(3, 4, 64, key_heads=2, mean=True)),

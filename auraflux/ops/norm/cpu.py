@@ -117,3 +117,26 @@ def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tenso
     read_k = keys.data_ptr(), k_out.data_ptr(), k.numel() // width
     _both_units(jobs, *read_q, *read_k, width, float(eps * width if mean else eps), width**-0.5)
     return like(q_out, q), like(k_out, k)
+
+
+@Kernel
+def _layer_rows(args, job, jobs):
+    projected_at, embedded_at, weight_at, out_at, tokens, layers, width, eps, part = arguments(args, 9)
+    weight = floats(weight_at, width)
+    for row in share(tokens * layers, job, jobs):
+        token, layer = row // layers, row % layers
+        x, embedded = floats(projected_at + 4 * row * width, width), floats(embedded_at + 4 * row * width, width)
+        out = floats(out_at + 4 * (layer * tokens + token) * width, width)
+        factor = _factor(x, 1 / width, real(eps))
+        for i in range(width):
+            out[i] = x[i] * factor * weight[i] + real(part) * embedded[i]
+
+
+def per_layer_inputs(projected: Tensor, embedded: Tensor, weight: Tensor, eps: float, share: float) -> Tensor:
+    wide, table, scale = as_float(projected), as_float(embedded), as_float(weight)
+    (tokens, row), width = projected.shape, len(weight)
+    out = torch.empty(row // width, tokens, width)
+    jobs = threads() if wide.numel() >= PARALLEL_FROM else 1
+    addresses = wide.data_ptr(), table.data_ptr(), scale.data_ptr(), out.data_ptr()
+    _layer_rows(jobs, *addresses, tokens, row // width, width, float(eps), float(share))
+    return like(out, projected)

@@ -111,3 +111,27 @@ def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tenso
         sizes = _rows(q), _rows(k), width, eps * width if mean else eps, width**-0.5, q_programs
         launch(_qk, (q_programs + k_programs,))(q, k, q_out, k_out, *sizes, block, wide, num_warps=warps)
     return q_out, k_out
+
+
+@triton.jit
+def _layer_rows(projected, embedded, weight, out, tokens, layers, width, eps, share, WIDTH: tl.constexpr):
+    token, layer, column = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
+    there = column < width
+    at = (token.to(tl.int64) * layers + layer) * width + column
+    wide = tl.load(projected + at, mask=there, other=0.0).to(tl.float32)
+    wide *= 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    wide *= tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    wide += share * tl.load(embedded + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + (layer.to(tl.int64) * tokens + token) * width + column, wide, mask=there)
+
+
+def per_layer_inputs(projected: Tensor, embedded: Tensor, weight: Tensor, eps: float, share: float) -> Tensor:
+    ready(projected)
+    (tokens, row), width = projected.shape, len(weight)
+    if width > WIDEST:
+        raise Declined(f"parts of {width} are wider than {WIDEST}")
+    out = projected.new_empty(row // width, tokens, width)
+    if out.numel():
+        sizes = tokens, row // width, width, float(eps), float(share), power_of_two(width)
+        launch(_layer_rows, (tokens, row // width))(projected, embedded, weight, out, *sizes, num_warps=1)
+    return out

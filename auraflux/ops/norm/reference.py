@@ -118,3 +118,27 @@ def qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> tuple[Tenso
         return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + inside)
 
     return (unit(q) * width**-0.5).to(q.dtype), unit(k).to(k.dtype)
+
+
+def _check_per_layer_inputs(projected: Tensor, embedded: Tensor, weight: Tensor, eps: float, share: float) -> None:
+    check_eps(eps)
+    check_dense(projected=projected, embedded=embedded, weight=weight)
+    check_shape("projected", projected, None, None)
+    check_shape("embedded", embedded, *projected.shape)
+    check_shape("weight", weight, None)
+    check_floating(projected=projected, embedded=embedded, weight=weight)
+    if not weight.numel() or projected.shape[1] % weight.numel():
+        raise InputError(f"rows of {projected.shape[1]} do not divide into parts of {weight.numel()}, the weight's width.")
+
+
+@op(check=_check_per_layer_inputs)
+def per_layer_inputs(projected: Tensor, embedded: Tensor, weight: Tensor, eps: float, share: float) -> Tensor:
+    """Normalise what is projected for each layer, add a share of what is embedded for it, and put layers apart.
+
+    projected, embedded  [T, L * P]
+    weight               [P]
+    returns              [L, T, P]  in projected's dtype
+    """
+    parts = rms_norm.reference(projected.float().unflatten(1, (-1, len(weight))), weight, eps)
+    both = parts + share * embedded.float().unflatten(1, (-1, len(weight)))
+    return both.transpose(0, 1).to(projected.dtype).contiguous()

@@ -4,7 +4,7 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.rope.frequencies import rope_frequencies, yarn_frequencies
-from auraflux.ops.rope.reference import norm_rope, rope
+from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 
 BF16 = torch.bfloat16
 
@@ -38,6 +38,11 @@ def both(tokens: int, q_heads: int, k_heads: int, width: int, rotated: int | Non
     return {"q": q, "k": torch.randn(tokens, k_heads, width).to(q.dtype), **args, "norms": norms, "eps": 1e-6}
 
 
+def growing(tokens: int, heads: int, width: int, span: int, *, start: int = 0, dtype=torch.float32, kind=torch.int32) -> Args:
+    q, positions = torch.randn(tokens, heads, width).to(dtype), torch.arange(start, start + tokens, dtype=kind)
+    return {"q": q, "positions": positions, "slope": 0.1, "span": span}
+
+
 CASES = [
     Case(rope, "one-token", lambda: heads(1, 32, 128, start=4000), bench=True),
     Case(rope, "many-tokens", lambda: heads(128, 32, 128), bench=True),
@@ -55,6 +60,12 @@ CASES = [
     Case(rope, "yarn", lambda: yarn(3, 100_000, False)),
     Case(rope, "yarn-interleaved", lambda: yarn(3, 100_000, True)),
     Case(rope, "bf16", lambda: heads(3, 4, 64, dtype=BF16), tol=4e-3),
+    Case(grow_queries, "one-token", lambda: growing(1, 32, 128, 8192, start=100_000), bench=True),
+    Case(grow_queries, "many-tokens", lambda: growing(128, 32, 128, 16, start=3), bench=True),
+    Case(grow_queries, "before-the-first-span", lambda: growing(7, 3, 63, 8192)),
+    Case(grow_queries, "every-position", lambda: growing(5, 3, 333, 1, start=1 << 20, kind=torch.int64)),
+    Case(grow_queries, "no-tokens", lambda: growing(0, 4, 64, 8)),
+    Case(grow_queries, "bf16", lambda: growing(3, 4, 100, 2, dtype=BF16), tol=4e-3),
     Case(norm_rope, "one-token", lambda: both(1, 32, 4, 128, start=4000), bench=True),
     Case(norm_rope, "apart", lambda: {**both(3, 4, 2, 64), "q": torch.randn(3, 4, 2, 64)[:, :, 0]}),
     Case(norm_rope, "no-norms", lambda: both(3, 8, 2, 64, normed=False)),

@@ -11,6 +11,7 @@ from auraflux.ops.hopper.rope import rotate_heads
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
 HEADS = 4  # of a program
+GROWN = 1024  # elements, of a program
 
 
 @triton.jit
@@ -51,6 +52,25 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
         block = min(HEADS, power_of_two(heads))
         sizes = heads, width, half, float(mscale), interleaved, block, *_blocks(width, half)
         launch(_rotate, (tokens, cdiv(heads, block)))(x, inv_freq, positions, out, *sizes, num_warps=2)
+    return out
+
+
+@triton.jit
+def _grow(q, positions, out, row, span, slope, BLOCK: tl.constexpr):
+    token = tl.program_id(0)
+    whole = tl.load(positions + token) // span
+    size = 1.0 + slope * tl.log(1.0 + whole.to(tl.float32))
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places = token.to(tl.int64) * row + at
+    found = tl.load(q + places, mask=at < row, other=0.0).to(tl.float32)
+    tl.store(out + places, found * size, mask=at < row)
+
+
+def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
+    ready(q)
+    out, row = torch.empty_like(q), q.shape[1] * q.shape[2]
+    if q.numel():
+        launch(_grow, (q.shape[0], cdiv(row, GROWN)))(q, positions, out, row, span, float(slope), GROWN)
     return out
 
 

@@ -49,6 +49,28 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
     return torch.cat((rotated.to(x.dtype), rest), -1)
 
 
+def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> None:
+    check_dense(q=q, positions=positions)
+    check_shape("q", q, None, None, None)
+    check_floating(q=q)
+    check_shape("positions", positions, q.shape[0])
+    check_dtype("positions", positions, torch.int32, torch.int64)
+    if span < 1:
+        raise InputError(f"span is {span}; at least one position is needed.")
+
+
+@op(check=_check_grow_queries)
+def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
+    """Multiply the queries of a token by 1 + slope * log(1 + n), n being how many whole spans lie before its position.
+
+    q          [T, H, D]
+    positions  [T]        int32 or int64
+    returns    [T, H, D]  in q's dtype
+    """
+    whole = (positions // span).float()
+    return (q.float() * (1 + slope * torch.log(1 + whole))[:, None, None]).to(q.dtype)
+
+
 def check_norm_rope(
     q: Tensor,
     k: Tensor,

@@ -4,7 +4,7 @@ from auraflux.serve.parse.calls import Calls
 from auraflux.serve.parse.hermes import call
 from auraflux.serve.parse.plain import answer
 from auraflux.serve.parse.syntax import Form, Syntax
-from auraflux.serve.parse.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, named
+from auraflux.serve.parse.tagged import CLOSE, CODER_TAGS, FUNCTION, FUNCTION_END, OPEN, named
 from auraflux.serve.parse.text import Steps, Text
 
 
@@ -17,5 +17,5 @@ CODER = Syntax(
     "coder",
     read,
     (OPEN, CLOSE),
-    form=Form(name=f"{OPEN}\n{FUNCTION}", arguments=">\n", end=f"{FUNCTION_END}\n{CLOSE}", between="\n", tagged=True),
+    form=Form(name=f"{OPEN}\n{FUNCTION}", arguments=">\n", end=f"{FUNCTION_END}\n{CLOSE}", between="\n", tagged=CODER_TAGS),
 )

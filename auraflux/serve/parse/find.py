@@ -5,9 +5,14 @@ from dataclasses import replace
 from auraflux.serve.parse.coder import CODER
 from auraflux.serve.parse.deepseek import CALLS, DEEPSEEK, DEEPSEEK_V31
 from auraflux.serve.parse.gemma import GEMMA
+from auraflux.serve.parse.glm import GLM, KEY
 from auraflux.serve.parse.harmony import CHANNEL, HARMONY
 from auraflux.serve.parse.hermes import HERMES
+from auraflux.serve.parse.kimi import CALLS as KIMI_CALLS
+from auraflux.serve.parse.kimi import KIMI
 from auraflux.serve.parse.llama import LLAMA, PYTHON
+from auraflux.serve.parse.minimax import MINIMAX
+from auraflux.serve.parse.minimax import OPEN as MINIMAX_OPEN
 from auraflux.serve.parse.mistral import ARGS, MISTRAL, MISTRAL_ARGS
 from auraflux.serve.parse.plain import FENCE, read
 from auraflux.serve.parse.syntax import Form, Syntax
@@ -21,6 +26,9 @@ BY_TEMPLATE: list[tuple[tuple[str, ...], Syntax]] = [
     ((CALLS,), DEEPSEEK_V31),
     (("[TOOL_CALLS]", ARGS), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
+    ((MINIMAX_OPEN,), MINIMAX),
+    ((KIMI_CALLS,), KIMI),
+    ((OPEN, KEY), GLM),
     ((OPEN, FUNCTION), CODER),
     ((OPEN,), HERMES),
     ((PYTHON,), LLAMA),
@@ -31,6 +39,9 @@ BY_TEMPLATE: list[tuple[tuple[str, ...], Syntax]] = [
 BY_FAMILY: list[tuple[str, Syntax]] = [
     ("gpt_oss", HARMONY),
     ("deepseek", DEEPSEEK),
+    ("kimi", KIMI),
+    ("minimax", MINIMAX),
+    ("glm", GLM),
     ("ministral", MISTRAL_ARGS),
     ("mistral", MISTRAL),
     ("mixtral", MISTRAL),

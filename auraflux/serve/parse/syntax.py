@@ -7,6 +7,7 @@ from typing import Any
 
 from auraflux.serve.deltas import CallArguments, Content, Reasoning, Said
 from auraflux.serve.parse.calls import Calls, Reader
+from auraflux.serve.parse.tagged import Tags
 from auraflux.serve.parse.text import Steps, Text
 from auraflux.serve.parse.thinking import THINK, Marks, thinking
 
@@ -24,7 +25,7 @@ class Form:
     arguments  between the name and the arguments
     end        behind the arguments
     between    None where there is one call at most
-    tagged     the arguments are not JSON but each stands between tags, as Qwen3-Coder writes them
+    tagged     the tags that each argument stands between, where they are not JSON
     """
 
     name: str = '{"name": "'
@@ -33,7 +34,7 @@ class Form:
     between: str | None = None
     opening: str = ""
     closing: str = ""
-    tagged: bool = False
+    tagged: Tags | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Calls with each argument between tags, as Qwen3-Coder, Qwen3.5 and their like write them.
+"""Calls with each argument between tags, as Qwen3-Coder, Qwen3.5 and their like write them, and GLM and MiniMax with others.
 
 Strings stand there as they are, other values as JSON: the tool's schema says which is which.
 """
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from auraflux.serve.parse import json_text
@@ -13,10 +14,37 @@ from auraflux.serve.parse.text import Broken, Steps, Text, gathered, told
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-KEY = re.compile(r"[^<>\n]*")
+KEY = re.compile(r'[^<>"\n]*')
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What stands around an argument.
+
+    before  its name
+    behind  its name, maybe with white space between the parts
+    end     of its value
+    lines   whether a value stands on lines of its own
+    """
+
+    before: str
+    behind: tuple[str, ...]
+    end: str
+    lines: bool = False
+
+    def opening(self, key: str) -> str:
+        """What is written before a value."""
+        return self.before + key + "\n".join(self.behind) + ("\n" if self.lines else "")
+
+    @property
+    def closing(self) -> str:
+        """What is written behind a value."""
+        return ("\n" if self.lines else "") + self.end + "\n"
+
+
+CODER_TAGS = Tags("<parameter=", (">",), "</parameter>", lines=True)
 
 
 def function(text: Text, calls: Calls) -> Steps[None]:
@@ -31,37 +59,43 @@ def named(text: Text, calls: Calls) -> Steps[None]:
     name = yield from text.word()
     if not (yield from text.takes(">")):
         raise Broken
+    # the second is behind a function tag that was not closed
+    if (yield from arguments(text, calls, name, CODER_TAGS, (FUNCTION_END, CLOSE))) == FUNCTION_END:
+        yield from text.space()
+        yield from text.takes(CLOSE)
+
+
+def arguments(text: Text, calls: Calls, name: str, tags: Tags, ends: tuple[str, ...]) -> Steps[str]:
+    """Read a call's arguments and one of the ends behind them, which is returned."""
     yield calls.begin(name)
     text.release()
     yield calls.arguments("{")
     separator = ""
     while True:
         yield from text.space()
-        if (yield from text.takes(PARAMETER)):
+        if (yield from text.takes(tags.before)):
             yield calls.arguments(separator)
-            yield from _parameter(text, calls, name)
+            yield from _argument(text, calls, name, tags)
             separator = ", "
-        elif (yield from text.takes(FUNCTION_END)):
-            yield calls.arguments("}")
-            yield from text.space()
-            yield from text.takes(CLOSE)
-            return
-        # a function tag that was not closed
-        elif (yield from text.takes(CLOSE)):
-            yield calls.arguments("}")
-            return
-        else:
-            raise Broken
-
-
-def _parameter(text: Text, calls: Calls, name: str) -> Steps[None]:
-    key = yield from text.word(KEY)
-    if not (yield from text.takes(">")):
+            continue
+        for end in ends:
+            if (yield from text.takes(end)):
+                yield calls.arguments("}")
+                return end
         raise Broken
-    yield from text.takes("\n")
-    yield calls.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
-    kinds = kinds_of(calls.properties(name).get(key), calls.tools.get(name, {}))
-    value = text.until((f"\n{PARAMETER_END}", PARAMETER_END))
+
+
+def _argument(text: Text, calls: Calls, name: str, tags: Tags) -> Steps[None]:
+    key = yield from text.word(KEY)
+    for part in tags.behind:
+        yield from text.space()
+        if not (yield from text.takes(part)):
+            raise Broken
+    if tags.lines:
+        yield from text.takes("\n")
+    yield calls.arguments(f"{json.dumps(key.strip(), ensure_ascii=False)}: ")
+    kinds = kinds_of(calls.properties(name).get(key.strip()), calls.tools.get(name, {}))
+    value = text.until((f"\n{tags.end}", tags.end) if tags.lines else (tags.end,))
     if kinds == {"string"}:
         yield calls.arguments('"')
         if not (yield from told(value, lambda piece: calls.arguments(_quoted(piece)[1:-1]))):

@@ -190,6 +190,11 @@ def test_what_follows_broken_arguments_is_content():
         ("gpt_oss", None, "harmony"),
         ("deepseek_v3", None, "deepseek"),
         ("gemma3_text", None, "gemma"),
+        ("glm4_moe", None, "glm"),
+        ("glm4_moe_lite", "<tool_call> <arg_key>", "glm"),
+        ("minimax_m2", None, "minimax"),
+        ("kimi_k25", None, "kimi"),
+        ("deepseek_v3", "<|tool_calls_section_begin|>", "kimi"),
         ("unheard_of", None, "plain"),
     ],
 )

@@ -76,9 +76,23 @@ def _weigh_sigmoid(logits, ids, weights):
 
 
 @jit
-def _weigh_softmax(logits, among_all, ids, weights):
+def _softmax_scores(logits, bias, choice):
+    """Give each expert its part of all and its bias; returns the highest logit."""
+    best, whole = logits[0], np.float32(0)
+    for i in range(len(logits)):
+        best = max(best, logits[i])
+    for i in range(len(logits)):
+        choice[i] = exp(logits[i] - best)
+        whole += choice[i]
+    for i in range(len(logits)):
+        choice[i] = choice[i] / whole + bias[i]
+    return best
+
+
+@jit
+def _weigh_softmax(logits, best, among_all, ids, weights):
     """Give each chosen expert its exponential, as a part of all experts' if so asked; returns the sum."""
-    best, whole, total = weights[0], np.float32(0 if among_all else 1), np.float32(0)
+    whole, total = np.float32(0 if among_all else 1), np.float32(0)
     for i in range(len(logits) if among_all else 0):
         whole += exp(logits[i] - best)
     for j in range(len(ids)):
@@ -89,8 +103,11 @@ def _weigh_softmax(logits, among_all, ids, weights):
 
 @Kernel
 def _route(args, job, jobs):
-    logits_at, bias_at, ids_at, weights_at, tokens, experts, k, scoring, renormalize, groups, kept, scale = arguments(args, 12)
+    logits_at, bias_at, gain_at, ids_at, weights_at, tokens, experts, k, scoring, renormalize, groups, kept, scale = arguments(
+        args, 13
+    )
     bias, choice = floats(bias_at, experts if bias_at else 0), np.empty(experts, np.float32)
+    gain = floats(gain_at, experts if gain_at else 0)
     for token in share(tokens, job, jobs):
         logits = floats(logits_at + 4 * token * experts, experts)
         ids, weights = int32s(ids_at + 4 * token * k, k), floats(weights_at + 4 * token * k, k)
@@ -99,24 +116,31 @@ def _route(args, job, jobs):
             _best(choice, k, ids, weights)
             total = _weigh_sigmoid(logits, ids, weights)
         else:
-            _best(logits, k, ids, weights)
-            total = _weigh_softmax(logits, scoring == SOFTMAX, ids, weights)
+            if len(bias):
+                highest = _softmax_scores(logits, bias, choice)
+                _best(choice, k, ids, weights)
+            else:
+                _best(logits, k, ids, weights)
+                highest = weights[0]
+            total = _weigh_softmax(logits, highest, scoring == SOFTMAX, ids, weights)
         if not renormalize or total <= 0:
             total = np.float32(1)
         for j in range(k):
             weights[j] = weights[j] / total * real(scale)
+            if len(gain):
+                weights[j] *= gain[ids[j]]
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    wide, offset = as_float(logits), None if bias is None else as_float(bias)
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    wide, (offset, factors) = as_float(logits), (None if each is None else as_float(each) for each in (bias, gain))
     tokens, experts = logits.shape
     ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
     scoring, groups, kept = SCORINGS.index(routing.scoring), routing.groups, routing.kept_groups
     rule = scoring, routing.renormalize or scoring == CHOSEN, groups, kept, float(routing.scale)
     jobs = threads() if tokens > 1 and tokens * experts >= PARALLEL_LOGITS else 1
-    addresses = wide.data_ptr(), 0 if offset is None else offset.data_ptr(), ids.data_ptr(), weights.data_ptr()
-    _route(jobs, *addresses, tokens, experts, routing.k, *rule)
+    beside = (0 if each is None else each.data_ptr() for each in (offset, factors))
+    _route(jobs, wide.data_ptr(), *beside, ids.data_ptr(), weights.data_ptr(), tokens, experts, routing.k, *rule)
     return ids, weights
 
 

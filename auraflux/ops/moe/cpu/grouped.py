@@ -14,7 +14,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._recording import recorder
-from auraflux.ops.activation.cpu import clamped_swiglu, swiglu
+from auraflux.ops.activation.cpu import clamped_swiglu, geglu, swiglu
 from auraflux.ops.linear.cpu import linear
 from auraflux.ops.linear.cpu.products import (
     BIASES,
@@ -30,7 +30,7 @@ from auraflux.ops.linear.cpu.products import (
     token_indices,
 )
 from auraflux.ops.linear.cpu.routes import DRIVERS
-from auraflux.ops.moe.experts import Experts, Stack
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Stack
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
 
@@ -216,11 +216,18 @@ def _through(steps: Steps, x: Tensor, experts: Experts, plan: Tensor, pairs: int
     gate, up = steps.gate_up(x, experts, plan, pairs)
     _add(experts.gate_bias, gate, experts, plan)
     _add(experts.up_bias, up, experts, plan)
-    clamp = experts.clamp
-    hidden = swiglu(gate, up) if clamp is None else clamped_swiglu(gate, up, clamp.alpha, clamp.limit)
-    results = steps.down(hidden, experts, plan)
+    results = steps.down(_activated(gate, up, experts), experts, plan)
     _add(experts.down_bias, results, experts, plan)
     return results
+
+
+def _activated(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
+    match experts.activation:
+        case Clamp(alpha, limit):
+            return clamped_swiglu(gate, up, alpha, limit)
+        case Gelu():
+            return geglu(gate, up)
+    return swiglu(gate, up)
 
 
 def _add(bias: Tensor | None, products: Tensor, experts: Experts, plan: Tensor) -> None:

@@ -20,9 +20,10 @@ from auraflux.ops.moe.routing import Routing
 __all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts"]
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
     ready(logits)
-    return CHOICES(Choice(logits, routing, bias))
+    ids, weights = CHOICES(Choice(logits, routing, bias))
+    return ids, weights if gain is None else weights * gain.float().index_select(0, ids.view(-1)).view(ids.shape)
 
 
 def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, add_bias, clamp_of, dense_bias, form, passed
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, passed
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor
 
@@ -93,7 +93,7 @@ def _tokens(x, token, tokens, start, K, BK: tl.constexpr):
 def up_many(
     x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
     up, up_scales, up_biases, up_step, up_scale_step, gate_bias, up_bias, out,
-    experts, tokens, k, inner, hidden, alpha, limit, CLAMP: tl.constexpr,
+    experts, tokens, k, inner, hidden, alpha, limit, KIND: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
@@ -116,7 +116,7 @@ def up_many(
     g = add_bias(g, gate_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
     u = add_bias(u, up_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
     there = (row < inner)[:, None] & (pair < tokens * k)[None, :]
-    result = activate(g, u, alpha, limit, CLAMP)
+    result = activate(g, u, alpha, limit, KIND)
     tl.store(out + pair[None, :] * inner + row[:, None], result.to(out.dtype.element_ty), mask=there)
 
 
@@ -173,8 +173,8 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
     launch(up_many, (cdiv(inner, rows), len(owner)))(
         x, placed, owner, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias),
-        dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *clamp_of(experts),
-        experts.clamp is not None, **form(experts.gate), **shape, BK=_group(experts.gate),
+        dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *activation_of(experts),
+        **form(experts.gate), **shape, BK=_group(experts.gate),
     )  # fmt: skip
     rows, warps = DOWN_TILE
     shape |= {"ROWS": rows, "num_warps": warps}

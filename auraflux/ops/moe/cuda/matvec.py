@@ -14,7 +14,7 @@ from auraflux.ops.hopper.codes import HALF_SHIFT, code_value, unit_bits, weight_
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, add_bias, clamp_of, dense_bias, form, passed, unit
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, passed, unit
 from auraflux.ops.moe.experts import Experts
 
 # of a tile; a program of the interpreter takes milliseconds, so there they are few
@@ -57,7 +57,7 @@ def _sums(
 @triton.jit
 def up_few(
     x, ids, gate, gate_scales, gate_biases, gate_step, gate_scale_step, up, up_scales, up_biases, up_step, up_scale_step,
-    gate_bias, up_bias, out, experts, k, inner, hidden, alpha, limit, CLAMP: tl.constexpr, UNIT: tl.constexpr,
+    gate_bias, up_bias, out, experts, k, inner, hidden, alpha, limit, KIND: tl.constexpr, UNIT: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
@@ -74,7 +74,7 @@ def up_few(
     u = add_bias(u, up_bias, expert * inner + row, there)
     # in the order of down's units
     at = pair.to(tl.int64) * inner + row % UNIT * (inner // UNIT) + row // UNIT
-    tl.store(out + at, activate(g, u, alpha, limit, CLAMP), mask=row < inner)
+    tl.store(out + at, activate(g, u, alpha, limit, KIND), mask=row < inner)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     ordered = x.view(tokens, -1, unit(experts.gate)).transpose(1, 2).contiguous()
     launch(up_few, (cdiv(inner, UP_ROWS), tokens * k))(
         ordered, ids, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias), dense_bias(experts.up_bias),
-        between, experts.count, k, inner, hidden, *clamp_of(experts), experts.clamp is not None, unit(experts.down),
+        between, experts.count, k, inner, hidden, *activation_of(experts), unit(experts.down),
         **form(experts.gate), ROWS=UP_ROWS, COLUMNS=min(UP_UNITS, power_of_two(hidden // unit(experts.gate))),
     )  # fmt: skip
     launch(down_few, (cdiv(hidden, DOWN_ROWS), tokens * k))(

@@ -78,8 +78,8 @@ def _not_int4(x: Tensor, experts: Experts) -> str | None:
     """Why tokens and experts are not in the commonest format."""
     if x.dtype is not BF16:
         return "activations are not bf16"
-    if not (experts.clamp is experts.gate_bias is experts.up_bias is experts.down_bias is None):
-        return "experts have biases or a clamp"
+    if not (experts.activation is experts.gate_bias is experts.up_bias is experts.down_bias is None):
+        return "experts have biases or another activation than silu"
     if reason := not_hopper(x.device) or (UNALIGNED if x.data_ptr() % 16 else None):
         return reason
     return _not_copied(experts.gate) or _not_copied(experts.up) or _not_copied(experts.down)
@@ -164,8 +164,13 @@ def _refuses_residual(call: Mixture) -> str | None:
     return _not_few(call) or (None if call.h.dtype is call.x.dtype else "the residual stream is not in x's dtype")
 
 
+def _biased_softmax(call: Mixture | Choice) -> str | None:
+    """Why a kernel that compares logits does not choose."""
+    return "softmax scores have a bias" if call.bias is not None and call.routing.scoring != "sigmoid" else None
+
+
 def _refuses_mix_tma(call: Mixture) -> str | None:
-    if reason := _refuses_residual(call):
+    if reason := _refuses_residual(call) or _biased_softmax(call):
         return reason
     made, rule, experts = matvec_tma_launch, call.routing, call.experts
     hidden, inner, slots = experts.hidden, experts.inner, call.k + 1
@@ -185,7 +190,7 @@ def _refuses_mix_tma(call: Mixture) -> str | None:
 
 
 def _refuses_mix_slots(call: Mixture) -> str | None:
-    if reason := _refuses_residual(call):
+    if reason := _refuses_residual(call) or _biased_softmax(call):
         return reason
     if call.routing.groups != 1 or call.experts.count > slots_launch.MOST_CHOICES:
         most = slots_launch.MOST_CHOICES
@@ -206,6 +211,8 @@ def _refuses_steps(call: Mixture) -> str | None:
 def _refuses_mix_persistent(call: Mixture) -> str | None:
     if call.pairs <= FEW_PAIRS:
         return f"{call.pairs} pairs; it is for more than {FEW_PAIRS}"
+    if reason := _biased_softmax(call):
+        return reason
     return f"experts lie in {call.routing.groups} groups" if call.routing.groups != 1 else _not_persistent(call)
 
 
@@ -290,14 +297,14 @@ def _refuses_rank(call: Choice) -> str | None:
     tokens, experts = call.logits.shape
     if tokens > routing.FEW_TOKENS or experts > MOST_RANKED:
         return f"{tokens} tokens, {experts} experts; it is for up to {routing.FEW_TOKENS}, {MOST_RANKED}"
-    return None if call.routing.groups == 1 else f"experts lie in {call.routing.groups} groups"
+    return _biased_softmax(call) or (None if call.routing.groups == 1 else f"experts lie in {call.routing.groups} groups")
 
 
 def _refuses_search(call: Choice) -> str | None:
     experts, groups = call.logits.shape[1], call.routing.groups
     if routing.places(experts, groups) > MOST_EXPERTS:
         return f"{experts} experts in {groups} groups, more than {MOST_EXPERTS}"
-    return None
+    return _biased_softmax(call)
 
 
 def _no_choice(call: Choice) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.codes import UNITS, constants, operands
 from auraflux.ops.hopper.device import FLOATS
-from auraflux.ops.hopper.elementwise import sigmoid, silu
+from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
-from auraflux.ops.moe.experts import Experts, Stack
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Stack
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
 
@@ -29,14 +29,16 @@ Added = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @triton.jit
-def activate(gate, up, alpha, limit, CLAMP: tl.constexpr):
-    """silu(gate) * up, or the clamped form."""
-    if CLAMP:
+def activate(gate, up, alpha, limit, KIND: tl.constexpr):
+    """silu(gate) * up, the clamped form, or the tanh form of gelu(gate) * up."""
+    if KIND == "clamped":
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
         return (up + 1.0) * gate * sigmoid(alpha * gate)
-    else:  # noqa: RET505
+    elif KIND == "gelu":  # noqa: RET505
+        return gelu(gate) * up
+    else:
         return silu(gate) * up
 
 
@@ -189,8 +191,14 @@ def passed(stack: Stack) -> tuple[Any, ...]:
     return *parts, parts[0].stride(0), parts[1].stride(0)
 
 
-def clamp_of(experts: Experts) -> tuple[float, float]:
-    return (experts.clamp.alpha, experts.clamp.limit) if experts.clamp else (0.0, 0.0)
+def activation_of(experts: Experts) -> tuple[float, float, str]:
+    """What `activate` takes: alpha, limit and kind."""
+    match experts.activation:
+        case Clamp(alpha, limit):
+            return alpha, limit, "clamped"
+        case Gelu():
+            return 0.0, 0.0, "gelu"
+    return 0.0, 0.0, "silu"
 
 
 def dense_bias(bias: Tensor | None) -> Tensor | None:
