@@ -36,6 +36,7 @@ LANES = ISA.lanes
 GROUP = 32  # rows that tokens go over one after the other, from the second cache
 INPUTS = 512  # of them at a time: a tile's are then in the first cache
 TILE_BYTES = 4 * LANES * ROWS
+TILE_SPACE = 8 * ROWS + TOKENS * TILE_BYTES + LINE  # bytes that `multiply_floats` works in
 SCRATCH = 8 * GROUP + LINE + GROUP // ROWS * TOKENS * TILE_BYTES
 PARALLEL_FROM = 1 << 16  # weights times tokens; below this, waking the threads costs more than the work
 
@@ -93,6 +94,29 @@ def _tile(b, nbytes, tokens, weights, x, x_step, offset, count, rest, sums_at):
 def _across(b, sums, out):
     """Add ROWS vectors across their lanes."""
     store(b, sum_four(b, [load(b, sums, 4 * LANES * r, ISA.floats) for r in range(ROWS)]), out, 0)
+
+
+@jit
+def multiply_floats(weight, step, rows, x, x_step, tokens, width, out, out_step, space):
+    """Multiply rows of float32, `step` bytes apart, with tokens, `x_step` apart; results `out_step` apart. See TILE_SPACE."""
+    addresses, sums, spare = int64s(space, ROWS), space + 8 * ROWS, space + 8 * ROWS + TOKENS * TILE_BYTES
+    for first in range(0, rows, ROWS):
+        for r in range(ROWS):
+            addresses[r] = weight + step * min(first + r, rows - 1)
+        for token in range(0, tokens, TOKENS):
+            some, mine = min(TOKENS, tokens - token), x + token * x_step
+            fill(sums, some * ROWS * LANES, ZERO)
+            if some == TOKENS:
+                _tile((4, TOKENS, space, mine, x_step, 0, width // LANES, width % LANES, sums))
+            else:
+                for t in range(some):
+                    here = sums + t * TILE_BYTES
+                    _tile((4, 1, space, mine + t * x_step, x_step, 0, width // LANES, width % LANES, here))
+            for t in range(some):
+                _across((sums + t * TILE_BYTES, spare))
+                target = floats(out + (token + t) * out_step, rows)
+                for r in range(first, min(first + ROWS, rows)):
+                    target[r] = floats(spare, ROWS)[r - first]
 
 
 def _build(nbytes: int) -> Kernel:
