@@ -15,6 +15,7 @@ from auraflux.cli.convert import convert
 from auraflux.cli.doctor import doctor
 from auraflux.cli.eval import evaluate
 from auraflux.cli.failure import Failure, end_output, nameless, say
+from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
@@ -61,5 +62,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, serve, pull, inspect, convert, pack, ops, doctor, evaluate, bench):
+for command in (generate, chat, serve, follow, pull, inspect, convert, pack, ops, doctor, evaluate, bench):
     main.add_command(command)

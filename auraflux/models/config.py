@@ -50,3 +50,8 @@ class Keys:
 def experts_per_token(config: dict[str, Any]) -> int:
     """Of each layer that has experts, as all families call it."""
     return Keys(config)["num_experts_per_tok"]
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    """Whether some layers have experts."""
+    return "num_experts_per_tok" in Keys(config)
