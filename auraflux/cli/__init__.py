@@ -20,6 +20,7 @@ from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
 from auraflux.cli.pack import pack
+from auraflux.cli.plan import plan
 from auraflux.cli.pull import pull
 from auraflux.cli.serve import serve
 from auraflux.errors import AurafluxError
@@ -62,5 +63,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, serve, follow, pull, inspect, convert, pack, ops, doctor, evaluate, bench):
+for command in (generate, chat, serve, follow, pull, inspect, convert, pack, plan, ops, doctor, evaluate, bench):
     main.add_command(command)

@@ -81,6 +81,7 @@ timeout_option = click.option(
 HOSTS = [
     click.option(
         "--hosts",
+        "rank_hosts",
         metavar="A,B",
         help="Machines of the ranks, this one first: 10.0.0.1,10.0.0.2; by default all are started here.",
     ),
@@ -167,7 +168,7 @@ def _parallel(model: str | None, chosen: dict[str, Any]) -> "Parallel | None":
     from auraflux.run.ranks.lead import launched
     from auraflux.run.ranks.parallel import parse_parallel
 
-    wanted = parse_parallel(text, chosen["hosts"], chosen["rank_timeout"], chosen.get("restart", False))
+    wanted = parse_parallel(text, chosen["rank_hosts"], chosen["rank_timeout"], chosen.get("restart", False))
     if launched():
         _follow_launched(model, wanted)
     return wanted

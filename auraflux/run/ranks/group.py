@@ -7,6 +7,7 @@ when the heart, a thread that looks after the others, has not seen one of them f
 import json
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +75,14 @@ def address_towards(host: str, port: int) -> str:
         ) from err
 
 
+@dataclass
+class Tally:
+    """What a rank has sent, and how long it has waited for the others, at work or on their way."""
+
+    nbytes: int = 0
+    waited_s: float = 0.0
+
+
 class Group:
     """Ranks that have found each other.
 
@@ -95,6 +104,7 @@ class Group:
         self._heart = Heart(place, self._key, rank, size, timeout_s)
         self._waiter = Waiter()
         self._sends: list[tuple[Any, Tensor]] = []
+        self.tally = Tally()
 
     def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
         """Begin to send a tensor, which must not change any more."""
@@ -103,6 +113,7 @@ class Group:
             self._wait(self._sends.pop(0)[0])
         try:
             self._sends.append((self._gloo.send([tensor], to, tag), tensor))
+            self.tally.nbytes += tensor.nbytes
         except RuntimeError as err:
             raise self._gone(err) from err
 
@@ -111,7 +122,9 @@ class Group:
         self.check()
         tensor = torch.empty(*shape, dtype=dtype)
         try:
-            return Expected(self, self._gloo.recv([tensor], source, tag), tensor)
+            # a note travels with the rows after it
+            wire = self._wire if tag == ROWS else Wire(0.0, self._wire.rate)
+            return Expected(self, self._gloo.recv([tensor], source, tag), tensor, wire)
         except RuntimeError as err:
             raise self._gone(err) from err
 
@@ -154,10 +167,11 @@ class Group:
     def _header(self, source: int) -> "Expected":
         return self.expect(HEADER_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
 
-    def wait(self, work: Any, tensor: Tensor) -> Tensor:
+    def wait(self, work: Any) -> None:
+        """Wait for what was asked for, and count the time."""
+        began = time.perf_counter()
         self._wait(work)
-        self._wire.arrive(tensor.nbytes)
-        return tensor
+        self.tally.waited_s += time.perf_counter() - began
 
     def _wait(self, work: Any) -> None:
         try:
@@ -244,11 +258,13 @@ class Waiter:
 class Expected:
     """A tensor on its way."""
 
-    def __init__(self, group: Group, work: Any, tensor: Tensor):
-        self._group, self._work, self._tensor = group, work, tensor
+    def __init__(self, group: Group, work: Any, tensor: Tensor, wire: Wire):
+        self._group, self._work, self._tensor, self._wire = group, work, tensor, wire
 
     def wait(self) -> Tensor:
-        return self._group.wait(self._work, self._tensor)
+        self._group.wait(self._work)
+        self._wire.arrive(self._tensor.nbytes)
+        return self._tensor
 
 
 def _octets(data: bytes) -> Tensor:

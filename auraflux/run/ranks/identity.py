@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from auraflux import __version__
+from auraflux.machine import versions
 from auraflux.weights.stored import Checkpoint
 
 SAMPLED = 1 << 16  # bytes at the beginning, in the middle and at the end of each file; headers lie at the beginning
@@ -13,7 +13,10 @@ SAMPLED = 1 << 16  # bytes at the beginning, in the middle and at the end of eac
 def identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """A digest of every file of a model, by its name, without reading large ones whole; and this program's version."""
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    return {"version": __version__, "files": {str(path.relative_to(root)): _digest(path) for path in checkpoint.files()}}
+    return {
+        "version": versions("auraflux")["auraflux"],
+        "files": {str(path.relative_to(root)): _digest(path) for path in checkpoint.files()},
+    }
 
 
 def difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:

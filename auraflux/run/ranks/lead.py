@@ -21,7 +21,7 @@ from auraflux.run.ranks.parallel import EXPERTS, LOCAL, Parallel, address_of
 from auraflux.run.ranks.pipeline import Passing, PipelineRunner
 from auraflux.run.ranks.split import Sizes, split
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
-from auraflux.run.ranks.wire import Wire
+from auraflux.run.ranks.wire import find_wire
 from auraflux.run.runner import Runner
 from auraflux.weights.divided import Division
 from auraflux.weights.stored import Checkpoint
@@ -41,8 +41,8 @@ class Lead:
     memory  that is free on each
     """
 
-    def __init__(self, parallel: Parallel, checkpoint: Checkpoint, free: int, wire: Wire | None = None):
-        self.parallel, self._checkpoint, self._free, self._wire = parallel, checkpoint, free, wire
+    def __init__(self, parallel: Parallel, checkpoint: Checkpoint, free: int):
+        self.parallel, self._checkpoint, self._free = parallel, checkpoint, free
         self._identity = identity(checkpoint)
         self._started: list[subprocess.Popen[bytes]] = []
         self._terms: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class Lead:
             where = f"{self.place.host}:{self.place.port}"
             log.warning("waiting for %d ranks: run 'auraflux follow %s MODEL' on each", parallel.size - 1, where)
         self._wait_for_all(store, number, unless)
-        group = Group(self.place, number, 0, parallel.size, parallel.timeout_s, self._wire)
+        group = Group(self.place, number, 0, parallel.size, parallel.timeout_s, find_wire(parallel.wire))
         found = [group.hear(rank) for rank in range(1, parallel.size)]
         for rank, each in enumerate(found, 1):
             reason = difference(self._identity, each["identity"]) or self._strange(each["address"])
@@ -113,7 +113,7 @@ class Lead:
     def _start(self) -> "subprocess.Popen[bytes]":
         address = f"{self.place.host}:{self.place.port}"
         command = [sys.executable, "-m", "auraflux", "follow", address, str(self._checkpoint.path)]
-        command += ["--rank-timeout", str(self.parallel.timeout_s)]
+        command += ["--rank-timeout", str(self.parallel.timeout_s), "--wire", self.parallel.wire]
         # what stops this process must not stop them before they are told
         null = subprocess.DEVNULL
         return subprocess.Popen(command, stdin=null, stdout=null, start_new_session=True)

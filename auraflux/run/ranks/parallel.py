@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from auraflux.errors import SettingsError
+from auraflux.run.ranks.wire import HERE, find_wire
 
 PIPELINE, EXPERTS = MODES = "pipeline", "experts"
 PORT = 29400
@@ -20,6 +21,7 @@ class Parallel:
     hosts      addresses of the machines, this one first, its own port after a colon; none for processes of this machine
     timeout_s  after which a rank that does not answer counts as gone
     restart    bring the group back when a rank is gone
+    wire       the network that is pretended between processes of this machine, see `WIRES`
     """
 
     mode: str
@@ -27,8 +29,10 @@ class Parallel:
     hosts: tuple[str, ...] = ()
     timeout_s: float = TIMEOUT_S
     restart: bool = False
+    wire: str = HERE
 
     def __post_init__(self) -> None:
+        find_wire(self.wire)
         if self.mode not in MODES:
             raise SettingsError(f"{self.mode!r} is no way to divide a model. Those there are: {', '.join(MODES)}.")
         if not 2 <= self.size <= MOST:

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from auraflux.errors import SettingsError
 from auraflux.weights.loader import Rename
 from auraflux.weights.stored import Checkpoint
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-ROUNDS = 60  # of halving an interval of shares, until no double is between its ends
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,23 @@ def sizes_of(checkpoint: Checkpoint, rename: Rename, layers: int) -> Sizes:
 
 def split(sizes: Sizes, memory: Sequence[int]) -> list[range]:
     """Deal layers out to ranks with so much memory, one at least to each; the share of it that the fullest uses is least."""
-    count = len(memory)
-    if count > len(sizes.layers):
-        raise SettingsError(f"a model of {len(sizes.layers)} layers cannot be divided among {count} ranks.")
-    low, high = 0.0, (sum(sizes.layers) + sizes.ends + 1) / max(min(memory), 1)
-    best = _filled(sizes, memory, high)
-    for _ in range(ROUNDS):
-        middle = (low + high) / 2
-        found = _filled(sizes, memory, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    assert best is not None, "any rank has room for all at the largest share"
-    return best
-
-
-def _filled(sizes: Sizes, memory: Sequence[int], share: float) -> list[range] | None:
-    """Fill ranks one after the other up to a share of their memory; None if layers are left, or a rank's first is too large."""
-    made: list[range] = []
-    first, layers = 0, len(sizes.layers)
-    for rank, room in enumerate(memory):
-        after = len(memory) - rank - 1
-        end = first + 1
-        if sizes.of(range(first, end)) > share * room:
-            return None
-        while end < layers - after and sizes.of(range(first, end + 1)) <= share * room:
-            end += 1
-        made.append(range(first, end))
-        first = end
-    return made if first == layers else None
+    count, layers = len(memory), len(sizes.layers)
+    if count > layers:
+        raise SettingsError(f"a model of {layers} layers cannot be divided among {count} ranks.")
+    before = list(accumulate(sizes.layers, initial=sizes.ends))
+    # for every number of first layers, the least share of those ranks that have them, and where the last of these begins
+    found = [{end: (before[end] / max(memory[0], 1), 0) for end in range(1, layers + 1)}]
+    for rank in range(1, count):
+        room, least = max(memory[rank], 1), found[-1]
+        found.append(
+            {
+                end: min((max(least[start][0], (before[end] - before[start]) / room), start) for start in range(rank, end))
+                for end in range(rank + 1, layers + 1)
+            }
+        )
+    parts, end = [], layers
+    for rank in range(count - 1, -1, -1):
+        start = found[rank][end][1]
+        parts.append(range(start, end))
+        end = start
+    return parts[::-1]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from auraflux.errors import InputError, RankError, SettingsError
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import load
 from auraflux.run.ranks.follow import follow
-from auraflux.run.ranks.group import meeting_place
+from auraflux.run.ranks.group import Expected, meeting_place
 from auraflux.run.ranks.parallel import LOCAL, Parallel, address_of, parse_parallel
 from tests.run.ranks.together import free_port, together
 from tests.run.tiny import tiny
@@ -138,3 +139,22 @@ def test_nobody_answers():
 def test_too_many_ranks_for_the_layers():
     with pytest.raises(SettingsError, match="cannot be divided among 3 ranks"), together(tiny(), "pipeline", 3):
         pass
+
+
+def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    with together(tiny(), "pipeline", 2, calibrate="off", context=256) as model:
+        before = written(model)
+
+        wait = Expected.wait
+
+        def interrupt(expected: Expected) -> Tensor:
+            if expected._group.rank > 0:
+                return wait(expected)
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Expected, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.logits(PROMPT)
+        model.reset()
+        assert written(model) == before
