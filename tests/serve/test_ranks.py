@@ -77,3 +77,56 @@ def test_without_restart_it_stays_not_ready():
         assert httpx.get(f"{served.url}/health").status_code == 200
         served.tell(signal.SIGTERM)
         assert served.end() == 0
+
+
+async def ask_patiently(client: httpx.AsyncClient, served: Process, number: int, refusals: list[str]) -> str:
+    """Ask until there is an answer; what is said meanwhile must be about ranks, and come in time."""
+    asked = {**ASKED, "prompt": f"{number % 10} hello", "max_tokens": 24}
+    while True:
+        answer = await client.post(f"{served.url}/v1/completions", json=asked)
+        if answer.status_code == 200:
+            return answer.json()["choices"][0]["text"]
+        refusals.append(answer.json()["error"]["message"])
+        await asyncio.sleep(0.5)
+
+
+async def disturb(served: Process) -> None:
+    """Slow the follower down, then kill one, then stop one, with time to come back in between."""
+    for number in (signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP):
+        await asyncio.sleep(2)
+        process = follower(served)
+        if number == signal.SIGCONT:
+            os.kill(process, signal.SIGSTOP)
+            await asyncio.sleep(0.7)
+        os.kill(process, number)
+        while number != signal.SIGCONT and is_ready(served.url):
+            await asyncio.sleep(0.1)
+        while not is_ready(served.url):
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_among_failures():
+    async def ask_all(served: Process) -> tuple[list[str], list[str]]:
+        refusals: list[str] = []
+        asking = asyncio.Semaphore(8)
+
+        async def one(number: int) -> str:
+            async with asking:
+                return await ask_patiently(client, served, number, refusals)
+
+        async with httpx.AsyncClient(timeout=NOTICED_S) as client:
+            answers = asyncio.gather(*(one(number) for number in range(200)))
+            await disturb(served)
+            return await answers, refusals
+
+    with process(*OPTIONS) as served:
+        served.ready()
+        answers, refusals = asyncio.run(ask_all(served))
+        assert len(answers) == 200
+        for number in range(10):
+            assert len(set(answers[number::10])) == 1, "the same was asked, and another answer came"
+        assert all("rank" in refusal for refusal in refusals)
+        assert served.log.count("ready again") == 2
+        served.tell(signal.SIGTERM)
+        assert served.end() == 0
