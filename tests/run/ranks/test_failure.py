@@ -1,7 +1,10 @@
 """Ranks that are killed or stopped end what they held with an error, in the time that was stated, and come back when asked."""
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from auraflux.run.load import load
 from auraflux.run.ranks.follow import follow
 from auraflux.run.ranks.group import Expected, meeting_place
 from auraflux.run.ranks.parallel import LOCAL, Parallel, address_of, parse_parallel
-from tests.run.ranks.together import free_port, together
+from tests.run.ranks.together import free_port, parallel_here, together
 from tests.run.tiny import tiny
 
 TIMEOUT_S = 2.0
@@ -158,3 +161,23 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
             model.logits(PROMPT)
         model.reset()
         assert written(model) == before
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_machine_joins_again():
+    port = free_port()
+    command = [sys.executable, "-m", "auraflux", "follow", f"{LOCAL}:{port}", str(tiny()), "--restart", "--rank-timeout", "2"]
+    with subprocess.Popen(["sh", "-c", f"sleep 2; exec {shlex.join(command)}"]) as other:
+        try:
+            hosts = parallel_here("pipeline", 2, port, timeout_s=TIMEOUT_S, restart=True)
+            model = load(tiny(), calibrate="off", context=256, parallel=hosts)
+            before = written(model)
+            other.send_signal(signal.SIGSTOP)
+            with pytest.raises(RankError, match="rank 1 has not answered"):
+                list(model.tokens(PROMPT, max_tokens=200, temperature=0, endless=True))
+            other.send_signal(signal.SIGCONT)
+            assert comes_back(model) == before
+            model.engine.ranks.close()
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
