@@ -1,11 +1,14 @@
 """Commands whose model is divided among ranks, as users start them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from auraflux.cli import main
 from tests.run.tiny import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -36,3 +39,15 @@ def test_what_cannot_be_is_one_sentence():
     assert "Traceback" not in said
     said = run("auraflux", "follow", "127.0.0.1:1", str(tiny()), code=1)
     assert said.startswith("error: nobody answers at 127.0.0.1:1")
+
+
+def test_a_plan_says_what_fits_and_what_bounds_it():
+    words = ["plan", str(tiny()), "--hosts", "1GB,2GB/1GB", "--memory-speed", "10GB", "--json"]
+    found = json.loads(CliRunner().invoke(main, words, catch_exceptions=False).stdout)
+    assert [row["way"] for row in found] == ["one machine", "pipeline=2"]
+    assert sum(found[1]["parts"]) == found[0]["parts"][0]
+    assert found[1]["bound"] == "network"
+    assert found[0]["tokens_per_s"] > found[1]["tokens_per_s"]
+    refused = CliRunner().invoke(main, ["plan", str(tiny()), "--hosts", "some"])
+    assert refused.exit_code == 1
+    assert "not a size" in refused.output

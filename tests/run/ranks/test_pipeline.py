@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from auraflux.run.engine import nbytes
 from auraflux.run.load import load
 from auraflux.weights.expert_settings import ExpertSettings
 from tests.models.oracles import save, tokens
@@ -43,6 +44,8 @@ def check(path: Path, ids: list[int], size: int, **options: Any) -> None:
     alone = load(path, **OPTIONS, **options)
     with together(path, "pipeline", size, **OPTIONS, **options) as ranks:
         assert len(ranks.engine.ranks.held) == size
+        assert nbytes(ranks.engine.model) < nbytes(alone.engine.model)
+        assert ranks.engine.cache.reserved_nbytes < alone.engine.cache.reserved_nbytes
         assert torch.equal(ranks.logits(ids[:60]), alone.logits(ids[:60]))
         for prompts in ([ids[:11]], [ids[:17], ids[5:12], ids[30:60], ids[7:8]]):
             assert torch.equal(decoded(ranks, prompts, 5), decoded(alone, prompts, 5))
