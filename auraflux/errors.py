@@ -12,7 +12,8 @@ AurafluxError
 │   ├── ContextError  a sequence would grow past the context limit
 │   └── CacheFull     no page or no place for a sequence is free
 └── BackendError    a backend was asked for that this machine or installation does not have (also a RuntimeError)
-    └── DeviceMemoryError  a GPU has no memory left
+    ├── DeviceMemoryError  a GPU has no memory left
+    └── RankError          one of the processes that run a model together is gone, or does not answer
 
 The command line turns each of them into one sentence and exit code 1.
 """
@@ -68,3 +69,7 @@ class BackendError(AurafluxError, RuntimeError):
 
 class DeviceMemoryError(BackendError):
     """A GPU has no memory left."""
+
+
+class RankError(BackendError):
+    """A rank is gone, or does not answer."""

@@ -1,7 +1,7 @@
 """The cache of a whole model: all layers, all sequences."""
 
 from collections.abc import Callable, Hashable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from auraflux.cache.batch import Batch
 from auraflux.cache.calibration import ModelVectors
-from auraflux.cache.index import StepIndex
+from auraflux.cache.index import Note, StepIndex, unheard
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import StateGroup
 from auraflux.cache.sequence import Checkpoints, Part, Sequence, Snapshot
@@ -35,6 +35,7 @@ class Cache:
     spare      tokens by which a sequence with windows can be truncated at once
     kept       sequences more for which windows have room: those that are parked
     vectors    of the model's keys, for layers that code them; None to code keys as they are
+    held       layers that have memory here; those of others are only counted. By default all
     dtype      of what is not compressed
     """
 
@@ -51,6 +52,7 @@ class Cache:
         spare: int = 32,
         kept: int = 0,
         vectors: ModelVectors | None = None,
+        held: range | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
@@ -73,7 +75,10 @@ class Cache:
         self._indexes: dict[tuple[int, int], StepIndex] = {}
         plan = settings.plan(shapes)
         kinds = enumerate(zip(shapes, plan, strict=True))
-        self.layers: list[Any] = [shape.build(self, bits, number) for number, (shape, bits) in kinds]
+        self.note: Note = unheard
+        self.held = range(len(shapes)) if held is None else held
+        self._holds = True
+        self.layers: list[Any] = [self._built(shape, bits, number) for number, (shape, bits) in kinds]
         for shape in shapes:
             if shape.attends:
                 self.group(shape.span).plain_nbytes += shape.plain_nbytes
@@ -91,15 +96,24 @@ class Cache:
                 "Give at least that, or 0 for none."
             )
 
+    def _built(self, shape: LayerShape, bits: Any, number: int) -> Any:
+        self._holds = number in self.held
+        for part in self.parts:
+            part.holds = self._holds
+        return shape.build(self, bits, number)
+
     @cached_property
     def states(self) -> StateGroup:
-        return StateGroup(self.sequences, self.device)
+        made = StateGroup(self.sequences, self.device)
+        made.holds = self._holds
+        return made
 
     def group(self, span: int | None, size: int | None = None, limit: int | None = None) -> LayerGroup:
         """The group of layers whose queries see `span` positions, of the first `limit`, in pages of `size` tokens."""
         key = span, size or self.page, limit
         if key not in self._groups:
             self._groups[key] = LayerGroup(span, self._pages(*key), key[1], self.spare, self.device, limit)
+            self._groups[key].holds = self._holds
         return self._groups[key]
 
     def _pages(self, span: int | None, size: int, limit: int | None) -> int:
@@ -136,6 +150,11 @@ class Cache:
         return sum(layer.token_nbytes for layer in self.layers)
 
     @property
+    def held_token_nbytes(self) -> int:
+        """The same of the layers that have memory here."""
+        return sum(self.layers[number].token_nbytes for number in self.held)
+
+    @property
     def sequence_nbytes(self) -> int:
         """Bytes that a sequence takes beside its tokens' codes: positions that are kept as they are as well."""
         return sum(layer.plain_nbytes for layer in self.layers)
@@ -153,8 +172,8 @@ class Cache:
 
     @property
     def page_nbytes(self) -> int:
-        """Bytes of a page of the layers that see everything."""
-        return sum(group.page_nbytes for group in self._groups.values() if group.grows)
+        """Bytes here of a page of the layers that see everything."""
+        return sum(group.own_page_nbytes for group in self._groups.values() if group.grows)
 
     @property
     def plain_nbytes(self) -> int:
@@ -195,11 +214,25 @@ class Cache:
 
     def _index(self, count: int, longest: int) -> StepIndex:
         """The index for so many sequences up to a length; kernels share their work by how far it reaches."""
-        reach = min(1 << max(longest, SHORTEST - 1).bit_length(), self.context)
+        return self.index(count, min(1 << max(longest, SHORTEST - 1).bit_length(), self.context))
+
+    def index(self, count: int, reach: int) -> StepIndex:
+        """The index for so many sequences, none longer than `reach`."""
         key = count, reach
         if key not in self._indexes:
             self._indexes[key] = StepIndex(count, reach, self.device)
+            self._indexes[key].note = partial(self.note, key)
         return self._indexes[key]
+
+    def tell(self, note: Note) -> None:
+        """Let somebody hear from now on what is written: (where, what, numbers); where is a part's number or an index's key."""
+        self.note = note
+        for number, part in enumerate(self.parts):
+            part.note = partial(note, number)
+
+    def forget_steps(self) -> None:
+        """Begin anew with steps: whoever heard of them is gone."""
+        self._indexes.clear()
 
     def restore(self, snapshot: Snapshot) -> Sequence:
         """Make a sequence of a snapshot, with pages of its own."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.cache.index import StepIndex
+from auraflux.cache.index import Note, StepIndex, unheard
 
 ALIGNMENT = 64
 
@@ -74,18 +74,26 @@ class LayerGroup:
     spare  positions kept beyond the span: truncating by as many is exact at once
     limit  only so many of the first positions are kept; None for all
     plain_nbytes  of a token in all layers of the group, uncompressed in bf16
+    stores        of all layers; those that others hold are on the device meta
+    note          hears what is done to pages
     """
 
     def __init__(self, span: int | None, pages: int, size: int, spare: int, device: torch.device, limit: int | None = None):
         self.span, self.size, self.spare, self.device, self.limit = span, size, spare, device, limit
         self.pool, self.plain_nbytes = PagePool(pages), 0
         self.stores: list[Tensor] = []
+        self.own: list[Tensor] = []
+        self.holds = True
+        self.note: Note = unheard
         # rows that may hold more than their sequences need: a step's tokens are not given up before the next step
         self.windows: WeakSet[PageRow] = WeakSet()
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Make a store of all pages and one more, [P + 1, *shape]."""
-        self.stores.append(reserve(self.pool.count + 1, *shape, dtype=dtype, device=self.device))
+        where = self.device if self.holds else torch.device("meta")
+        self.stores.append(reserve(self.pool.count + 1, *shape, dtype=dtype, device=where))
+        if self.holds:
+            self.own.append(self.stores[-1])
         return self.stores[-1]
 
     @property
@@ -98,9 +106,14 @@ class LayerGroup:
         return self.pool.used * self.page_nbytes
 
     @property
+    def own_page_nbytes(self) -> int:
+        """Bytes of a page here."""
+        return sum(store[0].nbytes for store in self.own)
+
+    @property
     def reserved_nbytes(self) -> int:
-        """Bytes of all pages."""
-        return self.pool.count * self.page_nbytes
+        """Bytes of all pages here."""
+        return self.pool.count * self.own_page_nbytes
 
     @property
     def free(self) -> int:
@@ -158,10 +171,15 @@ class LayerGroup:
     def copy(self, page: int) -> int:
         """Give up one ownership of a page for a new page with the same content."""
         fresh = self.pool.take()
-        for store in self.stores:
-            store[fresh] = store[page]
+        self.copy_to(page, fresh)
+        self.note("page", page, fresh)
         self.pool.release([page])
         return fresh
+
+    def copy_to(self, page: int, other: int) -> None:
+        """Write a page's content to another."""
+        for store in self.own:
+            store[other] = store[page]
 
 
 @dataclass(frozen=True)

@@ -6,29 +6,41 @@ Such a state is as large after one token as after a million, and cannot be cut b
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from auraflux.cache.batch import Batch, Layer
-from auraflux.cache.index import StepIndex
+from auraflux.cache.index import Note, StepIndex, unheard
 from auraflux.cache.pages import reserve
 from auraflux.errors import CacheFull
 from auraflux.ops.delta.reference import CONV_WIDTH, delta_layer_step, gated_delta_prefill, short_conv
 
 
 class StateGroup:
-    """The states of all recurrent layers, with one slot for each sequence."""
+    """The states of all recurrent layers, with one slot for each sequence.
+
+    stores  of all layers; those that others hold are on the device meta
+    note    hears what is done to states
+    """
 
     def __init__(self, slots: int, device: torch.device):
         self.slots, self.device = slots, device
         self.stores: list[Tensor] = []
         self._free = list(range(slots - 1, -1, -1))
         self._open: set[StateRow] = set()
+        self.own: list[Tensor] = []
+        self.holds = True
+        self.note: Note = unheard
+        self._marks = count()
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Make a store of all slots, [S, *shape]."""
-        self.stores.append(reserve(self.slots, *shape, dtype=dtype, device=self.device))
+        where = self.device if self.holds else torch.device("meta")
+        self.stores.append(reserve(self.slots, *shape, dtype=dtype, device=where))
+        if self.holds:
+            self.own.append(self.stores[-1])
         return self.stores[-1]
 
     def held(self, length: int) -> int:
@@ -45,8 +57,8 @@ class StateGroup:
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.slots * self.slot_nbytes
+        """Bytes of all slots here."""
+        return self.slots * sum(store[0].nbytes for store in self.own)
 
     @property
     def free(self) -> int:
@@ -94,7 +106,7 @@ class StateGroup:
                 continue
             other, old = there.get(slot), row.slot
             assert old is not None
-            self._swap(old, slot, other is not None)
+            (self.move if other is None else self.swap)(old, slot)
             if other is None:
                 self._free[self._free.index(slot)] = old
                 there.pop(old)
@@ -102,12 +114,53 @@ class StateGroup:
                 other.slot, there[old] = old, other
             row.slot, there[slot] = slot, row
 
-    def _swap(self, a: int, b: int, both: bool) -> None:
-        for store in self.stores:
-            kept = store[b].clone() if both else None
-            store[b] = store[a]
-            if kept is not None:
-                store[a] = kept
+    def clear(self, slot: int) -> None:
+        """Begin a state."""
+        for store in self.own:
+            store[slot].zero_()
+        self.note("clear", slot)
+
+    def move(self, slot: int, other: int) -> None:
+        """Write a state to another slot."""
+        for store in self.own:
+            store[other] = store[slot]
+        self.note("move", slot, other)
+
+    def swap(self, slot: int, other: int) -> None:
+        """Let two states change places."""
+        for store in self.own:
+            kept = store[other].clone()
+            store[other] = store[slot]
+            store[slot] = kept
+        self.note("swap", slot, other)
+
+    def keep(self, slot: int) -> "StateMark":
+        """Copy a state for a checkpoint."""
+        made = StateMark([store[slot].clone() for store in self.own], self, next(self._marks))
+        self.note("keep", slot, made.number)
+        return made
+
+    def put(self, slot: int, mark: "StateMark") -> None:
+        """Give a slot the state of a checkpoint."""
+        for store, tensor in zip(self.own, mark.tensors, strict=True):
+            store[slot] = tensor
+        self.note("put", slot, mark.number)
+
+
+@dataclass(frozen=True)
+class StateMark:
+    """The state that a checkpoint keeps, one tensor for each store here; others know theirs by its number."""
+
+    tensors: list[Tensor]
+    group: StateGroup
+    number: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.group.slot_nbytes
+
+    def release(self) -> None:
+        self.group.note("drop", self.number)
 
 
 @dataclass(frozen=True)
@@ -116,13 +169,6 @@ class StateImage:
 
     tensors: list[Tensor]
     pages: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def release(self) -> None:
-        """Nothing is shared."""
 
 
 class StateRow:
@@ -157,26 +203,23 @@ class StateRow:
 
     def truncate(self, length: int) -> None:
         assert length == 0, "only a checkpoint has an earlier state"
-        if self.parked:
-            return
-        for store in self.group.stores:
-            store[self.slot].zero_()
+        if not self.parked:
+            self.group.clear(self.slot)
 
     def shorten(self, length: int) -> None:
         """Extra tokens have left the state as it was."""
 
-    def mark(self, length: int) -> StateImage:
-        return StateImage([store[self.slot].clone() for store in self.group.stores])
+    def mark(self, length: int) -> StateMark:
+        return self.group.keep(self.slot)
 
-    def rewind(self, length: int, mark: StateImage) -> None:
+    def rewind(self, length: int, mark: StateMark) -> None:
         if not self.parked:
-            self.restore(mark)
+            self.group.put(self.slot, mark)
 
     def fork(self) -> "StateRow":
         other = self.group.open()
         if not self.parked:
-            for store in self.group.stores:
-                store[other.slot] = store[self.slot]
+            self.group.move(self.slot, other.slot)
         return other
 
     def park(self) -> None:
@@ -187,7 +230,7 @@ class StateRow:
     def snapshot(self) -> StateImage:
         return StateImage([store[self.slot].cpu().clone() for store in self.group.stores])
 
-    def image_of(self, length: int, mark: StateImage) -> StateImage:
+    def image_of(self, length: int, mark: StateMark) -> StateImage:
         """Copy what the row held at a checkpoint."""
         return StateImage([tensor.cpu() for tensor in mark.tensors])
 
@@ -212,8 +255,8 @@ class RecurrentLayer(Layer):
 
     def view(self, batch: Batch) -> slice | Tensor:
         """Slots of the batch's sequences, as an index of a store."""
-        slots = [row.slot for row in batch.rows(self.group)]
-        if slots == list(range(slots[0], slots[0] + len(slots))):
+        slots = batch.places
+        if slots == tuple(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[0] + len(slots))
         return torch.tensor(slots, device=self.conv.device)
 

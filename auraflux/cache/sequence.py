@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from auraflux.cache.index import StepIndex
+from auraflux.cache.index import Note, StepIndex
 from auraflux.errors import InputError
 
 
@@ -37,7 +37,14 @@ class Row(Protocol):
 
 
 class Part(Hashable, Protocol):
-    """A part of the cache, where each sequence has a row."""
+    """A part of the cache, where each sequence has a row.
+
+    holds  whether the layers that are being built have memory here
+    note   hears what is done to it
+    """
+
+    holds: bool
+    note: Note
 
     @property
     def reserved_nbytes(self) -> int: ...

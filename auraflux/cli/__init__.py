@@ -16,10 +16,12 @@ from auraflux.cli.diff import diff
 from auraflux.cli.doctor import doctor
 from auraflux.cli.eval import evaluate
 from auraflux.cli.failure import Failure, end_output, nameless, say
+from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
 from auraflux.cli.ops import ops
 from auraflux.cli.pack import pack
+from auraflux.cli.plan import plan
 from auraflux.cli.pull import pull
 from auraflux.cli.serve import serve
 from auraflux.errors import AurafluxError
@@ -62,5 +64,5 @@ def main() -> None:
     """Very large mixture-of-experts language models on modest machines."""
 
 
-for command in (generate, chat, serve, pull, inspect, convert, pack, ops, doctor, evaluate, diff, bench):
+for command in (generate, chat, serve, follow, pull, inspect, convert, pack, plan, ops, doctor, evaluate, diff, bench):
     main.add_command(command)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench_model import bench_model
+from auraflux.cli.bench_ranks import bench_ranks
 from auraflux.cli.bench_run import busy
 from auraflux.cli.bench_serve import bench_serve
 from auraflux.cli.bench_speculate import bench_speculate
@@ -26,6 +27,7 @@ def bench() -> None:
 
 
 bench.add_command(bench_model)
+bench.add_command(bench_ranks)
 bench.add_command(bench_serve)
 bench.add_command(bench_speculate)
 bench.add_command(bench_stream)

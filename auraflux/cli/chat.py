@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.generate import figures
-from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.options import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
 from auraflux.cli.stdin import read_line, stdin
 from auraflux.cli.traffic import show_traffic
 from auraflux.errors import AurafluxError
@@ -28,6 +28,7 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
 @model_argument
 @click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
 @options(LOADING)
+@options(RANKS)
 @options(SAMPLING)
 @click.option("--stats", is_flag=True, help="Show after each answer what was read of a packed model's experts.")
 def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> None:

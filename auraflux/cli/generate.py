@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options import LOADING, SAMPLING, load_model, model_argument, options, sampling
+from auraflux.cli.options import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
 from auraflux.cli.stdin import read_all
 from auraflux.cli.traffic import show_traffic, summary
 from auraflux.errors import InputError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Take the prompt as a message to answer, in the model's chat format.")
 @click.option("--system", metavar="TEXT", help="What the model is told before the message; implies --chat.")
 @options(LOADING)
+@options(RANKS)
 @options(SAMPLING)
 @click.option("--stats", is_flag=True, help="Also show what was read of a packed model's experts, layer by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print text and figures as JSON when all is done.")

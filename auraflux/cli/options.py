@@ -1,5 +1,6 @@
 """Options that several commands share: which model, how it is kept, how tokens are chosen."""
 
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ from auraflux.defaults import AUTO, CALIBRATE, FIRST, KV, KV_OF, NEWEST
 if TYPE_CHECKING:
     from auraflux.cache import CacheSettings
     from auraflux.run.language import LanguageModel
+    from auraflux.run.ranks.parallel import Parallel
     from auraflux.weights.expert_settings import ExpertSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -73,6 +75,29 @@ LOADING = [
     ),
     *EXPERTS,
 ]
+timeout_option = click.option(
+    "--rank-timeout",
+    type=float,
+    default=15.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds after which a rank that does not answer is given up.",
+)
+HOSTS = [
+    click.option(
+        "--hosts",
+        "rank_hosts",
+        metavar="A,B",
+        help="Machines of the ranks, this one first: 10.0.0.1,10.0.0.2; by default all are started here.",
+    ),
+    timeout_option,
+]
+RANKS = [
+    click.option(
+        "--parallel", "divided", metavar="MODE=N", help="Divide the model among N ranks: pipeline=2. See docs/distributed.md."
+    ),
+    *HOSTS,
+]
 SAMPLING = [
     click.option("--max-tokens", "-n", type=int, metavar="N", help="Most tokens to write; by default until the text ends."),
     click.option("--temperature", "-t", type=float, help="0 always takes the likeliest token."),
@@ -117,19 +142,59 @@ def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
 
 def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False, **more: Any) -> "LanguageModel":
     """Load what the options ask for, with progress, and say what should be known about it; `chat` if templates are rendered."""
+    if chosen.get("divided"):
+        hush_torch()
     from auraflux.ops.simd.jit import nothing_compiled
     from auraflux.run.load import load
     from auraflux.run.template_process import process
 
     if chat:
         process.warm_up()
-    given = {name: chosen[name] for name in LOADING_NAMES}
+    parallel = _parallel(model, chosen)
+    given = {name: chosen[name] for name in LOADING_NAMES} | {"parallel": parallel}
     loaded = load(model, kv=cache_settings(chosen), expert_memory=expert_settings(chosen), **given, **more)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     if loaded.engine.device.type == "cpu" and nothing_compiled():
         click.echo("note: kernels are compiled for this processor on first use: once, about half a minute.", err=True)
     return loaded
+
+
+def hush_torch() -> None:
+    """Keep torch from writing traces of its own when a rank is gone, which is told in a sentence; before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _parallel(model: str | None, chosen: dict[str, Any]) -> "Parallel | None":
+    """How the options want the model divided; a process that torchrun started as another rank follows, and ends here."""
+    text = chosen.get("divided")
+    if not text:
+        return None
+    from auraflux.run.ranks.lead import launched
+    from auraflux.run.ranks.parallel import parse_parallel
+
+    wanted = parse_parallel(text, chosen["rank_hosts"], chosen["rank_timeout"], chosen.get("restart", False))
+    if launched():
+        _follow_launched(model, wanted)
+    return wanted
+
+
+def _follow_launched(model: str | None, wanted: "Parallel") -> None:
+    from auraflux.errors import SettingsError
+    from auraflux.run.ranks.follow import follow
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != wanted.size:
+        raise SettingsError(f"torchrun started {size} processes, and --parallel asks for {wanted.size}.")
+    if wanted.restart or wanted.hosts:
+        raise SettingsError("torchrun knows the hosts and restarts ranks (--max-restarts): leave --hosts and --restart out.")
+    if rank == 0:
+        return
+    if model is None:
+        raise SettingsError("name the model: ranks do not agree on a default.")
+    follow(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), model, rank=rank, timeout_s=wanted.timeout_s)
+    # connections that are waited on would keep the process
+    os._exit(0)
 
 
 def sampling(chosen: dict[str, Any], **defaults: Any) -> dict[str, Any]:

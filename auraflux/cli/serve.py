@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from auraflux.cli.options import LOADING, load_model, model_argument, options
+from auraflux.cli.options import HOSTS, LOADING, load_model, model_argument, options
 from auraflux.errors import BackendError, InputError, SettingsError
 
 if TYPE_CHECKING:
@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "AURAFLUX_API_KEY"
 log = logging.getLogger("auraflux")
+MOST_TEXTS = 1024
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RANDOM = [
     click.option("--random", "invented", is_flag=True, hidden=True, help="Serve random weights of --shape."),
     click.option("--shape", hidden=True, help="Of random weights: llama-8b, qwen3-30b-a3b, ..."),
     click.option("--layers", type=int, hidden=True, help="Of random weights."),
 ]
+
+
+def texts_and_ranks(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> int | None:
+    """Take what says how the model is divided out of --parallel; what is left is a number of texts."""
+    context.params["divided"] = next((value for value in reversed(values) if "=" in value), None)
+    texts: Any = click.IntRange(1, MOST_TEXTS)
+    numbers = [texts.convert(value, option, context) for value in values if "=" not in value]
+    return numbers[-1] if numbers else None
 
 
 @click.command()
@@ -41,7 +50,15 @@ RANDOM = [
 @click.option(
     "--allow-host", "hosts", multiple=True, metavar="NAME", help="Another name the server is called by, behind a proxy."
 )
-@click.option("--parallel", type=click.IntRange(1, 1024), metavar="N", help="Texts written at once; by default 8, on a GPU 64.")
+@click.option(
+    "--parallel",
+    multiple=True,
+    callback=lambda context, option, values: texts_and_ranks(context, option, values),
+    metavar="N",
+    help="Texts written at once; by default 8, on a GPU 64. Also MODE=N, such as pipeline=2: divide the model among N ranks.",
+)
+@options(HOSTS)
+@click.option("--restart", is_flag=True, help="Bring ranks back when one is gone.")
 @click.option("--queue", type=click.IntRange(0), default=256, show_default=True, metavar="N", help="Requests that may wait.")
 @click.option("--cache-memory", metavar="SIZE", help="For keys and values, kept prefixes too; by default half of what is free.")
 @click.option("--prefix-disk", metavar="SIZE", help="Disk space for prefixes that memory has no room for, such as 20GB.")
@@ -163,7 +180,7 @@ def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, An
     loaded = _load(model, chosen)
     facts = facts_of(loaded, chosen["name"])
     _warm_up(loaded)
-    desk = Desk(loaded, connection, facts)
+    desk = Desk(loaded, connection, facts, chosen["restart"])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: desk.stop())
     size = f"{facts.parallel} at once of up to {facts.context} tokens, cache {facts.kv}"

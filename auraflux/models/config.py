@@ -66,5 +66,14 @@ class Keys:
 
 def experts_per_token(config: dict[str, Any]) -> int:
     """Of each layer that has experts, as most families call it, and as ERNIE and Gemma 4 do."""
+    return Keys(config)[_experts_key(config)]
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    """Whether some layers have experts."""
+    return bool(Keys(config).get(_experts_key(config), 0))
+
+
+def _experts_key(config: dict[str, Any]) -> str:
     keys = Keys(config)
-    return keys[next((name for name in ("moe_k", "top_k_experts") if name in keys), "num_experts_per_tok")]
+    return next((name for name in ("moe_k", "top_k_experts") if name in keys), "num_experts_per_tok")

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache
-from auraflux.ops import add_rms_norm, embed, linear, rms_norm
+from auraflux.ops import add_rms_norm, combine, embed, linear, rms_norm
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
 from auraflux.weights.streamed import Guess
@@ -108,21 +108,31 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class Decoder(ABC, Generic[ConfigT]):
-    """Embedding, layers, norm and head.
+    """Embedding, layers, norm and head; or some consecutive layers, and the rest only where these are the first.
 
     norms  of a layer, as checkpoints name them: before its mixer, and before its MLP
     shift  of the norms' weights, see `Weights.vector`
+    span   the numbers of its layers
+    whole  why its layers cannot be on several ranks; None where they can
     """
 
     norms = "input_layernorm", "post_attention_layernorm"
     shift = 0.0
+    whole: str | None = None
 
     def __init__(self, config: ConfigT, weights: Weights):
         self.config, self.dtype = config, weights.dtype
-        self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
-        self.layers = [self._layer(weights, index) for index in range(config.layers)]
-        self.norm = self.make_norm(weights, "model.norm")
-        self.head = self._head(weights)
+        self.span = weights.span or range(config.layers)
+        for index in set(range(config.layers)) - set(self.span):
+            weights.skip_under(f"model.layers.{index}.")
+        if self.span.start == 0:
+            self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
+        self.layers = [self._layer(weights, index) for index in self.span]
+        if self.span.start == 0:
+            self.norm = self.make_norm(weights, "model.norm")
+            self.head = self._head(weights)
+        else:
+            weights.skip("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
         self._announce()
 
     @abstractmethod
@@ -158,20 +168,38 @@ class Decoder(ABC, Generic[ConfigT]):
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run the new tokens of a batch: ids [T] -> [T, H], after the last norm."""
-        x, delta = self.through(ids, batch, cache, len(self.layers))
+        return self.normed(*self.carried(ids, batch, cache, len(self.layers)))
+
+    def normed(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """What comes out of the last layer, after the last norm: [T, H]."""
         return Stream(x, delta, self.norm, self.config.eps).normed()[1]
+
+    def part(self, x: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Run tokens (ids [T] for the first layers) through these layers: [T, H], nothing still to be added.
+
+        Of a silent batch's last layer only what it keeps is wanted, and what is given means nothing.
+        """
+        stream = self.embedded(x) if self.span.start == 0 else x
+        last = batch.silent and self.span.stop == self.config.layers
+        stream, delta = self.through(stream, batch, cache, len(self.layers) - last)
+        if last:
+            self.layers[-1].remember(stream, delta, batch, cache.layers[-1])
+        return stream if delta is None else combine(stream, delta)
 
     def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None:
         """Run tokens after which nobody asks what follows: of the last layer that keeps something only that is wanted."""
         last = len(cache.layers) - 1
-        carried = self.through(ids, batch, cache, last)
-        self.layers[last].remember(*carried, batch, cache.layers[last])
+        self.layers[last].remember(*self.carried(ids, batch, cache, last), batch, cache.layers[last])
 
-    def through(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+    def carried(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""
-        x, delta = self.embedded(ids), None
-        for layer, store in zip(self.layers[:count], cache.layers, strict=False):
-            x, delta = layer(x, delta, batch, store)
+        return self.through(self.embedded(ids), batch, cache, count)
+
+    def through(self, x: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+        """Run the stream through so many layers: with what is still to be added to it, both [T, H]."""
+        delta: Tensor | None = None
+        for layer, number in zip(self.layers[:count], self.span, strict=False):
+            x, delta = layer(x, delta, batch, cache.layers[number])
         return x, delta
 
     def embedded(self, ids: Tensor) -> Tensor:

@@ -156,6 +156,7 @@ class Model(Decoder[Config]):
     """Attention, then an MLP or both an MLP and a mixture, each between norms; then what the layer is fed."""
 
     norms = "input_layernorm", "pre_feedforward_layernorm"
+    whole = "its layers may be fed from tokens and read keys of earlier ones."
 
     def __init__(self, config: Config, weights: Weights):
         super().__init__(config, weights)
@@ -179,7 +180,7 @@ class Model(Decoder[Config]):
     def embedded(self, ids: Tensor) -> Tensor:
         return super().embedded(ids) * self.scale
 
-    def through(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+    def carried(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers: the stream, with all that was to be added to it, [T, H]."""
         x = self.embedded(ids)
         fed: Any = [None] * count if self.feed is None else self.feed(ids, x)

@@ -52,21 +52,26 @@ def find_vectors(
     device: torch.device | str,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelVectors:
-    """Run tokens through a model and give the vectors of its layers with keys; `tell` hears how many layers of how many."""
-    numbers = [number for number, shape in enumerate(shapes) if type(shape) is AttentionShape]
+    """Run tokens through a model and give the vectors of its layers with keys; `tell` hears how many layers of how many.
+
+    model  or those of its layers that are here; then all ranks call this at the same time
+    """
+    # layers after the last shape keep nothing of their own
+    numbers = [number for number in model.span[: len(shapes)] if type(shapes[number]) is AttentionShape]
     found: dict[int, LayerVectors] = {}
 
     def done(number: int, vectors: LayerVectors) -> None:
         found[number] = vectors
         tell(len(found), len(numbers))
 
-    if numbers:
+    if any(type(shape) is AttentionShape for shape in shapes):
         recorded = [
-            _recorded(shape, model.layers[number].mixer, done) if number in numbers else shape
+            _recorded(shape, model.layers[number - model.span.start].mixer, done) if number in numbers else shape
             for number, shape in enumerate(shapes)
         ]
         count = len(tokens)
-        cache = Cache(recorded, CacheSettings("none"), context=count, chunk=count, dtype=dtype, device=device)
+        sizes: dict[str, Any] = {"context": count, "chunk": count, "held": model.span}
+        cache = Cache(recorded, CacheSettings("none"), **sizes, dtype=dtype, device=device)
         batch = cache.batch([cache.open()])
         batch.extend([count])
         Runner(model, cache, exact=True).forward(sent(tokens, cache.device), batch)

@@ -12,7 +12,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,32 @@ CARRIED = "keys.calibration"  # the name of a file that a model's folder may hav
 ENDING, UNFINISHED = ".calibration", ".part"
 UNFINISHED_S = 600.0  # after which nobody writes a file any more
 HEAVY = 4 << 30  # bytes of weights from which a CPU runs few tokens: more would take minutes
+
+
+class Others(Protocol):
+    """Ranks that have the rest of a model's layers."""
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What all have, in their order."""
+
+    def begin(self, tokens: list[int]) -> None:
+        """Let all run tokens at the same time."""
+
+    def join(self, mine: ModelVectors) -> ModelVectors:
+        """What all have found."""
+
+
+class Nobody:
+    """All layers are here."""
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        return [mine]
+
+    def begin(self, tokens: list[int]) -> None:
+        pass
+
+    def join(self, mine: ModelVectors) -> ModelVectors:
+        return mine
 
 
 def folder() -> Path:
@@ -65,14 +91,17 @@ def vectors_for(
     device: Any,
     nbytes: int = 1,
     report: Report = lambda what, done, total: None,
+    others: Others | None = None,
 ) -> ModelVectors:
     """Give the vectors of a model: those of a file, or "auto": kept ones, or new ones, which are then kept.
 
     path    of the model
     count   of tokens that are run
     nbytes  of its weights, for the report
+    others  who have some of its layers; None where all are here
     """
-    name = weights_name(model, shapes)
+    others = others or Nobody()
+    name = weights_name(others.gather(samples(model, shapes)))
     if calibrate != AUTO:
         return read(Path(calibrate), shapes, name)
     kept = folder() / f"{hashlib.sha256(repr((name, RECIPE, count)).encode()).hexdigest()[:32]}{ENDING}"
@@ -84,7 +113,9 @@ def vectors_for(
                 log.warning("keys are calibrated anew: %s", err)
     vocab = model.config.vocab if tokenizer is None else min(model.config.vocab, tokenizer.vocab_size)
     tokens = random_tokens(count, vocab, () if tokenizer is None else sorted(tokenizer.special_ids))
+    others.begin(tokens)
     found = find_vectors(model, shapes, tokens, dtype, device, lambda a, b: report("calibrating", nbytes * a // b, nbytes))
+    found = others.join(found)
     try:
         _keep(kept, found, {"weights": name, "model": fingerprint(path), "recipe": RECIPE, "tokens": count})
     except (OSError, MemoryError) as err:
@@ -93,15 +124,20 @@ def vectors_for(
     return found
 
 
-def weights_name(model: Any, shapes: list[Any]) -> str:
-    """A name for a model's weights, by a few of them."""
-    found = hashlib.sha256()
+def samples(model: Any, shapes: list[Any]) -> bytes:
+    """A few of a model's weights, or of those of its layers that are here."""
+    found = bytearray()
     # layers after the last shape keep nothing of their own
-    for layer, shape in zip(model.layers, shapes, strict=False):
-        for tensor in layer.mixer.sample() if type(shape) is AttentionShape else ():
-            found.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-            found.update(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:32]
+    for layer, number in zip(model.layers, model.span[: len(shapes)], strict=False):
+        for tensor in layer.mixer.sample() if type(shapes[number]) is AttentionShape else ():
+            found += repr((tuple(tensor.shape), str(tensor.dtype))).encode()
+            found += tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return bytes(found)
+
+
+def weights_name(sampled: list[bytes]) -> str:
+    """A name for a model's weights, by a few of them."""
+    return hashlib.sha256(b"".join(sampled)).hexdigest()[:32]
 
 
 def read(path: Path, shapes: list[Any], weights: str) -> ModelVectors:

@@ -1,6 +1,6 @@
 """A model with its cache: tokens go in, scores of the next token come out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
 from auraflux.run.device import device_memory, sent
 from auraflux.run.graph import Replayer
-from auraflux.run.runner import Model, Runner
+from auraflux.run.runner import Model, Ranks, Runner
 
 # tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
 SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -32,6 +32,7 @@ class Engine:
     vectors    of the model's keys; None to code keys as they are
     exact      multiply float32 activations, see `Runner`
     graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
+    ranks      that have the rest of the model; None where all of it is here
     """
 
     def __init__(
@@ -48,16 +49,31 @@ class Engine:
         vectors: ModelVectors | None = None,
         exact: bool = False,
         graphs: bool = True,
+        ranks: Ranks | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        self.model, self.chunk = model, chunk
+        self.model, self.chunk, self.ranks = model, chunk, ranks
+        here = None if ranks is None else ranks.here
         with device_memory():
             sizes: dict[str, Any] = {"sequences": sequences, "tokens": tokens, "kept": kept, "chunk": chunk}
-            self.cache = Cache(shapes, settings, context=context, **sizes, vectors=vectors, dtype=dtype, device=device)
+            known: dict[str, Any] = {"vectors": vectors, "held": here, "dtype": dtype, "device": device}
+            self.cache = Cache(shapes, settings, context=context, **sizes, **known)
         self.device, self.graphs = torch.device(device), graphs
-        self.runner = Runner(model, self.cache, exact)
+        self.runner = (Runner if ranks is None else ranks.runner)(model, self.cache, exact)
         self.replayer = Replayer(self.runner, graphs)
+
+    def check(self) -> None:
+        """Raise if a rank that has some of the model is gone."""
+        if self.ranks is not None:
+            self.ranks.check()
+
+    def restart(self, unless: Callable[[], bool]) -> None:
+        """Bring ranks back, unless something is so meanwhile. All sequences must be closed: what ranks held of them is gone."""
+        assert self.ranks is not None
+        self.cache.forget_steps()
+        self.replayer.forget()
+        self.ranks.restart(unless)
 
     def step(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         """Give each sequence of a batch its next tokens: the final hidden states [T, H].

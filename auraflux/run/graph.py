@@ -38,7 +38,7 @@ class Replay(Protocol):
 class Step:
     """What is known of steps that read one index, hold their states at the same places and have as many tokens.
 
-    ids        [T]  tokens of the step
+    ids        [T]  tokens of the step; where its layers are not the first, what came before them [T, H]
     positions  [T]  of a piece of a prompt; those of decoding are in the index
     result          after each replay
     batch           of the recording: what it refers to must live as long
@@ -97,8 +97,16 @@ class Replayer:
         tokens = torch.as_tensor(ids)
         if batch.fillers:
             tokens = torch.nn.functional.pad(tokens, (0, batch.fillers))
-        scores = self._replayed(batch, tokens, lambda step: self.runner.score(self.runner.forward(step.ids, batch)))
-        return scores[: len(batch.sequences)]
+        found = self._replayed(batch, tokens, lambda step: self.runner.repeated(step.ids, batch))
+        return self.runner.after(found, batch)[: len(batch.sequences)]
+
+    def repeat(self, batch: Batch, given: Tensor) -> Tensor:
+        """What a runner repeats for a batch whose numbers are written already."""
+        return self._replayed(batch, given, lambda step: self.runner.repeated(step.ids, batch))
+
+    def forget(self) -> None:
+        """Give all recordings up."""
+        self._steps.clear()
 
     def _verify(self, batch: Batch, ids: list[int]) -> Tensor:
         batch.extend([len(ids)])
@@ -109,7 +117,7 @@ class Replayer:
         return self._replayed(batch, ids, lambda step: self.runner.forward(step.ids, batch))
 
     def _replayed(self, batch: Batch, ids: Tensor, work: Callable[[Step], Tensor]) -> Tensor:
-        step = self._step(batch, len(ids))
+        step = self._step(batch, ids)
         step.ids.copy_(ids, non_blocking=True)
         if not batch.single:
             step.positions.copy_(batch.positions, non_blocking=True)
@@ -120,7 +128,7 @@ class Replayer:
         assert step.result is not None
         return step.result.clone()
 
-    def _step(self, batch: Batch, tokens: int) -> Step:
+    def _step(self, batch: Batch, given: Tensor) -> Step:
         # steps of prompts find states through the index too
         places = batch.places if batch.extra is None else ()
         key = batch.index, places, batch.silent, () if batch.single else tuple(batch.counts)
@@ -129,7 +137,8 @@ class Replayer:
             steps, most = self._several, SEVERAL
         step = steps.pop(key, None)
         if step is None:
-            ids, positions = (torch.zeros(tokens, dtype=kind, device=self.runner.device) for kind in (torch.int64, torch.int32))
+            device = self.runner.device
+            ids, positions = torch.zeros_like(given, device=device), torch.zeros(len(given), dtype=torch.int32, device=device)
             step = Step(ids, positions)
             if len(steps) == most:
                 del steps[next(iter(steps))]

@@ -1,5 +1,6 @@
 """`load`: from a path or a name to a model that is ready to write."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.errors import SettingsError
 from auraflux.machine import cache_folder, free_nbytes, this_machine
 from auraflux.models import family, family_name
-from auraflux.models.config import experts_per_token
+from auraflux.models.config import experts_per_token, has_experts
 from auraflux.quant import check_format
 from auraflux.run import calibration
 from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
@@ -20,10 +21,14 @@ from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.ngrams import NGrams
 from auraflux.run.progress import Report, on_terminal
+from auraflux.run.ranks.lead import Lead
+from auraflux.run.ranks.parallel import EXPERTS, PIPELINE, Parallel, parse_parallel
+from auraflux.run.ranks.split import sizes_of
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.speculate import Speculation
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.divided import Division
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
 from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.fingerprint import fingerprint
@@ -54,6 +59,7 @@ def load(
     prefix_disk: str | int | None = None,
     prefix_folder: str | Path | None = None,
     speculate: str | Path | None = None,
+    parallel: str | Parallel | None = None,
     report: Report | None = None,
 ) -> LanguageModel:
     """Load a model: a folder, a GGUF file, or a name that is fetched on first use; None for the built-in default.
@@ -76,8 +82,11 @@ def load(
     prefix_disk   "20GB": for texts on disk that memory has no room for, below `prefix_folder`; by default none
     speculate     what guesses at the next tokens, which are then checked together: "ngram" for the text so far, or a smaller
                   model with the same tokens; the text is the same without, see docs/speculation.md
+    parallel      "pipeline=2": that many processes of this machine have a part of the layers each; or settings in full,
+                  which may name other machines. See docs/distributed.md
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
+    ranks = parse_parallel(parallel) if isinstance(parallel, str) else parallel
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
     kept = expert_memory if isinstance(expert_memory, ExpertSettings) else ExpertSettings(expert_memory)
     target = find_device(device)
@@ -86,7 +95,8 @@ def load(
     for name, size, most in (("context", context, 1 << 40), ("chunk", chunk, 1 << 20), ("sequences", sequences, 1 << 16)):
         if size is not None and (type(size) is not int or not 1 <= size <= most):
             raise SettingsError(f"{name}={size!r:.80} must be a whole number from 1 to {most:,}.")
-    with on_terminal(report) as tell:
+    # ranks that were called are let go if anything fails
+    with on_terminal(report) as tell, ExitStack() as callers:
         checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), tell))
         watch = Watch(checkpoint.files())
         module = family(checkpoint.config)
@@ -95,30 +105,43 @@ def load(
         shapes = module.make_caches(config)
         dtype = activation_dtype(target)
         free = free_nbytes() if target.type == "cpu" else free_device_nbytes(target) - sum(checkpoint.sizes().values())
-        experts = _experts(checkpoint, kept, target, free)
+        lead = None if ranks is None else callers.enter_context(_lead(ranks, checkpoint, target, free, prefix_disk))
+        rooms: list[tuple[range | None, int]] = [(None, free)]
+        if lead is not None:
+            rooms = [*lead.share(sizes_of(checkpoint, module.rename, config.layers))]
+        experts = keep_experts(checkpoint, kept, target, free, rooms[0][0])
         if experts is not None:
-            free = max(free - experts.share.nbytes, free // 2)
-        longest = _context(context, config.context, shapes, settings, dtype, free)
+            rooms = [(held, max(each - experts.share.nbytes, each // 2)) for held, each in rooms]
+        longest = min(_context(context, config.context, shapes, settings, dtype, each, held) for held, each in rooms)
+        options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
+        # one place more is for scores of whole texts
+        options |= {"sequences": sequences + 1, "kept": sequences}
+        tokens = min(pool_tokens(shapes, settings, _cache_nbytes(cache_memory, each), held, **options) for held, each in rooms)
+        wanted = calibration.is_wanted(calibrate, shapes, settings)
+        # what is read depends on the tokens, so their steps cannot be repeated blindly
+        graphs = graphs and (experts is None or experts.share.mapped) and (lead is None or not lead.whole)
+        if lead is not None:
+            sizes = {name: value for name, value in options.items() if name != "dtype"} | {"tokens": tokens}
+            lead.agree(settings, kept, quantize=quantize, exact=exact, graphs=graphs, sizes=sizes, calibrate=wanted)
         tokenizer = _tokenizer(checkpoint)
         fetch_kernels(target)
         with device_memory():
-            model = _model(module, config, checkpoint, quantize, dtype, target, experts, tell)
+            part = rooms[0][0], None if lead is None else lead.division
+            model = make_model(module, config, checkpoint, quantize, dtype, target, experts, tell, *part)
             vectors = None
-            if calibration.is_wanted(calibrate, shapes, settings):
+            if wanted:
                 nbytes = sum(checkpoint.sizes().values())
                 count = calibration.enough_tokens(nbytes, target, experts is not None and not experts.share.mapped)
                 about: dict[str, Any] = {"dtype": dtype, "device": target, "nbytes": nbytes, "report": tell}
-                vectors = calibration.vectors_for(calibrate, model, shapes, checkpoint.path, tokenizer, count, **about)
+                run = model if lead is None else lead.passing(model)
+                where = checkpoint.path, tokenizer, count
+                vectors = calibration.vectors_for(calibrate, run, shapes, *where, **about, others=lead)
         watch.check()
+        if lead is not None:
+            lead.ready(vectors)
+        callers.pop_all()
 
-    # what is read depends on the tokens, so their steps cannot be repeated blindly
-    graphs = graphs and (experts is None or experts.share.mapped)
-
-    options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
-    # one place more is for scores of whole texts
-    options |= {"sequences": sequences + 1, "kept": sequences}
-    how: dict[str, Any] = {"exact": exact, "graphs": graphs, "vectors": vectors}
-    tokens = pool_tokens(shapes, settings, _cache_nbytes(cache_memory, free), **options)
+    how: dict[str, Any] = {"exact": exact, "graphs": graphs, "vectors": vectors, "ranks": lead}
     with device_memory():
         engine = Engine(model, shapes, settings, **options, tokens=tokens, **how, device=target)
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
@@ -156,12 +179,14 @@ def _cache_nbytes(wanted: str | int | None, free: int) -> int | None:
     return free // 2 if wanted == "half" else parse_nbytes(wanted)
 
 
-def pool_tokens(shapes: list[Any], settings: CacheSettings, nbytes: int | None, *, context: int, **options: Any) -> int:
+def pool_tokens(
+    shapes: list[Any], settings: CacheSettings, nbytes: int | None, held: range | None = None, *, context: int, **options: Any
+) -> int:
     """Tokens of all texts together for which a cache has room; without a limit as many as two of full context have."""
     if nbytes is None:
         return 2 * context
     # the meta device makes stores without their memory
-    least = Cache(shapes, settings, context=context, tokens=1, **options, device="meta")
+    least = Cache(shapes, settings, context=context, tokens=1, held=held, **options, device="meta")
     most = max(1, (nbytes - least.reserved_nbytes) // max(least.page_nbytes, 1)) * least.page
     if most < context:
         raise SettingsError(
@@ -171,9 +196,29 @@ def pool_tokens(shapes: list[Any], settings: CacheSettings, nbytes: int | None, 
     return min(most, context * (options["sequences"] + options.get("kept", 0)))
 
 
-def _experts(checkpoint: Checkpoint, settings: ExpertSettings, device: torch.device, free: int) -> ExpertStore | None:
-    """How the experts of a packed model are kept, where so much memory is free."""
-    files = checkpoint.experts
+def _lead(ranks: Parallel, checkpoint: Checkpoint, device: torch.device, free: int, disk: str | int | None) -> Lead:
+    """Call the other ranks; what they cannot do is refused."""
+    if device.type != "cpu":
+        raise SettingsError(
+            f"a model is divided among ranks on CPUs only, and this one is to run on {device}. Give --device cpu."
+        )
+    whole = family(checkpoint.config).Model.whole
+    if ranks.mode == PIPELINE and whole:
+        raise SettingsError(f"{checkpoint.path} cannot be divided by layers: {whole}")
+    if ranks.mode == EXPERTS and not has_experts(checkpoint.config):
+        raise SettingsError(f"{checkpoint.path} has no experts to divide. Give --parallel pipeline={ranks.size}.")
+    if disk is not None:
+        raise SettingsError("prefixes of a model that is divided among ranks cannot be kept on disk: leave --prefix-disk out.")
+    return Lead(ranks, checkpoint, free)
+
+
+def keep_experts(
+    checkpoint: Checkpoint, settings: ExpertSettings, device: torch.device, free: int, layers: range | None = None
+) -> ExpertStore | None:
+    """How the experts of a packed model, or of some of its layers, are kept, where so much memory is free."""
+    files = None if checkpoint.experts is None else checkpoint.experts.within(layers)
+    if files is not None and not files.files:
+        return None
     if files is None:
         if settings != ExpertSettings():
             raise SettingsError(
@@ -186,7 +231,7 @@ def _experts(checkpoint: Checkpoint, settings: ExpertSettings, device: torch.dev
     return ExpertStore(files, share, settings, device=device, main_slots=below)
 
 
-def _model(
+def make_model(
     module: Any,
     config: Any,
     checkpoint: Checkpoint,
@@ -195,7 +240,10 @@ def _model(
     device: torch.device,
     experts: ExpertStore | None,
     report: Report,
+    layers: range | None = None,
+    division: Division | None = None,
 ) -> Any:
+    """Load a model, or some of its layers, or some experts of each."""
     total, done = sum(checkpoint.sizes().values()), 0
 
     def advance(nbytes: int) -> None:
@@ -203,18 +251,25 @@ def _model(
         done += nbytes
         report("loading", done, total)
 
-    weights = Weights(checkpoint, module.rename, bits=bits, dtype=dtype, device=device, experts=experts, advance=advance)
+    form: dict[str, Any] = {"bits": bits, "dtype": dtype, "device": device, "span": layers, "division": division}
+    weights = Weights(checkpoint, module.rename, **form, experts=experts, advance=advance)
     model = module.Model(config, weights)
     weights.done()
     return model
 
 
 def _context(
-    wanted: int | None, trained: int, shapes: list[Any], settings: CacheSettings, dtype: torch.dtype, free: int
+    wanted: int | None,
+    trained: int,
+    shapes: list[Any],
+    settings: CacheSettings,
+    dtype: torch.dtype,
+    free: int,
+    held: range | None = None,
 ) -> int:
     """Most tokens of a sequence; refuses settings that the model's layers cannot have before anything is loaded."""
     # the meta device makes stores without their memory
-    per_token = Cache(shapes, settings, context=1, dtype=dtype, device="meta").token_nbytes
+    per_token = Cache(shapes, settings, context=1, held=held, dtype=dtype, device="meta").held_token_nbytes
     if wanted is not None:
         there = this_machine().memory_nbytes
         if wanted * max(per_token, 1) > there:

@@ -1,5 +1,6 @@
 """Tokens through a model and its cache, one step after the other: what an engine and its replays both run."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,25 @@ class Model(Protocol):
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
     def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Ranks(Protocol):
+    """What rank 0 has of the ranks that run a model with it.
+
+    here  the layers it has itself
+    """
+
+    @property
+    def here(self) -> range: ...
+
+    def runner(self, model: Model, cache: Cache, exact: bool) -> "Runner":
+        """What runs the whole model."""
+
+    def check(self) -> None:
+        """Raise if a rank is gone."""
+
+    def restart(self, unless: Callable[[], bool]) -> None:
+        """Bring the others back, with empty caches, unless something is so meanwhile."""
 
 
 class Runner:
@@ -41,3 +61,11 @@ class Runner:
         """[N, H] -> [N, V] float32."""
         with exact(self.exact):
             return self.model.logits(hidden)
+
+    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
+        """The part of a step of decoding that can be recorded: here all of it, the scores [B, V]."""
+        return self.score(self.forward(given, batch))
+
+    def after(self, found: Tensor, batch: Batch) -> Tensor:
+        """Make scores of what was recorded."""
+        return found

@@ -138,6 +138,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Refuse what cannot be carried out."""
         self._check_files()
+        self.engine.check()
         context, sampling = self.engine.cache.context, request.sampling
         if not request.prompt:
             raise InputError("the prompt is empty: there is nothing to continue.")
@@ -380,6 +381,15 @@ class Scheduler:
             job.end("error")
             self._leave(job)
         self._rewind()
+
+    def lose(self, err: AurafluxError) -> None:
+        """End all texts, also those that wait, and forget those that are kept: ranks that held them are gone."""
+        with self._turns.changed:
+            waiting = list(self._queue.in_turn())
+            for job in waiting:
+                self._queue.take(job)
+        self._fail([*self._running, *waiting], err)
+        self.prefixes.clear()
 
     def _make_room(self, err: CacheFull) -> None:
         """Take the job that came last off and let it wait until there are pages for it."""

@@ -8,16 +8,17 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from auraflux.errors import AurafluxError, BackendError
+from auraflux.errors import AurafluxError, BackendError, RankError
 from auraflux.run.job import Job
 from auraflux.run.language import LanguageModel
 from auraflux.run.request import Event, Request
 from auraflux.serve.link import Gauges, ModelFacts
-from auraflux.serve.pipe import CANCEL, NEWS, READY, STOP, SUBMIT, News
+from auraflux.serve.pipe import CANCEL, DOWN, NEWS, READY, STOP, SUBMIT, News
 
 log = logging.getLogger("auraflux.serve")
 
 IDLE_S = 1.0  # after which gauges are told although nothing happens
+AGAIN_S = 1.0  # between two tries to bring ranks back
 GAUGES_S = 0.2  # between two of them while texts are written
 
 
@@ -47,8 +48,9 @@ def _name_of(path: Path) -> str:
 class Desk:
     """Carries requests to a model's scheduler, and its news back."""
 
-    def __init__(self, model: LanguageModel, connection: Connection, facts: ModelFacts):
+    def __init__(self, model: LanguageModel, connection: Connection, facts: ModelFacts, restart: bool = False):
         self.model, self.scheduler, self._connection = model, model.scheduler, connection
+        self._facts, self._restart = facts, restart
         self._jobs: dict[int, Job] = {}
         self._news: News = []
         self._gone, self._told_at = threading.Event(), 0.0
@@ -68,6 +70,36 @@ class Desk:
                 with self.scheduler.claimed():
                     self.scheduler.turn()
             self._send()
+            try:
+                self.model.engine.check()
+            except RankError as err:
+                self._go_down(err)
+
+    def _go_down(self, err: RankError) -> None:
+        """End all texts when a rank is gone, and take none on until it is back."""
+        log.error("not ready: %s", err)
+        self._say((DOWN, f"{err} The model cannot answer for now."))
+        self._lose(err)
+        while not self._gone.wait(AGAIN_S):
+            # what was asked for in the same moment
+            self._lose(err)
+            if self._restart and self._comes_back():
+                log.info("ready again")
+                self._say((READY, self._facts, self.model.tokenizer))
+                return
+
+    def _lose(self, err: RankError) -> None:
+        with self.scheduler.claimed():
+            self.scheduler.lose(err)
+        self._send()
+
+    def _comes_back(self) -> bool:
+        try:
+            self.model.engine.restart(self._gone.is_set)
+        except AurafluxError as err:
+            log.error("the ranks did not come back: %s", err)
+            return False
+        return True
 
     def stop(self) -> None:
         """Tell the other end to finish what was begun; `run` returns when it has. A signal's handler may call it."""

@@ -71,13 +71,16 @@ class Writing(Protocol):
 class Link(Protocol):
     """What the HTTP side has of the model.
 
-    facts      None while weights are loaded
+    facts      None while weights are loaded, and while the model cannot answer
+    why_not    what a client is told then
     tokenizer  None until then, and for a model that has none
     gauges     as of the last step
     """
 
     @property
     def facts(self) -> ModelFacts | None: ...
+    @property
+    def why_not(self) -> str: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
     @property

@@ -17,8 +17,10 @@ from auraflux.serve.link import Gauges, ModelFacts
 
 # first words of messages; to the model: a request, or the end of one
 SUBMIT, CANCEL = "submit", "cancel"
-# from it: what it is, news of texts with the scheduler's gauges, and that the server shall stop
-READY, NEWS, STOP = "ready", "news", "stop"
+# from it: what it is, news of texts with the scheduler's gauges, that it cannot answer for now, and that the server shall stop
+READY, NEWS, DOWN, STOP = "ready", "news", "down", "stop"
+
+LOADING = "The model is being loaded; try again soon."
 
 News = list[tuple[int, tuple[Any, ...]]]
 
@@ -74,7 +76,7 @@ class PipeLink:
     def __init__(self, connection: Connection, waiting: int, on_stop: Callable[[], None] = lambda: None):
         self.facts: ModelFacts | None = None
         self.tokenizer: Tokenizer | None = None
-        self.gauges = Gauges()
+        self.gauges, self.why_not = Gauges(), LOADING
         self.waiting, self.on_stop = waiting, on_stop
         self._connection, self._count = connection, 0
         self._writings: dict[int, PipeWriting] = {}
@@ -118,6 +120,8 @@ class PipeLink:
                     self._tell(number, Event(*values))
             case (str(word), ModelFacts() as facts, tokenizer) if word == READY:
                 self.facts, self.tokenizer = facts, tokenizer
+            case (str(word), str(why)) if word == DOWN:
+                self.facts, self.why_not = None, why
             case (str(word),) if word == STOP:
                 self.on_stop()
 

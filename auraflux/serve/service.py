@@ -49,7 +49,7 @@ class Service:
     def facts(self) -> ModelFacts:
         """What is known of the model; Failure 503 while there is none."""
         if self.link.facts is None:
-            raise not_ready("The model is being loaded; try again soon.")
+            raise not_ready(self.link.why_not)
         return self.link.facts
 
     @property

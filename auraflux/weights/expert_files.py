@@ -9,7 +9,7 @@ beside it. `docs/streaming.md` describes it key by key.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,13 @@ class ExpertFiles:
     def paths(self) -> list[Path]:
         """The manifest and what it names."""
         return [self.folder / MANIFEST, *(file.path for file in self.files)]
+
+    def within(self, layers: range | None) -> "ExpertFiles":
+        """Those of some layers; None for all."""
+        if layers is None:
+            return self
+        prefixes = tuple(f"model.layers.{number}." for number in layers)
+        return replace(self, files=tuple(file for file in self.files if file.module.startswith(prefixes)))
 
     @cached_property
     def _by_module(self) -> dict[str, ExpertFile]:

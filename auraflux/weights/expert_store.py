@@ -17,7 +17,7 @@ from auraflux.weights.bank import Bank, MainSlots
 from auraflux.weights.expert_files import ExpertFile, ExpertFiles
 from auraflux.weights.expert_settings import ExpertSettings, Share, share_out
 from auraflux.weights.reader import Reader
-from auraflux.weights.streamed import LayerExperts, Overlap, Resident, Streamed
+from auraflux.weights.streamed import Overlap, Resident, Streamed
 from auraflux.weights.traffic import ExpertTraffic, Meter
 
 
@@ -64,7 +64,7 @@ class ExpertStore:
 
     def layer(
         self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], activation: Activation | None
-    ) -> LayerExperts:
+    ) -> Resident | Streamed:
         """The experts of one mixture. Layers must be asked for in the order in which they run."""
         file = self.files.under(module, count, hidden, inner)
         if self.reader is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu
 from auraflux.quant import QTensor
+from auraflux.weights.divided import Divided
 from auraflux.weights.loader import Source, Weights, dense
 from auraflux.weights.stored import Stored
 from auraflux.weights.streamed import LayerExperts, Resident
@@ -28,10 +29,11 @@ def load_experts(
     activation  a checkpoint with gpt-oss's has biases too
     """
     home, alone = f"{name}.{stacks_of(activation)}", f"{name}.experts"
-    clamped = isinstance(activation, Clamp)
+    clamped, division = isinstance(activation, Clamp), weights.division
     if weights.experts is not None:
         biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
-        return weights.experts.layer(name, count, hidden, inner, biases, activation)
+        kept = weights.experts.layer(name, count, hidden, inner, biases, activation)
+        return kept if division is None else Divided(kept, division.share(count), 0, division.join)
     if weights.has(f"{home}.gate_proj.weight"):
         sources = _stacks(weights, home, count, hidden, inner)
     elif not weights.has(f"{alone}.gate_up_proj"):
@@ -40,10 +42,19 @@ def load_experts(
         sources = _fused(weights, alone, count, hidden, inner)
     else:
         sources = _alternating(weights, alone, count, hidden, inner)
-    made = {kind: weights.stack(f"{home}.{kind}_proj.weight", count, source) for kind, source in sources.items()}
+    share = range(count) if division is None else division.share(count)
+    made = {
+        kind: weights.stack(f"{home}.{kind}_proj.weight", len(share), source.after(share.start))
+        for kind, source in sources.items()
+    }
     weights.release(f"{alone}.gate_up_proj", f"{alone}.down_proj")
     biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
-    return Resident(Experts(made["gate"], made["up"], made["down"], **biases, activation=activation))
+    biases = {kind: value[share.start : share.stop].contiguous() for kind, value in biases.items()}
+    if division is not None:
+        # other ranks have the others
+        weights.skip_under(f"{alone}.")
+    resident = Resident(Experts(made["gate"], made["up"], made["down"], **biases, activation=activation))
+    return resident if division is None else Divided(resident, share, share.start, division.join)
 
 
 def stacks_of(activation: Activation | None) -> str:

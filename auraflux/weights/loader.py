@@ -14,6 +14,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
+from auraflux.weights.divided import Division
 from auraflux.weights.expert_store import ExpertStore, map_experts
 from auraflux.weights.rounding import quantize_large
 from auraflux.weights.stored import Checkpoint, Stored
@@ -36,6 +37,10 @@ class Source:
     matrix: Callable[[int], Stored]
     release: Callable[[int], None] = lambda expert: None
 
+    def after(self, first: int) -> "Source":
+        """The same, of experts from a number on."""
+        return Source(lambda expert: self.matrix(first + expert), lambda expert: self.release(first + expert))
+
 
 class Weights:
     """Tensors of a checkpoint under a model's own names, made ready for a device.
@@ -45,6 +50,8 @@ class Weights:
     group     inputs that share a scale
     dtype     of the activations they will meet
     experts   how those of a packed model are kept; by default their files are mapped
+    span      the numbers of the layers that are wanted; None for all
+    division  which of every layer's experts are wanted; None for all
     advance   called with the bytes of each tensor that was taken
     """
 
@@ -58,11 +65,13 @@ class Weights:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         experts: ExpertStore | None = None,
+        span: range | None = None,
+        division: Division | None = None,
         advance: Callable[[int], None] = lambda nbytes: None,
     ):
         if experts is None and checkpoint.experts is not None:
             experts = map_experts(checkpoint.experts, device)
-        self.experts = experts
+        self.experts, self.span, self.division = experts, span, division
         self.checkpoint, self.bits, self.group = checkpoint, bits, group
         self.dtype, self.device, self._advance = dtype, torch.device(device), advance
         # whose kernels read the weights

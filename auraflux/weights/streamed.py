@@ -89,6 +89,15 @@ class Resident:
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return expert_mlp(x, ids, weights, self.experts)
 
+    def fetch(self, ids: Tensor) -> None:
+        """Nothing: they are there."""
+
+    def some(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sum the experts of each token that are not negative: [T, H] float32."""
+        parts = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+        expert_parts(x, ids, self.experts, parts)
+        return sum_parts(parts, weights, torch.float32)
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -155,7 +164,7 @@ class Streamed:
         """Have the next mixture read what it is likely to ask for: [T, H]."""
         if not self.overlap.guess or self._guess is None or self.following is None or len(residual) > GUESSED:
             return
-        self.following.expect(dict.fromkeys(self._guess(residual).flatten().tolist()))
+        self.following.expect(_each(self._guess(residual).flatten().tolist()))
 
     def mix(self, tokens: Mix) -> Tensor:
         """Choose every token's experts and add what they give to the residual stream: [T, H]."""
@@ -181,11 +190,17 @@ class Streamed:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum every token's experts: x [T, H], ids and weights [T, k] -> [T, H]."""
+        return self._sum(x, ids, weights, x.new_empty(*ids.shape, x.shape[1], dtype=torch.float32), x.dtype)
+
+    def some(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sum the experts of each token that are not negative: [T, H] float32."""
+        return self._sum(x, ids, weights, x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32), torch.float32)
+
+    def _sum(self, x: Tensor, ids: Tensor, weights: Tensor, parts: Tensor, dtype: torch.dtype) -> Tensor:
         with self._lock:
             asked, self._asked = self._asked, None
             if asked is None or asked.ids is not ids:
                 asked = self._ask(ids)
-            parts = x.new_empty(*ids.shape, self.stacks.hidden, dtype=torch.float32)
             left = dict.fromkeys(asked.wanted)
             self._request(left)
             if self.overlap.ahead and self.following is not None:
@@ -197,15 +212,15 @@ class Streamed:
                 for expert in ready:
                     del left[expert]
                 self._request(left)
-            return sum_parts(parts, weights, x.dtype)
+            return sum_parts(parts, weights, dtype)
 
     def _ask(self, ids: Tensor) -> Asked:
         """Look at the experts of all tokens, and count those that are here."""
         if (recording := recorder.recording) is not None:
             recording.spoil("experts are read from disk as they are chosen")
         flat = ids.flatten().tolist()
-        wanted = list(dict.fromkeys(reversed(flat)))[::-1]
-        self._last = flat[-ids.shape[1] :]
+        wanted = list(_each(reversed(flat)))[::-1]
+        self._last = list(_each(flat[-ids.shape[1] :]))
         for expert in wanted:
             held = self.bank.get(expert)
             if held is None:
@@ -214,7 +229,7 @@ class Streamed:
                 self.meter.ahead += 1
             else:
                 self.meter.hits += 1
-        self.bank.note(Counter(flat), len(ids))
+        self.bank.note(Counter(expert for expert in flat if expert >= 0), len(ids))
         return Asked(ids, flat, wanted)
 
     def _request(self, left: dict[int, None]) -> None:
@@ -266,6 +281,12 @@ class Streamed:
         if len(asked.flat) <= FEW:
             found = torch.tensor([slots.get(expert, -1) for expert in asked.flat], dtype=torch.int32)
             return found.to(ids.device, non_blocking=True).view(ids.shape)
-        table = torch.full((self.file.count,), -1, dtype=torch.int32)
+        # the last is for what is run elsewhere, whose number is -1
+        table = torch.full((self.file.count + 1,), -1, dtype=torch.int32)
         table[list(slots)] = torch.tensor(list(slots.values()), dtype=torch.int32)
-        return table.to(ids.device).index_select(0, ids.view(-1)).view(ids.shape)
+        return table.to(ids.device)[ids.view(-1).long()].view(ids.shape)
+
+
+def _each(experts: Iterable[int]) -> dict[int, None]:
+    """Every expert once, in order; those that are run elsewhere have negative numbers and are left out."""
+    return dict.fromkeys(expert for expert in experts if expert >= 0)

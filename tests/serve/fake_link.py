@@ -70,6 +70,7 @@ class FakeLink:
         known = self.tokenizer.vocab_size
         self._facts = ModelFacts(NAME, "qwen3", context, known, frozenset({2}), "k8v4", "cpu", 4)
         self.facts: ModelFacts | None = self._facts if ready else None
+        self.why_not = "The model is being loaded; try again soon."
         self.gauges = Gauges(1, 2, 3, 12, 100, 40, 5, 6, 7, 8, 20, 15)
         self.requests: list[Request] = []
         self.writings: list[FakeWriting] = []

@@ -36,6 +36,7 @@ from auraflux.ops.simd.jit import (
     int64s,
     octets,
     real,
+    threads,
 )
 
 FIELDS = 3  # of a launch: address of the code, address of its arguments, jobs
@@ -230,6 +231,8 @@ def record() -> Iterator[Recording]:
     """Note the launches of the block, which runs as usual. One at a time, and only this thread's."""
     if recorder.recording is not None:
         raise BackendError("this thread is recording already; launches cannot belong to two recordings.")
+    # replays launch on threads that nothing else may have started: a narrow model's step can do without
+    threads()
     recording = Recording()
     recorder[get_ident()] = recording
     try:

@@ -1,0 +1,112 @@
+"""What it costs and brings to divide a model among ranks, on networks that are slower than this machine's memory."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from auraflux.run.language import LanguageModel
+from auraflux.run.load import load
+from auraflux.run.ranks.lead import Lead
+from auraflux.run.ranks.parallel import Parallel
+from auraflux.run.ranks.wire import HERE, find_wire
+
+FIRST = 5  # token of prompts; the others follow it
+
+
+@dataclass(frozen=True)
+class RanksRun:
+    """One way to run a model.
+
+    prefill     tokens a second of a prompt
+    decode      tokens a second of one text
+    token_s     median of one of its steps; best_s  the fastest, which others' work on the machine lengthens least
+    together    tokens a second of several texts
+    waited_s    of a step, in which rank 0 had nothing to do
+    sent_nbytes of a step, by rank 0
+    wire_s      of a step, that the pretended network takes by itself
+    """
+
+    mode: str
+    size: int
+    wire: str
+    prefill: float
+    decode: float
+    token_s: float
+    best_s: float
+    together: float
+    waited_s: float = 0.0
+    sent_nbytes: int = 0
+    wire_s: float = 0.0
+
+
+def bench_ranks(
+    path: str | Path, ways: list[tuple[str, int, str]], *, prompt: int, tokens: int, texts: int, **options: Any
+) -> list[RanksRun]:
+    """Time one process, and then each way: a mode, how many ranks, and a wire."""
+    options = {"context": prompt + tokens + 8, "sequences": texts, "cache_memory": "half", **options}
+    found = [_timed(load(path, **options), "one process", 1, HERE, prompt, tokens, texts)]
+    for mode, size, wire in ways:
+        model = load(path, parallel=Parallel(mode, size, wire=wire), **options)
+        assert isinstance(model.engine.ranks, Lead)
+        try:
+            found.append(_timed(model, mode, size, wire, prompt, tokens, texts))
+        finally:
+            model.engine.ranks.close()
+    return found
+
+
+def _timed(model: LanguageModel, mode: str, size: int, wire: str, prompt: int, tokens: int, texts: int) -> RanksRun:
+    # kernels are compiled, and steps recorded, by one of the same lengths
+    _step_times(model, prompt, 4, 1)
+    _step_times(model, prompt, 4, texts)
+    tally, before = _tally(model), _counts(model)
+    prefill_s, steps = _step_times(model, prompt, tokens, 1)
+    nbytes, waited_s = (now - then for now, then in zip(_counts(model), before, strict=True))
+    _, several = _step_times(model, prompt, tokens, texts)
+    each = tokens + 1
+    crossed = (
+        0.0 if tally is None else find_wire(wire).seconds(4 * model.engine.model.config.hidden) * _crossings(model, mode, size)
+    )
+    return RanksRun(
+        mode, size, wire, prompt / prefill_s, 1 / median(steps), median(steps), min(steps), texts / median(several),
+        waited_s / each, round(nbytes / each), crossed,
+    )  # fmt: skip
+
+
+def _crossings(model: LanguageModel, mode: str, size: int) -> int:
+    """How often a token has to wait for the network."""
+    return size if mode == "pipeline" else len(model.engine.model.layers)  # type: ignore[attr-defined]
+
+
+def _tally(model: LanguageModel) -> Any:
+    ranks = model.engine.ranks
+    return ranks.group.tally if isinstance(ranks, Lead) else None
+
+
+def _counts(model: LanguageModel) -> tuple[int, float]:
+    tally = _tally(model)
+    return (0, 0.0) if tally is None else (tally.nbytes, tally.waited_s)
+
+
+def _step_times(model: LanguageModel, prompt: int, tokens: int, texts: int) -> tuple[float, list[float]]:
+    """Seconds of reading a prompt, and of each step of writing so many texts."""
+    engine, vocab = model.engine, model.engine.model.config.vocab
+    sequences = [engine.cache.open() for _ in range(texts)]
+    ids = [(FIRST + at) % vocab for at in range(prompt)]
+    began = time.perf_counter()
+    for sequence in sequences:
+        for start in range(0, prompt - 1, engine.chunk):
+            engine.read([sequence], [ids[start : min(start + engine.chunk, prompt - 1)]])
+    batch, steps = engine.writing(sequences), []
+    last = [ids[-1]] * texts
+    engine.decode(batch, last)
+    prefill_s = (time.perf_counter() - began) / texts
+    for _ in range(tokens):
+        began = time.perf_counter()
+        last = engine.decode(batch, last).argmax(-1).tolist()
+        steps.append(time.perf_counter() - began)
+    for sequence in sequences:
+        sequence.close()
+    return prefill_s, steps

@@ -1,0 +1,55 @@
+"""Each rank has some of every layer's experts, and all else: all take every step, and add up what their experts give.
+
+So two machines with a disk each read two experts at a time, and hold twice as many. Attention is computed by all.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import Batch, Cache
+from auraflux.cache.journal import Journal, Mirror, facts_of
+from auraflux.ops import exact
+from auraflux.run.ranks.group import Group
+from auraflux.run.runner import Runner
+
+
+class ExpertsRunner(Runner):
+    """Rank 0: it tells the others of every step, and takes it with them."""
+
+    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
+        super().__init__(model, cache, exact)
+        self.group, self.journal = group, Journal(cache)
+
+    def forward(self, flat: Tensor, batch: Batch) -> Tensor:
+        """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
+        self.group.check()
+        try:
+            self.group.say_all({"journal": self.journal.take(), "batch": facts_of(batch), "ids": flat.tolist()})
+            return super().forward(flat, batch)
+        except BaseException:
+            # the others wait in the middle of the step, and there is no way to call them back
+            self.group.break_up("a step was broken off, and the ranks are no longer at the same place.")
+            raise
+
+    def renew(self, group: Group) -> None:
+        """Go on with another group, whose caches are empty."""
+        self.group = group
+        self.journal.take()
+
+
+class ExpertsRank:
+    """Takes steps as rank 0 tells."""
+
+    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
+        self.model, self.cache, self.exact, self.group, self.mirror = model, cache, exact, group, Mirror(cache)
+
+    def follow(self) -> None:
+        """Take steps until rank 0 ends."""
+        for told in self.group.notes(0):
+            if "end" in told:
+                return
+            self.mirror.repeat(told["journal"])
+            with exact(self.exact):
+                self.model.part(torch.tensor(told["ids"]), self.mirror.batch(told["batch"]), self.cache)

@@ -1,0 +1,128 @@
+"""A rank that follows: it loads what rank 0 tells it to, and takes the steps that rank 0 takes."""
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from auraflux.cache import Cache, CacheSettings
+from auraflux.cache.calibration import ModelVectors
+from auraflux.errors import InputError, RankError
+from auraflux.machine import free_nbytes
+from auraflux.models import family
+from auraflux.run.calibrate import find_vectors
+from auraflux.run.calibration import samples
+from auraflux.run.device import activation_dtype, find_device
+from auraflux.run.load import keep_experts, make_model
+from auraflux.run.ranks.experts import ExpertsRank
+from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
+from auraflux.run.ranks.identity import identity
+from auraflux.run.ranks.parallel import EXPERTS, TIMEOUT_S
+from auraflux.run.ranks.pipeline import Passing, Stage
+from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
+from auraflux.run.ranks.wire import Wire
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.divided import Division
+from auraflux.weights.expert_settings import ExpertSettings
+from auraflux.weights.pull import locate
+from auraflux.weights.stored import Checkpoint
+
+log = logging.getLogger("auraflux")
+LOOK_S = 0.1  # between two looks for a group that can be joined
+
+
+def follow(
+    host: str,
+    port: int,
+    model: str | Path,
+    *,
+    rank: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    restart: bool = False,
+    wire: Wire | None = None,
+) -> None:
+    """Take part in the group that meets at an address, until its rank 0 ends.
+
+    rank     in the group; by default the next that is free
+    restart  join again when the group was lost
+    """
+    checkpoint = open_checkpoint(locate(str(model), lambda what, done, total: None))
+    place = Place(host, port, address_towards(host, port))
+    number = 0
+    while True:
+        number, given, count = _join(place, number, rank)
+        group = Group(place, number, given, count, timeout_s, wire)
+        try:
+            _take_part(group, checkpoint, place.address)
+            return
+        except RankError as err:
+            if not restart:
+                raise
+            log.warning("%s Waiting for the group to come back.", err)
+        except Exception as err:
+            group.fail(f"rank {given} failed: {err}")
+            raise
+        finally:
+            group.close()
+
+
+def _join(place: Place, before: int, rank: int | None) -> tuple[int, int, int]:
+    """Wait for a group after the one before: its number, this process's rank, and how many there are."""
+    store, ends = place.store(JOIN_S), time.monotonic() + JOIN_S
+    while (number := store.add("round", 0)) <= before:
+        if time.monotonic() > ends:
+            raise RankError(f"no group was opened within {JOIN_S:.0f} s.")
+        time.sleep(LOOK_S)
+    joined = store.add(f"{number}/joined", 1)
+    size = int(store.get(f"{number}/size"))
+    if rank is None and joined >= size:
+        raise RankError(f"the group has all of its {size} ranks already.")
+    return number, joined if rank is None else rank, size
+
+
+def _take_part(group: Group, checkpoint: Checkpoint, address: str) -> None:
+    group.say({"identity": identity(checkpoint), "free": free_nbytes(), "address": address, "process": os.getpid()}, 0)
+    terms = group.hear(0)
+    if "refused" in terms:
+        raise InputError(terms["refused"])
+    if "end" not in terms:
+        stage = _loaded(group, checkpoint, terms)
+        group.say({"ready": True}, 0)
+        stage.follow()
+
+
+def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stage | ExpertsRank:
+    """Load this rank's part and make its cache."""
+    module, device = family(checkpoint.config), find_device("cpu")
+    config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
+    shapes, held = module.make_caches(config), range(*terms["held"][group.rank])
+    experts = keep_experts(checkpoint, ExpertSettings(**terms["experts"]), device, free_nbytes(), held)
+    weights = checkpoint, terms["quantize"], dtype, device, experts, lambda what, done, total: None
+    whole = terms["mode"] == EXPERTS
+    division = Division(group.rank, group.size, group.add_up) if whole else None
+    model = make_model(module, config, *weights, held, division)
+    vectors = _vectors(group, model, shapes, terms["calibrate"], whole, dtype, device)
+    cache = Cache(shapes, CacheSettings(**terms["kv"]), **terms["sizes"], vectors=vectors, held=held, dtype=dtype)
+    graphs = terms["graphs"] and (experts is None or experts.share.mapped)
+    if whole:
+        return ExpertsRank(model, cache, terms["exact"], group)
+    return Stage(model, cache, terms["exact"], graphs, group)
+
+
+def _vectors(
+    group: Group, model: Any, shapes: list[Any], calibrate: bool, whole: bool, dtype: Any, device: Any
+) -> ModelVectors | None:
+    """What rank 0 knows of keys, or finds out with the help of all; it needs to be told nothing of layers that it has too."""
+    if calibrate and not whole:
+        send_bytes(group, samples(model, shapes), 0)
+    told = group.hear(0)
+    if "tokens" in told:
+        found = find_vectors(model if whole else Passing(model, group), shapes, told["tokens"], dtype, device)
+        if not whole:
+            send_bytes(group, pack_vectors(found), 0)
+        told = group.hear(0)
+    if "end" in told:
+        raise RankError("rank 0 has given up.")
+    packed = collected(group, 0)
+    return unpack_vectors(packed) if told["vectors"] else None

@@ -1,0 +1,271 @@
+"""`Group`: the processes of one model, numbered from 0, and messages between them.
+
+Tensors go through a gloo process group, notes as JSON in front of them. Nothing waits for a rank that is gone: every wait ends
+when the heart, a thread that looks after the others, has not seen one of them for a while.
+"""
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from auraflux.errors import RankError
+from auraflux.run.ranks.heart import Heart, Key
+from auraflux.run.ranks.wire import Wire
+
+# torch's stubs know little of it
+GLOO: Any = getattr(dist, "ProcessGroupGloo", None)
+HEADER_NBYTES = 4096  # of a note; what is longer follows in a message of its own
+LENGTH = struct.Struct("<q")
+ROWS, NOTES = 0, 1  # tags
+LOOK_S = 0.2  # between two looks at the heart
+FOREVER = timedelta(days=30)  # the heart ends waits, not gloo
+UNDER_WAY = 4  # sends that are not waited for
+JOIN_S = 600.0  # in which all ranks must have come
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks meet, and the address that this one is reached at."""
+
+    host: str
+    port: int
+    address: str
+
+    def store(self, timeout_s: float) -> Any:
+        """A connection to where ranks meet."""
+        try:
+            return dist.TCPStore(
+                self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except (dist.DistError, RuntimeError) as err:
+            raise RankError(f"nobody answers at {self.host}:{self.port}. Is rank 0 there, and the address right?") from err
+
+
+def meeting_place(host: str, port: int) -> tuple[Place, Any]:
+    """Listen at one address, and nowhere else, for ranks to meet at."""
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as err:
+        raise RankError(f"ranks cannot meet at {host}:{port}: {err.strerror or err}.") from err
+    port = listening.getsockname()[1]
+    # the store closes it
+    server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return Place(host, port, host), server
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the network that another is on."""
+    try:
+        with socket.create_connection((host, port), timeout=10) as connection:
+            return connection.getsockname()[0]
+    except OSError as err:
+        raise RankError(
+            f"nobody answers at {host}:{port}: {err.strerror or err}. Is rank 0 there, and the address right?"
+        ) from err
+
+
+@dataclass
+class Tally:
+    """What a rank has sent, and how long it has waited for the others, at work or on their way."""
+
+    nbytes: int = 0
+    waited_s: float = 0.0
+
+
+class Group:
+    """Ranks that have found each other.
+
+    lost  why the group is of no use any more; None while it is
+    """
+
+    def __init__(self, place: Place, number: int, rank: int, size: int, timeout_s: float, wire: Wire | None = None):
+        self.rank, self.size, self.number, self._wire = rank, size, number, wire or Wire()
+        self._key: Key = f"{number}/{{}}".format
+        options = GLOO._Options()
+        options._devices = [GLOO.create_device(hostname=place.address)]
+        options._timeout = timedelta(seconds=JOIN_S)
+        meeting = place.store(JOIN_S)
+        try:
+            self._gloo = GLOO(dist.PrefixStore(self._key("gloo"), meeting), rank, size, options)
+        except RuntimeError as err:
+            raise RankError(f"the {size} ranks have not found each other within {JOIN_S:.0f} s.") from err
+        self.lost: str | None = None
+        self._heart = Heart(place, self._key, rank, size, timeout_s)
+        self._waiter = Waiter()
+        self._sends: list[tuple[Any, Tensor]] = []
+        self.tally = Tally()
+
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
+        """Begin to send a tensor, which must not change any more."""
+        self.check()
+        while len(self._sends) >= UNDER_WAY:
+            self._wait(self._sends.pop(0)[0])
+        try:
+            self._sends.append((self._gloo.send([tensor], to, tag), tensor))
+            self.tally.nbytes += tensor.nbytes
+        except RuntimeError as err:
+            raise self._gone(err) from err
+
+    def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> "Expected":
+        """Say that a tensor will come; who does so early need not wait for the other side to ask."""
+        self.check()
+        tensor = torch.empty(*shape, dtype=dtype)
+        try:
+            # a note travels with the rows after it
+            wire = self._wire if tag == ROWS else Wire(0.0, self._wire.rate)
+            return Expected(self, self._gloo.recv([tensor], source, tag), tensor, wire)
+        except RuntimeError as err:
+            raise self._gone(err) from err
+
+    def receive(self, *shape: int, source: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.expect(*shape, source=source, dtype=dtype).wait()
+
+    def say(self, told: dict[str, Any], to: int) -> None:
+        """Send a note."""
+        text = json.dumps(told, separators=(",", ":")).encode()
+        room = HEADER_NBYTES - LENGTH.size
+        first = LENGTH.pack(len(text)) + text[:room]
+        self.send(_octets(first + bytes(HEADER_NBYTES - len(first))), to, NOTES)
+        if len(text) > room:
+            self.send(_octets(text[room:]), to)
+
+    def hear(self, source: int) -> dict[str, Any]:
+        """Wait for a note."""
+        return self._read(self._header(source), source)
+
+    def notes(self, source: int) -> Iterator[dict[str, Any]]:
+        """All notes from a rank; each is asked for while the one before is worked on."""
+        header = self._header(source)
+        while True:
+            told = self._read(header, source)
+            header = self._header(source)
+            yield told
+
+    def _read(self, header: "Expected", source: int) -> dict[str, Any]:
+        head = bytes(header.wait().numpy())
+        (length,) = LENGTH.unpack(head[: LENGTH.size])
+        text, room = head[LENGTH.size :][:length], HEADER_NBYTES - LENGTH.size
+        if length > room:
+            text += bytes(self.receive(length - room, source=source, dtype=torch.uint8).numpy())
+        return json.loads(text)
+
+    def say_all(self, told: dict[str, Any]) -> None:
+        for other in range(1, self.size):
+            self.say(told, other)
+
+    def _header(self, source: int) -> "Expected":
+        return self.expect(HEADER_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was asked for, and count the time."""
+        began = time.perf_counter()
+        self._wait(work)
+        self.tally.waited_s += time.perf_counter() - began
+
+    def _wait(self, work: Any) -> None:
+        try:
+            self._waiter.wait(work, self.check)
+        except RankError:
+            raise
+        except RuntimeError as err:
+            raise self._gone(err) from err
+
+    def check(self) -> None:
+        """Raise if a rank is gone."""
+        self.lost = self.lost or self._heart.lost
+        if self.lost is not None:
+            raise RankError(self.lost)
+
+    def break_up(self, why: str) -> None:
+        """Make the group of no use to anybody: the others notice that this heart has stopped."""
+        self.lost = self.lost or why
+        self._heart.stop()
+
+    def add_up(self, mine: Tensor) -> Tensor:
+        """The sum of what all ranks give, added in their order: [T, H]."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = {rank: self.expect(*mine.shape, source=rank) for rank in others}
+        for rank in others:
+            self.send(mine, rank)
+        parts = [mine if rank == self.rank else coming[rank].wait() for rank in range(self.size)]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def fail(self, why: str) -> None:
+        """Leave word why this rank will be gone."""
+        self._heart.tell(why)
+
+    def _gone(self, err: RuntimeError) -> RankError:
+        """What is known of a connection that broke."""
+        self.lost = self.lost or self._heart.word() or "a rank is gone: its connection was closed."
+        return RankError(self.lost)
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+        self.lost = self.lost or "the group was closed."
+        self._heart.stop()
+        self._waiter.stop()
+
+
+class Waiter:
+    """Waits for gloo on a thread of its own: what never comes must not hold up who asked for it, nor the end of the process."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[Any] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Any, RuntimeError | None]] = SimpleQueue()
+        Thread(target=self._run, name="auraflux-waiter", daemon=True).start()
+
+    def wait(self, work: Any, look: Callable[[], None]) -> None:
+        """Wait for a transfer; `look` is called now and then, and may raise."""
+        self._asked.put(work)
+        while True:
+            try:
+                done, failure = self._done.get(timeout=LOOK_S)
+            except Empty:
+                look()
+                continue
+            # what nobody waits for any more, since it was interrupted, comes too
+            if done is work:
+                if failure is not None:
+                    raise failure
+                return
+
+    def stop(self) -> None:
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (work := self._asked.get()) is not None:
+            try:
+                work.wait(FOREVER)
+                self._done.put((work, None))
+            except RuntimeError as err:
+                self._done.put((work, err))
+
+
+class Expected:
+    """A tensor on its way."""
+
+    def __init__(self, group: Group, work: Any, tensor: Tensor, wire: Wire):
+        self._group, self._work, self._tensor, self._wire = group, work, tensor, wire
+
+    def wait(self) -> Tensor:
+        self._group.wait(self._work)
+        self._wire.arrive(self._tensor.nbytes)
+        return self._tensor
+
+
+def _octets(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

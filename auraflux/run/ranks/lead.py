@@ -1,0 +1,233 @@
+"""Rank 0: it calls the others together, says who does what, and gets them back when one is gone."""
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from auraflux.cache import Cache, CacheSettings
+from auraflux.cache.calibration import ModelVectors
+from auraflux.errors import InputError, RankError
+from auraflux.run.ranks.experts import ExpertsRunner
+from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
+from auraflux.run.ranks.identity import difference, identity
+from auraflux.run.ranks.parallel import EXPERTS, LOCAL, Parallel, address_of
+from auraflux.run.ranks.pipeline import Passing, PipelineRunner
+from auraflux.run.ranks.split import Sizes, split
+from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
+from auraflux.run.ranks.wire import find_wire
+from auraflux.run.runner import Runner
+from auraflux.weights.divided import Division
+from auraflux.weights.stored import Checkpoint
+
+log = logging.getLogger("auraflux")
+END_S = 5.0  # in which processes that were started here must end
+TRUSTED = (
+    "ranks trust each other and everybody on their network: nothing between them is encrypted or asks for a key. "
+    "Use a network that only they are on."
+)
+
+
+class Lead:
+    """A group with its followers, as rank 0 has it.
+
+    held    layers of each rank
+    memory  that is free on each
+    """
+
+    def __init__(self, parallel: Parallel, checkpoint: Checkpoint, free: int):
+        self.parallel, self._checkpoint, self._free = parallel, checkpoint, free
+        self._identity = identity(checkpoint)
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._terms: dict[str, Any] = {}
+        self._vectors: ModelVectors | None = None
+        self._runner: PipelineRunner | ExpertsRunner | None = None
+        self._serving = False
+        self.place, self._server = self._meet()
+        try:
+            self.group = self._call()
+        except BaseException:
+            self._stop_started(gone=True)
+            raise
+        atexit.register(self.close)
+
+    def __enter__(self) -> "Lead":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def _meet(self) -> tuple[Place, Any]:
+        if launched():
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            return Place(host, port, address_towards(host, port)), None
+        host, port = self.parallel.meeting
+        if host != LOCAL:
+            log.warning("%s", TRUSTED)
+        return meeting_place(host, port)
+
+    def _call(self, unless: Callable[[], bool] = lambda: False) -> Group:
+        """Wait until all ranks are there, and make sure that they have the same model."""
+        parallel = self.parallel
+        # an open group is one that followers may join
+        store = self.place.store(parallel.timeout_s)
+        number = int(store.add("next", 1))
+        store.set(f"{number}/size", str(parallel.size))
+        store.set("round", str(number))
+        if not launched() and not parallel.hosts:
+            self._started = [self._start() for _ in range(parallel.size - 1)]
+        elif not launched():
+            where = f"{self.place.host}:{self.place.port}"
+            log.warning("waiting for %d ranks: run 'auraflux follow %s MODEL' on each", parallel.size - 1, where)
+        self._wait_for_all(store, number, unless)
+        group = Group(self.place, number, 0, parallel.size, parallel.timeout_s, find_wire(parallel.wire))
+        found = [group.hear(rank) for rank in range(1, parallel.size)]
+        for rank, each in enumerate(found, 1):
+            reason = difference(self._identity, each["identity"]) or self._strange(each["address"])
+            if reason is not None:
+                group.say_all({"refused": f"rank {rank} cannot take part: {reason}."})
+                raise InputError(f"rank {rank} cannot take part: {reason}.")
+        self.memory = [self._free, *(each["free"] for each in found)]
+        return group
+
+    def _wait_for_all(self, store: Any, number: int, unless: Callable[[], bool]) -> None:
+        ends = time.monotonic() + JOIN_S
+        while (there := store.add(f"{number}/joined", 0)) < self.parallel.size - 1:
+            ended = next((process.returncode for process in self._started if process.poll() is not None), None)
+            if ended is not None:
+                raise RankError(f"a rank ended with code {ended} before it began; what it said is above.")
+            if time.monotonic() > ends or unless():
+                raise RankError(f"only {there + 1} of {self.parallel.size} ranks have come.")
+            time.sleep(0.05)
+
+    def _strange(self, address: str) -> str | None:
+        known = [address_of(host, 0)[0] for host in self.parallel.hosts]
+        return f"it is at {address}, which is none of the hosts" if known and address not in known else None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        address = f"{self.place.host}:{self.place.port}"
+        command = [sys.executable, "-m", "auraflux", "follow", address, str(self._checkpoint.path)]
+        command += ["--rank-timeout", str(self.parallel.timeout_s), "--wire", self.parallel.wire]
+        # what stops this process must not stop them before they are told
+        null = subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=null, stdout=null, start_new_session=True)
+
+    @property
+    def here(self) -> range:
+        """The layers of rank 0."""
+        return self.held[0]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has all layers."""
+        return self.parallel.mode == EXPERTS
+
+    @property
+    def division(self) -> Division | None:
+        """Which experts of every layer rank 0 has; None where it has all."""
+        return Division(0, self.parallel.size, lambda mine: self.group.add_up(mine)) if self.whole else None
+
+    def share(self, sizes: Sizes) -> list[tuple[range, int]]:
+        """Decide who has which layers: these, and the memory that is free beside them."""
+        everything = [range(len(sizes.layers))] * self.parallel.size
+        self.held = everything if self.whole else split(sizes, self.memory)
+        return list(zip(self.held, self.memory, strict=True))
+
+    def agree(self, settings: CacheSettings, experts: Any, **terms: Any) -> None:
+        """Tell the others what to load, and how."""
+        held = [[each.start, each.stop] for each in self.held]
+        self._terms = {"mode": self.parallel.mode, "held": held, "kv": asdict(settings), "experts": asdict(experts), **terms}
+        self.group.say_all(self._terms)
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What all ranks have, in their order."""
+        return [mine, *(collected(self.group, rank) for rank in self._with_other_layers)]
+
+    @property
+    def _with_other_layers(self) -> range:
+        return range(1, 1 if self.whole else self.group.size)
+
+    def begin(self, tokens: list[int]) -> None:
+        """Have all ranks run tokens for a calibration, when this one does."""
+        self.group.say_all({"tokens": tokens})
+
+    def join(self, mine: ModelVectors) -> ModelVectors:
+        """The vectors that all ranks have found."""
+        found = dict(mine.layers)
+        for rank in self._with_other_layers:
+            found |= unpack_vectors(collected(self.group, rank)).layers
+        return ModelVectors(dict(sorted(found.items())))
+
+    def passing(self, model: Any) -> Any:
+        """What a calibration runs."""
+        return model if self.whole else Passing(model, self.group)
+
+    def runner(self, model: Any, cache: Cache, exact: bool) -> Runner:
+        """What runs all layers."""
+        self._runner = (ExpertsRunner if self.whole else PipelineRunner)(model, cache, exact, self.group)
+        return self._runner
+
+    def ready(self, vectors: ModelVectors | None) -> None:
+        """Give the others what is known of keys, and wait until they have loaded their layers."""
+        self._vectors = vectors
+        packed = b"" if vectors is None else pack_vectors(vectors)
+        self.group.say_all({"vectors": vectors is not None})
+        for rank in range(1, self.group.size):
+            send_bytes(self.group, packed, rank)
+        for rank in range(1, self.group.size):
+            self.group.hear(rank)
+        self._serving = True
+
+    def check(self) -> None:
+        """Raise if a rank is gone."""
+        self.group.check()
+
+    def restart(self, unless: Callable[[], bool]) -> None:
+        """Bring the group back with an empty cache; whoever calls has closed all sequences."""
+        assert self._runner is not None
+        self._end()
+        self._serving = False
+        self.group = self._call(unless)
+        self.group.say_all({**self._terms, "calibrate": False})
+        self.ready(self._vectors)
+        self._runner.renew(self.group)
+
+    def close(self) -> None:
+        """End the others."""
+        atexit.unregister(self.close)
+        if self.group.lost is None:
+            with suppress(RankError):
+                # a note goes from rank to rank once all are at work
+                (self.group.say if self._serving and not self.whole else self._tell_all)({"end": True}, 1)
+        self._end()
+
+    def _tell_all(self, told: dict[str, Any], first: int) -> None:
+        for rank in range(first, self.group.size):
+            self.group.say(told, rank)
+
+    def _end(self) -> None:
+        gone = self.group.lost is not None
+        self.group.close()
+        self._stop_started(gone)
+
+    def _stop_started(self, gone: bool) -> None:
+        for process in self._started:
+            if gone:
+                process.kill()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._started = []
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_PORT" in os.environ

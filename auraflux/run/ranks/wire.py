@@ -1,0 +1,47 @@
+"""A network that is slower than the one there is, for measuring what a slower one would cost."""
+
+import time
+from dataclasses import dataclass
+
+from auraflux.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What every message is held back by.
+
+    latency_s   from one machine to another
+    rate        bytes a second; None for as fast as it goes
+    """
+
+    latency_s: float = 0.0
+    rate: float | None = None
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a message takes."""
+        return self.latency_s + (0.0 if self.rate is None else nbytes / self.rate)
+
+    def arrive(self, nbytes: int) -> None:
+        """Let a message come as late as it would."""
+        ends = time.perf_counter() + self.seconds(nbytes)
+        # a sleep takes longer than it is asked to by half of the shortest latency
+        while (left := ends - time.perf_counter()) > 0:
+            time.sleep(left - LATE_S if left > 2 * LATE_S else 0)
+
+
+LATE_S = 1e-4
+HERE = "here"
+# latencies of a switch and two stacks, and what a stream of large messages reaches
+WIRES = {
+    HERE: Wire(),
+    "10gbe": Wire(50e-6, 1.1e9),
+    "1gbe": Wire(150e-6, 117e6),
+    "wifi": Wire(2e-3, 40e6),
+}
+
+
+def find_wire(name: str) -> Wire:
+    """The wire of a name."""
+    if name not in WIRES:
+        raise SettingsError(f"there is no wire {name!r}. Those there are: {', '.join(WIRES)}.")
+    return WIRES[name]

@@ -1,0 +1,42 @@
+"""What is foretold of a divided model follows from its bytes."""
+
+import pytest
+
+from auraflux.bench.forecast import Host, Weights, forecasts, parse_hosts
+from auraflux.errors import SettingsError
+from auraflux.run.ranks.wire import Wire, find_wire
+
+GB = 10**9
+# eight layers of 0.5 GB and 4 GB of experts, of which a token uses an eighth
+MIXED = Weights([GB // 2] * 8, [4 * GB] * 8, GB, GB // 2, 1 / 8, 2048, packed=True)
+SLOW = Wire(1e-3, 1e8)
+
+
+def test_two_machines_hold_what_one_reads_from_disk():
+    alone, pipeline, experts = forecasts(MIXED, [Host(24 * GB)] * 2, 20 * GB, SLOW)
+    assert alone.bound == "disk"
+    # 32 GB of experts beside 5 GB; two machines have 19.2 GB each
+    assert alone.terms["disk"] == pytest.approx(4 * GB * (1 - (19.2 - 5) / 32) / 2e9)
+    assert pipeline.terms["disk"] < alone.terms["disk"] / 8
+    assert pipeline.terms["network"] == pytest.approx(2 * (1e-3 + 8192 / 1e8))
+    assert experts.terms["network"] == pytest.approx(8 * (1e-3 + 8192 / 1e8))
+    assert experts.terms["memory"] < pipeline.terms["memory"] == pytest.approx(alone.terms["memory"])
+    assert pipeline.rate > alone.rate
+
+
+def test_what_cannot_be_is_said():
+    small = forecasts(MIXED, [Host(4 * GB)] * 2, 20 * GB, SLOW)
+    assert small[0].reason is not None
+    assert "5.0 GB that every token reads" in small[0].reason
+    loose = Weights(*[getattr(MIXED, name) for name in ("dense", "experts", "ends", "head", "active", "hidden")], packed=False)
+    assert "not packed" in str(forecasts(loose, [Host(24 * GB)], 20 * GB, SLOW)[0].reason)
+
+
+def test_machines_as_users_write_them():
+    assert parse_hosts("16GB, 32GB/3GB") == [Host(16 * GB), Host(32 * GB, 3e9)]
+    with pytest.raises(SettingsError, match="no machine"):
+        parse_hosts("0GB")
+    with pytest.raises(SettingsError, match="not a size"):
+        parse_hosts("much")
+    with pytest.raises(SettingsError, match="there is no wire"):
+        find_wire("string")

@@ -1,0 +1,53 @@
+"""Commands whose model is divided among ranks, as users start them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from auraflux.cli import main
+from tests.run.tiny import tiny
+
+ROOT = Path(__file__).parents[2]
+ASKED = ["-p", "hello there", "-n", "12", "-t", "0", "--calibrate", "off", "--context", "128", "--device", "cpu"]
+
+
+def run(*words: str, code: int = 0) -> str:
+    """What a command writes to stdout, or to stderr where it fails."""
+    made = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert made.returncode == code, made.stderr
+    assert "Traceback" not in made.stderr or code
+    return made.stderr if code else made.stdout
+
+
+@pytest.mark.slow
+def test_processes_of_this_machine_and_those_of_torchrun_write_what_one_does():
+    alone = run("auraflux", "generate", str(tiny()), *ASKED)
+    assert alone.strip()
+    assert run("auraflux", "generate", str(tiny()), *ASKED, "--parallel", "pipeline=2") == alone
+    launcher = "torch.distributed.run", "--nproc-per-node", "2", "-m", "auraflux"
+    assert run(*launcher, "generate", str(tiny()), *ASKED, "--parallel", "pipeline=2") == alone
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_one_sentence():
+    said = run("auraflux", "generate", str(tiny()), *ASKED, "--parallel", "pipeline=9", code=1)
+    assert said.strip().splitlines()[-1] == "error: a model of 2 layers cannot be divided among 9 ranks."
+    assert "Traceback" not in said
+    said = run("auraflux", "follow", "127.0.0.1:1", str(tiny()), code=1)
+    assert said.startswith("error: nobody answers at 127.0.0.1:1")
+
+
+def test_a_plan_says_what_fits_and_what_bounds_it():
+    words = ["plan", str(tiny()), "--hosts", "1GB,2GB/1GB", "--memory-speed", "10GB", "--json"]
+    found = json.loads(CliRunner().invoke(main, words, catch_exceptions=False).stdout)
+    assert [row["way"] for row in found] == ["one machine", "pipeline=2"]
+    assert sum(found[1]["parts"]) == found[0]["parts"][0]
+    assert found[1]["bound"] == "network"
+    assert found[0]["tokens_per_s"] > found[1]["tokens_per_s"]
+    refused = CliRunner().invoke(main, ["plan", str(tiny()), "--hosts", "some"])
+    assert refused.exit_code == 1
+    assert "not a size" in refused.output

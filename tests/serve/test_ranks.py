@@ -1,0 +1,132 @@
+"""A server whose model is divided among ranks: it answers, and when a rank is gone it says so, and comes back."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.server import Process, is_ready, process, wait_until
+
+OPTIONS = ("--parallel", "pipeline=2", "--parallel", "4", "--rank-timeout", "2", "--restart", "--calibrate", "off")
+ASKED = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+NOTICED_S = 20.0  # at most, on a busy machine; 2 s and a moment on an idle one
+
+
+def follower(served: Process) -> int:
+    """The process that has the other layers."""
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            if entry.name.isdigit() and int(parent) == served.popen.pid and "follow" in (entry / "cmdline").read_text():
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError("there is no follower")
+
+
+def ask(served: Process) -> str:
+    return httpx.post(f"{served.url}/v1/completions", json=ASKED, timeout=60).json()["choices"][0]["text"]
+
+
+async def ask_many(served: Process, count: int, number: int) -> list[httpx.Response]:
+    """Ask many things at once, and signal the follower while they are answered."""
+    async with httpx.AsyncClient(timeout=NOTICED_S) as client:
+        asked: dict[str, Any] = {**ASKED, "max_tokens": 200}
+        asking = [
+            asyncio.ensure_future(client.post(f"{served.url}/v1/completions", json={**asked, "prompt": f"{i} hello"}))
+            for i in range(count)
+        ]
+        await asyncio.sleep(0.3)
+        os.kill(follower(served), number)
+        return await asyncio.gather(*asking)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_requests_and_comes_back(number: int):
+    with process(*OPTIONS) as served:
+        served.ready()
+        before = ask(served)
+        began = time.monotonic()
+        answers = asyncio.run(ask_many(served, 12, number))
+        assert time.monotonic() - began < NOTICED_S
+        failed = [answer for answer in answers if answer.status_code != 200]
+        assert failed, "the rank was gone before all was answered"
+        assert all("rank" in answer.json()["error"]["message"] for answer in failed)
+        wait_until(lambda: "ready again" in served.log and is_ready(served.url))
+        assert ask(served) == before
+        assert "Traceback" not in served.log
+        served.tell(signal.SIGTERM)
+        assert served.end() == 0
+
+
+@pytest.mark.slow
+def test_without_restart_it_stays_not_ready():
+    with process(*(option for option in OPTIONS if option != "--restart")) as served:
+        served.ready()
+        os.kill(follower(served), signal.SIGKILL)
+        wait_until(lambda: not is_ready(served.url))
+        refused = httpx.post(f"{served.url}/v1/completions", json=ASKED)
+        assert refused.status_code == 503
+        assert "a rank is gone" in refused.json()["error"]["message"] or "rank 1" in refused.json()["error"]["message"]
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        served.tell(signal.SIGTERM)
+        assert served.end() == 0
+
+
+async def ask_patiently(client: httpx.AsyncClient, served: Process, number: int, refusals: list[str]) -> str:
+    """Ask until there is an answer; what is said meanwhile must be about ranks, and come in time."""
+    asked = {**ASKED, "prompt": f"{number % 10} hello", "max_tokens": 24}
+    while True:
+        answer = await client.post(f"{served.url}/v1/completions", json=asked)
+        if answer.status_code == 200:
+            return answer.json()["choices"][0]["text"]
+        refusals.append(answer.json()["error"]["message"])
+        await asyncio.sleep(0.5)
+
+
+async def disturb(served: Process) -> None:
+    """Slow the follower down, then kill one, then stop one, with time to come back in between."""
+    for number in (signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP):
+        await asyncio.sleep(2)
+        process = follower(served)
+        if number == signal.SIGCONT:
+            os.kill(process, signal.SIGSTOP)
+            await asyncio.sleep(0.7)
+        os.kill(process, number)
+        while number != signal.SIGCONT and is_ready(served.url):
+            await asyncio.sleep(0.1)
+        while not is_ready(served.url):
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_among_failures():
+    async def ask_all(served: Process) -> tuple[list[str], list[str]]:
+        refusals: list[str] = []
+        asking = asyncio.Semaphore(8)
+
+        async def one(number: int) -> str:
+            async with asking:
+                return await ask_patiently(client, served, number, refusals)
+
+        async with httpx.AsyncClient(timeout=NOTICED_S) as client:
+            answers = asyncio.gather(*(one(number) for number in range(200)))
+            await disturb(served)
+            return await answers, refusals
+
+    with process(*OPTIONS) as served:
+        served.ready()
+        answers, refusals = asyncio.run(ask_all(served))
+        assert len(answers) == 200
+        for number in range(10):
+            assert len(set(answers[number::10])) == 1, "the same was asked, and another answer came"
+        assert all("rank" in refusal for refusal in refusals)
+        assert served.log.count("ready again") == 2
+        served.tell(signal.SIGTERM)
+        assert served.end() == 0
