@@ -73,7 +73,7 @@ def test_pages_with_the_usual_levels_are_read_by_the_same_kernels(on):
 def test_the_kernel_that_has_levels_in_its_instructions_declines_others():
     pages = given(attend, [333], [1], (8, 2), 128, (8, 4))["pages"]
     with exact(False):
-        verdict = ATTEND.explain(Attend(1, 8, pages))
+        verdict = ATTEND.explain(Attend(1, pages))
     assert verdict.taken == "float32"
     assert dict(verdict.refused)["attend_int8"] == "levels are given; it has the usual ones in its instructions"
 

@@ -19,10 +19,19 @@ from auraflux.ops.simd.math import exp, sigmoid, silu
 # below these, waking the threads costs more than the work
 STATE_PARALLEL_FROM = 1 << 16  # elements of state, times tokens
 PARALLEL_FROM = 1 << 13  # elements that need an exponential
+SEVERAL = 4  # tokens repay copying a strip: rows of a state a power of two apart share cache sets
 TOKENS = 256  # that a strip goes through together: their keys, queries and values stay in the second cache
 CHANNELS = 1024  # of the convolution: 4 KiB of each of four rows, well inside the first cache
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
+
+
+@jit
+def _copy_strip(source, source_step, target, target_step, rows):
+    for i in range(rows):
+        these, those = floats(source + i * source_step, STRIP), floats(target + i * target_step, STRIP)
+        for j in range(STRIP):
+            those[j] = these[j]
 
 
 @jit
@@ -35,8 +44,15 @@ def _run_head(state, inputs, out, n, steps, key_width, value_width, overlaps):
     row, head = 4 * value_width, 4 * value_width * key_width
     for column in range(0, strips, STRIP):
         here = 4 * column
+        inputs = q, k, v + here, decay, beta
+        if n >= SEVERAL:
+            strip = overlaps + 4 * TOKENS
+            _copy_strip(state + here, row, strip, 4 * STRIP, key_width)
+            step_strip(strip, inputs, overlaps, out + here, n, key_width, 4 * STRIP, steps, 0)
+            _copy_strip(strip, 4 * STRIP, state + here, row, key_width)
+            continue
         ahead = 4 * STRIP if column + 2 * STRIP <= value_width else head - here
-        step_strip(state + here, (q, k, v + here, decay, beta), overlaps, out + here, n, key_width, row, steps, ahead)
+        step_strip(state + here, inputs, overlaps, out + here, n, key_width, row, steps, ahead)
     for column in range(strips, whole, LANES):
         here = 4 * column
         step_vector(state + here, (q, k, v + here, decay, beta), overlaps, out + here, n, key_width, row, steps, 4 * LANES)
@@ -69,7 +85,7 @@ def _prefill(args, job, jobs):
     starts, space, batch, heads, key_heads, key_width, value_width = arguments(args, 7)
     inputs, sizes = arguments(args + 56, 7), (batch, heads, key_heads, key_width, value_width)
     for part in share(batch * heads, job, jobs):
-        _run(part, starts, inputs, sizes, space + 4 * TOKENS * job)
+        _run(part, starts, inputs, sizes, space + 4 * (TOKENS + STRIP * key_width) * job)
 
 
 def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -88,7 +104,15 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
     if out.numel() == 0:
         return like(out, v)
     jobs = threads() if v.shape[0] * heads * key_width * value_width >= STATE_PARALLEL_FROM else 1
-    sizes = starts.data_ptr(), workspace(4 * TOKENS * jobs), batch, heads, q.shape[1], key_width, value_width
+    sizes = (
+        starts.data_ptr(),
+        workspace(4 * (TOKENS + STRIP * key_width) * jobs),
+        batch,
+        heads,
+        q.shape[1],
+        key_width,
+        value_width,
+    )
     _prefill(jobs, *sizes, state.data_ptr(), *[x.data_ptr() for x in wide], out.data_ptr())
     return like(out, v)
 

@@ -22,7 +22,9 @@ from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     add_values,
     key_scores,
     spread_weights,
+    turn_keys,
     turn_values,
+    turned_scores,
 )
 from auraflux.ops.turboquant.cpu.centres import SPAN, add_centres, meet_centres
 from auraflux.ops.turboquant.cpu.codes import HIGH, UNITS, WIDE_BITS, widen_codes
@@ -45,6 +47,7 @@ MOST = 127 * HIGH + 64  # of a weight; an approximate exponential may be a littl
 MOST_Q = 127 * HIGH  # of a query's coordinate
 TINY, INFINITE = np.float32(1e-30), np.float32(np.inf)
 ONE = np.float32(1)
+ONE_TILE = 4  # rows; for more, a block's keys are turned and looked up once
 
 
 @jit
@@ -52,7 +55,7 @@ def fast_scratch(heads, width):
     """Bytes to work in."""
     places = 4 * (SIDE + BLOCK * width)
     blocks = places + BLOCK * width + heads * (LINE + 2 * BLOCK + 20) + 8 * BYTES * (BLOCK // LANES)
-    return blocks + heads * 2 * width + heads * BYTES * (width // 4) + 4 * width + 4 * heads * width + 1024
+    return blocks + heads * 2 * width + heads * BYTES * (width // 4) + 4 * width + 4 * heads * width + 2 * BLOCK * width + 1024
 
 
 @jit
@@ -204,6 +207,7 @@ class Desk(NamedTuple):
     found        [4]
     gathered     [width]           a row's sums in their places
     unturned     [rows][width]     queries, where keys have centres
+    levels       of a block's keys, two bytes each at most
     products     what `meet_centres` works in
     """
 
@@ -224,6 +228,7 @@ class Desk(NamedTuple):
     found: int
     gathered: int
     unturned: int
+    levels: int
     products: int
 
 
@@ -242,8 +247,9 @@ def _lay_out(heads, width, work):
     gathered = found + 16
     unturned = (gathered + 4 * width + 63) // 64 * 64
     sides_at = work, work + 2 * place, place, turned, scores, rounded, spread, queries, sums
+    levels = (unturned + 4 * heads * width + 63) // 64 * 64
     products = work + fast_scratch(heads, width) // 64 * 64
-    return Desk(*sides_at, units, excess, keeps, gains, state, found, gathered, unturned, products)
+    return Desk(*sides_at, units, excess, keeps, gains, state, found, gathered, unturned, levels, products)
 
 
 @jit
@@ -276,9 +282,12 @@ def _limits(rows, r, base, first, last):
 @jit
 def _weigh_rows(item, base, start, end, groups, norms, softcap, threshold, unit, desk):
     """Turn all rows' scores of a block into rounded weights."""
+    block_top((norms, groups, desk.found))
+    most = floats(desk.found, 1)[0]
     for r in range(item.rows.size):
         low, high = _limits(item.rows, r, base, start, end)
-        largest, target = _largest(norms, low, high), desk.rounded + r * 2 * BLOCK
+        all_seen = low == start - base and high == end - base
+        largest, target = most if all_seen else _largest(norms, low, high), desk.rounded + r * 2 * BLOCK
         keep, gain = _weigh(
             desk.scores + r * LINE,
             low,
@@ -302,6 +311,8 @@ def _attend_part(item, keys, values, softcap, threshold, desk):
     key_bits, value_bits = WIDE_BITS[keys.bits], WIDE_BITS[values.bits]
     columns, unit = width * value_bits // 32, UNITS[values.bits] / np.float32(np.sqrt(np.float32(width)))
     here, there, place = desk.here, desk.there, desk.place
+    planes = 1 if key_bits == 4 else 2
+    key_step = planes * LANES * width
     fill(desk.sums, count * LANES * (width // 4), ZERO)
     for r in range(count):
         floats(desk.state + 8 * r, 2)[0], floats(desk.state + 8 * r, 2)[1] = NOTHING, ZERO
@@ -321,9 +332,17 @@ def _attend_part(item, keys, values, softcap, threshold, desk):
             _locate(cache, keys, base + BLOCK, 0, rest, there)
             _locate(cache, values, base + BLOCK, 0, rest, there + place)
         norms, ahead = here + place + 8 * BLOCK, there if rest > 0 else here
+        if count > ONE_TILE:
+            turn_keys((keys.bits, here, groups, width * key_bits // 128, desk.levels, key_step))
         h = 0
         while h < count:
             tile = _tile(count - h)
+            if count > ONE_TILE:
+                source = desk.levels, key_step, groups, width // 4, here + 8 * BLOCK, desk.queries + h * 2 * width
+                target = desk.units + 4 * h, desk.excess + 4 * h, desk.scores + h * LINE, LINE
+                turned_scores((tile, planes, source, target))
+                h += tile
+                continue
             source = here, groups, width * key_bits // 128, here + 8 * BLOCK, desk.queries + h * 2 * width
             target = desk.units + 4 * h, desk.excess + 4 * h, desk.scores + h * LINE, LINE
             # the first pass over a block asks for the next one

@@ -133,16 +133,67 @@ def key_scores(
             _prefetch(b, keys_ahead, group.index, key_nbytes)
             _prefetch(b, values_ahead, group.index, value_nbytes)
             totals = _products(b, code, tile, _group_rows(b, rows, group.index), quads, q)
-            norm = load(b, norms, b.mul(group.index, at(BYTES)), ISA.floats)
-            for h, (high, low) in enumerate(totals):
-                total = b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low))
-                if PLUS:
-                    total = b.sub(total, spread(b, load(b, excess, 4 * h, I32), LANES))
-                unit = spread(b, load(b, units, 4 * h, F32), LANES)
-                score = b.fmul(b.fmul(b.sitofp(total, ISA.floats), unit), norm)
-                store(b, score, out, b.add(b.mul(out_step, at(h)), b.mul(group.index, at(BYTES))))
+            _store_scores(b, totals, group.index, norms, excess, units, out, out_step)
 
     _choose(b, bits, heads, build)
+
+
+@kernel(constants=0)
+def turn_keys(b, bits, rows, groups, quads, out, out_step):
+    """Turn and look up LANES * `groups` keys once, for many queries: their levels in the order in which these meet them.
+
+    rows  [groups * LANES]  int64, addresses of the packed rows, each of 4 * `quads` words
+    out   a group every `out_step` bytes; where levels have two bytes, the low ones follow the high ones
+    """
+    for code in CODES.values():
+        with b.if_then(b.icmp_signed("==", bits, at(code.bits))), cgutils.for_range(b, groups) as group:
+            where, here = _group_rows(b, rows, group.index), b.add(out, b.mul(group.index, out_step))
+            with cgutils.for_range(b, quads) as loop:
+                words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
+                found = [v for word in words for c in code.split(b, word) for v in code.look_up(b, c, PLUS)]
+                place = b.add(here, b.mul(loop.index, at(len(found) * BYTES)))
+                for n, levels in enumerate(found):
+                    store(b, levels, place, n * BYTES)
+
+
+@kernel(constants=0)
+def turned_scores(b, heads, planes, keys, key_step, groups, steps, norms, q, units, excess, out, out_step):
+    """Score `heads` queries against keys that `turn_keys` left, of `planes` bytes a level, `steps` vectors each."""
+
+    def build(bytes_, tile):
+        with cgutils.for_range(b, groups) as group:
+            here = b.add(keys, b.mul(group.index, key_step))
+            totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
+            with cgutils.for_range(b, steps) as loop:
+                place = b.add(here, b.mul(loop.index, at(bytes_ * BYTES)))
+                levels = [load(b, place, n * BYTES, ISA.bytes) for n in range(bytes_)]
+                x = _quads(b, b.add(q, b.mul(loop.index, at(tile * 8))), 2 * tile)
+                _add_dots(b, totals, levels, x)
+            _store_scores(b, totals, group.index, norms, excess, units, out, out_step)
+
+    for bytes_ in (1, 2):
+        for tile in TILES:
+            with b.if_then(b.and_(b.icmp_signed("==", planes, at(bytes_)), b.icmp_signed("==", heads, at(tile)))):
+                build(bytes_, tile)
+
+
+def _add_dots(b, totals, levels, x):
+    """Add to each query's sums, of its high bytes and of its low ones, its products with some levels."""
+    for h, (high, low) in enumerate(totals):
+        b.store(_dot_signed(b, b.load(high), levels[0], x[2 * h]), high)
+        total = _dot_signed(b, b.load(low), levels[0], x[2 * h + 1])
+        b.store(_dot_signed(b, total, levels[1], x[2 * h]) if len(levels) > 1 else total, low)
+
+
+def _store_scores(b, totals, group, norms, excess, units, out, out_step):
+    norm = load(b, norms, b.mul(group, at(BYTES)), ISA.floats)
+    for h, (high, low) in enumerate(totals):
+        total = b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low))
+        if PLUS:
+            total = b.sub(total, spread(b, load(b, excess, 4 * h, I32), LANES))
+        unit = spread(b, load(b, units, 4 * h, F32), LANES)
+        score = b.fmul(b.fmul(b.sitofp(total, ISA.floats), unit), norm)
+        store(b, score, out, b.add(b.mul(out_step, at(h)), b.mul(group, at(BYTES))))
 
 
 def _products(b, code, tile, where, quads, q):
@@ -153,11 +204,7 @@ def _products(b, code, tile, where, quads, q):
         query = b.add(q, b.mul(loop.index, at(4 * code.vectors * tile * 8)))
         for n, codes in enumerate(c for word in words for c in code.split(b, word)):
             levels = code.look_up(b, codes, PLUS)
-            x = _quads(b, b.add(query, at(n * tile * 8)), 2 * tile)
-            for h, (high, low) in enumerate(totals):
-                b.store(_dot_signed(b, b.load(high), levels[0], x[2 * h]), high)
-                total = _dot_signed(b, b.load(low), levels[0], x[2 * h + 1])
-                b.store(_dot_signed(b, total, levels[1], x[2 * h]) if len(levels) > 1 else total, low)
+            _add_dots(b, totals, levels, _quads(b, b.add(query, at(n * tile * 8)), 2 * tile))
     return totals
 
 
