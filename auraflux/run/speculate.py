@@ -264,4 +264,4 @@ class Speculation:
 
 def sizes(most: int) -> list[int]:
     """How many tokens more than texts a step may have: few numbers, so that what steps take is soon known and they recur."""
-    return [more for more in (1, 3, *range(7, most + 1, 8)) if more <= most]
+    return [more for more in (3, *range(7, most + 1, 8)) if more <= most]
