@@ -198,6 +198,10 @@ SHARED_BY_FAMILIES = {
     ("turboquant", "attention.cpu.page_index"),
     ("turboquant", "attention.cpu.prefill"),
     ("turboquant", "attention.cpu.prefill_tiles"),
+    ("turboquant", "attention.cpu.row_blocks"),
+    ("turboquant", "attention.cpu.row_tiles"),
+    # a head of a latent's weight is a dense one once it is unpacked
+    ("attention", "linear.cpu.dense"),
     ("turboquant", "attention.cuda.mla_rope_append"),
 }
 

@@ -10,6 +10,7 @@ processors (a dot product of bytes, a table look-up, how four bytes of activatio
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -112,6 +113,23 @@ def variable(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return slot
 
 
+class AsWritten:
+    """A builder whose sums and products are made as they are written, wherever they are inlined.
+
+    Numba marks all arithmetic without flags of its own as free to be reordered and contracted, also that of intrinsics. So it
+    gets one that changes no number but the sign of a zero.
+    """
+
+    FLAGS = ("nsz",)
+
+    def __init__(self, b: ir.IRBuilder):
+        self._b = b
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._b, name)
+        return partial(found, flags=self.FLAGS) if name in ("fadd", "fsub", "fmul", "fdiv") else found
+
+
 def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
     """Make `build(b, *constants, *values)` callable from jitted code.
 
@@ -127,7 +145,7 @@ def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
             def codegen(context, b, signature, values):
                 entries = list(zip(args.types, cgutils.unpack_tuple(b, values[0]), strict=True))[constants:]
                 opened = [v for kind, value in entries for v in (cgutils.unpack_tuple(b, value) if is_tuple(kind) else [value])]
-                build(b, *fixed, *opened)
+                build(AsWritten(b), *fixed, *opened)
                 return context.get_dummy_value()
 
             return types.void(args), codegen

@@ -1,8 +1,9 @@
 """Attention of one query per sequence: the query heads that share a key head go over its keys together.
 
-An item of work is one key head over a range of positions. Positions come in blocks of BLOCK: score them, update the running
-maximum, turn scores into weights, add the weighted values. While keys are scored their values are already being fetched from
-memory, and the next block's keys while these are added.
+An item of work is one key head over a run of parts. Positions come in blocks of BLOCK: score them, update the running maximum,
+turn scores into weights, add the weighted values. While keys are scored their values are already being fetched from memory, and
+the next block's keys while these are added. Sums are those of `row_tiles`, bit by bit; only keys and values are read where they
+lie.
 """
 
 from functools import cache
@@ -10,14 +11,24 @@ from functools import cache
 import numpy as np
 import torch
 
-from auraflux.ops.attention.cpu.decode_tiles import LANES, TOKENS, element_of, score_block, size_of, value_block
-from auraflux.ops.attention.cpu.jobs import finish, opened, slot_of, span, take
+from auraflux.ops.attention.cpu.decode_scores import score_block
+from auraflux.ops.attention.cpu.decode_tiles import LANES, element_of, size_of, value_block
+from auraflux.ops.attention.cpu.jobs import (
+    end_part,
+    ends_of,
+    finish,
+    open_rows,
+    opened,
+    skip_part,
+    slot_of,
+    span,
+    take,
+)
+from auraflux.ops.attention.cpu.row_tiles import BLOCK, KEYS, cap_row, weigh_row
 from auraflux.ops.simd.jit import Kernel, floats, int32s, int64s, jit, real
-from auraflux.ops.simd.math import exp
-from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 
-BLOCK = 64  # at most
-CACHE = 32768  # bytes that a block's keys, and its values, may take
+ONE = np.float32(1)
 WIDE = 4  # vectors of a sum that are kept in registers together
 
 
@@ -35,67 +46,52 @@ def _vectors(width):
 @cache
 def decode_scratch(heads: int, width: int, value_width: int) -> int:
     """How many floats `decode` needs to work in."""
-    vectors = _vectors(width) + _vectors(value_width)
-    return head_slots(heads) * (vectors * LANES + BLOCK + 7) + 8 * BLOCK
+    vectors = KEYS * _vectors(width) + _vectors(value_width)
+    return head_slots(heads) * (vectors * LANES + BLOCK + 3) + 8 * BLOCK
 
 
 @jit
 def _spread_query(source_at, width, scale, target_at):
-    """Lay a scaled query out in vectors; the last ends with the query, and is zero where it overlaps its neighbour."""
+    """Lay a scaled query out in vectors of four coordinates over and over, as keys meet them.
+
+    The last LANES coordinates end with the query, and are zero where they overlap their neighbours.
+    """
     whole = (_vectors(width) - 1) * LANES
-    source, target = floats(source_at, width), floats(target_at, whole + LANES)
-    for i in range(whole):
-        target[i] = source[i] * scale
-    for lane in range(LANES):
-        place = width - LANES + lane
-        target[whole + lane] = source[place] * scale if place >= whole else ZERO
+    source, target = floats(source_at, width), floats(target_at, KEYS * (whole + LANES))
+    for i in range(whole + LANES):
+        place = i if i < whole else width - LANES + i - whole
+        value = source[place] * scale if i < whole or place >= whole else ZERO
+        for key in range(KEYS):
+            target[i // 4 * LANES + 4 * key + i % 4] = value
 
 
 @jit
-def _locate(pages, first, count, k, key_nbytes, v, value_nbytes, target):
-    """Addresses of the keys and values of positions from `first`; those that fill the block repeat the last."""
+def _locate(pages, first, offset, count, k, key_nbytes, v, value_nbytes, target):
+    """Addresses of the keys and values of `count` positions from `first` on, `offset` into their block.
+
+    Those before repeat the first, those after the last.
+    """
     table, size, heads, head = pages
     keys, values = int64s(target, BLOCK), int64s(target + 8 * BLOCK, BLOCK)
     page, slot, row = first // size, first % size, 0
     for j in range(BLOCK):
-        if j < count:
+        if j == 0 or offset <= j < offset + count:
             row = (np.int64(int32s(table, page + 1)[page]) * heads + head) * size + slot
-            slot += 1
-            if slot == size:
-                page, slot = page + 1, 0
+            if j >= offset:
+                slot += 1
+                if slot == size:
+                    page, slot = page + 1, 0
         keys[j], values[j] = k + row * key_nbytes, v + row * value_nbytes
-
-
-@jit
-def _weigh(scores_at, count, best_at, softcap, state_at):
-    """Turn a block's scores of one head into weights; update its (maximum, sum), give the factor for what was summed before."""
-    scores, best, state = floats(scores_at, count), floats(best_at, 4), floats(state_at, 2)
-    top = max(max(best[0], best[1]), max(best[2], best[3]))
-    if softcap > ZERO:
-        top = softcapped(top, softcap)
-        for j in range(count):
-            scores[j] = softcapped(scores[j], softcap)
-    before = state[0]
-    peak = top if top > before else before
-    base = peak if peak > NOTHING else ZERO
-    total = ZERO
-    for j in range(count):
-        weight = exp(scores[j] - base)
-        scores[j] = weight
-        total += weight
-    keep = exp(before - base)
-    state[0], state[1] = peak, state[1] * keep + total
-    return keep
 
 
 def _steps(heads):
     """Build the two passes over a block for a number of heads, which must be known when they are compiled."""
 
     @jit
-    def score(like, q, width, keys, count, scores, best, ahead, nbytes):
+    def score(like, q, width, keys, batches, scores, ahead, nbytes):
         vectors = _vectors(width)
-        step, line = 4 * vectors * LANES, 4 * BLOCK
-        score_block(like, (heads, q, step, keys, count, vectors, width - LANES, scores, line, best, ahead, nbytes))
+        step, line = 4 * KEYS * vectors * LANES, 4 * BLOCK
+        score_block(like, (heads, q, step, keys, batches, vectors, width - LANES, scores, line, ahead, nbytes))
 
     @jit
     def add(like, weights, values, width, count, sums, keeps, ahead, nbytes):
@@ -117,17 +113,17 @@ _score_one, _add_one = _steps(1)
 
 
 @jit
-def _score(like, heads, q, width, keys, count, scores, best, ahead, nbytes):
+def _score(like, heads, q, width, keys, batches, scores, ahead, nbytes):
     """Score all heads; the first pass asks for what is needed next."""
-    step, line, h = 4 * _vectors(width) * LANES, 4 * BLOCK, 0
+    step, line, h = 4 * KEYS * _vectors(width) * LANES, 4 * BLOCK, 0
     while h + 4 <= heads:
-        _score_four(like, q + h * step, width, keys, count, scores + h * line, best + 16 * h, ahead, nbytes)
+        _score_four(like, q + h * step, width, keys, batches, scores + h * line, ahead, nbytes)
         nbytes, h = 0, h + 4
     if h + 2 <= heads:
-        _score_two(like, q + h * step, width, keys, count, scores + h * line, best + 16 * h, ahead, nbytes)
+        _score_two(like, q + h * step, width, keys, batches, scores + h * line, ahead, nbytes)
         nbytes, h = 0, h + 2
     if h < heads:
-        _score_one(like, q + h * step, width, keys, count, scores + h * line, best + 16 * h, ahead, nbytes)
+        _score_one(like, q + h * step, width, keys, batches, scores + h * line, ahead, nbytes)
 
 
 @jit
@@ -158,10 +154,9 @@ def _hand_over(heads, width, sums, state_at, slot):
 
 
 @jit
-def _decode(like, q, heads, pages, k, v, width, value_width, first, last, scale, softcap, slot, work):
-    """Attend over positions [first, last).
+def _decode(like, heads, pages, k, v, width, value_width, first, last, softcap, slot, work):
+    """Attend over positions [first, last) of a part.
 
-    q     [heads, width]        float32
     slot  [heads, value_width]  sums, then the maxima, then the sums of weights
     """
     slots, line = head_slots(heads), 4 * BLOCK
@@ -169,31 +164,38 @@ def _decode(like, q, heads, pages, k, v, width, value_width, first, last, scale,
     # addresses of a block's keys and values, then the next block's
     here, there = work, work + 16 * BLOCK
     queries = there + 16 * BLOCK
-    sums = queries + 4 * slots * _vectors(width) * LANES
+    sums, keeps, state = _places(slots, width, value_width, queries)
     scores = sums + 4 * slots * _vectors(value_width) * LANES
-    best = scores + slots * line
-    keeps = best + 16 * slots
-    state = keeps + 4 * slots
-    fill(queries, (state - queries) // 4 + 2 * slots, ZERO)
+    fill(sums, slots * _vectors(value_width) * LANES, ZERO)
     for h in range(slots):
-        floats(state + 8 * h, 1)[0] = NOTHING
-    for h in range(heads):
-        _spread_query(q + 4 * h * width, width, scale, queries + 4 * h * _vectors(width) * LANES)
-    # every four heads go over the block again, and find it in the first-level cache
-    block = min(BLOCK, max(16, CACHE // (4 * max(key_nbytes, value_nbytes)) * 4))
-    _locate(pages, first, min(block, last - first), k, key_nbytes, v, value_nbytes, here)
-    for start in range(first, last, block):
-        count, rest = min(block, last - start), min(block, last - start - block)
-        whole = (count + TOKENS - 1) // TOKENS * TOKENS
-        values = here + 8 * BLOCK
-        _score(like, slots, queries, width, here, whole, scores, best, values, value_nbytes)
+        floats(state + 8 * h, 2)[0], floats(state + 8 * h, 2)[1] = NOTHING, ZERO
+    base = first // BLOCK * BLOCK
+    _locate(pages, first, first - base, min(base + BLOCK, last) - first, k, key_nbytes, v, value_nbytes, here)
+    for origin in range(base, last, BLOCK):
+        start, count = max(origin, first), min(origin + BLOCK, last) - max(origin, first)
+        rest, offset = min(BLOCK, last - origin - BLOCK), start - origin
+        values, batches = here + 8 * BLOCK, (offset + count + LANES - 1) // LANES
+        _score(like, slots, queries, width, here, batches, scores, values, value_nbytes)
         for h in range(slots):
-            floats(keeps, slots)[h] = _weigh(scores + h * line, count, best + 16 * h, softcap, state + 8 * h)
+            row, keep = scores + h * line, keeps + 4 * h
+            floats(keep, 1)[0] = ONE
+            if softcap > ZERO:
+                cap_row((row, ZERO, softcap))
+            weigh_row((row, offset, offset + count, ZERO, ZERO, state + 8 * h, keep))
         if rest > 0:
-            _locate(pages, start + block, rest, k, key_nbytes, v, value_nbytes, there)
-        _add(like, slots, scores, values, value_width, count, sums, keeps, there, key_nbytes if rest > 0 else 0)
+            _locate(pages, origin + BLOCK, 0, rest, k, key_nbytes, v, value_nbytes, there)
+        weights, soon = scores + 4 * offset, key_nbytes if rest > 0 else 0
+        _add(like, slots, weights, values + 8 * offset, value_width, count, sums, keeps, there, soon)
         here, there = there, here
     _hand_over(heads, value_width, sums, state, slot)
+
+
+@jit
+def _places(slots, width, value_width, queries):
+    """Where sums, factors and states are."""
+    sums = queries + 4 * KEYS * slots * _vectors(width) * LANES
+    keeps = sums + 4 * slots * (_vectors(value_width) * LANES + BLOCK)
+    return sums, keeps, keeps + 4 * slots
 
 
 @cache
@@ -209,10 +211,28 @@ def decode_kernel(dtype: torch.dtype) -> Kernel:
             where = span(batch, plan, item)
             q = batch.q + 4 * (where.start * batch.heads + item.head * plan.rows) * batch.width
             pages = batch.table + 4 * item.sequence * batch.table_width, batch.page, batch.key_heads, item.head
-            cache = pages, batch.a, batch.b, batch.width, batch.value_width, where.first, where.last
-            slot, work = slot_of(batch, plan, item), plan.space + job * plan.nbytes
-            _decode(like, q, plan.rows, *cache, real(batch.scale), real(batch.softcap), slot, work)
-            finish(batch, plan, item, where)
+            work = plan.space + job * plan.nbytes
+            _begin(q, plan.rows, batch.width, real(batch.scale), work + 32 * BLOCK)
+            open_rows(batch, plan, item, where, job)
+            for part in range(where.begin, where.stop):
+                first, last = ends_of(where, part)
+                if first >= last:
+                    skip_part(batch, plan, item, where, part)
+                    continue
+                slot = slot_of(batch, plan, item, where, part)
+                cache = pages, batch.a, batch.b, batch.width, batch.value_width, first, last
+                _decode(like, plan.rows, *cache, real(batch.softcap), slot, work)
+                end_part(batch, plan, item, where, job, slot)
+            finish(batch, plan, item, where, job)
             item = take(batch, plan, job, item.sequence)
 
     return decode
+
+
+@jit
+def _begin(q, heads, width, scale, queries):
+    """Lay the queries of all heads out."""
+    step = 4 * KEYS * _vectors(width) * LANES
+    fill(queries, step // 4 * head_slots(heads), ZERO)
+    for h in range(heads):
+        _spread_query(q + 4 * h * width, width, scale, queries + h * step)

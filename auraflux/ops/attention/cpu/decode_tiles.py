@@ -24,8 +24,8 @@ from auraflux.ops.simd.vectors import (
     I32,
     I64,
     ISA,
+    AsWritten,
     at,
-    call,
     cpu_features,
     fma,
     kernel,
@@ -35,14 +35,12 @@ from auraflux.ops.simd.vectors import (
     splat,
     spread,
     store,
-    sum_four,
     variable,
     vector,
 )
 
 LANES = ISA.lanes
 BYTES = 4 * LANES
-TOKENS = 4  # keys scored together, so that their sums across lanes share the work
 
 ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
 SIZES = {types.float32: 4, types.float16: 2, types.uint16: 2}
@@ -74,7 +72,7 @@ def typed(constants):
             fixed = [t.literal_value for t in args.types[:constants]]
 
             def codegen(context, b, signature, values):
-                build(b, like.dtype, *fixed, *cgutils.unpack_tuple(b, values[1])[constants:])
+                build(AsWritten(b), like.dtype, *fixed, *cgutils.unpack_tuple(b, values[1])[constants:])
                 return context.get_dummy_value()
 
             return types.void(like, args), codegen
@@ -146,38 +144,6 @@ def _place(b, number, last):
     """Where a vector lies in a row, in elements: the last one ends with the row, and overlaps its neighbour if it must."""
     here = b.mul(number, at(LANES))
     return b.select(b.icmp_signed("<", here, last), here, last)
-
-
-@typed(1)
-def score_block(b, element, heads, q, q_step, rows, count, vectors, last, out, out_step, best, ahead, ahead_nbytes):
-    """Score `heads` queries against `count` keys (a multiple of TOKENS), and keep the largest score of each in four parts.
-
-    q      [heads][vectors * LANES]  zero where the last vector overlaps its neighbour
-    rows   [count]                   addresses of the keys
-    out    [heads][.]                rows `out_step` bytes apart
-    best   [heads][4]
-    ahead  [count]                   addresses of `ahead_nbytes` each that will be needed next
-    """
-    four = vector(F32, 4)
-    tops = [variable(b, splat(four, -float("inf"))) for _ in range(heads)]
-    with cgutils.for_range(b, b.sdiv(count, at(TOKENS))) as outer:
-        first = b.mul(outer.index, at(TOKENS))
-        where = [load(b, rows, b.mul(b.add(first, at(i)), at(8)), I64) for i in range(TOKENS)]
-        prefetch(b, [load(b, ahead, b.mul(b.add(first, at(i)), at(8)), I64) for i in range(TOKENS)], ahead_nbytes)
-        sums = [[variable(b, splat(ISA.floats, 0.0)) for _ in range(TOKENS)] for _ in range(heads)]
-        with cgutils.for_range(b, vectors) as loop:
-            offset = b.mul(_place(b, loop.index, last), at(SIZES[element]))
-            key = [_load_floats(b, element, address, offset) for address in where]
-            for h in range(heads):
-                query = load(b, q, b.add(b.mul(q_step, at(h)), b.mul(loop.index, at(BYTES))), ISA.floats)
-                for i in range(TOKENS):
-                    b.store(fma(b, query, key[i], b.load(sums[h][i])), sums[h][i])
-        for h in range(heads):
-            scores = sum_four(b, [b.load(s) for s in sums[h]])
-            store(b, scores, out, b.add(b.mul(out_step, at(h)), b.mul(first, at(4))))
-            b.store(call(b, "llvm.maxnum.v4f32", four, scores, b.load(tops[h])), tops[h])
-    for h in range(heads):
-        store(b, b.load(tops[h]), best, 16 * h)
 
 
 @typed(2)

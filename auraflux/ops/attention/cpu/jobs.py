@@ -1,9 +1,11 @@
 """Which thread does what: attention over a batch as items of work that threads take one after the other.
 
-An item is one key head of one sequence, a block of its queries, and a part of its keys. Keys are split only where there would
-be fewer items than threads can use; the thread that ends the last part of a block joins them. All blocks of a key head come
-one after the other, while its keys are near; the late queries first, since they see the most keys. Items are taken from a
-counter: queries see more or fewer keys, so equal shares would not end together.
+An item is one key head of one sequence, a block of its queries, and a run of parts of its keys. A part is PART positions from a
+multiple of PART on, is summed up from nothing, and joined to the parts before it: the order of a row's sums does not depend on
+who makes them. Parts are shared out only where there would be fewer items than threads can use; the thread that ends the last
+run of a block then joins them. All blocks of a key head come one after the other, while its keys are near; the late queries
+first, since they see the most keys. Items are taken from a counter: queries see more or fewer keys, so equal shares would not
+end together.
 """
 
 from array import array
@@ -13,12 +15,13 @@ import numpy as np
 
 from auraflux.ops._recording import recorder
 from auraflux.ops.attention.cpu.decode_tiles import fetch_add
+from auraflux.ops.attention.cpu.row_tiles import PART, close_row, fold_row
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, held, int32s, int64s, jit, workspace
-from auraflux.ops.simd.softmax import NOTHING, divide, join_row
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 
 PRODUCTS_PARALLEL = 1 << 18  # below this, waking the threads costs more than the work
 ITEMS_PER_THREAD = 4
-KEYS_PER_ITEM = 256  # at least, where keys are split
+ONE = np.float32(1)
 
 
 class Batch(NamedTuple):
@@ -67,7 +70,7 @@ class Plan(NamedTuple):
     lines     [sequences + 1]  `Line`, the last one with the totals
     counters  items taken; then for each block of queries its parts that are done
     space     a job's scratch memory, `nbytes` of it
-    partials  sums of blocks whose keys are split
+    partials  sums of blocks whose parts are shared out
     """
 
     rows: int
@@ -79,11 +82,11 @@ class Plan(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The plan of a sequence: its first item, blocks of queries per head, parts of the keys, floats of partial sums before."""
+    """The plan of a sequence: its first item, blocks of queries per head, runs of parts, floats of partial sums before."""
 
     item: int
     blocks: int
-    parts: int
+    runs: int
     partial: int
 
 
@@ -91,15 +94,15 @@ class Item(NamedTuple):
     """A piece of work.
 
     sequence  -1 if there is none
-    slots     partial sums of its block of queries, `part` of `parts`
-    done      address of the count of parts that are done
+    slots     where the parts of its block of queries go; with one run, where each of them does
+    done      address of the count of runs that are done
     """
 
     sequence: int
     head: int
     block: int
-    part: int
-    parts: int
+    run: int
+    runs: int
     slots: int
     done: int
 
@@ -109,7 +112,9 @@ class Span(NamedTuple):
 
     start, position  the sequence's first new token: its row in the stack of all tokens, and where in the sequence it is
     row, end         rows of queries, the last one excluded: row r is token r // group, head r % group
-    first, last      positions of keys, the last one excluded
+    first, last      positions of keys that any of them sees, the last one excluded
+    origin, parts    the sequence's first part, and how many it has
+    begin, stop      parts of the item's run, the last one excluded
     """
 
     start: int
@@ -118,6 +123,10 @@ class Span(NamedTuple):
     end: int
     first: int
     last: int
+    origin: int
+    parts: int
+    begin: int
+    stop: int
 
 
 BATCH, FIELDS, LINE_FIELDS = len(Batch._fields), len(Batch._fields) + len(Plan._fields), len(Line._fields)
@@ -129,6 +138,13 @@ def _clear(args, job, jobs):
     numbers = int64s(address, count)
     for i in range(count):
         numbers[i] = 0
+
+
+@jit
+def _parts(length, new, reach):
+    """A sequence's first part that is seen, and how many there are."""
+    origin = max(0, length - new - reach) // PART
+    return origin, (length - 1) // PART + 1 - origin
 
 
 @Kernel
@@ -145,15 +161,16 @@ def _divide(args, job, jobs_here):
     share = work // (ITEMS_PER_THREAD * jobs) + 1
     for b in range(sequences):
         new, length = np.int64(starts[b + 1]) - starts[b], np.int64(lengths[b])
-        blocks, parts = 0, 1
+        blocks, runs = 0, 1
         if fewest <= new <= most:
             blocks, keys = (new * group + rows - 1) // rows, min(length, new + reach)
+            parts = _parts(length, new, reach)[1]
             if jobs > 1:
-                parts = max(1, min(min(rows, new * group) * keys // share + 1, keys // KEYS_PER_ITEM))
+                runs = max(1, min(min(rows, new * group) * keys // share + 1, parts))
         here = LINE_FIELDS * b
-        lines[here], lines[here + 1], lines[here + 2], lines[here + 3] = items, blocks, parts, partial
-        items += blocks * key_heads * parts
-        if parts > 1:
+        lines[here], lines[here + 1], lines[here + 2], lines[here + 3] = items, blocks, runs, partial
+        items += blocks * key_heads * runs
+        if runs > 1:
             partial += blocks * key_heads * parts * slot
     here = LINE_FIELDS * sequences
     lines[here], lines[here + 3] = items, partial
@@ -173,13 +190,14 @@ def run(kernel: Kernel, jobs: int, batch: Batch, rows: int, fewest: int, most: i
     _divide(1, lines_at, *index, group, batch.key_heads, rows, fewest, most, slot, jobs)
     items, partial = lines[-4], lines[-1]
     if recorder.recording is not None:
-        # later lengths give other plans; twice the parts that are aimed at, and two for each block, is more than any has
-        items = 2 * ITEMS_PER_THREAD * jobs + 2 * batch.key_heads * batch.sequences * (group // rows + 1)
-        partial = items * slot
+        # later lengths give other plans; twice the runs that are aimed at, and two for each block, is more than any has
+        blocks = batch.key_heads * batch.sequences * (group // rows + 1)
+        items = 2 * ITEMS_PER_THREAD * jobs + 2 * blocks
+        partial = blocks * -(-batch.table_width * batch.page // PART) * slot
     if items:
         counters = array("q", bytes(8 * (items + 1)))
         _clear(1, held(counters), items + 1)
-        nbytes = -(-4 * (scratch + slot) // LINE) * LINE
+        nbytes = -(-4 * (scratch + slot + 2 * rows) // LINE) * LINE
         space = workspace(jobs * nbytes + 4 * partial)
         kernel(jobs, *batch, rows, lines_at, held(counters), space, nbytes, space + jobs * nbytes, *more)
 
@@ -206,13 +224,16 @@ def take(batch, plan, job, b):
     while _line(plan, b + 1).item <= item:
         b += 1
     line = _line(plan, b)
-    part, number = (item - line.item) % line.parts, (item - line.item) // line.parts
+    run, number = (item - line.item) % line.runs, (item - line.item) // line.runs
     head, block = number // line.blocks, line.blocks - 1 - number % line.blocks
     step = 4 * plan.rows * (batch.value_width + 2)
-    slots = plan.partials + 4 * line.partial + number * line.parts * step
-    if line.parts == 1:
-        slots = plan.space + (job + 1) * plan.nbytes - step
-    return Item(b, head, block, part, line.parts, slots, plan.counters + 8 * (1 + line.item + number))
+    slots = plan.partials + 4 * line.partial
+    if line.runs == 1:
+        slots = plan.space + (job + 1) * plan.nbytes - step - 8 * plan.rows
+    else:
+        starts, lengths = int32s(batch.starts, batch.sequences + 1), int32s(batch.lengths, batch.sequences)
+        slots += number * step * _parts(np.int64(lengths[b]), np.int64(starts[b + 1]) - starts[b], batch.reach)[1]
+    return Item(b, head, block, run, line.runs, slots, plan.counters + 8 * (1 + line.item + number))
 
 
 @jit
@@ -224,32 +245,92 @@ def span(batch, plan, item):
     end = min(new * group, row + plan.rows)
     # from the first position that the block's first row sees to the last row's own
     first, last = max(0, position + row // group - batch.reach), position + (end - 1) // group + 1
-    step = (last - first + item.parts - 1) // item.parts
-    return Span(start, position, row, end, first + item.part * step, min(last, first + (item.part + 1) * step))
+    origin, parts = _parts(length, new, batch.reach)
+    begin, stop = origin + item.run * parts // item.runs, origin + (item.run + 1) * parts // item.runs
+    return Span(start, position, row, end, first, last, origin, parts, begin, stop)
 
 
 @jit
-def slot_of(batch, plan, item):
-    """Where an item's sums go: [rows, value_width] sums, then the maxima, then the sums of weights."""
-    return item.slots + 4 * item.part * plan.rows * (batch.value_width + 2)
+def ends_of(where, part):
+    """The positions of a part that an item covers, the last one excluded."""
+    return max(where.first, part * PART), min(where.last, (part + 1) * PART)
 
 
 @jit
-def finish(batch, plan, item, where):
-    """Join the parts of a block of queries and write its results, if this was the last of them."""
-    if item.parts > 1 and fetch_add(item.done, 1) < item.parts - 1:
-        return
-    group, width, rows = batch.heads // batch.key_heads, batch.value_width, plan.rows
-    step = 4 * rows * (width + 2)
+def slot_of(batch, plan, item, where, part):
+    """Where a part's sums go: [rows, value_width] sums, then the maxima, then the sums of weights."""
+    return item.slots + (0 if item.runs == 1 else 4 * (part - where.origin) * plan.rows * (batch.value_width + 2))
+
+
+@jit
+def _place(batch, item, where, r):
+    """Which of all heads of all tokens a row is."""
+    group = batch.heads // batch.key_heads
+    row = where.row + r
+    return (where.start + row // group) * batch.heads + item.head * group + row % group
+
+
+@jit
+def _state(batch, plan, job, r):
+    """Where a row's largest score and sum of weights are found together."""
+    return plan.space + (job + 1) * plan.nbytes - 8 * plan.rows + 8 * r
+
+
+@jit
+def open_rows(batch, plan, item, where, job):
+    """Begin with nothing seen, where a run has all parts."""
+    if item.runs == 1:
+        _clear_rows(batch, plan, item, where, job)
+
+
+@jit
+def _clear_rows(batch, plan, item, where, job):
     for r in range(where.end - where.row):
-        row = where.row + r
-        query_head = item.head * group + row % group
-        sink = floats(batch.sinks, batch.heads)[query_head] if batch.sinks else NOTHING
-        place = (where.start + row // group) * batch.heads + query_head
-        out, peaks = batch.out + 4 * place * width, item.slots + 4 * (rows * width + r)
-        parts = item.slots + 4 * r * width, step, peaks, peaks + 4 * rows, step, item.parts
-        peak, total, live = join_row(*parts, width, sink, out)
+        fill(batch.out + 4 * _place(batch, item, where, r) * batch.value_width, batch.value_width, ZERO)
+        state = floats(_state(batch, plan, job, r), 2)
+        state[0], state[1] = NOTHING, ZERO
+
+
+@jit
+def _join(batch, plan, item, where, job, slot):
+    """Join a part's sums to those before it."""
+    width, rows = batch.value_width, plan.rows
+    tops, shares = floats(slot + 4 * rows * width, rows), floats(slot + 4 * rows * (width + 1), rows)
+    for r in range(where.end - where.row):
+        if shares[r] != ZERO:
+            out, state = batch.out + 4 * _place(batch, item, where, r) * width, _state(batch, plan, job, r)
+            fold_row((slot + 4 * r * width, ONE, tops[r], shares[r], width, out, state, state + 4))
+
+
+@jit
+def end_part(batch, plan, item, where, job, slot):
+    """A part's sums are left at its slot; where a run has them all, they are joined at once."""
+    if item.runs == 1:
+        _join(batch, plan, item, where, job, slot)
+
+
+@jit
+def skip_part(batch, plan, item, where, part):
+    """Nothing of a part is seen."""
+    if item.runs > 1:
+        slot = slot_of(batch, plan, item, where, part)
+        fill(slot + 4 * plan.rows * (batch.value_width + 1), plan.rows, ZERO)
+
+
+@jit
+def finish(batch, plan, item, where, job):
+    """Join the parts of a block of queries and write its results, if this was the last run of them."""
+    if item.runs > 1:
+        if fetch_add(item.done, 1) < item.runs - 1:
+            return
+        _clear_rows(batch, plan, item, where, job)
+        for part in range(where.origin, where.origin + where.parts):
+            _join(batch, plan, item, where, job, slot_of(batch, plan, item, where, part))
+    group, width = batch.heads // batch.key_heads, batch.value_width
+    for r in range(where.end - where.row):
+        place, state = _place(batch, item, where, r), _state(batch, plan, job, r)
+        sink = floats(batch.sinks, batch.heads)[item.head * group + (where.row + r) % group] if batch.sinks else NOTHING
+        close_row((batch.out + 4 * place * width, width, state, state + 4, sink, np.int64(batch.peaks == 0)))
         if batch.peaks:
-            floats(batch.peaks + 4 * place, 1)[0], floats(batch.totals + 4 * place, 1)[0] = peak, total
-        elif live:
-            divide(out, width, total)
+            found = floats(state, 2)
+            floats(batch.peaks + 4 * place, 1)[0], floats(batch.totals + 4 * place, 1)[0] = found[0], found[1]

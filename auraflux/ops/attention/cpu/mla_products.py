@@ -1,26 +1,41 @@
-"""The two halves of `kv_b_proj` on CPU, straight from its codes.
+"""The two halves of `kv_b_proj` on CPU, straight from its codes, or from a dense weight.
 
-For a few tokens each row of the weight is unpacked into a few kilobytes and used at once, heads in parallel. For many the rows
-of some heads are unpacked together and multiplied as matrices; the whole weight never is.
+Rows of a head are unpacked into scratch memory, a few for a few tokens and all for many, and used at once, heads in parallel.
+The order of sums does not depend on how many there are; the whole weight is never unpacked.
 """
 
 from functools import cache
 from typing import NamedTuple
 
 import numba
+import numpy as np
 import torch
 from numba.core import cgutils
 from torch import Tensor
 
-from auraflux.ops.attention.cpu.decode_tiles import LANES, SIZES, element_of, raw_bits, size_of, typed, widen
-from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, jit, share, threads, workspace
+from auraflux.ops.attention.cpu.decode_tiles import (
+    LANES,
+    SIZES,
+    element_of,
+    number_of,
+    raw_bits,
+    size_of,
+    typed,
+    widen,
+    widen_row,
+)
+from auraflux.ops.attention.cpu.row_blocks import copy_row
+from auraflux.ops.attention.cpu.row_tiles import add_values
+from auraflux.ops.linear.cpu.dense import TILE_SPACE, multiply_floats
+from auraflux.ops.simd.jit import LINE, Kernel, arguments, jit, share, threads, workspace
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import F32, I32, ISA, at, call, fma, load, pick, splat, spread, store, vector
 from auraflux.quant import QTensor
 
+ONE = np.float32(1)
 CHUNK = 32  # codes; they fill exactly `bits` words
-FEW = 8  # tokens up to which rows are used one by one
-HEADS = 8  # whose rows are unpacked together for more tokens
+FEW = 8  # tokens for which rows are unpacked a few at a time, and stay in the first cache
+SOME = 8  # rows
 WEIGHTS_PARALLEL = 1 << 16  # below this, waking the threads costs more than the work
 
 
@@ -58,73 +73,73 @@ def _unpack_row(bits, group, like, weight, row, width, target):
 
 
 @jit
-def _add_row(row_at, width, factor, target_at):
-    row, target = floats(row_at, width), floats(target_at, width)
-    for c in range(width):
-        target[c] += factor * row[c]
+def _room(width):
+    return (width + LANES - 1) // LANES * LANES
 
 
 @jit
-def _dot(x_at, y_at, width):
-    x, y, total = floats(x_at, width), floats(y_at, width), ZERO
-    for c in range(width):
-        total += x[c] * y[c]
-    return total
+def _scratch(tokens, used, width):
+    """Bytes that a job works in: rows of a weight, sums of all tokens, factors, and a tile's."""
+    rows = used if tokens > FEW else SOME
+    return (4 * _room(width) * (rows + tokens) + 4 * tokens + TILE_SPACE + 2 * LINE) // LINE * LINE
 
 
-@cache
-def _query_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
-    """Build `latent_query` for few tokens and one weight format."""
-    like = element_of(dtype)
+def _build(unpack, query):
+    """Build one half from what unpacks row `row` of a weight of `width` columns to an address."""
 
     @Kernel
-    def query(args, job, jobs):
-        codes, scales, biases, q, out, tokens, heads, nope, rows, width, space, nbytes = arguments(args, 12)
-        row_at = space + job * nbytes
+    def multiply(args, job, jobs):
+        codes, scales, biases, x, out, tokens, heads, rows, skip, used, width, space, nbytes = arguments(args, 13)
+        room, many = _room(width), used if tokens > FEW else SOME
+        unpacked = space + job * nbytes
+        sums = unpacked + 4 * room * many
+        ones = sums + 4 * room * tokens
+        tile = (ones + 4 * tokens + 63) // 64 * 64
+        fill(ones, tokens, ONE)
         for head in share(heads, job, jobs):
-            for t in range(tokens):
-                fill(out + 4 * (t * heads + head) * width, width, ZERO)
-            for i in range(nope):
-                _unpack_row(bits, group, like, (codes, scales, biases), head * rows + i, width, row_at)
+            fill(sums, room * tokens, ZERO)
+            for first in range(0, used, many):
+                some = min(many, used - first)
+                for i in range(some):
+                    here = unpacked + 4 * i * room
+                    unpack((codes, scales, biases), head * rows + skip + first + i, width, here)
+                    fill(here + 4 * width, room - width, ZERO)
+                if query:
+                    weights, line = x + 4 * (head * used + first), 4 * heads * used
+                    add_values(tokens, weights, line, unpacked, 4 * room, some, sums, 4 * room, ones)
+                else:
+                    mine, step = x + 4 * head * width, 4 * heads * width
+                    target = out + 4 * (head * used + first)
+                    multiply_floats(unpacked, 4 * room, some, mine, step, tokens, width, target, 4 * heads * used, tile)
+            if query:
                 for t in range(tokens):
-                    factor = floats(q + 4 * ((t * heads + head) * nope + i), 1)[0]
-                    _add_row(row_at, width, factor, out + 4 * (t * heads + head) * width)
+                    copy_row(sums + 4 * t * room, width, ONE, out + 4 * (t * heads + head) * width, width)
 
-    return query
+    return multiply
 
 
 @cache
-def _output_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
-    """Build `latent_output` for few tokens and one weight format."""
+def _coded_kernel(bits: int, group: int, dtype: torch.dtype, query: bool) -> Kernel:
+    """Build one half for a weight of codes."""
     like = element_of(dtype)
 
-    @Kernel
-    def output(args, job, jobs):
-        codes, scales, biases, v, out, tokens, heads, nope, rows, width, space, nbytes = arguments(args, 12)
-        row_at, values = space + job * nbytes, rows - nope
-        for head in share(heads, job, jobs):
-            for f in range(values):
-                _unpack_row(bits, group, like, (codes, scales, biases), head * rows + nope + f, width, row_at)
-                for t in range(tokens):
-                    total = _dot(v + 4 * (t * heads + head) * width, row_at, width)
-                    floats(out + 4 * ((t * heads + head) * values + f), 1)[0] = total
+    @jit
+    def unpack(weight, row, width, target):
+        _unpack_row(bits, group, like, weight, row, width, target)
 
-    return output
+    return _build(unpack, query)
 
 
 @cache
-def _unpack_kernel(bits: int, group: int, dtype: torch.dtype) -> Kernel:
-    """Build the unpacking of rows [offset, offset + count) of each of some heads, to [heads, count, width]."""
-    like = element_of(dtype)
+def _dense_kernel(dtype: torch.dtype, query: bool) -> Kernel:
+    """Build one half for a dense weight."""
+    element, size = number_of(dtype), dtype.itemsize
 
-    @Kernel
-    def unpack(args, job, jobs):
-        codes, scales, biases, first, heads, rows, offset, count, width, target = arguments(args, 10)
-        for i in share(heads * count, job, jobs):
-            row = (first + i // count) * rows + offset + i % count
-            _unpack_row(bits, group, like, (codes, scales, biases), row, width, target + 4 * i * width)
+    @jit
+    def widen(weight, row, width, target):
+        widen_row((element, weight[0] + size * row * width, width, target))
 
-    return unpack
+    return _build(widen, query)
 
 
 class HeadProducts(NamedTuple):
@@ -159,43 +174,25 @@ def _arrays(weight: QTensor) -> tuple[int, int, int]:
     return weight.packed.data_ptr(), weight.scales.data_ptr(), weight.biases.data_ptr()
 
 
-def multiply_codes(call: HeadProducts) -> Tensor:
-    """Multiply a few tokens, each row unpacked when it is used."""
-    weight, x = call.weight, call.x
-    assert isinstance(weight, QTensor)
-    (tokens, heads, _), width = x.shape, weight.shape[1]
+def _multiply(call: HeadProducts, kernel: Kernel, arrays: tuple[int, int, int]) -> Tensor:
+    x, width = call.x, call.weight.shape[1]
+    tokens, heads, _ = x.shape
     out = x.new_empty(tokens, heads, width if call.query else call.used)
-    jobs = threads() if heads * call.used * width >= WEIGHTS_PARALLEL else 1
-    nbytes = -(-4 * width // LINE) * LINE
-    # without a query, `skip` rows come first; with one, `used` of them do
-    sizes = tokens, heads, call.used if call.query else call.skip, call.rows, width, workspace(jobs * nbytes), nbytes
-    kernel = (_query_kernel if call.query else _output_kernel)(*_form(weight))
-    kernel(jobs, *_arrays(weight), x.data_ptr(), out.data_ptr(), *sizes)
+    jobs = threads() if tokens * heads * call.used * width >= WEIGHTS_PARALLEL else 1
+    nbytes = _scratch(tokens, call.used, width)
+    sizes = tokens, heads, call.rows, call.skip, call.used, width, workspace(jobs * nbytes), nbytes
+    kernel(jobs, *arrays, x.data_ptr(), out.data_ptr(), *sizes)
     return out
 
 
-def _head_rows(weight: Tensor | QTensor, heads: slice, rows: int, offset: int, count: int) -> Tensor:
-    """Rows [offset, offset + count) of some heads, in float32: [heads, count, C]."""
-    if isinstance(weight, Tensor):
-        return as_float(weight.unflatten(0, (-1, rows))[heads, offset : offset + count])
-    width, some = weight.shape[1], heads.stop - heads.start
-    out = torch.empty(some, count, width)
-    kernel = _unpack_kernel(*_form(weight))
-    kernel(threads(), *_arrays(weight), heads.start, some, rows, offset, count, width, out.data_ptr())
-    return out
+def multiply_codes(call: HeadProducts) -> Tensor:
+    """Multiply by rows of codes, unpacked when they are used."""
+    weight = call.weight
+    assert isinstance(weight, QTensor)
+    return _multiply(call, _coded_kernel(*_form(weight), call.query), _arrays(weight))
 
 
-def _some_heads(weight: Tensor | QTensor, heads: int) -> list[slice]:
-    step = heads if isinstance(weight, Tensor) and weight.dtype is torch.float32 else HEADS
-    return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
-
-
-def multiply_rows(call: HeadProducts) -> Tensor:
-    """Multiply the rows of some heads at a time, unpacked, as matrices."""
-    x, (tokens, heads, _) = call.x, call.x.shape
-    out = x.new_empty(tokens, heads, call.weight.shape[1] if call.query else call.used)
-    for some in _some_heads(call.weight, heads):
-        rows = _head_rows(call.weight, some, call.rows, call.skip, call.used)
-        part = rows if call.query else rows.transpose(1, 2)
-        out[:, some] = torch.bmm(x[:, some].transpose(0, 1), part).transpose(0, 1)
-    return out
+def multiply_dense(call: HeadProducts) -> Tensor:
+    """Multiply by rows of a dense weight, widened when they are used."""
+    assert isinstance(call.weight, Tensor)
+    return _multiply(call, _dense_kernel(call.weight.dtype, call.query), (call.weight.data_ptr(), 0, 0))

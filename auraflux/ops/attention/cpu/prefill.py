@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from auraflux.ops.attention.cpu.decode_tiles import FLOAT, widen_row
-from auraflux.ops.attention.cpu.jobs import finish, opened, slot_of, span, take
+from auraflux.ops.attention.cpu.jobs import end_part, ends_of, finish, open_rows, opened, skip_part, slot_of, span, take
 from auraflux.ops.attention.cpu.prefill_tiles import PANEL, TALL, score_panel, value_panel, weigh_panel
 from auraflux.ops.simd.jit import Kernel, floats, int32s, jit, real
 from auraflux.ops.simd.math import bits_of_float
@@ -211,10 +211,15 @@ def lay_out(rows, width_a, width_b, joined, value_width, work):
 
 
 @jit
-def begin(rows, scale, desk):
-    """Turn the queries and clear the sums."""
-    panels = (rows.size + PANEL - 1) // PANEL
+def turn(rows, scale, desk):
+    """Turn the queries."""
     _turn_queries(rows, scale, desk.queries)
+
+
+@jit
+def begin(rows, desk):
+    """Clear the sums."""
+    panels = (rows.size + PANEL - 1) // PANEL
     fill(desk.sums, panels * (desk.padded + 3) * PANEL, ZERO)
     for panel in range(panels):
         fill(desk.state + 12 * panel * PANEL, PANEL, NOTHING)
@@ -287,11 +292,21 @@ def attend_panels(args, job, jobs):
         rows, keys = rows_for(batch, item, where), keys_for(batch, item)
         work = plan.space + job * plan.nbytes
         desk = lay_out(rows, keys.width_a, keys.width_b, keys.joined, batch.value_width, work)
-        begin(rows, real(batch.scale), desk)
-        for origin in range(where.first, where.last, BLOCK):
-            count = min(BLOCK, where.last - origin)
-            _gather(keys, origin, count, desk.keys, desk.values)
-            attend_block(rows, desk, batch.value_width, origin, count, real(batch.softcap))
-        hand_over(rows.size, batch.value_width, desk, slot_of(batch, plan, item))
-        finish(batch, plan, item, where)
+        turn(rows, real(batch.scale), desk)
+        open_rows(batch, plan, item, where, job)
+        for part in range(where.begin, where.stop):
+            first, last = ends_of(where, part)
+            if first >= last:
+                skip_part(batch, plan, item, where, part)
+                continue
+            begin(rows, desk)
+            for base in range(first // BLOCK * BLOCK, last, BLOCK):
+                origin = max(base, first)
+                count = min(base + BLOCK, last) - origin
+                _gather(keys, origin, count, desk.keys, desk.values)
+                attend_block(rows, desk, batch.value_width, origin, count, real(batch.softcap))
+            slot = slot_of(batch, plan, item, where, part)
+            hand_over(rows.size, batch.value_width, desk, slot)
+            end_part(batch, plan, item, where, job, slot)
+        finish(batch, plan, item, where, job)
         item = take(batch, plan, job, item.sequence)

@@ -1,10 +1,11 @@
 """Which kernels attend on a CPU: the first way below that does not refuse.
 
-A sequence with one new token reads its keys straight from the cache (`decode.py`); one with more gathers them into panels,
-which all its queries then meet (`prefill.py`). What the tokens of a call belong to is known only to the kernels: where there
-may be both kinds of sequences, both kernels are launched, each for its own.
+A sequence with one new token reads its keys straight from the cache (`decode.py`); one with more gathers them into blocks,
+which all its queries then meet (`prefill_rows.py`), with the same sums. What the tokens of a call belong to is known only to
+the kernels: where there may be both kinds of sequences, both kernels are launched, each for its own. Latents are met by panels
+of queries (`prefill.py`), however many there are.
 
-For the two halves of `kv_b_proj` a table of their own: few tokens read codes, more multiply unpacked rows.
+For the two halves of `kv_b_proj` a table of their own: rows of codes, or of a dense weight.
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ from auraflux.ops.attention.cpu.decode import decode_kernel, decode_scratch
 from auraflux.ops.attention.cpu.decode_tiles import LANES
 from auraflux.ops.attention.cpu.mla_products import HeadProducts, misplaced
 from auraflux.ops.attention.cpu.prefill import ROWS, attend_panels, panel_scratch
-from auraflux.ops.attention.cpu.prefill_tiles import PANEL
+from auraflux.ops.attention.cpu.prefill_rows import attend_rows, prefill_scratch
 from auraflux.ops.routes import Route, Routes
 from auraflux.ops.simd.jit import Kernel
 from auraflux.quant import QTensor
+
+MANY_HEADS = 32  # that share a key repay gathering it
 
 
 class Attend(NamedTuple):
@@ -50,9 +53,13 @@ class Launch(NamedTuple):
     scratch: int
 
 
-def panels(tokens: int, widths: tuple[int, int], joined: bool, fewest: int = 1) -> Launch:
-    """Keys gathered into panels; `joined`: keys and values are two parts of one vector."""
-    return Launch(attend_panels, ROWS, fewest, tokens, panel_scratch(*widths, int(joined)))
+def panels(tokens: int, widths: tuple[int, int], joined: bool) -> Launch:
+    """Latents gathered into panels; `joined`: there are rotated keys, the other part of the same vector."""
+    return Launch(attend_panels, ROWS, 1, tokens, panel_scratch(*widths, int(joined)))
+
+
+def _many(call: Attend, fewest: int) -> Launch:
+    return Launch(attend_rows, ROWS, fewest, call.tokens, prefill_scratch(*call.widths))
 
 
 def _single(call: Attend) -> Launch:
@@ -67,7 +74,9 @@ def _refuses_both(call: Attend) -> str | None:
     """Why a sequence's single new token does not read keys from the cache."""
     if min(call.widths) < LANES:
         return f"keys of {call.widths[0]} and values of {call.widths[1]}; it is for {LANES} and more"
-    return None if call.group < PANEL else f"{call.group} heads share a key; it is for fewer than {PANEL}"
+    if call.widths[0] % 4:
+        return f"keys of {call.widths[0]}; it is for multiples of 4"
+    return None if call.group < MANY_HEADS else f"{call.group} heads share a key; it is for fewer than {MANY_HEADS}"
 
 
 def _refuses_decode(call: Attend) -> str | None:
@@ -81,24 +90,22 @@ def _never(call: Attend) -> None:
 def _refuses_codes(call: HeadProducts) -> str | None:
     if not isinstance(call.weight, QTensor):
         return "the weight is dense"
-    if call.x.shape[0] > mla_products.FEW:
-        return f"{call.x.shape[0]} tokens; it is for up to {mla_products.FEW}"
     return misplaced(call.weight)
 
 
-def _refuses_unpacked(call: HeadProducts) -> str | None:
+def _refuses_dense(call: HeadProducts) -> str | None:
     return misplaced(call.weight) if isinstance(call.weight, QTensor) else None
 
 
 ATTENTION: Routes[Attend, list[Launch]] = Routes(
     Route("no key is seen", _refuses_nothing_seen, lambda call: []),
     Route("decode", _refuses_decode, lambda call: [_single(call)]),
-    Route("decode and panels", _refuses_both, lambda call: [_single(call), panels(call.tokens, call.widths, False, fewest=2)]),
-    Route("panels", _never, lambda call: [panels(call.tokens, call.widths, False)]),
+    Route("decode and rows", _refuses_both, lambda call: [_single(call), _many(call, 2)]),
+    Route("rows", _never, lambda call: [_many(call, 1)]),
 )
 HEAD_PRODUCTS: Routes[HeadProducts, Tensor] = Routes(
     Route("codes", _refuses_codes, mla_products.multiply_codes),
-    Route("unpacked rows, then BLAS", _refuses_unpacked, mla_products.multiply_rows),
+    Route("dense rows", _refuses_dense, mla_products.multiply_dense),
 )
 ROUTES: dict[str, Routes[Any, Any]] = {
     "attention": ATTENTION,

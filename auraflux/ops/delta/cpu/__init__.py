@@ -1,16 +1,17 @@
 """The delta layer on CPU.
 
-A single token is bound by memory: its state is read and written once, a strip of columns at a time. From SHORT tokens on chunks
-(README.md) win: they touch the state once for 16 tokens, and arithmetic is the limit. Per token and head of 128 x 128, measured
-on two x86 AVX-512 cores, one at work: 3.2 microseconds one by one, 0.8 in chunks, at 0.8 of what that core can multiply.
+A single token is bound by memory: its state is read and written once, a strip of columns at a time. Many tokens take a strip
+through all of them while it is in the first cache, each as if it came alone: chunks (README.md) would need fewer operations,
+but give other last bits than steps do, and a text would depend on how it was cut.
 """
+
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from auraflux.ops.delta.cpu.chunks import run_chunks, scratch_floats
-from auraflux.ops.delta.cpu.decode_strips import LANES, STRIP, step_strip, step_vector
+from auraflux.ops.delta.cpu.strips import LANES, STRIP, overlap, step_column, step_strip, step_vector
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads, workspace
 from auraflux.ops.simd.math import exp, sigmoid, silu
@@ -18,122 +19,77 @@ from auraflux.ops.simd.math import exp, sigmoid, silu
 # below these, waking the threads costs more than the work
 STATE_PARALLEL_FROM = 1 << 16  # elements of state, times tokens
 PARALLEL_FROM = 1 << 13  # elements that need an exponential
-GROUP = 1 << 17  # elements of state that one thread takes through a sequence together
-SHORT = 7  # tokens; fewer go one by one
+TOKENS = 256  # that a strip goes through together: their keys, queries and values stay in the second cache
 CHANNELS = 1024  # of the convolution: 4 KiB of each of four rows, well inside the first cache
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
 @jit
-def _step_head(state, q, k, v, decay, beta, out, key_width, value_width):
-    keys, queries = floats(k, key_width), floats(q, key_width)
-    overlap = ZERO
-    for c in range(key_width):
-        overlap += keys[c] * queries[c]
+def _run_head(state, inputs, out, n, steps, key_width, value_width, overlaps):
+    """Take one head's state through n tokens; steps are bytes between their keys, values and gates."""
+    q, k, v, decay, beta = inputs
+    for t in range(n):
+        overlap(q + t * steps[0], k + t * steps[0], key_width, overlaps + 4 * t)
     strips, whole = value_width - value_width % STRIP, value_width - value_width % LANES
     row, head = 4 * value_width, 4 * value_width * key_width
     for column in range(0, strips, STRIP):
         here = 4 * column
         ahead = 4 * STRIP if column + 2 * STRIP <= value_width else head - here
-        step_strip(state + here, q, k, v + here, decay, beta, overlap, out + here, key_width, row, ahead)
+        step_strip(state + here, (q, k, v + here, decay, beta), overlaps, out + here, n, key_width, row, steps, ahead)
     for column in range(strips, whole, LANES):
         here = 4 * column
-        step_vector(state + here, q, k, v + here, decay, beta, overlap, out + here, key_width, row, 4 * LANES)
-    memory, values, outs = floats(state, key_width * value_width), floats(v, value_width), floats(out, value_width)
-    for j in range(whole, value_width):
-        at_key, at_query = ZERO, ZERO
-        for c in range(key_width):
-            at_key += keys[c] * memory[c * value_width + j]
-            at_query += queries[c] * memory[c * value_width + j]
-        change = (values[j] - decay * at_key) * beta
-        outs[j] = decay * at_query + overlap * change
-        for c in range(key_width):
-            memory[c * value_width + j] = decay * memory[c * value_width + j] + keys[c] * change
+        step_vector(state + here, (q, k, v + here, decay, beta), overlaps, out + here, n, key_width, row, steps, 4 * LANES)
+    for column in range(whole, value_width):
+        here = 4 * column
+        step_column(state + here, (q, k, v + here, decay, beta), overlaps, out + here, n, key_width, row, steps, 4)
 
 
 @jit
-def _step_job(job, state, q, k, v, decay, beta, out, shared, key_width, value_width):
-    g, strength = floats(decay + 4 * job, 1)[0], floats(beta + 4 * job, 1)[0]
-    key, row = 4 * key_width * (job // shared), 4 * value_width * job
-    _step_head(state + row * key_width, q + key, k + key, v + row, g, strength, out + row, key_width, value_width)
-
-
-@Kernel
-def _step(args, job, jobs):
-    heads, state, q, k, v, decay, beta, out, shared, key_width, value_width = arguments(args, 11)
-    for head in share(heads, job, jobs):
-        _step_job(head, state, q, k, v, decay, beta, out, shared, key_width, value_width)
-
-
-def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    batch, heads, key_width, value_width = state.shape
-    q, k, values, decay, beta = as_float(q), as_float(k), as_float(v), as_float(decay), as_float(beta)
-    out = torch.empty_like(values)
-    jobs = threads() if state.numel() >= STATE_PARALLEL_FROM else 1
-    addresses = state.data_ptr(), q.data_ptr(), k.data_ptr(), values.data_ptr(), decay.data_ptr(), beta.data_ptr()
-    _step(jobs, batch * heads, *addresses, out.data_ptr(), heads // q.shape[1], key_width, value_width)
-    return like(out, v)
-
-
-@jit
-def _run_steps(inputs, n, first, count, sizes):
-    state, q, k, v, decay, beta, out = inputs
-    _, heads, key_heads, key_width, value_width = sizes
-    for head in range(first, first + count):
-        memory = state + 4 * head * key_width * value_width
-        for t in range(n):
-            gate, key = 4 * (t * heads + head), 4 * key_width * (t * key_heads + head // (heads // key_heads))
-            row = value_width * gate
-            g, strength = floats(decay + gate, 1)[0], floats(beta + gate, 1)[0]
-            _step_head(memory, q + key, k + key, v + row, g, strength, out + row, key_width, value_width)
-
-
-@jit
-def _prefill_job(job, inputs, starts, count, sizes, scratch):
+def _run(job, starts, inputs, sizes, overlaps):
+    """One head of one sequence, over some of its tokens at a time."""
     # sequences vary fastest: threads take contiguous runs of jobs, and lengths differ where heads do not
     batch, heads, key_heads, key_width, value_width = sizes
-    b, first = job % batch, job // batch * count
-    count = min(count, heads - first)
+    b, head = job % batch, job // batch
     places = int32s(starts, batch + 1)
     start, n = np.int64(places[b]), np.int64(places[b + 1]) - np.int64(places[b])
-    if n == 0:
-        return
     state, q, k, v, decay, beta, out = inputs
-    keys, gates = 4 * start * key_heads * key_width, 4 * start * heads
-    values = gates * value_width
-    memory = state + 4 * b * heads * key_width * value_width
-    mine = memory, q + keys, k + keys, v + values, decay + gates, beta + gates, out + values
-    if n < SHORT:
-        _run_steps(mine, n, first, count, sizes)
-    else:
-        run_chunks(mine, n, first, count, sizes, scratch)
+    key, gate = 4 * key_width * (start * key_heads + head // (heads // key_heads)), 4 * (start * heads + head)
+    memory = state + 4 * (b * heads + head) * key_width * value_width
+    steps = 4 * key_heads * key_width, 4 * heads * value_width, 4 * heads
+    for t in range(0, n, TOKENS):
+        keys, gates = key + t * steps[0], gate + t * steps[2]
+        values = value_width * gates
+        mine = q + keys, k + keys, v + values, decay + gates, beta + gates
+        _run_head(memory, mine, out + values, min(TOKENS, n - t), steps, key_width, value_width, overlaps)
 
 
 @Kernel
 def _prefill(args, job, jobs):
-    parts, starts, count, scratch, size, batch, heads, key_heads, key_width, value_width = arguments(args, 10)
-    inputs, sizes = arguments(args + 80, 7), (batch, heads, key_heads, key_width, value_width)
-    for part in share(parts, job, jobs):
-        _prefill_job(part, inputs, starts, count, sizes, scratch + 4 * size * job)
+    starts, space, batch, heads, key_heads, key_width, value_width = arguments(args, 7)
+    inputs, sizes = arguments(args + 56, 7), (batch, heads, key_heads, key_width, value_width)
+    for part in share(batch * heads, job, jobs):
+        _run(part, starts, inputs, sizes, space + 4 * TOKENS * job)
+
+
+def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    return gated_delta_prefill(state, q, k, v, decay, beta, _one_each(len(state)))
+
+
+@cache
+def _one_each(batch: int) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32)
 
 
 def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
     batch, heads, key_width, value_width = state.shape
-    key_heads, jobs = q.shape[1], threads()
     wide = [as_float(x) for x in (q, k, v, decay, beta)]
     out = torch.empty_like(wide[2])
     if out.numel() == 0:
         return like(out, v)
-    # heads side by side, whose inputs lie together, as many as the second cache holds and the threads leave to one
-    groups = max(-(-heads * key_width * value_width // GROUP), -(-jobs // batch))
-    count = -(-heads // groups)
-    size = scratch_floats(key_width, value_width, count)
-    if v.shape[0] * heads * key_width * value_width < STATE_PARALLEL_FROM:
-        jobs = 1
-    plan = batch * -(-heads // count), starts.data_ptr(), count, workspace(4 * jobs * size), size
-    inputs = state.data_ptr(), *[x.data_ptr() for x in wide], out.data_ptr()
-    _prefill(jobs, *plan, batch, heads, key_heads, key_width, value_width, *inputs)
+    jobs = threads() if v.shape[0] * heads * key_width * value_width >= STATE_PARALLEL_FROM else 1
+    sizes = starts.data_ptr(), workspace(4 * TOKENS * jobs), batch, heads, q.shape[1], key_width, value_width
+    _prefill(jobs, *sizes, state.data_ptr(), *[x.data_ptr() for x in wide], out.data_ptr())
     return like(out, v)
 
 

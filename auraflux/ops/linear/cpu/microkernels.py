@@ -4,7 +4,8 @@ A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes an
 contracts share the interface: *fast* rounds activations to int8 per group and uses the byte dot product; *exact* multiplies
 float32. Either uses, per group, s * sum(code * x) + b * sum(x), the second sum made once per token.
 
-When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens.
+When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens. A result's
+sums are made in the same order however many tokens there are.
 """
 
 from contextlib import contextmanager
@@ -197,11 +198,11 @@ def rows_times_tokens(
     meta_at = [b.mul(b.mul(groups, at(4)), token) for token in chosen]
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
     code_bits = (8 if form.fast else 32) if ready else form.bits
-    inner = _fast_group if form.fast else _ready_group if ready else _exact_group
+    inner = _fast_group if form.fast else _exact_group
     with cgutils.for_range(b, groups) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.group * BLOCK * code_bits // 8)))
         acts_at = [b.add(address, b.mul(loop.index, at(form.group * (1 if form.fast else 4)))) for address in mine]
-        meta = None if ready and not form.fast else scale_and_bias(b, form.kind, scales, biases, loop.index)
+        meta = scale_and_bias(b, form.kind, scales, biases, loop.index)
         inner(b, form, ready, code_at, meta, acts_at, *sums, loop.index, totals)
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
@@ -236,19 +237,16 @@ def _fast_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, 
 def _exact_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, totals):
     dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
     with _chunks(b, form) as chunk:
-        values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
-        _add_products(b, values, acts, chunk, dots, 4 if form.kind == "e4m3" and len(acts) == 1 else 1)
+        if ready:
+            code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * CHUNK)))
+            values = [load(b, code_at, 4 * BLOCK * i, FLOATS) for i in range(CHUNK)]
+        else:
+            values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
+        _add_products(b, values, acts, chunk, dots, 4 if form.kind == "e4m3" else 1)
     scale, bias = meta
     for t, total in enumerate(totals):
         value = fma(b, b.load(dots[t]), scale, b.load(total))
         b.store(fma(b, bias, _float(b, act_sums[t], index), value), total)
-
-
-def _ready_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, totals):
-    with _chunks(b, form) as chunk:
-        code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * CHUNK)))
-        values = [load(b, code_at, 4 * BLOCK * i, FLOATS) for i in range(CHUNK)]
-        _add_products(b, values, acts, chunk, totals)
 
 
 @contextmanager
@@ -257,39 +255,37 @@ def _chunks(b, form):
         yield loop.index
 
 
-def _add_products(b, values, acts, chunk, totals, ways=1):
-    """Add 32 vectors of weights times each token's 32 activations; those of one token in several sums."""
+def _add_products(b, values, acts, chunk, totals, ways):
+    """Add 32 vectors of weights times each token's 32 activations, in `ways` sums that are then added in pairs.
+
+    The order is the same for any number of tokens. One sum waits for itself at every step, which costs time where codes are
+    unpacked quickly and the token is alone.
+    """
     where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
-    sums = [b.load(total) for total in totals]
-    if ways > 1:
-        # one sum waits for itself at every step
-        parts = [*sums, *[splat(FLOATS, 0.0)] * (ways - 1)]
-        for i, value in enumerate(values):
-            parts[i % ways] = fma(b, value, spread(b, load(b, where[0], 4 * i, F32), BLOCK), parts[i % ways])
-        while len(parts) > 1:
-            parts = [b.fadd(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
-        sums, values = parts, []
-    for i, value in enumerate(values):
-        sums = [fma(b, value, spread(b, load(b, where[t], 4 * i, F32), BLOCK), total) for t, total in enumerate(sums)]
-    for value, total in zip(sums, totals, strict=True):
+    parts = []
+    for way in range(ways):
+        sums = [splat(FLOATS, 0.0) if way else b.load(total) for total in totals]
+        for i in range(way, CHUNK, ways):
+            found = [spread(b, load(b, address, 4 * i, F32), BLOCK) for address in where]
+            sums = [fma(b, values[i], x, total) for x, total in zip(found, sums, strict=True)]
+        parts.append(sums)
+    while len(parts) > 1:
+        parts = [[b.fadd(x, y) for x, y in zip(*parts[i : i + 2], strict=True)] for i in range(0, len(parts), 2)]
+    for value, total in zip(parts[0], totals, strict=True):
         b.store(value, total)
 
 
 @kernel(constants=1)
-def unpack_rows(b, form, codes, scales, biases, groups, tile):
-    """Unpack one block of rows: to bytes for the dot product (fast), or to the float32 weights themselves (exact)."""
+def unpack_rows(b, form, codes, groups, tile):
+    """Unpack one block of rows: the codes as bytes for the dot product (fast), or as float32 (exact)."""
     form = Form.parse(form)
     with cgutils.for_range(b, groups) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.group * BLOCK * form.bits // 8)))
         tile_at = b.add(tile, b.mul(loop.index, at(form.group * BLOCK * (1 if form.fast else 4))))
-        meta = None if form.fast else scale_and_bias(b, form.kind, scales, biases, loop.index)
         with _chunks(b, form) as chunk:
             chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
             to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * (1 if form.fast else 4))))
-            if form.fast:
-                values = code_vectors(b, form, chunk_at)
-            else:
-                values = [fma(b, v, *meta) for v in float_codes(b, form, chunk_at)]
+            values = code_vectors(b, form, chunk_at) if form.fast else float_codes(b, form, chunk_at)
             for i, v in enumerate(values):
                 store(b, v, to, 4 * BLOCK * i)
 

@@ -115,7 +115,7 @@ def _block(form, weight, ready, acts, index, left, groups, out, out_stride):
     weight  addresses of codes, scales and biases; acts  addresses and stride of the prepared activations
     """
     if left >= UNPACK_FROM:
-        unpack_rows((form, weight, groups, ready))
+        unpack_rows((form, weight[0], groups, ready))
         unpacked = (ready, weight[1], weight[2])
         while left >= WIDEST:
             rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out, out_stride))

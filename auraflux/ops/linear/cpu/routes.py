@@ -2,17 +2,16 @@
 
 Codes run compiled drivers (`products.py`), weights of one format in one list. A driver rounds activations to int8 unless exact
 products are wanted; how many tokens it takes at a time, and whether it unpacks rows first, it decides for itself. Dense weights
-are read row by row for few tokens; torch's BLAS multiplies more.
+are read row by row (`dense.py`).
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import is_exact
-from auraflux.ops.linear.cpu.dense import FEW_TOKENS, ROWS_OF, multiply_rows
+from auraflux.ops.linear.cpu.dense import multiply_rows
 from auraflux.ops.linear.cpu.products import BLOCK, Driver, driver, multiply
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.norm.cpu import add_rms_norm, rms_norm
@@ -120,27 +119,13 @@ def _one_by_one(call: Call) -> Made:
 
 
 def _refuses_rows(call: Call) -> str | None:
-    weight, tokens = call.weights[0], call.x.shape[0]
-    if isinstance(weight, QTensor):
-        return "the weight is quantized"
-    if weight.dtype not in ROWS_OF:
-        return f"the weight is {str(weight.dtype).removeprefix('torch.')}; it is for bf16 and float32"
-    return None if tokens <= FEW_TOKENS else f"{tokens} tokens; it is for up to {FEW_TOKENS}"
+    weight = call.weights[0]
+    return misplaced(weight) if isinstance(weight, QTensor) else None
 
 
 def _rows(call: Call) -> Made:
     weight: Any = call.weights[0]
     return Made([multiply_rows(call.x, weight)])
-
-
-def _refuses_blas(call: Call) -> str | None:
-    weight = call.weights[0]
-    return misplaced(weight) if isinstance(weight, QTensor) else None
-
-
-def _blas(call: Call) -> Made:
-    weight: Any = call.weights[0]
-    return Made([torch.nn.functional.linear(call.x, as_float(weight))])
 
 
 DRIVERS: Routes[QTensor, Driver] = Routes(
@@ -152,7 +137,6 @@ PRODUCTS: Routes[Call, Made] = Routes(
     Route("codes", _refuses_codes, _codes, lambda call: [(DRIVERS, call.weights[0])]),
     Route("one by one", _refuses_one_by_one, _one_by_one, lambda call: [(PRODUCTS, each) for each in _alone(call)]),
     Route("dense rows", _refuses_rows, _rows),
-    Route("BLAS", _refuses_blas, _blas),
 )
 ROUTES = dict.fromkeys(
     ("linear", "linears", "add_norm_linears", "add_norm_scores", "add_norm_gate_up", "gate_up_swiglu"), PRODUCTS

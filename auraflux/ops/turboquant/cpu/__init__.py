@@ -1,5 +1,5 @@
-"""Codes on CPU: torch outside, addresses inside. Rows are coded in `codec`, attended to in `exact`, `prefill` and
-`attend_int8`; `routes.py` says which of these."""
+"""Codes on CPU: torch outside, addresses inside. Rows are coded in `codec`, attended to in `exact` and `attend_int8`;
+`routes.py` says which of these."""
 
 from itertools import chain
 from typing import Any
@@ -13,10 +13,11 @@ from auraflux.ops.attention.cpu.decode_tiles import number_of
 from auraflux.ops.attention.cpu.jobs import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention.cpu.prefill import ROWS, panel_scratch
+from auraflux.ops.attention.cpu.row_tiles import PART
 from auraflux.ops.attention.reference_latent import split_latent
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
-from auraflux.ops.simd.jit import LINE, as_float, like, threads, workspace
+from auraflux.ops.simd.jit import LINE, Kernel, as_float, like, threads, workspace
 from auraflux.ops.turboquant.codebook import Codebook
 from auraflux.ops.turboquant.cpu.attend import build_finish, build_queries
 from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
@@ -36,13 +37,11 @@ from auraflux.ops.turboquant.cpu.exact import exact_scratch, sum_values
 from auraflux.ops.turboquant.cpu.items import padded
 from auraflux.ops.turboquant.cpu.kept_rows import check_kept, kept_in
 from auraflux.ops.turboquant.cpu.mla import attend_codes
-from auraflux.ops.turboquant.cpu.prefill import many_scratch
-from auraflux.ops.turboquant.cpu.routes import ATTEND, SINGLE, Attend, Launch, not_rows
+from auraflux.ops.turboquant.cpu.routes import ATTEND, Attend, not_rows
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
 
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
 JOBS_PER_THREAD = 4
-POSITIONS_PER_JOB = 256  # at least, where positions are split
 
 
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
@@ -178,8 +177,7 @@ def turboquant_values(
     levels: Codebook | None = None,
 ) -> Tensor:  # fmt: skip
     wide, (heads, tokens) = as_float(weights), norms.shape
-    jobs = _jobs(weights.shape[0] * tokens * width)
-    parts = 1 if jobs == 1 else max(1, min(-(-JOBS_PER_THREAD * jobs // heads), tokens // POSITIONS_PER_JOB))
+    jobs, parts = _jobs(weights.shape[0] * tokens * width), max(1, tokens // PART)
     out, scratch = torch.empty(parts, weights.shape[0], width), _scratch(width)
     source = wide.data_ptr(), codes.data_ptr(), norms.data_ptr(), levels_for(bits, width, levels).book, bits, width, heads
     sizes = weights.shape[0] // heads, tokens, parts, float(threshold)
@@ -198,14 +196,14 @@ def turboquant_partials(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    launches = ATTEND(Attend(q.shape[0], q.shape[1], pages))
+    kernel = ATTEND(Attend(q.shape[0], pages))
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
     parts = max(1, -(-pages.capacity // block))
     slots = parts + (pages.plain is not None) + (sinks is not None)
     o, m, l = (torch.empty(tokens, heads, slots, *tail) for tail in ((width,), (), ()))  # noqa: E741
-    sums = o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
-    _attend(launches, q, pages, starts, scale, window, softcap, threshold, block, parts, sums, _jobs(pairs * heads * width))
+    plan = block, parts, parts, 0, o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
+    _attend(kernel, q, pages, starts, scale, window, softcap, threshold, plan, _jobs(pairs * heads * width))
     if sinks is not None:
         o[:, :, -1], m[..., -1], l[..., -1] = 0.0, sinks, 1.0
     return o.flatten(0, 1), m.flatten(0, 1), l.flatten(0, 1)
@@ -221,19 +219,21 @@ def turboquant_attention(
     softcap: float | None = None,
     threshold: float = 0.0,
 ) -> Tensor:
-    launches = ATTEND(Attend(q.shape[0], q.shape[1], pages))
+    kernel = ATTEND(Attend(q.shape[0], pages))
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
-    jobs, parts = _jobs(pairs * heads * width), 1
+    jobs, runs, parts = _jobs(pairs * heads * width), 1, -(-pages.capacity // PART)
     if jobs > 1:
         items = pages.heads * -(-tokens * heads // pages.heads // ROWS)
-        parts = max(1, min(-(-JOBS_PER_THREAD * jobs // items), pairs // tokens // POSITIONS_PER_JOB))
-    # plain rows have a slot of their own where codes are not met in float32
-    slots = parts + (pages.plain is not None and SINGLE in launches)
+        runs = max(1, min(-(-JOBS_PER_THREAD * jobs // items), parts))
+    if runs == 1:
+        parts = 1
+    slots = parts + (pages.plain is not None)
     o, m, l = (torch.empty(tokens * heads * slots * n) for n in (width, 1, 1))  # noqa: E741
     sums = o.data_ptr(), m.data_ptr(), l.data_ptr()
-    _attend(launches, q, pages, starts, scale, window, softcap, threshold, 0, parts, (*sums, slots), jobs)
-    out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width)
+    plan = PART, parts, runs, int(runs == 1), *sums, slots
+    _attend(kernel, q, pages, starts, scale, window, softcap, threshold, plan, jobs)
+    out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width) + 4 * width + LINE
     finishers = _jobs(o.numel())
     sizes = tokens * heads, heads, slots, 0 if sinks is None else sinks.data_ptr()
     table = turn_for(width, pages.seed).back
@@ -242,7 +242,7 @@ def turboquant_attention(
 
 
 def _attend(
-    launches: list[Launch],
+    kernel: Kernel | None,
     q: Tensor,
     pages: CodePages,
     starts: Tensor,
@@ -250,12 +250,12 @@ def _attend(
     window: int | None,
     softcap: float | None,
     threshold: float,
-    block: int,
-    parts: int,
-    sums: tuple[int, ...],
+    plan: tuple[int, ...],
     jobs: int,
 ) -> None:
-    """Leave each part's sums, highest scores and sums of weights in `sums`; parts are of `block` positions, or equal."""
+    """Leave sums, highest scores and sums of weights as the plan says: the fields of a `Step` from `block` to `slots`."""
+    if kernel is None:
+        return
     (tokens, heads, width), wide = q.shape, as_float(q)
     vectors, (oldest, newest) = vectors_of(pages), kept_in(pages)
     check_kept(pages, starts, tokens, newest.positions - 1)
@@ -280,16 +280,13 @@ def _attend(
         EVERYTHING if window is None else window - 1,
         float(softcap or 0.0),
         float(threshold),
-        block,
-        parts,
-        *sums,
+        *plan,
         work,
         scratch,
         *(unturned, vectors.along, vectors.across, vectors.table),
         *(int(pages.plain is not None), oldest.positions, newest.positions),
     )
-    for kernel, fewest, most in launches:
-        kernel(jobs, *step, fewest, most, *oldest, *newest)
+    kernel(jobs, *step, *oldest, *newest)
 
 
 def _reach(window: int | None) -> int | None:
@@ -300,5 +297,5 @@ def _reach(window: int | None) -> int | None:
 def _scratch(width: int) -> int:
     room = padded(width)
     fast = fast_scratch(ROWS, width) + products_nbytes(ROWS, room)
-    nbytes = max(exact_scratch(room), 4 * many_scratch(room), fast) + scratch_nbytes(width)
+    nbytes = max(exact_scratch(room), fast) + scratch_nbytes(width)
     return -(-nbytes // LINE) * LINE

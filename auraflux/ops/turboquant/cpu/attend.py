@@ -7,13 +7,15 @@ from functools import cache
 
 import numpy as np
 
+from auraflux.ops.attention.cpu.row_tiles import close_row, fold_row
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
-from auraflux.ops.simd.softmax import NOTHING, merge_row
-from auraflux.ops.turboquant.cpu.attend_int8 import attend_fast
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
+from auraflux.ops.turboquant.cpu.attend_int8 import attend_rounded
 from auraflux.ops.turboquant.cpu.codec import turn_row
-from auraflux.ops.turboquant.cpu.exact import attend_few, attend_few_plain
-from auraflux.ops.turboquant.cpu.items import count_items, item_at, kept_pages, opened, sides
-from auraflux.ops.turboquant.cpu.prefill import attend_many, attend_many_plain
+from auraflux.ops.turboquant.cpu.exact import attend_codes, attend_plain
+from auraflux.ops.turboquant.cpu.items import count_items, kept_pages, opened
+
+ONE = np.float32(1)
 
 
 @cache
@@ -59,48 +61,32 @@ def _pad(x_at, width, factor, out_at, room):
 
 
 @Kernel
-def attend_one_by_one(args, job, jobs):
-    """Attend for sequences with one new token, on rounded levels, queries and weights; to plain rows in float32."""
+def attend_int8(args, job, jobs):
+    """Attend to codes on rounded levels, queries and weights; to plain rows in float32."""
     step, kept, before = opened(args), kept_pages(args), 0
-    keys, values = sides(step)
     for b in range(step.sequences):
-        coded, count = count_items(step, b, True)
+        coded, count = count_items(step, b)
         for number in range((job - before) % jobs, count, jobs):
             work = step.space + job * step.scratch
             if number < coded:
-                attend_fast(item_at(step, b, number), keys, values, real(step.softcap), real(step.threshold), work)
+                attend_rounded(step, b, number, work)
             else:
-                attend_few_plain(step, b, number - coded, kept, work)
+                attend_plain(step, b, number - coded, kept, work)
         before += count
 
 
 @Kernel
-def attend_few_rows(args, job, jobs):
-    """Attend in float32 for sequences with few new tokens."""
+def attend_float32(args, job, jobs):
+    """Attend in float32."""
     step, kept, before = opened(args), kept_pages(args), 0
     for b in range(step.sequences):
-        coded, count = count_items(step, b, step.block > 0)
+        coded, count = count_items(step, b)
         for number in range((job - before) % jobs, count, jobs):
             work = step.space + job * step.scratch
             if number < coded:
-                attend_few(step, b, number, kept, work)
+                attend_codes(step, b, number, work)
             else:
-                attend_few_plain(step, b, number - coded, kept, work)
-        before += count
-
-
-@Kernel
-def attend_many_rows(args, job, jobs):
-    """Attend in float32 for sequences with many new tokens. Every value is read: some query gives it weight."""
-    step, kept, before = opened(args), kept_pages(args), 0
-    for b in range(step.sequences):
-        coded, count = count_items(step, b, step.block > 0)
-        for number in range((job - before) % jobs, count, jobs):
-            work = step.space + job * step.scratch
-            if number < coded:
-                attend_many(step, b, number, kept, work)
-            else:
-                attend_many_plain(step, b, number - coded, kept, work)
+                attend_plain(step, b, number - coded, kept, work)
         before += count
 
 
@@ -112,10 +98,17 @@ def build_finish(width: int) -> Kernel:
         o, m, totals, rows, heads, parts, sinks, table, out, space, scratch = arguments(args, 11)
         sums = space + job * scratch
         joined = sums + 8 * width
+        state = joined + 4 * width
         for row in share(rows, job, jobs):
             sink = floats(sinks, heads)[row % heads] if sinks else NOTHING
-            ends = 4 * row * parts
-            merge_row(o + ends * width, 4 * width, m + ends, totals + ends, 4, parts, width, sink, joined)
+            fill(joined, width, ZERO)
+            floats(state, 2)[0], floats(state, 2)[1] = NOTHING, ZERO
+            for part in range(row * parts, row * parts + parts):
+                share_of = floats(totals + 4 * part, 1)[0]
+                if share_of != ZERO:
+                    top = floats(m + 4 * part, 1)[0]
+                    fold_row((o + 4 * part * width, ONE, top, share_of, width, joined, state, state + 4))
+            close_row((joined, width, state, state + 4, sink, 1))
             turn_row(width, 1, joined, table, out + 4 * row * width, sums)
 
     return finish_rows

@@ -1,12 +1,17 @@
-"""Decode attention on codes that never become floats: one query a head.
+"""Attention on codes that never become floats.
 
-Positions come in blocks: score them, update the running maximum, turn scores into weights rounded to 14 bits with one scale
-per block, add the weighted values. Heads that share a key head go over a block in tiles of four, two and one.
+Positions come in blocks that begin at multiples of BLOCK: score them, update the running maximum, turn scores into weights
+rounded to 14 bits with one scale per row and block, add the weighted values. Rows of queries, the heads that share a key head
+of one token or several, go over a block in tiles of four, two and one; none depends on those beside it.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-from auraflux.ops.simd.jit import floats, int32s, int64s, jit, octets
+from auraflux.ops.attention.cpu.row_blocks import copy_row
+from auraflux.ops.attention.cpu.row_tiles import fold_row
+from auraflux.ops.simd.jit import floats, int32s, int64s, jit, octets, real
 from auraflux.ops.simd.math import bits_of_float, exp, float_of_bits, rint
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.turboquant.cpu.attend_int8_softmax import block_top, block_weights
@@ -19,9 +24,18 @@ from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     spread_weights,
     turn_values,
 )
-from auraflux.ops.turboquant.cpu.centres import SPAN, add_centres
+from auraflux.ops.turboquant.cpu.centres import SPAN, add_centres, meet_centres
 from auraflux.ops.turboquant.cpu.codes import HIGH, UNITS, WIDE_BITS, widen_codes
-from auraflux.ops.turboquant.cpu.items import begin_at, place_of, row_nbytes, run_of
+from auraflux.ops.turboquant.cpu.items import (
+    begin_run,
+    clear_slots,
+    item_at,
+    parts_of,
+    place_of,
+    row_nbytes,
+    run_of,
+    sides,
+)
 from auraflux.ops.turboquant.cpu.levels import CHUNK
 
 BLOCK = 128  # positions
@@ -38,7 +52,7 @@ def fast_scratch(heads, width):
     """Bytes to work in."""
     places = 4 * (SIDE + BLOCK * width)
     blocks = places + BLOCK * width + heads * (LINE + 2 * BLOCK + 20) + 8 * BYTES * (BLOCK // LANES)
-    return blocks + heads * 2 * width + heads * BYTES * (width // 4) + 1024
+    return blocks + heads * 2 * width + heads * BYTES * (width // 4) + 4 * width + 4 * heads * width + 1024
 
 
 @jit
@@ -71,13 +85,16 @@ def _spread_query(q_at, width, bits, tile, h, target_at):
 
 
 @jit
-def _locate(cache, side, first, count, target):
-    """Addresses of a block's rows, and their norms; those past the end repeat the last. Narrow codes are widened."""
+def _locate(cache, side, first, offset, count, target):
+    """Addresses of the rows of `count` positions from `first` on, `offset` into their block, and their norms.
+
+    Those before repeat the first, those after the last, with norms of 0. Narrow codes are widened.
+    """
     rows, norms = int64s(target, BLOCK), floats(target + 8 * BLOCK, BLOCK)
-    wide, nbytes, widened, j = WIDE_BITS[side.bits], row_nbytes(cache, side), target + SIDE, 0
-    step = cache.width * wide // 8
-    while j < count:
-        row, some = run_of(cache, first + j, first + count)
+    wide, nbytes, widened, j = WIDE_BITS[side.bits], row_nbytes(cache, side), target + SIDE, offset
+    step, end = cache.width * wide // 8, offset + count
+    while j < end:
+        row, some = run_of(cache, first + j - offset, first + count)
         source, given = side.codes + row * nbytes, floats(side.norms + 4 * row, some)
         if wide > side.bits:
             place = widened + j * step
@@ -88,21 +105,34 @@ def _locate(cache, side, first, count, target):
         for i in range(some):
             norms[j + i] = given[i]
         j += some
-    for i in range(count, BLOCK):
-        rows[i], norms[i] = rows[count - 1], ZERO
+    for i in range(offset):
+        rows[i], norms[i] = rows[offset], ZERO
+    for i in range(end, BLOCK):
+        rows[i], norms[i] = rows[end - 1], ZERO
 
 
 @jit
-def _weigh(scores_at, count, groups, norms, largest, softcap, threshold, state_at, found_at, target):
-    """Turn a block's scores of one head into rounded weights of values, whose norms are `largest` at most.
+def _largest(norms_at, low, high):
+    """The largest norm of some positions."""
+    norms, largest = floats(norms_at, BLOCK), ZERO
+    for j in range(low, high):
+        largest = norms[j] if norms[j] > largest else largest
+    return largest
+
+
+@jit
+def _weigh(scores_at, low, high, groups, norms, largest, softcap, threshold, state_at, found_at, target):
+    """Turn a block's scores [low, high) of one row into rounded weights of values, whose norms are `largest` at most.
 
     Update its (maximum, sum); give the factor for what was summed before and what a step of the weights is worth.
     """
     scores, state, found = floats(scores_at, BLOCK), floats(state_at, 2), floats(found_at, 2)
     if softcap > ZERO:
-        for j in range(count):
+        for j in range(BLOCK):
             scores[j] = softcapped(scores[j], softcap)
-    for j in range(count, groups * LANES):
+    for j in range(low):
+        scores[j] = NOTHING
+    for j in range(high, groups * LANES):
         scores[j] = NOTHING
     block_top((scores_at, groups, found_at))
     before, top = state[0], found[0]
@@ -134,7 +164,7 @@ def _live(heads, rounded, groups):
 
 
 @jit
-def _gather(sums_at, tile, h, width, bits, keep, out_at):
+def _gather(sums_at, tile, h, width, bits, out_at):
     """Add up the quarters of sums, and put the coordinates that shared a byte in their places."""
     out, vectors = floats(out_at, width), 8 // bits
     for d in range(width):
@@ -143,45 +173,63 @@ def _gather(sums_at, tile, h, width, bits, keep, out_at):
         total = ZERO
         for i in range(lane, LANES, 4):
             total += sums[i]
-        out[d] = total * keep
+        out[d] = total
 
 
 @jit
-def _spread_queries(rows, width, bits, queries, units, excess, state):
-    """Lay out the queries of all heads, and begin with nothing seen."""
+def _spread_queries(rows, width, bits, queries, units, excess):
+    """Lay out the queries of all rows."""
     heads, root, h = rows.size, np.float32(np.sqrt(np.float32(width))), 0
     while h < heads:
         tile = _tile(heads - h)
         for i in range(h, h + tile):
-            floats(state + 8 * i, 2)[0], floats(state + 8 * i, 2)[1] = NOTHING, ZERO
-            q, target = rows.q + 4 * rows.room * (rows.row + i), queries + h * 2 * width
+            q, target = rows.q + 4 * rows.room * place_of(rows, i), queries + h * 2 * width
             worth, over = _spread_query(q, width, WIDE_BITS[bits], tile, i - h, target)
             floats(units, heads)[i], int32s(excess, heads)[i] = worth * UNITS[bits] / root, over
         h += tile
 
 
-@jit
-def _leave_heads(item, width, bits, sums, keeps, state):
-    """Leave the sums of all heads where parts are joined, with their maxima and totals."""
-    rows, heads, h = item.rows, item.rows.size, 0
-    while h < heads:
-        tile = _tile(heads - h)
-        for i in range(h, h + tile):
-            to, keep = place_of(rows, i), floats(keeps, heads)[i]
-            _gather(sums + h * BYTES * (width // 4), tile, i - h, width, bits, keep, item.out + to * item.out_step)
-            floats(item.m + to * item.step, 1)[0] = floats(state + 8 * i, 2)[0]
-            floats(item.totals + to * item.step, 1)[0] = floats(state + 8 * i, 2)[1]
-        h += tile
+class Desk(NamedTuple):
+    """What rows are worked on with: addresses.
+
+    here, there  where a block's keys are and, `place` bytes on, its values; the next block's
+    turned       a block's values
+    scores       [rows][BLOCK]
+    rounded      [rows][2][BLOCK]  weights
+    spread       weights of a tile
+    queries      as `_spread_query` leaves them
+    sums         of all rows
+    units, excess, keeps, gains  [rows]
+    state        [rows][2]         highest scores, and sums of weights
+    found        [4]
+    gathered     [width]           a row's sums in their places
+    unturned     [rows][width]     queries, where keys have centres
+    products     what `meet_centres` works in
+    """
+
+    here: int
+    there: int
+    place: int
+    turned: int
+    scores: int
+    rounded: int
+    spread: int
+    queries: int
+    sums: int
+    units: int
+    excess: int
+    keeps: int
+    gains: int
+    state: int
+    found: int
+    gathered: int
+    unturned: int
+    products: int
 
 
 @jit
-def attend_fast(item, keys, values, softcap, threshold, work):
-    """Attend from the heads of one token to an item's positions, all of them visible."""
-    rows, cache, heads, width = item.rows, item.cache, item.rows.size, item.cache.width
-    key_bits, value_bits, root = WIDE_BITS[keys.bits], WIDE_BITS[values.bits], np.float32(np.sqrt(np.float32(width)))
-    columns = width * value_bits // 32
-    # where a block's keys are and its values, then the next block's
-    here, there, place = work, work + 2 * (SIDE + BLOCK * width), SIDE + BLOCK * width
+def _lay_out(heads, width, work):
+    place = SIDE + BLOCK * width
     turned = work + 4 * place
     scores = turned + BLOCK * width
     rounded = scores + heads * LINE
@@ -191,59 +239,135 @@ def attend_fast(item, keys, values, softcap, threshold, work):
     units = sums + heads * BYTES * (width // 4)
     excess, keeps, gains, state = units + 4 * heads, units + 8 * heads, units + 12 * heads, units + 16 * heads
     found = state + 8 * heads
-    fill(sums, heads * LANES * (width // 4), ZERO)
-    fill(keeps, heads, ONE)
-    _spread_queries(rows, width, keys.bits, queries, units, excess, state)
+    gathered = found + 16
+    unturned = (gathered + 4 * width + 63) // 64 * 64
+    sides_at = work, work + 2 * place, place, turned, scores, rounded, spread, queries, sums
+    products = work + fast_scratch(heads, width) // 64 * 64
+    return Desk(*sides_at, units, excess, keeps, gains, state, found, gathered, unturned, products)
+
+
+@jit
+def _leave_rows(item, width, bits, desk, joined):
+    """Leave the sums of all rows where parts are joined, or join them to what lies there."""
+    rows, count, h = item.rows, item.rows.size, 0
+    while h < count:
+        tile = _tile(count - h)
+        for i in range(h, h + tile):
+            to, state = place_of(rows, i), floats(desk.state + 8 * i, 2)
+            out, m, total = item.out + to * item.out_step, item.m + to * item.step, item.totals + to * item.step
+            target = desk.gathered if joined else out
+            _gather(desk.sums + h * BYTES * (width // 4), tile, i - h, width, bits, target)
+            if not joined:
+                floats(m, 1)[0], floats(total, 1)[0] = state[0], state[1]
+            elif state[1] != ZERO:
+                fold_row((target, ONE, state[0], state[1], width, out, m, total))
+        h += tile
+
+
+@jit
+def _limits(rows, r, base, first, last):
+    """Of a block's positions those that a row sees among [first, last), the last excluded."""
+    position = rows.position + (rows.row + r) // rows.group
+    low, high = max(first, position - rows.reach), min(last, position + 1)
+    low = max(low - base, 0)
+    return low, max(min(high - base, BLOCK), low)
+
+
+@jit
+def _weigh_rows(item, base, start, end, groups, norms, softcap, threshold, unit, desk):
+    """Turn all rows' scores of a block into rounded weights."""
+    for r in range(item.rows.size):
+        low, high = _limits(item.rows, r, base, start, end)
+        largest, target = _largest(norms, low, high), desk.rounded + r * 2 * BLOCK
+        keep, gain = _weigh(
+            desk.scores + r * LINE,
+            low,
+            high,
+            groups,
+            norms,
+            largest,
+            softcap,
+            threshold,
+            desk.state + 8 * r,
+            desk.found,
+            target,
+        )
+        floats(desk.keeps, item.rows.size)[r], floats(desk.gains, item.rows.size)[r] = keep, gain * unit
+
+
+@jit
+def _attend_part(item, keys, values, softcap, threshold, desk):
+    """Attend from an item's rows to its positions."""
+    rows, cache, count, width, begun = item.rows, item.cache, item.rows.size, item.cache.width, -1
+    key_bits, value_bits = WIDE_BITS[keys.bits], WIDE_BITS[values.bits]
+    columns, unit = width * value_bits // 32, UNITS[values.bits] / np.float32(np.sqrt(np.float32(width)))
+    here, there, place = desk.here, desk.there, desk.place
+    fill(desk.sums, count * LANES * (width // 4), ZERO)
+    for r in range(count):
+        floats(desk.state + 8 * r, 2)[0], floats(desk.state + 8 * r, 2)[1] = NOTHING, ZERO
     # codes that are widened have been fetched by that
     soon = (
         row_nbytes(cache, keys) if key_bits == keys.bits else 0,
         row_nbytes(cache, values) if value_bits == values.bits else 0,
     )
-    products, unturned = work + fast_scratch(heads, width) // 64 * 64, rows.unturned + 4 * rows.room * rows.row
-    met, begun = (item.centres, unturned, heads, rows.room, width), -1
-    origin = begin_at(item, SPAN)
-    if item.first < item.last:
-        count = min(origin + BLOCK, item.last) - item.first
-        _locate(cache, keys, item.first, count, here)
-        _locate(cache, values, item.first, count, here + place)
+    origin = item.first // BLOCK * BLOCK
+    some = min(origin + BLOCK, item.last) - item.first
+    _locate(cache, keys, item.first, item.first - origin, some, here)
+    _locate(cache, values, item.first, item.first - origin, some, here + place)
     for base in range(origin, item.last, BLOCK):
-        start, rest = max(base, item.first), min(BLOCK, item.last - base - BLOCK)
-        count = min(base + BLOCK, item.last) - start
-        groups = (count + LANES - 1) // LANES
+        start, end, rest = max(base, item.first), min(base + BLOCK, item.last), min(BLOCK, item.last - base - BLOCK)
+        groups = (end - base + LANES - 1) // LANES
         if rest > 0:
-            _locate(cache, keys, base + BLOCK, rest, there)
-            _locate(cache, values, base + BLOCK, rest, there + place)
+            _locate(cache, keys, base + BLOCK, 0, rest, there)
+            _locate(cache, values, base + BLOCK, 0, rest, there + place)
         norms, ahead = here + place + 8 * BLOCK, there if rest > 0 else here
         h = 0
-        while h < heads:
-            tile = _tile(heads - h)
-            source = here, groups, width * key_bits // 128, here + 8 * BLOCK, queries + h * 2 * width
-            target = units + 4 * h, excess + 4 * h, scores + h * LINE, LINE
+        while h < count:
+            tile = _tile(count - h)
+            source = here, groups, width * key_bits // 128, here + 8 * BLOCK, desk.queries + h * 2 * width
+            target = desk.units + 4 * h, desk.excess + 4 * h, desk.scores + h * LINE, LINE
             # the first pass over a block asks for the next one
             nbytes = soon if h == 0 else (0, 0)
             key_scores((tile, keys.bits, source, target, ahead, nbytes[0], ahead + place, nbytes[1]))
             h += tile
         if item.centres.table:
-            begun = add_centres(*met, start, count, item.last, begun, scores, LINE, products)
-        block_top((norms, groups, found))
-        largest = floats(found, 1)[0]
-        for h in range(heads):
-            target = rounded + h * 2 * BLOCK
-            keep, gain = _weigh(
-                scores + h * LINE, count, groups, norms, largest, softcap, threshold, state + 8 * h, found, target
-            )
-            floats(keeps, heads)[h] *= keep
-            floats(gains, heads)[h] = gain * UNITS[values.bits] / root
-        first, last = _live(heads, rounded, groups) if threshold > ZERO else (0, groups)
+            block, last = base // SPAN, (item.last - 1) // SPAN
+            begun = meet_centres(item.centres, desk.unturned, count, rows.room, width, block, last, begun, desk.products)
+            # runs begin at whole blocks, so all centres of a block are in one
+            add_centres(count, block, (end - base + SPAN - 1) // SPAN, begun, desk.scores, LINE, desk.products)
+        _weigh_rows(item, base, start, end, groups, norms, softcap, threshold, unit, desk)
+        first, last = _live(count, desk.rounded, groups) if threshold > ZERO else (0, groups)
         if first < last:
-            turn_values((here + place + 8 * LANES * first, last - first, width * value_bits // 128, turned, LINE))
-            h = 0
-            while h < heads:
-                tile = _tile(heads - h)
-                spread_weights((tile, rounded + h * 2 * BLOCK + LANES * first, BLOCK, last - first, spread))
-                target = keeps + 4 * h, gains + 4 * h, sums + h * BYTES * (width // 4)
-                add_values((tile, values.bits, turned, LINE, last - first, columns, spread, target))
-                h += tile
-            fill(keeps, heads, ONE)
+            turn_values((here + place + 8 * LANES * first, last - first, width * value_bits // 128, desk.turned, LINE))
+        h = 0
+        while h < count:
+            tile = _tile(count - h)
+            some = max(last - first, 0)
+            spread_weights((tile, desk.rounded + h * 2 * BLOCK + LANES * first, BLOCK, some, desk.spread))
+            target = desk.keeps + 4 * h, desk.gains + 4 * h, desk.sums + h * BYTES * (width // 4)
+            add_values((tile, values.bits, desk.turned, LINE, some, columns, desk.spread, target))
+            h += tile
         here, there = there, here
-    _leave_heads(item, width, value_bits, sums, keeps, state)
+
+
+@jit
+def attend_rounded(step, b, number, work):
+    """Attend from an item's rows to codes."""
+    run, place, width = number % step.runs, number // step.runs, step.width
+    begin, stop = parts_of(step, b, run)
+    keys, values = sides(step)
+    rows = item_at(step, b, place, begin).rows
+    desk = _lay_out(rows.size, width, work)
+    _spread_queries(rows, width, keys.bits, desk.queries, desk.units, desk.excess)
+    if step.centres:
+        for r in range(rows.size):
+            source = rows.unturned + 4 * rows.room * place_of(rows, r)
+            copy_row(source, rows.room, ONE, desk.unturned + 4 * rows.room * r, rows.room)
+    begin_run(step, b, place, run)
+    for part in range(begin, stop):
+        item = item_at(step, b, place, part)
+        if item.first < item.last:
+            _attend_part(item, keys, values, real(step.softcap), real(step.threshold), desk)
+            _leave_rows(item, width, WIDE_BITS[values.bits], desk, step.joined)
+        elif not step.joined:
+            clear_slots(step, b, place, part, part + 1)

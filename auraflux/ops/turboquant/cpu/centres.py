@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils
 
+from auraflux.ops.attention.cpu.row_tiles import lay_quarters, score_rows
 from auraflux.ops.simd.jit import floats, jit
 from auraflux.ops.simd.softmax import ZERO, fill
-from auraflux.ops.simd.vectors import F32, I32, ISA, at, fma, kernel, load, splat, spread, store, vector
+from auraflux.ops.simd.vectors import F32, ISA, at, fma, kernel, load, spread, store, vector
 from auraflux.ops.turboquant.calibration import BLOCK
-from auraflux.ops.turboquant.cpu.exact_tiles import score_rows
 from auraflux.ops.turboquant.pages import CodePages
 
 SPAN = BLOCK
@@ -87,21 +86,6 @@ def lay_centres(b, along, across, table, width, count, target, stride):
 
 
 @kernel(constants=0)
-def _add_products(b, rows, scores, step, groups, offset, products, line):
-    """Add to the scores of LANES * `groups` positions their blocks' products; the first position is `offset` into its block."""
-    lanes = ir.Constant(ISA.ints, list(range(LANES)))
-    with cgutils.for_range(b, rows) as row:
-        mine, theirs = b.add(scores, b.mul(row.index, step)), b.add(products, b.mul(row.index, line))
-        with cgutils.for_range(b, groups) as group:
-            where = b.add(offset, b.mul(group.index, at(LANES)))
-            block = b.add(theirs, b.mul(b.sdiv(where, at(SPAN)), at(4)))
-            place = b.add(spread(b, b.trunc(b.srem(where, at(SPAN)), I32), LANES), lanes)
-            beyond = b.icmp_signed(">=", place, splat(ISA.ints, SPAN))
-            this, following = (spread(b, load(b, block, 4 * i, F32), LANES) for i in range(2))
-            _add(b, b.select(beyond, following, this), mine, b.mul(group.index, at(4 * LANES)))
-
-
-@kernel(constants=0)
 def _add_whole(b, rows, scores, step, blocks, products, line):
     """Add to the scores of whole blocks their products."""
     with cgutils.for_range(b, rows) as row:
@@ -119,30 +103,32 @@ def _add(b, x, address, offset):
 
 @jit
 def products_nbytes(rows, room):
-    """Bytes that `add_centres` works in."""
-    return rows * LINE + 4 * RUN * room + 64
+    """Bytes that `meet_centres` works in."""
+    return rows * LINE + 8 * RUN * room + 64
 
 
 @jit
-def add_centres(centres, q, rows, room, width, start, count, last, begun, scores, step, work):
-    """Add to scores [rows][.] of `count` positions from `start` on the products of queries and centres.
+def meet_centres(centres, q, rows, room, width, block, last, begun, work):
+    """Multiply queries with the centres of a run of blocks, unless the products of this block are there.
 
-    q       rows of `room` floats, zero from `width` on
-    last    where positions will end
-    begun   the first block whose products are there, -1 for none
-    scores  rows `step` bytes apart, with room for whole blocks
-    returns `begun` after the call
+    q      rows of `room` floats, zero from `width` on
+    last   the last block that will be asked for
+    begun  the first block whose products are there, -1 for none
+    returns `begun` after the call; row r's products lie at work + r * LINE
     """
-    if begun < 0 or (start + count - 1) // SPAN >= begun + RUN:
-        begun = start // SPAN
-        some, laid = min(RUN, (last - 1) // SPAN - begun + 1), (work + rows * LINE + 63) // 64 * 64
-        if room > width:
-            fill(laid, RUN * room, ZERO)
+    if begun < 0 or block >= begun + RUN:
+        begun = block
+        laid = (work + rows * LINE + 63) // 64 * 64
+        # stale centres past the last would do, but for not-a-number in what pads them
+        fill(laid, RUN * room, ZERO)
+        some = min(RUN, last - begun + 1)
         lay_centres((centres.along, centres.across, centres.table + 8 * begun * width, width, some, laid, 4 * room))
-        score_rows(rows, q, laid, 4 * room, some, work, LINE)
-    products = work + 4 * (start // SPAN - begun)
-    if start % SPAN:
-        _add_products((rows, scores, step, (count + LANES - 1) // LANES, start % SPAN, products, LINE))
-    else:
-        _add_whole((rows, scores, step, (count + SPAN - 1) // SPAN, products, LINE))
+        lay_quarters((laid, 4 * room, (some + LANES - 1) // LANES, laid + 4 * RUN * room))
+        score_rows(rows, q, 4 * room, laid + 4 * RUN * room, 4 * room, (some + LANES - 1) // LANES, work, LINE)
     return begun
+
+
+@jit
+def add_centres(rows, block, count, begun, scores, step, work):
+    """Add to scores [rows][.] of `count` blocks' positions the products that `meet_centres` left."""
+    _add_whole((rows, scores, step, count, work + 4 * (block - begun), LINE))

@@ -1,13 +1,17 @@
-"""How attention on codes is divided: an item is one key head of one sequence, some rows of queries, a part of the positions."""
+"""How attention on codes is divided: an item is one key head of one sequence, some rows of queries, a run of parts.
+
+A part is `block` positions from a multiple of `block` on. It is summed up from nothing and joined to the parts before it, at
+once where an item has them all, else by whoever finishes a row: the order of a row's sums does not depend on who makes them.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from auraflux.ops.attention.cpu.page_index import EVERYTHING
-from auraflux.ops.attention.cpu.prefill import ROWS
+from auraflux.ops.attention.cpu.row_blocks import ROWS
 from auraflux.ops.simd.jit import arguments, floats, int32s, jit
-from auraflux.ops.simd.softmax import NOTHING, ZERO
+from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.turboquant.cpu.centres import Centres
 from auraflux.ops.turboquant.cpu.kept_rows import Kept, size_of
 from auraflux.ops.turboquant.cpu.levels import CHUNK
@@ -37,14 +41,15 @@ class Step(NamedTuple):
     reach           how far back a query sees
     softcap         0 for none
     threshold       values with a smaller share of the weights need not be read
-    block, parts    parts are of `block` positions each, or share what is seen
+    block           positions of a part
+    parts, runs     slots for parts that each row has; items that share the parts of a row
+    joined          whether an item joins its parts in the first slot: there is one run
     o, m, totals    sums, highest scores and sums of weights, `slots` for each row
     space, scratch  what jobs work in, and how many bytes each
     unturned        the queries scaled only, laid out like q, where keys have centres
     along, across, centres  of the keys of all heads, see `Centres`
-    plain           whether some positions are read as they are; the slot after the parts is theirs, if there is one
+    plain           whether some positions are read as they are; the slot after those of parts is theirs
     first, newest   codes are read from position `first` on, and of those `newest` and more before a query
-    fewest, most    new tokens of the sequences meant
     """
 
     q: int
@@ -70,6 +75,8 @@ class Step(NamedTuple):
     threshold: float
     block: int
     parts: int
+    runs: int
+    joined: int
     o: int
     m: int
     totals: int
@@ -83,8 +90,6 @@ class Step(NamedTuple):
     plain: int
     first: int
     newest: int
-    fewest: int
-    most: int
 
 
 class Cache(NamedTuple):
@@ -170,46 +175,55 @@ def plain_sides(kept):
 
 
 @jit
-def count_items(step, b, apart):
-    """How many items a sequence makes, of codes and in all: none unless its number of new tokens is among those meant.
-
-    apart  whether plain rows are items of their own
-    """
-    starts = int32s(step.starts, step.sequences + 1)
-    new = np.int64(starts[b + 1]) - starts[b]
-    if new < step.fewest or new > step.most:
-        return 0, 0
+def count_items(step, b):
+    """How many items a sequence makes, of codes and in all."""
+    new = _new_tokens(step, b)[1]
     blocks = (new * (step.heads // step.key_heads) + ROWS - 1) // ROWS * step.key_heads
-    return blocks * step.parts, blocks * (step.parts + (step.plain if apart else 0))
+    return blocks * step.runs, blocks * (step.runs + step.plain)
 
 
 @jit
-def joins_plain(step, number):
-    """Whether a float32 item of codes goes on to plain rows: the last part does, unless each part is asked for."""
-    return step.plain and step.block == 0 and number % step.parts == step.parts - 1
-
-
-@jit
-def clear_plain(step, item):
-    """Leave nothing in the slot after the last part, if there is one."""
-    if step.slots > step.parts:
-        for r in range(item.rows.size):
-            place = place_of(item.rows, r) * item.step
-            floats(item.m + place, 2)[1], floats(item.totals + place, 2)[1] = NOTHING, ZERO
-
-
-@jit
-def item_at(step, b, number):
-    """One of a sequence's items of codes. Its queries do as if they stood `newest` positions before their own."""
+def parts_of(step, b, run):
+    """The first and the last part of a run, the last excluded, of those that a sequence's new tokens may see."""
     length, new = _new_tokens(step, b)
-    part, place = number % step.parts, number // step.parts
-    origin, extent = 0, step.block
-    if extent == 0:
-        origin = max(step.first, length - new - step.reach)
-        extent = (length - step.newest - origin + step.parts - 1) // step.parts
+    origin = max(step.first, length - new - step.reach) // step.block
+    count = max((length - 1) // step.block + 1 - origin, 0)
+    return origin + run * count // step.runs, origin + (run + 1) * count // step.runs
+
+
+@jit
+def item_at(step, b, place, part):
+    """A part of a sequence's codes. Its queries do as if they stood `newest` positions before their own."""
     table = step.table + 4 * b * step.table_width, step.page
-    ends = max(step.first, origin + part * extent), origin + (part + 1) * extent
-    return _item(step, b, place, part, table, step.newest, step.reach - step.newest, ends)
+    ends = max(step.first, part * step.block), (part + 1) * step.block
+    slot = 0 if step.joined else part
+    return _item(step, b, place, slot, table, step.newest, step.reach - step.newest, ends)
+
+
+@jit
+def clear_slots(step, b, place, first, last):
+    """Leave nothing in the slots of some parts."""
+    for slot in range(first, last):
+        item = item_at(step, b, place, 0)
+        width, offset = item.cache.width, 4 * slot
+        for r in range(item.rows.size):
+            here = place_of(item.rows, r)
+            floats(item.m + here * item.step + offset, 1)[0] = NOTHING
+            floats(item.totals + here * item.step + offset, 1)[0] = ZERO
+            fill(item.out + here * item.out_step + offset * width, width, ZERO)
+
+
+@jit
+def begin_run(step, b, place, run):
+    """Leave nothing where no part of this run will be left."""
+    begin, stop = parts_of(step, b, run)
+    if step.joined:
+        clear_slots(step, b, place, 0, 1)
+        return
+    if run == 0:
+        clear_slots(step, b, place, 0, min(begin, step.parts))
+    if run == step.runs - 1:
+        clear_slots(step, b, place, stop, step.parts)
 
 
 @jit
@@ -230,7 +244,7 @@ def _new_tokens(step, b):
 
 
 @jit
-def _item(step, b, place, part, table, back, reach, ends):
+def _item(step, b, place, slot, table, back, reach, ends):
     """The rows of one place, which are a key head and a block of queries.
 
     back, reach  they see so far back from so many positions before their own
@@ -243,18 +257,12 @@ def _item(step, b, place, part, table, back, reach, ends):
     first = max(max(0, position + row // group - reach), ends[0])
     last = min(position + (row + size - 1) // group + 1, ends[1])
     query = np.int64(int32s(step.starts, step.sequences)[b]) * step.heads + head * group
-    slot, nbytes = query * step.slots + part, 4 * query * room
+    slot, nbytes = query * step.slots + slot, 4 * query * room
     rows = Rows(step.q + nbytes, step.unturned + nbytes, room, step.heads, group, position, row, size, reach)
     cache = Cache(*table, step.key_heads, head, step.width)
     centres = Centres(step.along + 4 * head * step.width, step.across + 4 * head * step.width, step.centres)
     sums = step.o + 4 * slot * step.width, 4 * step.slots * step.width
     return Item(rows, cache, centres, first, last, *sums, step.m + 4 * slot, step.totals + 4 * slot, 4 * step.slots)
-
-
-@jit
-def begin_at(item, unit):
-    """Where the blocks of an item's positions begin: at a whole `unit`, so that they share pages and centres as these lie."""
-    return item.first // unit * unit if item.first < item.last else item.first
 
 
 @jit

@@ -1,7 +1,7 @@
 """Attention on coded latents: a block of positions is looked up once, and serves the heads of many queries as a small product.
 
 The panels are those of attention on plain latents (`attention.cpu.prefill`); only how a block comes to scratch memory differs.
-Positions that are kept as they are make blocks of their own, after the last codes.
+Positions that are kept as they are make blocks of their own, after the codes of their part.
 """
 
 from typing import NamedTuple
@@ -9,8 +9,19 @@ from typing import NamedTuple
 import numpy as np
 
 from auraflux.ops.attention.cpu.decode_tiles import widen_row
-from auraflux.ops.attention.cpu.jobs import FIELDS, finish, opened, slot_of, span, take
-from auraflux.ops.attention.cpu.prefill import BLOCK, Rows, attend_block, begin, hand_over, keys_for, lay_out, rows_for
+from auraflux.ops.attention.cpu.jobs import (
+    FIELDS,
+    end_part,
+    ends_of,
+    finish,
+    open_rows,
+    opened,
+    skip_part,
+    slot_of,
+    span,
+    take,
+)
+from auraflux.ops.attention.cpu.prefill import BLOCK, Rows, attend_block, begin, hand_over, keys_for, lay_out, rows_for, turn
 from auraflux.ops.attention.cpu.prefill_tiles import TALL
 from auraflux.ops.simd.jit import Kernel, arguments, floats, int32s, jit, real
 from auraflux.ops.simd.softmax import ZERO, fill
@@ -80,10 +91,28 @@ def _standing(rows, back, reach):
 
 @jit
 def _attend_kept(rows, keys, kept, b, first, last, desk):
-    for origin in range(first, last, BLOCK):
-        count = min(BLOCK, last - origin)
+    for base in range(first // BLOCK * BLOCK, last, BLOCK):
+        origin = max(base, first)
+        count = min(base + BLOCK, last) - origin
         _widen(keys, kept, b, origin, count, desk)
         attend_block(rows, desk, keys.width_a, origin, count, ZERO)
+
+
+@jit
+def _attend_part(rows, keys, codes, oldest, newest, b, first, last, desk):
+    """Attend to positions [first, last) of a part: to codes, then to the first positions, then to the newest."""
+    near, far = rows.position + rows.first // rows.group, rows.position + (rows.first + rows.size - 1) // rows.group
+    coded, end = _standing(rows, newest.positions, rows.reach), min(last, far + 1 - newest.positions)
+    start = max(first, oldest.positions)
+    for base in range(start // BLOCK * BLOCK, end, BLOCK):
+        origin = max(base, start)
+        count = min(base + BLOCK, end) - origin
+        _look_up(keys, codes, origin, count, desk)
+        attend_block(coded, desk, keys.width_a, origin, count, ZERO)
+    _attend_kept(rows, keys, oldest, b, first, min(oldest.positions, last), desk)
+    if newest.positions:
+        reach = newest.positions - 1
+        _attend_kept(_standing(rows, 0, reach), keys, newest, b, max(start, near - reach), last, desk)
 
 
 @Kernel
@@ -97,20 +126,17 @@ def attend_codes(args, job, jobs):
         where = span(batch, plan, item)
         rows, keys = rows_for(batch, item, where), keys_for(batch, item)
         desk = lay_out(rows, keys.width_a, keys.width_b, keys.joined, batch.value_width, plan.space + job * plan.nbytes)
-        begin(rows, real(batch.scale), desk)
-        coded = _standing(rows, newest.positions, rows.reach)
-        group = batch.heads // batch.key_heads
-        last = min(where.last, where.position + (where.end - 1) // group + 1 - newest.positions)
-        for origin in range(max(where.first, oldest.positions), last, BLOCK):
-            count = min(BLOCK, last - origin)
-            _look_up(keys, codes, origin, count, desk)
-            attend_block(coded, desk, batch.value_width, origin, count, ZERO)
-        if item.part == item.parts - 1:
-            _attend_kept(rows, keys, oldest, item.sequence, 0, min(oldest.positions, where.last), desk)
-            if newest.positions:
-                near, reach = where.position + where.row // group, newest.positions - 1
-                ends = max(oldest.positions, near - reach), where.last
-                _attend_kept(_standing(rows, 0, reach), keys, newest, item.sequence, *ends, desk)
-        hand_over(rows.size, batch.value_width, desk, slot_of(batch, plan, item))
-        finish(batch, plan, item, where)
+        turn(rows, real(batch.scale), desk)
+        open_rows(batch, plan, item, where, job)
+        for part in range(where.begin, where.stop):
+            first, last = ends_of(where, part)
+            if first >= last:
+                skip_part(batch, plan, item, where, part)
+                continue
+            begin(rows, desk)
+            _attend_part(rows, keys, codes, oldest, newest, item.sequence, first, last, desk)
+            slot = slot_of(batch, plan, item, where, part)
+            hand_over(rows.size, batch.value_width, desk, slot)
+            end_part(batch, plan, item, where, job, slot)
+        finish(batch, plan, item, where, job)
         item = take(batch, plan, job, item.sequence)

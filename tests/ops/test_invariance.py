@@ -1,0 +1,151 @@
+"""A row is what it is alone: ops that have rows give the same bits for one token and for many, on one thread and on several.
+
+An op's rows are the arguments named here. Ops over texts take tokens one after the other, each as a text of its own that is so
+much longer; what they write must be the same as well. docs/numerics.md lists the same ops.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+import torch
+from torch import Tensor
+
+from auraflux.ops._cases import Args, Case, all_cases, tensors
+from auraflux.ops._dispatch import Declined, exact
+
+ROWS = {
+    **dict.fromkeys(("linear", "linears", "gate_up_swiglu"), ("x",)),
+    **dict.fromkeys(("add_norm_linears", "add_norm_scores", "add_norm_gate_up"), ("x", "delta")),
+    **dict.fromkeys(("swiglu", "geglu", "clamped_swiglu"), ("gate", "up")),
+    **dict.fromkeys(("rotate", "encode", "rms_norm", "split_q_gate"), ("x",)),
+    "sigmoid_gate": ("x", "gate"),
+    "embed": ("ids",),
+    "decode": ("codes", "norms"),
+    "add_rms_norm": ("x", "residual"),
+    "gated_rms_norm": ("x", "z"),
+    "qk_norm": ("q", "k"),
+    "rope": ("x", "positions"),
+    "norm_rope": ("q", "k", "positions"),
+    "split_latent": ("q", "kv"),
+    "latent_query": ("q_nope",),
+    "latent_output": ("v",),
+    "delta_gates": ("a", "b"),
+    "gated_delta_step": ("state", "q", "k", "v", "decay", "beta"),
+    "route": ("logits",),
+    "combine": ("h", "moe", "shared", "shared_gate"),
+    "expert_mlp": ("x", "ids", "weights"),
+    "expert_parts": ("x", "ids", "parts"),
+    "sum_parts": ("parts", "weights"),
+    "mixture": ("x", "scores", "h", "shared", "shared_gate"),
+    "merge_partials": ("o", "m", "l"),
+    "sample": ("logits", "uniform", "temperature", "top_k", "top_p", "min_p"),
+    "penalize": ("logits", "prompt_mask", "output_counts", "repetition", "presence", "frequency"),
+}
+TEXTS = {
+    **dict.fromkeys(("attention", "attention_partials", "turboquant_attention", "turboquant_partials"), ("q",)),
+    **dict.fromkeys(("latent_attention", "turboquant_latent_attention"), ("q_latent", "q_rope")),
+    **dict.fromkeys(("append_kv", "append_codes"), ("k", "v")),
+    **dict.fromkeys(("append_latent", "append_latent_codes"), ("latent", "k_rope")),
+    **dict.fromkeys(("rope_append_latent", "rope_append_latent_codes"), ("q", "kv", "positions")),
+    "rope_append_codes": ("q", "k", "v", "positions"),
+    "gated_delta_prefill": ("q", "k", "v", "decay", "beta"),
+    "short_conv": ("x",),
+    "delta_layer_step": ("qkv", "z", "a", "b"),
+}
+STATES = ("state", "conv")  # of each text
+# sums over positions, whose rows are heads
+OTHERS = {"turboquant_values"}
+MOST = 12  # rows of a case that are computed alone: some of the first and of the last
+CASES = [case for case in all_cases() if case.op.name not in OTHERS]
+
+
+def _row(value: Any, t: int) -> Any:
+    return value[t : t + 1] if isinstance(value, Tensor) and value.dim() else value
+
+
+def _of_text(value: Any, b: int, length: int) -> Any:
+    """Pages as those of one text, so many tokens long."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changed = {f.name: _of_text(getattr(value, f.name), b, length) for f in fields(value) if f.init}
+    if "table" in changed and "lengths" in changed:
+        changed["table"] = changed["table"][b : b + 1]
+        changed["lengths"] = torch.tensor([length], dtype=torch.int32)
+    return replace(value, **changed)
+
+
+def single(case: Case, args: Args) -> Iterator[tuple[int, Args]]:
+    """Calls of one row each, in their order, and which row that is; they share what is written in place."""
+    name = case.op.name
+    if name in ROWS:
+        for t in range(len(next(args[each] for each in ROWS[name] if args.get(each) is not None))):
+            yield t, {k: _row(v, t) if k in ROWS[name] else v for k, v in args.items()}
+        return
+    starts = args["starts"].tolist()
+    for b, (start, end) in enumerate(pairwise(starts)):
+        for t in range(start, end):
+            call = {k: _row(v, t) if k in TEXTS[name] else v for k, v in args.items()}
+            call |= {k: v[b : b + 1] for k, v in args.items() if k in STATES}
+            if "pages" in call:
+                length = int(args["pages"].lengths[b]) - (end - 1 - t)
+                call["pages"] = _of_text(call["pages"], b, length)
+            yield t, call | {"starts": torch.tensor([0, 1], dtype=torch.int32)}
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and bool(torch.equal(found.nan_to_num(7.5), expected.nan_to_num(7.5)))
+
+
+def parted(case: Case) -> str | None:
+    """What differs between rows together and alone."""
+    together, alone = case.args(), case.args()
+    kernel = case.op.kernel("cpu")
+    assert kernel is not None
+    writes = case.op.name in TEXTS or case.op.name in ("gated_delta_step", "expert_parts")
+    with exact(case.exact):
+        try:
+            whole = [tensor for _, tensor in tensors(kernel(**together))]
+        except Declined:
+            return None
+        calls = list(single(case, alone))
+        chosen = (
+            range(len(calls)) if writes else [*range(MOST // 2), *range(max(MOST // 2, len(calls) - MOST // 2), len(calls))]
+        )
+        numba.set_num_threads(1)
+        try:
+            for n in chosen:
+                if n >= len(calls):
+                    continue
+                t, call = calls[n]
+                for i, (_, tensor) in enumerate(tensors(kernel(**call))):
+                    rows = len(tensor)
+                    if not same(tensor, whole[i][t * rows : (t + 1) * rows]):
+                        return f"row {t} of result {i}"
+        finally:
+            numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    if writes:
+        for (path, have), (_, want) in zip(tensors(alone), tensors(together), strict=True):
+            if have.is_floating_point() and not same(have, want):
+                return f"what is written to {path}"
+    return None
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.slow or case.bench else []) for case in CASES]
+)
+def test_a_row_is_what_it_is_alone(case: Case):
+    if case.op.kernel("cpu") is None:
+        pytest.skip("no cpu kernel: the reference serves this op")
+    assert parted(case) is None
+
+
+def test_the_manual_lists_what_is_invariant():
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    listed = page.partition("## Rows alone and together")[2].partition("\n## ")[0]
+    assert not [name for name in (*ROWS, *TEXTS) if f"`{name}`" not in listed]
+    assert {case.op.name for case in all_cases()} == {*ROWS, *TEXTS, *OTHERS}
