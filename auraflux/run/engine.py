@@ -130,6 +130,7 @@ class Engine:
         """Several tokens of each sequence: the scores after every one, [T, V]."""
         if len(ids) == 1 and self.device.type == "cpu":
             return self.replayer.verify(batch, ids[0])
+        self.replayer.settling = False
         return self.score(self.step(batch, ids))
 
     def read(self, sequences: list[Sequence], pieces: list[list[int]]) -> None:

@@ -60,6 +60,8 @@ class Replayer:
         # why steps of decoding, and those of prompts, are not replayed; None if they are
         self.refused: str | None = None if graphs else SWITCHED_OFF
         self.unread: str | None = None
+        # whether the last step took longer than others like it will: it was run or recorded to be replayed later
+        self.settling = False
         self._steps: dict[object, Step] = {}
         self._several: dict[object, Step] = {}
         self._capture = CudaCapture() if runner.device.type == "cuda" else _record
@@ -124,6 +126,7 @@ class Replayer:
             batch.positions = step.positions
         if step.recording is None:
             return self._run(step, batch, lambda: work(step))
+        self.settling = False
         step.recording.replay()
         assert step.result is not None
         return step.result.clone()
@@ -148,6 +151,7 @@ class Replayer:
     def _run(self, step: Step, batch: Batch, work: Callable[[], Tensor]) -> Tensor:
         """Run a step, and record it if it is time to."""
         refused = self.refused if batch.single else self.refused or self.unread
+        self.settling = refused is None
         # the first run compiles what is not compiled yet; none of that belongs in a recording
         if refused is not None or not step.compiled:
             step.compiled = True

@@ -23,7 +23,7 @@ LIKELIEST = 0.98
 PRIORS, WEIGHT = (0.3, 0.6, 0.85), 4.0
 FADE = 0.9  # of experience with each guess
 REMEMBERED = 9  # measurements; their median counts
-FIRST = 2  # measurements that are left out: they compile, and record
+FIRST = 1  # measurement that is left out: it may compile
 SMALL = 3  # tokens more than texts with which steps are tried first
 CHEAP = 0.15  # of a step for one more token a text, while that is not known
 FRESH = 32  # steps after which a plain one is taken, so that it is known what that takes
@@ -219,15 +219,16 @@ class Speculation:
             found.append(text.guesses.take(text.ids, count) if text.guesses is not None and count else [])
         return found
 
-    def note(self, texts: Sequence[Text], drafts: list[list[int]], kept: list[int], seconds: float) -> None:
-        """Learn what a step took, and how many guesses of each text were kept."""
+    def note(self, texts: Sequence[Text], drafts: list[list[int]], kept: list[int], seconds: float | None) -> None:
+        """Learn what a step took, None where that says nothing of others, and how many guesses of each text were kept."""
         for text, draft, count in zip(texts, drafts, kept, strict=True):
             if text.guesses is not None and draft:
                 text.guesses.note(len(draft), count)
         more = sum(map(len, drafts))
         self.drafted += more
         self.accepted += sum(kept)
-        self.costs.note(len(texts), more, seconds)
+        if seconds is not None:
+            self.costs.note(len(texts), more, seconds)
         if more and (len(texts) + sum(kept)) / len(texts) > MARGIN * self.costs.ratio(len(texts), more):
             self._patience = PATIENCE
 
@@ -264,4 +265,4 @@ class Speculation:
 
 def sizes(most: int) -> list[int]:
     """How many tokens more than texts a step may have: few numbers, so that what steps take is soon known and they recur."""
-    return [more for more in (1, 3, *range(7, most + 1, 8)) if more <= most]
+    return [more for more in (3, *range(7, most + 1, 8)) if more <= most]

@@ -123,7 +123,7 @@ class Writer:
                 self._cut(job, draft[: kept[-1]])
         self._ended = time.perf_counter()
         if self.speculation is not None:
-            self.speculation.note(live, drafts, kept, self._ended - began)
+            self.speculation.note(live, drafts, kept, None if self.engine.replayer.settling else self._ended - began)
         return found
 
     def _promises(self, jobs: list[Job]) -> bool:

@@ -114,7 +114,7 @@ def test_settings_hold_for_guessed_tokens(settings: dict[str, Any]):
     for theirs, mine in zip(wanted, found, strict=True):
         assert [(event.tokens, event.finish) for event in mine] == [(event.tokens, event.finish) for event in theirs]
         told = [[event.scored[0].logprob for event in events if event.scored] for events in (mine, theirs)]
-        assert told[0] == pytest.approx(told[1], abs=1e-4)
+        assert told[0] == told[1]
 
 
 def events_of(scheduler: Scheduler, prompts: list[list[int]], sampling: Sampling) -> list[list[Event]]:
@@ -153,8 +153,10 @@ def test_what_stops_a_step_of_guesses_leaves_texts_as_they_were(
 ):
     made = with_guesses(scheduler_for(name), told(name, "k8v4"))
     jobs = submit(made, prompts_of(name), settings_of(0))
-    made.wait(lambda: all(len(job.stream.tokens) > 4 for job in jobs))
-    held = [(job.ids[:], job.held.length) for job in jobs]
+    made.wait(lambda: any(len(job.stream.tokens) > 4 for job in jobs))
+    writing = [job for job in jobs if job.sequence is not None and job.unread == 0]
+    held = [(job.ids[:], job.held.length) for job in writing]
+    assert held
 
     def fail(*_: Any) -> Any:
         raise failure("stopped")
@@ -167,7 +169,7 @@ def test_what_stops_a_step_of_guesses_leaves_texts_as_they_were(
         if failure is KeyboardInterrupt:
             with pytest.raises(KeyboardInterrupt):
                 made.turn()
-            assert [(job.ids, job.held.length) for job in jobs] == held
+            assert [(job.ids, job.held.length) for job in writing] == held
     assert finish(made, jobs) == plain(name, "k8v4")
     assert nothing_leaks(made)
 
