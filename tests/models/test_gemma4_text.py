@@ -1,6 +1,5 @@
 """Gemma 4 against transformers and mlx-lm."""
 
-import re
 from pathlib import Path
 from typing import Any
 
