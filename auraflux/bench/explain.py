@@ -162,6 +162,7 @@ RESULTS: dict[str, Callable[[Arguments], Any]] = {
     "attention": _attended,
     "delta_layer_step": _like("z"),
     "embed": _embedded,
+    "expert_mlp": _like("x"),
     "gated_delta_prefill": _like("v"),
     "latent_attention": _like("q_latent"),
     "linear": lambda arguments: _products({**arguments, "weights": [arguments["weight"]]})[0],

@@ -40,6 +40,8 @@ FAMILIES = {
     "gemma3_text": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_text": "gemma4_text",
+    "gemma4_unified": "gemma4_text",
+    "gemma4_unified_text": "gemma4_text",
 }
 
 

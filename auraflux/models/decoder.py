@@ -22,8 +22,8 @@ from auraflux.weights.streamed import Guess
 
 # towers for images and sound and what joins them to the text
 UNUSED = re.compile(
-    r"^(model\.)?(visual|vision_tower|vision_model|audio_tower|embed_vision|embed_audio|mm_projector|multi_modal_projector)\."
-    r"|rotary_emb\."
+    r"^(model\.)?(visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
+    r"|mm_projector|multi_modal_projector)\.|rotary_emb\."
 )
 Residual = tuple[Tensor, Tensor | None]  # the stream and what is still to be added to it, both [T, H]
 

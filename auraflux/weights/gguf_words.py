@@ -33,6 +33,15 @@ EXPERTS = {
     "ffn_up_exps": "mlp.switch_mlp.up_proj",
     "ffn_down_exps": "mlp.switch_mlp.down_proj",
 }
+# one beside every mixture and an MLP in the first layers
+GLM4_MOE = {
+    "post_attention_norm": "post_attention_layernorm",
+    **{name: module for name, module in (MLP | EXPERTS).items() if name != "ffn_norm"},
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+MINIMAX_M2 = {name: module.replace("mlp.", "block_sparse_moe.", 1) for name, module in EXPERTS.items()}
 GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
@@ -73,6 +82,7 @@ class Architecture(NamedTuple):
 
     model_type  Hugging Face's name
     layer       names of modules within a layer
+    vectors     names of tensors within a layer that are no module's weight or bias
     permuted    whether rows of q and k are in the order that rotates neighbouring channels
     norms_plus  what the file has added to the weights of norms
     more        config keys that only this one has
@@ -83,6 +93,7 @@ class Architecture(NamedTuple):
     permuted: bool = False
     norms_plus: float = 0.0
     more: Callable[[Words], dict[str, Any]] = lambda words: {}
+    vectors: Mapping[str, str] = {}
 
 
 def _qwen3_moe(words: Words) -> dict[str, Any]:
@@ -93,6 +104,41 @@ def _qwen3_moe(words: Words) -> dict[str, Any]:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _glm4_moe(words: Words) -> dict[str, Any]:
+    further = words.get("nextn_predict_layers", 0)
+    return {
+        **_partial(words),
+        "num_hidden_layers": words["block_count"] - further,
+        "num_nextn_predict_layers": further,
+        "moe_intermediate_size": words["expert_feed_forward_length"],
+        "n_routed_experts": words["expert_count"],
+        "num_experts_per_tok": words["expert_used_count"],
+        "n_shared_experts": words.get("expert_shared_count", 1),
+        "first_k_dense_replace": words.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": words.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": words.get("expert_weights_norm", True),
+    }
+
+
+def _minimax_m2(words: Words) -> dict[str, Any]:
+    return {
+        **_partial(words),
+        "intermediate_size": words["expert_feed_forward_length"],
+        "num_local_experts": words["expert_count"],
+        "num_experts_per_tok": words["expert_used_count"],
+    }
+
+
+def _partial(words: Words) -> dict[str, Any]:
+    """What is said of heads of which a part is rotated, and of scores."""
+    width, kinds = words["attention.key_length"], {1: "softmax", 2: "sigmoid"}
+    scoring = words.get("expert_gating_func", 2)
+    return {
+        "partial_rotary_factor": words.get("rope.dimension_count", width) / width,
+        "scoring_func": kinds.get(scoring, str(scoring)),
     }
 
 
@@ -124,12 +170,22 @@ def _gemma3(words: Words) -> dict[str, Any]:
     }
 
 
+def _biased(home: str) -> dict[str, str]:
+    """Where the bias in the choice of experts is."""
+    return {"exp_probs_b": f"{home}.e_score_correction_bias"}
+
+
+SINKS = {"attn_sinks": "self_attn.sinks"}
 ARCHITECTURES = {
     "llama": Architecture("llama", ATTENTION | MLP, permuted=True),
     "qwen2": Architecture("qwen2", ATTENTION | MLP),
     "qwen3": Architecture("qwen3", ATTENTION | HEAD_NORMS | MLP),
     "qwen3moe": Architecture("qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS, more=_qwen3_moe),
-    "gpt-oss": Architecture("gpt_oss", ATTENTION | GPT_OSS, more=_gpt_oss),
+    "gpt-oss": Architecture("gpt_oss", ATTENTION | GPT_OSS, more=_gpt_oss, vectors=SINKS),
+    "glm4moe": Architecture("glm4_moe", ATTENTION | HEAD_NORMS | GLM4_MOE, more=_glm4_moe, vectors=_biased("mlp.gate")),
+    "minimax-m2": Architecture(
+        "minimax_m2", ATTENTION | HEAD_NORMS | MINIMAX_M2, more=_minimax_m2, vectors=_biased("block_sparse_moe")
+    ),
     "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, norms_plus=1.0, more=_gemma3),
 }
 
@@ -147,12 +203,13 @@ def tensor_name(name: str, form: Architecture) -> str:
     """Hugging Face's name of a tensor; a name that is not known stays."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if found is None:
-        return name
+        # of layers that predict more than one token
+        return re.sub(r"^blk\.(\d+)\.nextn\.", r"model.layers.\1.nextn.", name)
     layer, module, part = found.groups()
     if layer is None:
         return f"{ENDS[module]}.{part}" if module in ENDS else name
-    if module == "attn_sinks":
-        return f"model.layers.{layer}.self_attn.sinks"
+    if module in form.vectors:
+        return f"model.layers.{layer}.{form.vectors[module]}"
     return f"model.layers.{layer}.{form.layer[module]}.{part}" if module in form.layer else name
 
 
@@ -189,6 +246,8 @@ def make_config(
     for key in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{key}_token_id"] = token
+    if form.model_type == "glm4_moe":
+        config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in shapes
     _check_rotary_width(words, config)
     if (scaling := _scaling(words, config, frequencies)) is not None:
         config["rope_scaling"] = scaling
@@ -197,7 +256,7 @@ def make_config(
 
 def _check_rotary_width(words: Words, config: dict[str, Any]) -> None:
     width = words.get("rope.dimension_count", config["head_dim"])
-    if width != config["head_dim"]:
+    if "partial_rotary_factor" not in config and width != config["head_dim"]:
         raise FormatError(f"the GGUF file rotates {width} of {config['head_dim']} channels of a head; all is supported.")
 
 

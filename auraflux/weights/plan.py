@@ -24,7 +24,7 @@ CONTEXTS = (4096, 32768, 131072)
 KINDS = {
     "shared experts": r"shared_expert(s)?\.",
     "experts": r"\.(switch_mlp|experts)\.",
-    "routers": r"(mlp\.gate\.|shared_expert_gate|\.router\.)",
+    "routers": r"((mlp|block_sparse_moe)\.gate\.|shared_expert_gate|\.router\.)",
     "embeddings": r"(embed_tokens|lm_head)",
     "norms": r"norm",
     "attention": r"self_attn\.",

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Gemma4Config, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextConfig
+from transformers import (
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
+)
 
 from auraflux.cache import CacheSettings
 from auraflux.errors import FormatError
@@ -217,3 +224,23 @@ def test_what_a_config_leaves_out_is_transformers_default():
     assert {(each.count, each.kv, each.width) for each in ours.heads} == {(8, 1, 256), (8, 1, 512)}
     turned = ours.rotations[FULL].frequencies
     assert (len(turned), int((turned > 0).sum())) == (256, 64)
+
+
+def unified() -> Gemma4UnifiedForCausalLM:
+    torch.manual_seed(0)
+    apart = (
+        "vocab_size_per_layer_input",
+        "hidden_size_per_layer_input",
+        "num_experts",
+        "top_k_experts",
+        "moe_intermediate_size",
+    )
+    sizes = {key: value for key, value in SMALL.items() if key not in apart}
+    options = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    return uneven(Gemma4UnifiedForCausalLM(Gemma4UnifiedTextConfig(**sizes, **options)))
+
+
+@pytest.mark.slow
+def test_the_unified_model_has_the_same_body(tmp_path: Path):
+    model = unified()
+    check_family(model, save(model, tmp_path))

@@ -52,6 +52,8 @@ def use_every_expert(config: Any) -> None:
     for count in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, count, None):
             config.num_experts_per_tok = getattr(config, count)
+    if getattr(config, "top_k_experts", None):
+        config.top_k_experts = config.num_experts
     if getattr(config, "n_group", None):
         config.topk_group = config.n_group
 

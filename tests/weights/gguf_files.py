@@ -44,6 +44,8 @@ def gguf_name(name: str, architecture: str) -> str:
     _, _, layer, module = stem.split(".", 3)
     if part == "sinks":
         return f"blk.{layer}.attn_sinks.weight"
+    if part == "e_score_correction_bias":
+        return f"blk.{layer}.exp_probs_b.bias"
     names = {theirs: ours for ours, theirs in ARCHITECTURES[architecture].layer.items()}
     return f"blk.{layer}.{names[module]}.{part}"
 

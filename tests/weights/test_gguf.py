@@ -12,6 +12,7 @@ from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.gguf import GGUFFile
 from auraflux.weights.loader import dense
 from tests.models.oracles import error, save, scores, tokens, truth
+from tests.models.test_deepseek_v3 import clear
 from tests.weights.gguf_files import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, llama_tensors, rounded, write_gguf
 
 
@@ -236,7 +237,7 @@ def tiny(kind: str):
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    experts = {"num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    experts: dict = {"num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     torch.manual_seed(0)
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**shared, intermediate_size=INNER))
@@ -249,16 +250,27 @@ def tiny(kind: str):
         sizes = {"intermediate_size": INNER, "sliding_window": 16, "query_pre_attn_scalar": WIDTH}
         kinds = list(bases)
         return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shared, **sizes, layer_types=kinds, rope_parameters=ropes))
+    if kind == "glm4moe":
+        experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+        sizes = {"intermediate_size": INNER, "moe_intermediate_size": 64, "n_routed_experts": 5, "num_mtp_layers": 0}
+        options = {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}
+        return clear(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**shared, **experts, **sizes, **options)))
+    if kind == "minimax-m2":
+        experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+        config = hf.MiniMaxM2Config(**shared, **experts, intermediate_size=64, num_local_experts=5)
+        return clear(hf.MiniMaxM2ForCausalLM(config))
     config = hf.GptOssConfig(**shared, **experts, intermediate_size=96, num_local_experts=5, sliding_window=16)
     return hf.GptOssForCausalLM(config)
 
 
 def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """The tensors that llama.cpp's converter makes of one of transformers'."""
+    if kind == "minimax-m2":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
     stem, _, part = name.rpartition(".experts.")
     if not stem:
         return {name: array}
-    if kind == "qwen3moe":
+    if kind != "gpt-oss":
         home = f"{stem}.switch_mlp"
         if part == "down_proj":
             return {f"{home}.down_proj.weight": array}
@@ -279,6 +291,24 @@ WORDS: dict[str, dict[str, object]] = {
         "expert_used_count": 2,
         "expert_feed_forward_length": 64,
         "attention.key_length": WIDTH,
+    },
+    "glm4moe": {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": 64,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 1.5,
+        "leading_dense_block_count": 1,
+        "attention.key_length": WIDTH,
+        "rope.dimension_count": WIDTH // 2,
+    },
+    "minimax-m2": {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 64,
+        "attention.key_length": WIDTH,
+        "rope.dimension_count": WIDTH // 2,
     },
     "gpt-oss": {
         "expert_count": 5,
@@ -308,3 +338,26 @@ def test_a_model_says_the_same_as_in_transformers(kind: str, tmp_path):
     with use_backend("reference"):
         found = scores(path, ids)
     assert error(found, truth(model, ids)) < 1e-5
+
+
+def test_layers_that_predict_further_are_passed_over(tmp_path):
+    model = tiny("glm4moe")
+    save(model, tmp_path / "hf")
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors |= unpacked(name, tensor.detach().numpy(), "glm4moe")
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
+    words = WORDS["glm4moe"] | {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
+    path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", "glm4moe", words), tokens(model, 20)
+    assert open_checkpoint(path).config["num_hidden_layers"] == LAYERS
+    assert error(scores(path, ids), truth(model, ids)) < 1e-5
+
+
+def test_another_scoring_of_experts_is_refused(tmp_path):
+    model = tiny("minimax-m2")
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors |= unpacked(name, tensor.detach().numpy(), "minimax-m2")
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", "minimax-m2", WORDS["minimax-m2"] | {"expert_gating_func": 1})
+    with pytest.raises(FormatError, match="scoring_func 'softmax'; only 'sigmoid'"):
+        scores(path, [1, 2])

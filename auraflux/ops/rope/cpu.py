@@ -102,7 +102,7 @@ def _grow(args, job, jobs):
 
 
 def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
-    wide = as_float(q)
+    wide = as_float(q.contiguous())
     out = torch.empty_like(wide)
     jobs = threads() if q.numel() >= PARALLEL_FROM else 1
     read = wide.data_ptr(), positions.data_ptr(), positions.dtype is torch.int64

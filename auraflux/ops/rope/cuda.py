@@ -56,21 +56,22 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
 
 
 @triton.jit
-def _grow(q, positions, out, row, span, slope, BLOCK: tl.constexpr):
+def _grow(q, positions, out, row, width, pitch, span, slope, BLOCK: tl.constexpr):
     token = tl.program_id(0)
     whole = tl.load(positions + token) // span
     size = 1.0 + slope * tl.log(1.0 + whole.to(tl.float32))
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    places = token.to(tl.int64) * row + at
-    found = tl.load(q + places, mask=at < row, other=0.0).to(tl.float32)
-    tl.store(out + places, found * size, mask=at < row)
+    source = (token.to(tl.int64) * (row // width) + at // width) * pitch + at % width
+    found = tl.load(q + source, mask=at < row, other=0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * row + at, found * size, mask=at < row)
 
 
 def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
     ready(q)
-    out, row = torch.empty_like(q), q.shape[1] * q.shape[2]
+    out, row = q.new_empty(q.shape), q.shape[1] * q.shape[2]
     if q.numel():
-        launch(_grow, (q.shape[0], cdiv(row, GROWN)))(q, positions, out, row, span, float(slope), GROWN)
+        sizes = row, q.shape[2], q.stride(1), span, float(slope), GROWN
+        launch(_grow, (q.shape[0], cdiv(row, GROWN)))(q, positions, out, *sizes)
     return out
 
 

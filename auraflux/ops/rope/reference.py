@@ -50,8 +50,9 @@ def rope(x: Tensor, inv_freq: Tensor, positions: Tensor, mscale: float = 1.0, in
 
 
 def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> None:
-    check_dense(q=q, positions=positions)
     check_shape("q", q, None, None, None)
+    check_heads("q", q)
+    check_dense(positions=positions)
     check_floating(q=q)
     check_shape("positions", positions, q.shape[0])
     check_dtype("positions", positions, torch.int32, torch.int64)
@@ -63,12 +64,12 @@ def _check_grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -
 def grow_queries(q: Tensor, positions: Tensor, slope: float, span: int) -> Tensor:
     """Multiply the queries of a token by 1 + slope * log(1 + n), n being how many whole spans lie before its position.
 
-    q          [T, H, D]
+    q          [T, H, D]  its heads may lie apart
     positions  [T]        int32 or int64
     returns    [T, H, D]  in q's dtype
     """
     whole = (positions // span).float()
-    return (q.float() * (1 + slope * torch.log(1 + whole))[:, None, None]).to(q.dtype)
+    return (q.float() * (1 + slope * torch.log(1 + whole))[:, None, None]).to(q.dtype).contiguous()
 
 
 def check_norm_rope(
