@@ -11,6 +11,7 @@ from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import RecurrentLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
 from auraflux.cache.turboquant import CodedLayer
+from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.rotation import NARROWEST, WIDEST
 
@@ -119,7 +120,12 @@ class LatentShape:
     def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
         if bits is None:
             return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
-        head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in _plain_groups(room))
+        groups = _plain_groups(room)
+        if room.device.type == "cuda":
+            if room.settings.first is not None or room.settings.newest is not None:
+                raise SettingsError("latents keep no positions as they are on a GPU: leave --first and --newest out.")
+            groups = None, None
+        head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)
         sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
         return CodedLatentLayer(room.group(None), *sizes, head, recent)
 

@@ -130,8 +130,9 @@ def changed(rng: random.Random, value: Any) -> Any:
         return rng.choice(
             [value[1:], (*value, value[0]), (*value[:at], changed(rng, value[at]), *value[at + 1 :]), list(value), set()]
         )
-    if is_dataclass(value) and not isinstance(value, type):
-        field = rng.choice([field for field in fields(value) if field.init])
+    named = [field for field in fields(value) if field.init] if is_dataclass(value) and not isinstance(value, type) else []
+    if named:
+        field = rng.choice(named)
         return replace(value, **{field.name: changed(rng, getattr(value, field.name))})
     return odd(rng)
 

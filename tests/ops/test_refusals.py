@@ -13,6 +13,8 @@ from auraflux.ops import (
     delta_layer_step,
     embed,
     gated_rms_norm,
+    grow_queries,
+    latent_query,
     linear,
     merge_partials,
     norm_rope,
@@ -161,6 +163,14 @@ ODD: dict[str, tuple[Callable[[], object], str]] = {
     "a tensor for pages": (
         lambda: PlainPages(ROWS, None, 0),
         "'head' is of type Tensor; KVPages or RowPages or None is needed",
+    ),
+    "positions without memory": (
+        lambda: grow_queries(torch.ones(2, 1, 8), torch.empty(2, dtype=torch.int32, device="meta"), 0.1, 4),
+        "'positions' is on meta",
+    ),
+    "a latent's weight of whole numbers": (
+        lambda: latent_query(torch.ones(1, 2, 4), torch.ones(12, 8, dtype=torch.int64), 6),
+        "'weight' has dtype int64",
     ),
     "levels without memory": (
         lambda: Codebook(torch.empty(16, device="meta")),

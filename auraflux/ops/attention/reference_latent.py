@@ -85,6 +85,8 @@ def _check_latent_weight(name: str, x: Tensor, weight: Weight) -> None:
     check_dtype(name, x, *DTYPES)
     if len(weight.shape) != 2:
         raise InputError(f"the weight has shape {list(weight.shape)}; a matrix is needed.")
+    if not isinstance(weight, QTensor):
+        check_dtype("weight", weight, *DTYPES)
 
 
 def _matrix(weight: Weight) -> Tensor:
