@@ -31,6 +31,8 @@ ROWS = {
     "qk_norm": ("q", "k"),
     "rope": ("x", "positions"),
     "norm_rope": ("q", "k", "positions"),
+    "grow_queries": ("q", "positions"),
+    "per_layer_inputs": ("projected", "embedded"),
     "split_latent": ("q", "kv"),
     "latent_query": ("q_nope",),
     "latent_output": ("v",),
@@ -97,6 +99,15 @@ def single(case: Case, args: Args) -> Iterator[tuple[int, Args]]:
             yield t, call | {"starts": torch.tensor([0, 1], dtype=torch.int32)}
 
 
+def results(case: Case, call: Args) -> list[Tensor]:
+    """What a call gives, rows first."""
+    kernel = case.op.kernel("cpu")
+    assert kernel is not None
+    given = [tensor for _, tensor in tensors(kernel(**call))]
+    # layers are apart, and tokens within them
+    return [tensor.transpose(0, 1) for tensor in given] if case.op.name == "per_layer_inputs" else given
+
+
 def same(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool(torch.equal(found.nan_to_num(7.5), expected.nan_to_num(7.5)))
 
@@ -104,12 +115,10 @@ def same(found: Tensor, expected: Tensor) -> bool:
 def parted(case: Case) -> str | None:
     """What differs between rows together and alone."""
     together, alone = case.args(), case.args()
-    kernel = case.op.kernel("cpu")
-    assert kernel is not None
     writes = case.op.name in TEXTS or case.op.name in ("gated_delta_step", "expert_parts")
     with exact(case.exact):
         try:
-            whole = [tensor for _, tensor in tensors(kernel(**together))]
+            whole = results(case, together)
         except Declined:
             return None
         calls = list(single(case, alone))
@@ -122,7 +131,7 @@ def parted(case: Case) -> str | None:
                 if n >= len(calls):
                     continue
                 t, call = calls[n]
-                for i, (_, tensor) in enumerate(tensors(kernel(**call))):
+                for i, tensor in enumerate(results(case, call)):
                     rows = len(tensor)
                     if not same(tensor, whole[i][t * rows : (t + 1) * rows]):
                         return f"row {t} of result {i}"
