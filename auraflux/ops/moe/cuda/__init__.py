@@ -23,7 +23,11 @@ __all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_par
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
     ready(logits)
     ids, weights = CHOICES(Choice(logits, routing, bias))
-    return ids, weights if gain is None else weights * gain.float().index_select(0, ids.view(-1)).view(ids.shape)
+    if gain is None:
+        return ids, weights
+    # where launches are only noted, ids are anything
+    within = ids.view(-1).clamp(0, len(gain) - 1)
+    return ids, weights * gain.float().index_select(0, within).view(ids.shape)
 
 
 def combine(h: Tensor, moe: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> Tensor:
