@@ -182,7 +182,7 @@ class _Mixer:
 
 
 SHAPES = [AttentionShape(2, 64)]
-LAYERED = SimpleNamespace(layers=[SimpleNamespace(mixer=_Mixer())], config=SimpleNamespace(vocab=9))
+LAYERED = SimpleNamespace(layers=[SimpleNamespace(mixer=_Mixer())], span=range(1), config=SimpleNamespace(vocab=9))
 
 
 def _vectors(count: int) -> ModelVectors:
@@ -218,13 +218,13 @@ def _carried(folder: Path) -> None:
     (folder / "model").mkdir()
     kept.rename(folder / "model" / calibration.CARRIED)
     content = (folder / "model" / calibration.CARRIED).read_bytes()
-    name = calibration.weights_name(LAYERED, SHAPES).encode()
+    name = calibration.weights_name([calibration.samples(LAYERED, SHAPES)]).encode()
     (folder / "model" / calibration.CARRIED).write_bytes(content.replace(name, name[::-1]))
 
 
 def _calibrations(folder: Path) -> Any:
     """The calibrations that can be read; all others are none."""
-    name, found = calibration.weights_name(LAYERED, SHAPES), []
+    name, found = calibration.weights_name([calibration.samples(LAYERED, SHAPES)]), []
     files = sorted((folder / "cache" / "calibration").glob("*.calibration"))
     for file in files:
         try:
