@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import torch
@@ -150,7 +151,8 @@ def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> 
     """Give the pages of a pool with one to spare, and a table of them."""
     counts = [-(-length // page) for length in lengths]
     pool = sum(counts) + 1
-    free = torch.randperm(pool).int().tolist()
+    # not by torch: the table is right even where large tensors stay unwritten
+    free = Random(int(torch.randint(2**31, ()))).sample(range(pool), pool)
     table = torch.full((len(lengths), max(counts) + 1), -12345, dtype=torch.int32)
     for b, count in enumerate(counts):
         skipped = 0 if gone is None else gone[b]
