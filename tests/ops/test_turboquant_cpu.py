@@ -8,6 +8,7 @@ import torch
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
+from auraflux.ops.simd.jit import entry
 from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, quantize_chunks, search_table
 from auraflux.ops.turboquant.pages import CodePages, unpack
@@ -141,7 +142,7 @@ def test_a_coordinate_on_a_boundary_takes_the_lower_level(bits):
     y = torch.nn.functional.pad(y, (0, -len(y) % CHUNK)).contiguous()
     words, total = torch.zeros(len(y) * bits // 32, dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
     addresses = search_table(bits, 1024).ctypes.data, words.data_ptr(), total.data_ptr()
-    quantize_chunks(bits, y.data_ptr(), len(y) // CHUNK, *addresses)
+    entry(quantize_chunks.py_func)(bits, y.data_ptr(), len(y) // CHUNK, *addresses)
     codes = torch.bucketize(y, middles)
     assert torch.equal(unpack(words, bits, len(y)), codes)
     torch.testing.assert_close(total[0], codebook(bits, 1024)[codes].double().square().sum())

@@ -136,8 +136,13 @@ def check_pages(pages: Pages, sequence: int, first: int, length: int) -> None:
 
 
 def rows_of(pages: Pages, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Page and slot of each position in [first, last) of a sequence."""
+    """Page and slot of each position in [first, last) of a sequence, all in the pool."""
     check_pages(pages, sequence, first, last)
+    return places_of(pages, sequence, first, last)
+
+
+def places_of(pages: Pages, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """The same as the table says, whatever that is."""
     positions = torch.arange(first, last, device=pages.table.device)
     size = pages.pool[1]
     return pages.table[sequence, positions // size].long(), positions % size

@@ -4,13 +4,12 @@ Angles reach hundreds of thousands of radians, where float32 has no digits left 
 float64. What is left lies within an eighth of a turn of zero, and float32 polynomials are good to the last bit but one there.
 """
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from auraflux.ops.norm.cpu import rms_norm
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, strict, threads
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
@@ -23,7 +22,7 @@ C0, C1, C2 = np.float32(2.443315711809948e-5), np.float32(-1.388731625493765e-3)
 
 # of the fast-math flags only contraction: reassociation would merge the two steps of the range reduction. Said outright, as a
 # function without flags of its own takes those of the first caller that compiles it.
-@numba.njit(error_model="numpy", fastmath={"contract"})
+@strict
 def _cos_sin(angle):
     """Cosine and sine of a float32 angle, in float32."""
     wide = np.float64(angle)

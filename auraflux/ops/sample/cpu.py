@@ -10,13 +10,12 @@ sorts by decreasing logit, ties by increasing index.
 
 import math
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from auraflux.ops.sample.reference import BELOW_ONE
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, octets, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, octets, share, strict, threads
 from auraflux.ops.simd.math import bits_of_float, float_of_bits
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
@@ -31,7 +30,7 @@ T3, T4, T5, T6, T7, T8, T9, T10, T11, T12, T13 = (1 / math.factorial(n) for n in
 
 
 # of the fast-math flags only contraction: reassociation would merge the steps of the range reduction
-@numba.njit(error_model="numpy", fastmath={"contract"})
+@strict
 def _decay(x):
     """exp(-x) in float64, for x from 0 to 64."""
     n = np.floor(0.5 - x * LOG2E)

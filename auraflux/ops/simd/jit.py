@@ -17,21 +17,24 @@ import threading
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core import config as _config
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 from numba.np.ufunc import parallel
 from torch import Tensor
 
 from auraflux.kernel_cache import kept_in, open_folder
 from auraflux.ops._recording import recorder
+from auraflux.ops.simd.compiler import KernelCompiler, Part, PartCompiler
 
 # its names are made when it is imported, out of sight of type checkers
 config: Any = _config
@@ -78,10 +81,22 @@ def _our_cache() -> AbstractContextManager[None]:
     return kept_in(CACHE_FOLDER)
 
 
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function that other compiled code or Python calls."""
+OPTIONS: dict[str, Any] = {"error_model": "numpy"}
+
+
+def jit_with(*flags: str) -> Callable[..., Any]:
+    """Make a `jit` with other fast-math flags. At least one: without any, Numba takes those of the first caller."""
+    return partial(Part, targetoptions={**OPTIONS, "nopython": True, "fastmath": {*flags}}, pipeline_class=PartCompiler)
+
+
+jit = jit_with(*FAST)
+strict = jit_with("contract")  # no sum is reordered
+
+
+def entry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that Python calls for what it returns."""
     with _our_cache():
-        return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FAST)(function)
+        return numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(function)
 
 
 @intrinsic
@@ -95,6 +110,28 @@ def _call(typingctx, function, args, job, jobs):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def call_kernel(typingctx, function, args):
+    """Run one job of the kernel at an address, with a tuple of integers as its arguments; tuples in it are opened."""
+
+    def codegen(context, builder, signature, values):
+        word, given = ir.IntType(64), cgutils.unpack_tuple(builder, values[1])
+        opened = [
+            number
+            for kind, value in zip(args.types, given, strict=True)
+            for number in (cgutils.unpack_tuple(builder, value) if isinstance(kind, types.BaseTuple) else [value])
+        ]
+        room = cgutils.alloca_once(builder, word, size=len(opened))
+        for i, number in enumerate(opened):
+            builder.store(number, builder.gep(room, [ir.Constant(word, i)]))
+        kind = ir.FunctionType(ir.VoidType(), [word, word, word])
+        target = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(target, [builder.ptrtoint(room, word), ir.Constant(word, 0), ir.Constant(word, 1)])
+        return context.get_dummy_value()
+
+    return types.void(function, args), codegen
 
 
 with _our_cache():
@@ -135,9 +172,9 @@ class Kernel:
     def address(self) -> int | None:
         if self._address is None:
             with _our_cache():
-                compiled: Any = numba.cfunc("void(int64, int64, int64)", cache=True, error_model="numpy", fastmath=FAST)(
-                    self._body
-                )
+                compiled: Any = numba.cfunc(
+                    "void(int64, int64, int64)", cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS
+                )(self._body)
             # kept, because the machine code lives as long as this object
             self._compiled = compiled
             self._address = compiled.address
@@ -200,41 +237,30 @@ def share(count, job, jobs):
     return range(job * count // jobs, (job + 1) * count // jobs)
 
 
-@intrinsic
-def _pointer(typingctx, address, like):
-    """Turn an integer address into a pointer to elements of `like`'s type."""
-    kind = types.CPointer(like.dtype)
+def _view(dtype: types.Type) -> Callable[..., Any]:
+    """Make the function that gives `n` elements of a type at an address as an array."""
+    kind = types.Array(dtype, 1, "C")
 
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(kind))
+    @intrinsic
+    def view(typingctx, address, n):
+        def codegen(context, builder, signature, args):
+            pointer = context.get_data_type(dtype).as_pointer()
+            nbytes = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(dtype)))
+            array = make_array(kind)(context, builder)
+            given = [context.cast(builder, *each, types.intp) for each in zip(args, signature.args, strict=True)]
+            data = builder.inttoptr(given[0], pointer)
+            populate_array(array, data=data, shape=[given[1]], strides=[nbytes], itemsize=nbytes, meminfo=None)
+            return array._getvalue()
 
-    return kind(address, like), codegen
+        return kind(address, n), codegen
 
-
-@numba.njit(inline="always")
-def floats(address, n):
-    return numba.carray(_pointer(address, np.float32), (n,))
-
-
-@numba.njit(inline="always")
-def int32s(address, n):
-    return numba.carray(_pointer(address, np.int32), (n,))
-
-
-@numba.njit(inline="always")
-def int64s(address, n):
-    return numba.carray(_pointer(address, np.int64), (n,))
+    return view
 
 
-@numba.njit(inline="always")
-def halves(address, n):
-    """16-bit patterns: bf16 or f16."""
-    return numba.carray(_pointer(address, np.uint16), (n,))
-
-
-@numba.njit(inline="always")
-def octets(address, n):
-    return numba.carray(_pointer(address, np.uint8), (n,))
+floats, int32s, int64s = _view(types.float32), _view(types.int32), _view(types.int64)
+halves = _view(types.uint16)  # patterns of bf16 or f16
+octets = _view(types.uint8)
+doubles = _view(types.float64)
 
 
 _thread = threading.local()

@@ -1,11 +1,12 @@
 """Elementary functions in float32 that Numba's loops can vectorise, and bits as numbers."""
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from auraflux.ops.simd.jit import strict
 
 
 @intrinsic
@@ -47,7 +48,7 @@ P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float3
 
 
 # flags are spelt out: without any, Numba takes those of the first caller, which would merge the range reduction's two steps
-@numba.njit(error_model="numpy", fastmath={"contract"})
+@strict
 def exp(x):
     """e**x in float32 to 2 ulp; 0 below -87.3, infinity above 88.3."""
     clipped = min(max(x, BOTTOM), TOP)
@@ -61,11 +62,11 @@ def exp(x):
     return y if x == x else x
 
 
-@numba.njit(error_model="numpy", fastmath={"contract"})
+@strict
 def sigmoid(x):
     return ONE / (ONE + exp(-x))
 
 
-@numba.njit(error_model="numpy", fastmath={"contract"})
+@strict
 def silu(x):
     return x / (ONE + exp(-x))

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args
-from auraflux.ops.attention.pages import KVPages, rows_of
+from auraflux.ops.attention.pages import KVPages, places_of
 from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
@@ -142,7 +141,7 @@ def plain_pages(
     if head is not None and recent is not None:
         # what is among the first and the newest is one row
         for b, length in enumerate(lengths):
-            to, at = rows_of(recent, b, 0, min(first, length)), rows_of(head, b, 0, min(first, length))
+            to, at = (places_of(kept, b, 0, min(first, length)) for kept in (recent, head))
             recent.k[to[0], :, to[1]], recent.v[to[0], :, to[1]] = head.k[at[0], :, at[1]], head.v[at[0], :, at[1]]
     return PlainPages(head, recent, newest)
 
@@ -151,8 +150,7 @@ def page_table(lengths: list[int], page: int, gone: list[int] | None = None) -> 
     """Give the pages of a pool with one to spare, and a table of them."""
     counts = [-(-length // page) for length in lengths]
     pool = sum(counts) + 1
-    # not by torch: the table is right even where large tensors stay unwritten
-    free = Random(int(torch.randint(2**31, ()))).sample(range(pool), pool)
+    free = torch.randperm(pool).int().tolist()
     table = torch.full((len(lengths), max(counts) + 1), -12345, dtype=torch.int32)
     for b, count in enumerate(counts):
         skipped = 0 if gone is None else gone[b]

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops.attention.pages import spans
-from auraflux.ops.simd.jit import int32s, jit
+from auraflux.ops.simd.jit import entry, int32s, jit
 
 EVERYTHING = 1 << 40  # positions; further back than any sequence is long
 
 
-@jit
+@entry
 def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, count, reach):
     """Give how many pairs of a query and a key there may be, or -1 if any of this leads outside the pages."""
     lengths, starts = int32s(lengths_at, sequences), int32s(starts_at, sequences + 1)

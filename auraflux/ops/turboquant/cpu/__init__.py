@@ -19,8 +19,9 @@ from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.simd.jit import LINE, Kernel, as_float, like, threads, workspace
 from auraflux.ops.turboquant.codebook import Codebook
-from auraflux.ops.turboquant.cpu.attend import build_finish, build_queries
+from auraflux.ops.turboquant.cpu.attend import attend_int8, build_finish, build_queries
 from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
+from auraflux.ops.turboquant.cpu.attend_int8_tiles import Loops, loops_for
 from auraflux.ops.turboquant.cpu.centres import NO_VECTORS, products_nbytes, vectors_of
 from auraflux.ops.turboquant.cpu.codec import scratch_nbytes
 from auraflux.ops.turboquant.cpu.codec_kernels import (
@@ -285,6 +286,7 @@ def _attend(
         scratch,
         *(unturned, vectors.along, vectors.across, vectors.table),
         *(int(pages.plain is not None), oldest.positions, newest.positions),
+        *(loops_for(pages.key_bits, pages.value_bits) if kernel is attend_int8 else Loops()),
     )
     kernel(jobs, *step, *oldest, *newest)
 

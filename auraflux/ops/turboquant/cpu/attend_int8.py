@@ -11,7 +11,7 @@ import numpy as np
 
 from auraflux.ops.attention.cpu.row_blocks import copy_row
 from auraflux.ops.attention.cpu.row_tiles import fold_row
-from auraflux.ops.simd.jit import floats, int32s, int64s, jit, octets, real
+from auraflux.ops.simd.jit import call_kernel, floats, int32s, int64s, jit, octets, real
 from auraflux.ops.simd.math import bits_of_float, exp, float_of_bits, rint
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.turboquant.cpu.attend_int8_softmax import block_top, block_weights
@@ -19,12 +19,9 @@ from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     BYTES,
     LANES,
     PLUS,
-    add_values,
-    key_scores,
+    Loops,
     spread_weights,
-    turn_keys,
     turn_values,
-    turned_scores,
 )
 from auraflux.ops.turboquant.cpu.centres import SPAN, add_centres, meet_centres
 from auraflux.ops.turboquant.cpu.codes import HIGH, UNITS, WIDE_BITS, widen_codes
@@ -305,7 +302,7 @@ def _weigh_rows(item, base, start, end, groups, norms, softcap, threshold, unit,
 
 
 @jit
-def _attend_part(item, keys, values, softcap, threshold, desk):
+def _attend_part(item, keys, values, loops, softcap, threshold, desk):
     """Attend from an item's rows to its positions."""
     rows, cache, count, width, begun = item.rows, item.cache, item.rows.size, item.cache.width, -1
     key_bits, value_bits = WIDE_BITS[keys.bits], WIDE_BITS[values.bits]
@@ -333,21 +330,21 @@ def _attend_part(item, keys, values, softcap, threshold, desk):
             _locate(cache, values, base + BLOCK, 0, rest, there + place)
         norms, ahead = here + place + 8 * BLOCK, there if rest > 0 else here
         if count > ONE_TILE:
-            turn_keys((keys.bits, here, groups, width * key_bits // 128, desk.levels, key_step))
+            call_kernel(loops.turn_keys, (here, groups, width * key_bits // 128, desk.levels, key_step))
         h = 0
         while h < count:
             tile = _tile(count - h)
             if count > ONE_TILE:
                 source = desk.levels, key_step, groups, width // 4, here + 8 * BLOCK, desk.queries + h * 2 * width
                 target = desk.units + 4 * h, desk.excess + 4 * h, desk.scores + h * LINE, LINE
-                turned_scores((tile, planes, source, target))
+                call_kernel(loops.turned_scores, (tile, source, target))
                 h += tile
                 continue
             source = here, groups, width * key_bits // 128, here + 8 * BLOCK, desk.queries + h * 2 * width
             target = desk.units + 4 * h, desk.excess + 4 * h, desk.scores + h * LINE, LINE
             # the first pass over a block asks for the next one
             nbytes = soon if h == 0 else (0, 0)
-            key_scores((tile, keys.bits, source, target, ahead, nbytes[0], ahead + place, nbytes[1]))
+            call_kernel(loops.key_scores, (tile, source, target, ahead, nbytes[0], ahead + place, nbytes[1]))
             h += tile
         if item.centres.table:
             block, last = base // SPAN, (item.last - 1) // SPAN
@@ -364,7 +361,7 @@ def _attend_part(item, keys, values, softcap, threshold, desk):
             some = max(last - first, 0)
             spread_weights((tile, desk.rounded + h * 2 * BLOCK + LANES * first, BLOCK, some, desk.spread))
             target = desk.keeps + 4 * h, desk.gains + 4 * h, desk.sums + h * BYTES * (width // 4)
-            add_values((tile, values.bits, desk.turned, LINE, some, columns, desk.spread, target))
+            call_kernel(loops.add_values, (tile, desk.turned, LINE, some, columns, desk.spread, target))
             h += tile
         here, there = there, here
 
@@ -375,6 +372,7 @@ def attend_rounded(step, b, number, work):
     run, place, width = number % step.runs, number // step.runs, step.width
     begin, stop = parts_of(step, b, run)
     keys, values = sides(step)
+    loops = Loops(step.key_scores, step.turn_keys, step.turned_scores, step.add_values)
     rows = item_at(step, b, place, begin).rows
     desk = _lay_out(rows.size, width, work)
     _spread_queries(rows, width, keys.bits, desk.queries, desk.units, desk.excess)
@@ -386,7 +384,7 @@ def attend_rounded(step, b, number, work):
     for part in range(begin, stop):
         item = item_at(step, b, place, part)
         if item.first < item.last:
-            _attend_part(item, keys, values, real(step.softcap), real(step.threshold), desk)
+            _attend_part(item, keys, values, loops, real(step.softcap), real(step.threshold), desk)
             _leave_rows(item, width, WIDE_BITS[values.bits], desk, step.joined)
         elif not step.joined:
             clear_slots(step, b, place, part, part + 1)

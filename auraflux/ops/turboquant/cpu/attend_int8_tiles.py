@@ -8,8 +8,12 @@ Queries are two signed bytes, high and low, weights two of seven bits. Where the
 keys are stored plus 128, and 128 times the sum of a query is taken back.
 """
 
+from functools import cache
+from typing import NamedTuple
+
 from numba.core import cgutils
 
+from auraflux.ops.simd.jit import Kernel, arguments
 from auraflux.ops.simd.vectors import (
     F32,
     I8,
@@ -35,13 +39,11 @@ TILES = (4, 2, 1)  # heads that share what is loaded
 PLUS = 0 if ISA.signed_codes else 128
 
 
-def _choose(b, bits, heads, build):
-    """Emit a variant for each number of bits and heads."""
-    for code in CODES.values():
-        for tile in TILES:
-            here = b.and_(b.icmp_signed("==", bits, at(code.bits)), b.icmp_signed("==", heads, at(tile)))
-            with b.if_then(here):
-                build(code, tile)
+def _choose(b, heads, build):
+    """Emit a variant for each number of heads."""
+    for tile in TILES:
+        with b.if_then(b.icmp_signed("==", heads, at(tile))):
+            build(tile)
 
 
 def _prefetch(b, rows, group, nbytes):
@@ -99,11 +101,11 @@ def _group_rows(b, rows, group):
     return [load(b, rows, b.add(b.mul(group, at(8 * LANES)), at(8 * t)), I64) for t in range(LANES)]
 
 
-@kernel(constants=0)
-def key_scores(
+@kernel(constants=1)
+def _key_scores(
     b,
-    heads,
     bits,
+    heads,
     rows,
     groups,
     quads,
@@ -128,39 +130,40 @@ def key_scores(
     keys_ahead, values_ahead  as rows: what will be needed next, and how many bytes of each
     """
 
-    def build(code, tile):
+    def build(tile):
         with cgutils.for_range(b, groups) as group:
             _prefetch(b, keys_ahead, group.index, key_nbytes)
             _prefetch(b, values_ahead, group.index, value_nbytes)
-            totals = _products(b, code, tile, _group_rows(b, rows, group.index), quads, q)
+            totals = _products(b, CODES[bits], tile, _group_rows(b, rows, group.index), quads, q)
             _store_scores(b, totals, group.index, norms, excess, units, out, out_step)
 
-    _choose(b, bits, heads, build)
+    _choose(b, heads, build)
 
 
-@kernel(constants=0)
-def turn_keys(b, bits, rows, groups, quads, out, out_step):
+@kernel(constants=1)
+def _turn_keys(b, bits, rows, groups, quads, out, out_step):
     """Turn and look up LANES * `groups` keys once, for many queries: their levels in the order in which these meet them.
 
     rows  [groups * LANES]  int64, addresses of the packed rows, each of 4 * `quads` words
     out   a group every `out_step` bytes; where levels have two bytes, the low ones follow the high ones
     """
-    for code in CODES.values():
-        with b.if_then(b.icmp_signed("==", bits, at(code.bits))), cgutils.for_range(b, groups) as group:
-            where, here = _group_rows(b, rows, group.index), b.add(out, b.mul(group.index, out_step))
-            with cgutils.for_range(b, quads) as loop:
-                words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
-                found = [v for word in words for c in code.split(b, word) for v in code.look_up(b, c, PLUS)]
-                place = b.add(here, b.mul(loop.index, at(len(found) * BYTES)))
-                for n, levels in enumerate(found):
-                    store(b, levels, place, n * BYTES)
+    code = CODES[bits]
+    with cgutils.for_range(b, groups) as group:
+        where, here = _group_rows(b, rows, group.index), b.add(out, b.mul(group.index, out_step))
+        with cgutils.for_range(b, quads) as loop:
+            words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
+            found = [v for word in words for c in code.split(b, word) for v in code.look_up(b, c, PLUS)]
+            place = b.add(here, b.mul(loop.index, at(len(found) * BYTES)))
+            for n, levels in enumerate(found):
+                store(b, levels, place, n * BYTES)
 
 
-@kernel(constants=0)
-def turned_scores(b, heads, planes, keys, key_step, groups, steps, norms, q, units, excess, out, out_step):
-    """Score `heads` queries against keys that `turn_keys` left, of `planes` bytes a level, `steps` vectors each."""
+@kernel(constants=1)
+def _turned_scores(b, bits, heads, keys, key_step, groups, steps, norms, q, units, excess, out, out_step):
+    """Score `heads` queries against keys that `turn_keys` left, `steps` vectors each."""
+    bytes_ = len(CODES[bits].tables)
 
-    def build(bytes_, tile):
+    def build(tile):
         with cgutils.for_range(b, groups) as group:
             here = b.add(keys, b.mul(group.index, key_step))
             totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
@@ -171,10 +174,7 @@ def turned_scores(b, heads, planes, keys, key_step, groups, steps, norms, q, uni
                 _add_dots(b, totals, levels, x)
             _store_scores(b, totals, group.index, norms, excess, units, out, out_step)
 
-    for bytes_ in (1, 2):
-        for tile in TILES:
-            with b.if_then(b.and_(b.icmp_signed("==", planes, at(bytes_)), b.icmp_signed("==", heads, at(tile)))):
-                build(bytes_, tile)
+    _choose(b, heads, build)
 
 
 def _add_dots(b, totals, levels, x):
@@ -239,8 +239,8 @@ def spread_weights(b, heads, weights, step, groups, out):
         store(b, pick(b, four, four, lanes), out, target)
 
 
-@kernel(constants=0)
-def add_values(b, heads, bits, turned, step, groups, columns, weights, keeps, gains, sums):
+@kernel(constants=1)
+def _add_values(b, bits, heads, turned, step, groups, columns, weights, keeps, gains, sums):
     """Scale sums by `keeps` and add `gains` times weights times levels.
 
     turned        as `turn_values` leaves it, rows `step` bytes apart
@@ -249,8 +249,10 @@ def add_values(b, heads, bits, turned, step, groups, columns, weights, keeps, ga
     sums          [columns][codes of a byte][heads] vectors of floats
     """
 
-    def build(code, tile):
-        sides = range(code.vectors)
+    code = CODES[bits]
+    sides = range(code.vectors)
+
+    def build(tile):
         with cgutils.for_range(b, columns) as column:
             totals = {(s, h): [variable(b, splat(ISA.ints, 0)) for _ in range(2)] for s in sides for h in range(tile)}
             source = b.add(turned, b.mul(column.index, step))
@@ -273,8 +275,50 @@ def add_values(b, heads, bits, turned, step, groups, columns, weights, keeps, ga
                 before = b.fmul(load(b, target, place, ISA.floats), keep)
                 store(b, b.fadd(b.fmul(value, gain), before), target, place)
 
-    _choose(b, bits, heads, build)
+    _choose(b, heads, build)
 
 
 def _dot(b, total, weight, levels):
     return ISA.dot(b, total, weight, levels, 7)
+
+
+# loops of one number of bits each: a cache has one for its keys and one for its values, and waits for no others
+
+
+@cache
+def _key_loops(bits: int) -> tuple[Kernel, ...]:
+    @Kernel
+    def key_scores(args, job, jobs):
+        _key_scores((bits, arguments(args, 14)))
+
+    @Kernel
+    def turn_keys(args, job, jobs):
+        _turn_keys((bits, arguments(args, 5)))
+
+    @Kernel
+    def turned_scores(args, job, jobs):
+        _turned_scores((bits, arguments(args, 11)))
+
+    return key_scores, turn_keys, turned_scores
+
+
+@cache
+def _value_loops(bits: int) -> tuple[Kernel, ...]:
+    @Kernel
+    def add_values(args, job, jobs):
+        _add_values((bits, arguments(args, 9)))
+
+    return (add_values,)
+
+
+class Loops(NamedTuple):
+    """Addresses of the loops for a cache's bits; all 0 where they are not used."""
+
+    key_scores: int = 0
+    turn_keys: int = 0
+    turned_scores: int = 0
+    add_values: int = 0
+
+
+def loops_for(key_bits: int, value_bits: int) -> Loops:
+    return Loops(*[each.address for each in (*_key_loops(key_bits), *_value_loops(value_bits))])

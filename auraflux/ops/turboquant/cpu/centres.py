@@ -5,12 +5,11 @@ A block of SPAN positions has one centre. Its product with a query is made once,
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numba.core import cgutils
 
 from auraflux.ops.attention.cpu.row_tiles import lay_quarters, score_rows
-from auraflux.ops.simd.jit import floats, jit
+from auraflux.ops.simd.jit import floats, jit, jit_with
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import F32, ISA, at, fma, kernel, load, spread, store, vector
 from auraflux.ops.turboquant.calibration import BLOCK
@@ -51,7 +50,7 @@ def vectors_of(pages: CodePages) -> Vectors:
 
 
 # no sum and product may be contracted: codes are those of the reference to the last bit
-@numba.njit(error_model="numpy", fastmath={"nsz"})
+@jit_with("nsz")
 def reduce_row(x_at, vectors, head, position, width, target):
     """Take the centre and the scale off a key, in float64."""
     here, row = 4 * head * width, vectors.table + 8 * (position // SPAN) * width

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 
-from auraflux.ops.simd.jit import _pointer, floats, int32s, int64s, jit
+from auraflux.ops.simd.jit import doubles, floats, int32s, int64s, jit, strict
 from auraflux.ops.simd.softmax import fill
 from auraflux.ops.simd.vectors import F32, I32, ISA, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, F64, gather, quantize_chunks
@@ -16,14 +16,6 @@ from auraflux.ops.turboquant.cpu.quantize import CHUNK, F64, gather, quantize_ch
 BLOCK = 8  # rows encoded together
 PERMUTES = {16: "llvm.x86.avx512.permvar.sf.512", 8: "llvm.x86.avx2.permps"}  # by lanes
 NOTHING, NOT_A_NUMBER = np.float32(-np.inf), np.float32(np.nan)
-
-# flags are spelt out: without any, Numba takes those of the first caller
-strict = numba.njit(error_model="numpy", fastmath={"contract"})
-
-
-@numba.njit(inline="always")
-def doubles(address, n):
-    return numba.carray(_pointer(address, np.float64), (n,))
 
 
 @kernel(constants=2)

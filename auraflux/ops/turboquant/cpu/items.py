@@ -50,6 +50,7 @@ class Step(NamedTuple):
     along, across, centres  of the keys of all heads, see `Centres`
     plain           whether some positions are read as they are; the slot after those of parts is theirs
     first, newest   codes are read from position `first` on, and of those `newest` and more before a query
+    key_scores, turn_keys, turned_scores, add_values  addresses of loops, see `attend_int8_tiles.Loops`
     """
 
     q: int
@@ -90,6 +91,10 @@ class Step(NamedTuple):
     plain: int
     first: int
     newest: int
+    key_scores: int
+    turn_keys: int
+    turned_scores: int
+    add_values: int
 
 
 class Cache(NamedTuple):

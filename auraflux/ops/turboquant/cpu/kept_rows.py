@@ -13,7 +13,7 @@ from auraflux.errors import InputError
 from auraflux.ops.attention.cpu.decode_tiles import FLOAT, LANES, NUMBERS, WIDENS_HALVES, number_of, widen_row
 from auraflux.ops.attention.cpu.page_index import survey
 from auraflux.ops.attention.pages import KVPages, spans
-from auraflux.ops.simd.jit import int32s, jit
+from auraflux.ops.simd.jit import entry, int32s, jit
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import F32, I16, I32, at, kernel, load, splat, store, vector
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
@@ -80,7 +80,7 @@ def check_kept(pages: CodePages | LatentCodes, starts: Tensor, tokens: int, reac
             raise InputError("the page table of recent positions, lengths and starts do not fit each other.")
 
 
-@jit
+@entry
 def _survey_first(table_at, width, lengths_at, starts_at, sequences, count, page):
     """Give the number of an entry that leads outside the pages, or -1."""
     lengths, starts, table = (
