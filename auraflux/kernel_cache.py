@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from numba.core import caching, ccallback, config, dispatcher
+from numba.core import caching, ccallback, config, dispatcher, registry
 
 from auraflux.errors import SettingsError
 from auraflux.machine import cache_folder
@@ -106,6 +106,9 @@ class _Files(caching.IndexDataCacheFile):
     def _path(self, key: Any) -> str:
         return f"{self._stem}.{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.nbc"
 
+    def has(self, key: Any) -> bool:
+        return os.path.exists(self._path(key))
+
     def load(self, key: Any) -> Any:
         try:
             content = Path(self._path(key)).read_bytes()
@@ -152,6 +155,10 @@ class _KernelCache(caching.FunctionCache):
         except (OSError, MemoryError) as err:
             _say_unwritten(str(self._cache_path), err)
 
+    def has(self, sig: Any) -> bool:
+        key = self._index_key(sig, registry.cpu_target.target_context.codegen())
+        return self._cache_file.has(key)
+
 
 def _cache_of(function: Any) -> Any:
     try:
@@ -159,6 +166,15 @@ def _cache_of(function: Any) -> Any:
     except (OSError, RuntimeError):
         # Numba found no folder it can write to
         return caching.NullCache()
+
+
+def is_kept(folder: str, function: Any, signature: Any) -> bool:
+    """Whether compiled code of a function lies in a folder; not whether it can be read."""
+    with kept_in(folder):
+        cache = _cache_of(function)
+        if not isinstance(cache, _KernelCache):
+            return False
+        return cache.has(signature)
 
 
 _turn = threading.RLock()

@@ -1,6 +1,7 @@
 """Options that several commands share: which model, how it is kept, how tokens are chosen."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -145,6 +146,7 @@ def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False,
     if chosen.get("divided"):
         hush_torch()
     from auraflux.ops.simd.jit import nothing_compiled
+    from auraflux.run.device import find_device
     from auraflux.run.load import load
     from auraflux.run.template_process import process
 
@@ -152,11 +154,11 @@ def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False,
         process.warm_up()
     parallel = _parallel(model, chosen)
     given = {name: chosen[name] for name in LOADING_NAMES} | {"parallel": parallel}
+    if not sys.stderr.isatty() and find_device(chosen["device"]).type == "cpu" and nothing_compiled():
+        click.echo("note: kernels are compiled for this processor on first use, which takes some seconds.", err=True)
     loaded = load(model, kv=cache_settings(chosen), expert_memory=expert_settings(chosen), **given, **more)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
-    if loaded.engine.device.type == "cpu" and nothing_compiled():
-        click.echo("note: kernels are compiled for this processor on first use: once, about half a minute.", err=True)
     return loaded
 
 

@@ -20,6 +20,7 @@ from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.ngrams import NGrams
+from auraflux.run.prepare import compile_kernels
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.ranks.lead import Lead
 from auraflux.run.ranks.parallel import EXPERTS, PIPELINE, Parallel, parse_parallel
@@ -128,6 +129,9 @@ def load(
         with device_memory():
             part = rooms[0][0], None if lead is None else lead.division
             model = make_model(module, config, checkpoint, quantize, dtype, target, experts, tell, *part)
+            # steps of a part of a model, or that read experts from disk, say nothing before they are taken
+            if target.type == "cpu" and lead is None and experts is None:
+                compile_kernels(model, shapes, settings, exact=exact, calibrate=wanted, dtype=dtype, report=tell)
             vectors = None
             if wanted:
                 nbytes = sum(checkpoint.sizes().values())

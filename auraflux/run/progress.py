@@ -1,10 +1,11 @@
-"""Progress of fetching and loading: a bar on a terminal, nothing elsewhere."""
+"""Progress of fetching, loading and compiling: a bar on a terminal, nothing elsewhere."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Report = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
+# what is done, how much of it so far, how much in all: bytes, or a number of things if it is written "doing: this one"
+Report = Callable[[str, int, int], None]
 
 
 @contextmanager
@@ -17,15 +18,25 @@ def on_terminal(report: Report | None = None) -> Iterator[Report]:
         yield lambda what, done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, Task, TextColumn, TransferSpeedColumn
+    from rich.text import Text
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    class Amount(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.completed:.0f} of {task.total:.0f}") if ":" in task.description else super().render(task)
+
+    class Speed(TransferSpeedColumn):
+        def render(self, task: Task) -> Text:
+            return Text("") if ":" in task.description else super().render(task)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Amount(), Speed())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks: dict[str, object] = {}
 
         def draw(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
-            progress.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
+            doing = what.partition(":")[0]
+            if doing not in tasks:
+                tasks[doing] = progress.add_task(what, total=total)
+            progress.update(tasks[doing], description=what, completed=done, total=total)  # type: ignore[arg-type]
 
         yield draw

@@ -8,9 +8,12 @@ kernel takes it in.
 from typing import Any
 
 from llvmlite import binding as llvm
-from numba.core import compiler, types
+from numba.core import compiler, typed_passes, types, untyped_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import CPUDispatcher
+
+# what they rewrite does not occur in kernels: closures, `with`, expressions of whole arrays
+UNUSED = {untyped_passes.InlineClosureLikes, untyped_passes.WithLifting, typed_passes.NopythonRewrites}
 
 
 class _PartLibrary(JITCodeLibrary):
@@ -65,7 +68,9 @@ class _Compiler(compiler.CompilerBase):
         state = self.state
         state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
-        return [compiler.DefaultPassBuilder.define_nopython_pipeline(state)]
+        pipeline = compiler.DefaultPassBuilder.define_nopython_pipeline(state)
+        pipeline.passes = [each for each in pipeline.passes if each[0] not in UNUSED]
+        return [pipeline]
 
 
 class PartCompiler(_Compiler):

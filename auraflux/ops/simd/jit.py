@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import torch
@@ -32,7 +32,7 @@ from numba.np.arrayobj import make_array, populate_array
 from numba.np.ufunc import parallel
 from torch import Tensor
 
-from auraflux.kernel_cache import kept_in, open_folder
+from auraflux.kernel_cache import is_kept, kept_in, open_folder
 from auraflux.ops._recording import recorder
 from auraflux.ops.simd.compiler import KernelCompiler, Part, PartCompiler
 
@@ -154,6 +154,17 @@ def held(values: array) -> int:
     return values.buffer_info()[0]
 
 
+class Notes(NamedTuple):
+    """Kernels that one thread calls, which do not run."""
+
+    thread: int
+    found: dict["Kernel", None]
+
+
+notes: Notes | None = None  # while `ahead` takes them
+JOB = types.void(types.int64, types.int64, types.int64)
+
+
 class Kernel:
     """Compiled code that runs as a number of jobs, on all threads or on the calling one.
 
@@ -164,29 +175,44 @@ class Kernel:
     def __init__(self, body: Callable[..., None]):
         self.__doc__ = body.__doc__
         self.__name__ = body.__name__
-        self._body = body
+        self.body = body
         self._address: int | None = None
         self._pack: Callable[..., bytes] | None = None
 
     @property
-    def address(self) -> int | None:
+    def address(self) -> int:
+        """Where its code is; 0 where kernels are only noted."""
+        if notes is not None and notes.thread == threading.get_ident():
+            notes.found[self] = None
+            return 0
+        return self._address or self.compile()
+
+    def compile(self) -> int:
+        """Compile it, or fetch it from the cache, and give its address."""
         if self._address is None:
             with _our_cache():
-                compiled: Any = numba.cfunc(
-                    "void(int64, int64, int64)", cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS
-                )(self._body)
-            # kept, because the machine code lives as long as this object
-            self._compiled = compiled
-            self._address = compiled.address
+                # kept, because the machine code lives as long as this object
+                self._compiled: Any = numba.cfunc(JOB, cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(
+                    self.body
+                )
+            self._address = self._compiled.address
+        assert self._address is not None
         return self._address
+
+    def is_kept(self) -> bool:
+        """Whether it need not be compiled: it has been, or is in the cache."""
+        return self._address is not None or (bool(CACHE_FOLDER) and is_kept(CACHE_FOLDER, self.body, JOB))
 
     def __call__(self, jobs: int, *args: int | float) -> None:
         """Run `jobs` jobs; one stays on this thread. Arguments are ints, or Python floats where the body takes a `real`."""
+        if notes is not None and notes.thread == threading.get_ident():
+            notes.found[self] = None
+            return
         if self._pack is None:
             self._pack = struct.Struct("".join("d" if type(value) is float else "q" for value in args)).pack
         packed = array("q", self._pack(*args))
         launch = _launch_here if jobs == 1 else _launch_threads
-        launch(self._address or self.address, packed.buffer_info()[0], jobs)
+        launch(self._address or self.compile(), packed.buffer_info()[0], jobs)
         if recorder and (recording := recorder.recording) is not None:
             assert self._address is not None
             recording.add(self._address, packed, jobs)

@@ -19,7 +19,7 @@ from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
 from auraflux.ops.simd.jit import LINE, Kernel, as_float, like, threads, workspace
 from auraflux.ops.turboquant.codebook import Codebook
-from auraflux.ops.turboquant.cpu.attend import attend_int8, build_finish, build_queries
+from auraflux.ops.turboquant.cpu.attend import attend_int8, attend_kept, build_finish, build_queries
 from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import Loops, loops_for
 from auraflux.ops.turboquant.cpu.centres import NO_VECTORS, products_nbytes, vectors_of
@@ -88,6 +88,9 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     sides = *keys, *key_levels, *values, *value_levels
     place = tokens, heads, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *kept, *sides)
+
+
+NOWHERE = (*Loops(), 0)  # code that attention in float32 does not call
 
 
 def rope_append_codes(
@@ -286,7 +289,7 @@ def _attend(
         scratch,
         *(unturned, vectors.along, vectors.across, vectors.table),
         *(int(pages.plain is not None), oldest.positions, newest.positions),
-        *(loops_for(pages.key_bits, pages.value_bits) if kernel is attend_int8 else Loops()),
+        *((*loops_for(pages.key_bits, pages.value_bits), attend_kept.address) if kernel is attend_int8 else NOWHERE),
     )
     kernel(jobs, *step, *oldest, *newest)
 

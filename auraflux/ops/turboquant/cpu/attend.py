@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from auraflux.ops.attention.cpu.row_tiles import close_row, fold_row
-from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
+from auraflux.ops.simd.jit import Kernel, arguments, call_kernel, floats, jit, real, share
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.turboquant.cpu.attend_int8 import attend_rounded
 from auraflux.ops.turboquant.cpu.codec import turn_row
@@ -61,9 +61,16 @@ def _pad(x_at, width, factor, out_at, room):
 
 
 @Kernel
+def attend_kept(args, job, jobs):
+    """Attend in float32 to what is kept as it is, from the rows of one place of a step."""
+    step_at, b, place, work = arguments(args, 4)
+    attend_plain(opened(step_at), b, place, kept_pages(step_at), work)
+
+
+@Kernel
 def attend_int8(args, job, jobs):
     """Attend to codes on rounded levels, queries and weights; to plain rows in float32."""
-    step, kept, before = opened(args), kept_pages(args), 0
+    step, before = opened(args), 0
     for b in range(step.sequences):
         coded, count = count_items(step, b)
         for number in range((job - before) % jobs, count, jobs):
@@ -71,7 +78,7 @@ def attend_int8(args, job, jobs):
             if number < coded:
                 attend_rounded(step, b, number, work)
             else:
-                attend_plain(step, b, number - coded, kept, work)
+                call_kernel(step.attend_kept, (args, b, number - coded, work))
         before += count
 
 

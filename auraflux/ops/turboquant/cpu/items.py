@@ -51,6 +51,7 @@ class Step(NamedTuple):
     plain           whether some positions are read as they are; the slot after those of parts is theirs
     first, newest   codes are read from position `first` on, and of those `newest` and more before a query
     key_scores, turn_keys, turned_scores, add_values  addresses of loops, see `attend_int8_tiles.Loops`
+    attend_kept     address of the kernel that reads what is kept as it is
     """
 
     q: int
@@ -95,6 +96,7 @@ class Step(NamedTuple):
     turn_keys: int
     turned_scores: int
     add_values: int
+    attend_kept: int
 
 
 class Cache(NamedTuple):

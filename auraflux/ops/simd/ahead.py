@@ -1,0 +1,134 @@
+"""Compiling kernels before they are needed, several at once.
+
+Inside `noted` kernels do not run: whoever runs a model there learns what it will need. `compile_all` then compiles that in
+processes of their own, which leave it in the cache.
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from auraflux.ops.simd import jit
+from auraflux.ops.simd.compiler import Part
+from auraflux.ops.simd.jit import Kernel
+
+Tell = Callable[[str, int, int], None]  # what was compiled, how many so far, of how many
+
+
+# what makes memory, and what makes the same filled with zeros
+FRESH = (
+    (torch, "empty", torch.zeros),
+    (torch, "empty_like", torch.zeros_like),
+    (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+)
+
+
+@contextmanager
+def _zeroed() -> Iterator[None]:
+    """Inside, new memory is zero, so that what kernels do not write is a valid number, token or expert all the same."""
+    before = [getattr(place, name) for place, name, _ in FRESH]
+    try:
+        for place, name, zeros in FRESH:
+            setattr(place, name, zeros)
+        yield
+    finally:
+        for (place, name, _), made in zip(FRESH, before, strict=True):
+            setattr(place, name, made)
+
+
+_one = threading.Lock()
+
+
+@contextmanager
+def noted() -> Iterator[dict[Kernel, None]]:
+    """Collect the kernels that this thread calls inside the block, in order and each once, instead of running them."""
+    with _one:
+        taken = jit.notes = jit.Notes(threading.get_ident(), {})
+        try:
+            with _zeroed():
+                yield taken.found
+        finally:
+            jit.notes = None
+
+
+def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total: None) -> None:
+    """Compile what is not in the cache yet, the largest first, with as many processes as there are processors."""
+    missing = sorted((each for each in kernels if not each.is_kept()), key=_size, reverse=True)
+    if not missing:
+        return
+    workers = min(len(missing), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
+    if workers > 1 and jit.CACHE_FOLDER and sys.platform == "linux":
+        _share(missing, workers, tell)
+    # what no process has left in the cache
+    for done, kernel in enumerate(missing):
+        if not kernel.is_kept():
+            tell(kernel.__name__, done, len(missing))
+        kernel.compile()
+
+
+def _size(kernel: Kernel) -> int:
+    """How many functions a kernel is made of."""
+    found: set[Any] = set()
+    waiting: list[Any] = [kernel.body]
+    while waiting:
+        function = waiting.pop()
+        for name in function.__code__.co_names:
+            part = function.__globals__.get(name)
+            if isinstance(part, Part) and part not in found:
+                found.add(part)
+                waiting.append(part.py_func)
+    return len(found)
+
+
+def _share(missing: list[Kernel], workers: int, tell: Tell) -> None:
+    """Let processes compile kernels in turn."""
+    context = multiprocessing.get_context("fork")
+    turn = context.Value("q", 0)
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        receiver.close()
+        while True:
+            with turn.get_lock():
+                number, turn.value = turn.value, turn.value + 1
+            if number >= len(missing):
+                return
+            missing[number].compile()
+            sender.send(number)
+
+    with warnings.catch_warnings():
+        # other threads of this process hold no lock that compiling needs
+        warnings.simplefilter("ignore", DeprecationWarning)
+        processes = [context.Process(target=_quietly, args=(work,), daemon=True) for _ in range(workers)]
+        tell(missing[0].__name__, 0, len(missing))
+        for process in processes:
+            process.start()
+    sender.close()
+    try:
+        # a process that ends before its time leaves some to be compiled here
+        with suppress(EOFError):
+            for done in range(1, len(missing) + 1):
+                tell(missing[receiver.recv()].__name__, done, len(missing))
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
+    finally:
+        for process in processes:
+            process.join()
+
+
+def _quietly(work: Callable[[], None]) -> None:
+    """Whatever goes wrong here goes wrong again where somebody hears of it."""
+    try:
+        work()
+    except BaseException:
+        os._exit(1)
+    os._exit(0)

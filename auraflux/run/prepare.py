@@ -1,0 +1,59 @@
+"""Compiling what a model needs on a CPU before its first step, several kernels at once."""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from auraflux.cache import CacheSettings
+from auraflux.ops.simd.ahead import compile_all, noted
+from auraflux.run.calibrate import find_vectors
+from auraflux.run.engine import Engine
+from auraflux.run.progress import Report
+
+log = logging.getLogger("auraflux")
+
+PROMPT = 16  # tokens
+
+
+def compile_kernels(
+    model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype, report: Report
+) -> None:
+    """Compile what reading a prompt, writing and calibrating will need, as far as running them on zeros tells."""
+    few = _beginning(model, shapes)
+    shapes = shapes[: len(few.layers)]
+    sizes: dict[str, Any] = {"context": 2 * PROMPT, "chunk": PROMPT, "dtype": dtype, "device": "cpu"}
+    with noted() as kernels:
+        try:
+            engine = Engine(few, shapes, settings, **sizes, exact=exact, graphs=False)
+            sequence = engine.cache.open()
+            engine.read([sequence], [[0] * PROMPT])
+            engine.decode(engine.cache.batch([sequence]), [0])
+            if calibrate:
+                find_vectors(few, shapes, [0] * PROMPT, dtype, "cpu")
+        # zeros are no text: what they do not reach is compiled when it is needed
+        except Exception as err:
+            log.debug("not all kernels could be named before they run: %r", err)
+    compile_all(kernels, lambda name, done, total: report(f"compiling kernels: {name}", done, total))
+
+
+def _beginning(model: Any, shapes: list[Any]) -> Any:
+    """The same model with no more of its first layers than it takes to have met all kinds of them."""
+    kinds = [(repr(shape), _forms(layer)) for layer, shape in zip(model.layers, shapes, strict=False)]
+    count = max(kinds.index(kind) for kind in kinds) + 1
+    few = copy.copy(model)
+    few.layers, few.span = model.layers[:count], model.span[:count]
+    return few
+
+
+def _forms(part: Any) -> Any:
+    """Of what types and shapes the tensors below an object are."""
+    if isinstance(part, Tensor):
+        return part.dtype, tuple(part.shape)
+    if isinstance(part, list | tuple):
+        return tuple(map(_forms, part))
+    if type(part).__module__.startswith("auraflux."):
+        return type(part), tuple((name, _forms(value)) for name, value in vars(part).items())
+    return type(part)
