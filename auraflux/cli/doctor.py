@@ -53,11 +53,17 @@ class Finding:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
+@click.option(
+    "--compile", "compile_for", metavar="MODEL", help="Compile the CPU kernels that a model needs, so that nobody waits."
+)
+def doctor(as_json: bool, compile_for: str | None) -> None:
     """Show the machine, the packages, and which kernels will run.
 
     The exit code is 1 when something this package needs is not installed.
     """
+    if compile_for is not None:
+        _compile(compile_for)
+        return
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
         "machine": _machine,
         "packages": _packages,
@@ -72,6 +78,18 @@ def doctor(as_json: bool) -> None:
         _show(found)
     if absent := [one.name for one in found["packages"] if one.state == "missing"]:
         raise Failure(f"packages this one needs are not installed: {', '.join(absent)}. Run pip install {' '.join(absent)}.")
+
+
+def _compile(model: str) -> None:
+    """Load a model on this machine's processor, which compiles its kernels."""
+    from auraflux.ops.simd.jit import CACHE_FOLDER
+    from auraflux.run.load import load
+
+    load(model, device="cpu")
+    if not CACHE_FOLDER:
+        raise Failure("compiled kernels cannot be kept on this machine, so there is nothing to prepare.")
+    kept = sum(1 for _ in Path(CACHE_FOLDER).rglob("*.nbc"))
+    click.echo(f"The kernels of {model} are ready; {kept} are kept in {CACHE_FOLDER}.")
 
 
 def _machine() -> Iterator[Finding]:

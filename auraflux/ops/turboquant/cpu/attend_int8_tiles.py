@@ -320,5 +320,13 @@ class Loops(NamedTuple):
     add_values: int = 0
 
 
+_known: dict[tuple[int, int], Loops] = {}
+
+
 def loops_for(key_bits: int, value_bits: int) -> Loops:
-    return Loops(*[each.address for each in (*_key_loops(key_bits), *_value_loops(value_bits))])
+    found = _known.get((key_bits, value_bits))
+    if found is None:
+        found = Loops(*[each.address for each in (*_key_loops(key_bits), *_value_loops(value_bits))])
+        if all(found):
+            _known[key_bits, value_bits] = found
+    return found

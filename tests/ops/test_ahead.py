@@ -1,0 +1,78 @@
+"""Kernels that are compiled before they are needed."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from auraflux.ops import rms_norm, swiglu
+from auraflux.ops.simd.ahead import compile_all, noted
+
+X, WEIGHT = torch.ones(1, 64), torch.full((64,), 2.0)
+
+
+def test_kernels_are_noted_once_and_do_not_run():
+    with noted() as kernels:
+        found = [rms_norm(X, WEIGHT, 1e-6) for _ in range(2)]
+    assert len(kernels) == 1
+    assert not any(each.any() for each in found)
+    assert rms_norm(X, WEIGHT, 1e-6).allclose(WEIGHT)
+
+
+def test_other_threads_run_meanwhile():
+    found: list[torch.Tensor] = []
+    with noted() as kernels:
+        other = threading.Thread(target=lambda: found.append(rms_norm(X, WEIGHT, 1e-6)))
+        other.start()
+        other.join()
+    assert not kernels
+    assert found[0].allclose(WEIGHT)
+
+
+def test_new_memory_is_as_before_afterwards():
+    before = torch.empty, torch.empty_like, torch.Tensor.new_empty
+    with pytest.raises(ZeroDivisionError), noted():
+        1 / 0  # noqa: B018
+    assert (torch.empty, torch.empty_like, torch.Tensor.new_empty) == before
+
+
+def test_what_is_there_is_not_compiled_again():
+    swiglu(X, X)
+    with noted() as kernels:
+        swiglu(X, X)
+    told: list[str] = []
+    compile_all(kernels, lambda name, done, total: told.append(name))
+    assert not told
+
+
+AHEAD = """
+import os, torch
+from auraflux.ops import rms_norm, sigmoid_gate, swiglu
+from auraflux.ops.simd import ahead, jit
+
+x, weight = torch.ones(1, 64), torch.full((64,), 2.0)
+os.sched_getaffinity = lambda pid: {0, 1}
+with ahead.noted() as kernels:
+    rms_norm(x, weight, 1e-6), swiglu(x, x), sigmoid_gate(x, x)
+if KILLED:
+    jit.Kernel.compile, compile = lambda self: os._exit(9) if os.getpid() != here else compile(self), jit.Kernel.compile
+here = os.getpid()
+ahead.compile_all(kernels, lambda name, done, total: print(done, total))
+assert all(each.is_kept() for each in kernels)
+assert rms_norm(x, weight, 1e-6).allclose(weight)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["shared", "whose processes are killed"])
+def test_processes_share_the_work_or_it_is_done_without_them(tmp_path: Path, killed: bool):
+    code = AHEAD.replace("KILLED", str(killed))
+    environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    if not killed:
+        assert done.stdout.split("\n")[-2] == "3 3"
