@@ -23,7 +23,7 @@ Tell = Callable[[str, int, int], None]  # what was compiled, how many so far, of
 
 
 # what makes memory, and what makes the same filled with zeros
-FRESH = (
+FRESH: tuple[tuple[Any, str, Any], ...] = (
     (torch, "empty", torch.zeros),
     (torch, "empty_like", torch.zeros_like),
     (torch.Tensor, "new_empty", torch.Tensor.new_zeros),

@@ -96,7 +96,7 @@ class Part(CPUDispatcher):
     def __call__(self, *args: Any) -> Any:
         return self.py_func(*args)
 
-    def get_call_template(self, args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+    def get_call_template(self, args: Any, kws: Any) -> Any:
         # one version for all numbers, also where callers give constants
         return super().get_call_template([types.unliteral(each) for each in args], kws)
 
