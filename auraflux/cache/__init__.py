@@ -4,7 +4,7 @@ from auraflux.cache.batch import Batch
 from auraflux.cache.cache import Cache
 from auraflux.cache.sequence import Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape
+from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape, SparseLatentShape
 
 __all__ = [
     "AttentionShape",
@@ -15,4 +15,5 @@ __all__ = [
     "RecurrentShape",
     "Sequence",
     "Snapshot",
+    "SparseLatentShape",
 ]

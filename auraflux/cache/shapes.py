@@ -10,6 +10,7 @@ from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import RecurrentLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
+from auraflux.cache.sparse import CodedIndexKeys, IndexKeys, SparseLatentLayer
 from auraflux.cache.turboquant import CodedLayer
 from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.calibration import Calibration
@@ -128,6 +129,42 @@ class LatentShape:
         head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)
         sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
         return CodedLatentLayer(room.group(None), *sizes, head, recent)
+
+
+@dataclass(frozen=True)
+class SparseLatentShape(LatentShape):
+    """Latent attention to at most `most` positions, which tokens choose by keys of their own, held at the latents' bits.
+
+    index  width of these keys; None where a layer goes by another's choice
+    """
+
+    index: int | None
+    most: int
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return f"latent attention to {self.most} chosen positions"
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of one token in bf16."""
+        return super().plain_nbytes + 2 * (self.index or 0)
+
+    def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
+        reason = super().refusal(bits, settings)
+        return reason or (None if self.index is None else _width_refusal(self.index))
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> SparseLatentLayer:  # type: ignore[override]
+        group, settings, keys = room.group(None), room.settings, None
+        if bits is None:
+            if self.index is not None:
+                keys = IndexKeys(group, self.index, room.dtype)
+            return SparseLatentLayer(LatentLayer(group, self.width, self.rope, room.dtype), keys, self.most)
+        if settings.first or settings.newest:
+            raise SettingsError("latents that are chosen by others' keys are all coded: leave --first and --newest out.")
+        latents = CodedLatentLayer(group, self.width, self.rope, bits[0], settings.seed, room.dtype)
+        coded = None if self.index is None else CodedIndexKeys(group, self.index, bits[0], settings.seed)
+        return SparseLatentLayer(latents, coded, self.most)
 
 
 @dataclass(frozen=True)

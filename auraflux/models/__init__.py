@@ -32,6 +32,8 @@ FAMILIES = {
     "kimi_k25": "deepseek_v3",
     "glm4_moe_lite": "deepseek_v3",
     "mistral4": "deepseek_v3",
+    "deepseek_v32": "deepseek_v32",
+    "glm_moe_dsa": "deepseek_v32",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "glm4_moe",
     "ernie4_5_moe": "ernie4_5_moe",
