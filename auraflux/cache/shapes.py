@@ -8,7 +8,7 @@ import torch
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.recurrent import RecurrentLayer, StateGroup
+from auraflux.cache.recurrent import ChannelDeltaLayer, RecurrentLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
 from auraflux.cache.sparse import CodedIndexKeys, IndexKeys, SparseLatentLayer
 from auraflux.cache.turboquant import CodedLayer
@@ -190,3 +190,12 @@ class RecurrentShape:
     def build(self, room: Room, bits: Bits | None, number: int) -> RecurrentLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
         return RecurrentLayer(room.states, *sizes, self.dtype or room.dtype)
+
+
+@dataclass(frozen=True)
+class ChannelDeltaShape(RecurrentShape):
+    """Three short convolutions over `channels` each, and a delta memory whose channels fade by themselves."""
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> ChannelDeltaLayer:
+        sizes = self.channels, self.heads, self.key_width, self.value_width
+        return ChannelDeltaLayer(room.states, *sizes, self.dtype or room.dtype)

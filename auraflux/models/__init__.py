@@ -34,6 +34,7 @@ FAMILIES = {
     "mistral4": "deepseek_v3",
     "deepseek_v32": "deepseek_v32",
     "glm_moe_dsa": "deepseek_v32",
+    "kimi_linear": "kimi_linear",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "glm4_moe",
     "ernie4_5_moe": "ernie4_5_moe",

@@ -53,11 +53,8 @@ class Config(deepseek_v3.Config):
         keys, base = Keys(config), deepseek_v3.Config.from_hf(config)
         if base.widths.query is None:
             raise FormatError(f"config.json of model_type {keys.kind!r} has no 'q_lora_rank', which the indexer reads.")
-        if base.widths.rope > keys["index_head_dim"]:
-            width = keys["index_head_dim"]
-            raise FormatError(
-                f"config.json has index_head_dim {width}, of which qk_rope_head_dim {base.widths.rope} are rotated."
-            )
+        if (rope := base.widths.rope) > (width := keys["index_head_dim"]):
+            raise FormatError(f"config.json has index_head_dim {width}, of which qk_rope_head_dim {rope} are to be rotated.")
         # neighbours are rotated together in GLM, halves in DeepSeek, whatever the other heads do
         turn = replace(base.rotation, interleaved=keys.kind == "glm_moe_dsa")
         sizes = keys["index_n_heads"], keys["index_head_dim"], keys["index_topk"]

@@ -18,7 +18,15 @@ from auraflux.ops.attention.reference import (
     split_latent,
 )
 from auraflux.ops.attention.reference_choice import Chosen
-from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.delta.reference import (
+    channel_delta,
+    channel_gates,
+    delta_gates,
+    delta_layer_step,
+    gated_delta_prefill,
+    gated_delta_step,
+    short_conv,
+)
 from auraflux.ops.linear.reference import (
     add_norm_gate_up,
     add_norm_linears,
@@ -81,6 +89,8 @@ __all__ = [
     "append_latent_codes",
     "attention",
     "attention_partials",
+    "channel_delta",
+    "channel_gates",
     "choose_coded_positions",
     "choose_positions",
     "clamped_swiglu",

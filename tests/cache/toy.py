@@ -12,6 +12,7 @@ from auraflux.cache import (
     Batch,
     Cache,
     CacheSettings,
+    ChannelDeltaShape,
     LatentShape,
     RecurrentShape,
     Sequence,
@@ -62,11 +63,22 @@ def recur(layer: Any, shape: RecurrentShape, batch: Batch, tokens: Tensor) -> Te
     return torch.cat([out.flatten(1), mixed], 1)
 
 
+def recur_by_channels(layer: Any, shape: ChannelDeltaShape, batch: Batch, tokens: Tensor) -> Tensor:
+    inputs = [vectors(seed, shape.channels)[tokens] for seed in (8, 17, 18)]
+    mixed = layer.convolve_each(batch, inputs, [vectors(seed, shape.channels)[:4].contiguous() for seed in (9, 19, 20)])
+    unit = torch.nn.functional.normalize(vectors(10, shape.heads, shape.key_width), dim=-1)[tokens]
+    decay = vectors(12, shape.heads, shape.key_width)[tokens].sigmoid()
+    beta, v = vectors(13, shape.heads)[tokens].sigmoid(), vectors(11, shape.heads, shape.value_width)[tokens]
+    out = layer.update(batch, unit, unit.flip(-1).contiguous(), v, decay, beta)
+    return torch.cat([out.flatten(1), *mixed], 1)
+
+
 WAYS = {
     AttentionShape: attend,
     LatentShape: attend_latent,
     SparseLatentShape: attend_chosen,
     RecurrentShape: recur,
+    ChannelDeltaShape: recur_by_channels,
 }
 
 
@@ -137,6 +149,7 @@ TOYS = {
     "sparse": Toy([SPARSE, LATENT]),
     "coded-sparse": Toy([SPARSE], CacheSettings("k8v4")),
     "recurrent": Toy([RECURRENT, RECURRENT]),
+    "channels": Toy([ChannelDeltaShape(12, 2, 4, 6), LATENT], CacheSettings("k8v4", first=1, newest=3, checkpoint_stride=6)),
     "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
     "calibrated-hybrid": Toy([RECURRENT, FULL, WINDOW], CacheSettings("k3v3", first=2, newest=3), calibrated=True),
 }

@@ -19,6 +19,7 @@ from tests.models.test_gemma3_text import gemma
 from tests.models.test_gemma4_text import little, mixture
 from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
+from tests.models.test_kimi_linear import kimi_linear
 from tests.models.test_llama import llama, qwen2
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
 from tests.models.test_qwen3_moe import qwen3_moe
@@ -28,7 +29,7 @@ MODELS |= {"deepseek_v3": deepseek, "gemma3": gemma}
 LATER = {"glm4_moe": glm, "minimax_m2": minimax, "mistral4": mistral4, "gemma4": little, "gemma4_moe": mixture}
 MODELS |= LATER
 # on a GPU some of their ops run by the reference, and steps are not recorded
-ON_CPU = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared}
+ON_CPU = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared, "kimi_linear": kimi_linear}
 NAMES = [*(pytest.param(n, marks=pytest.mark.slow) if n in LATER else n for n in MODELS)]
 NAMES += [pytest.param(n, marks=pytest.mark.slow) for n in ON_CPU]
 PROMPT, STEPS = 50, 90  # past two pages, and past 64 and 128 tokens, where steps are recorded anew

@@ -37,6 +37,7 @@ ROWS = {
     "latent_query": ("q_nope",),
     "latent_output": ("v",),
     "delta_gates": ("a", "b"),
+    "channel_gates": ("f", "b"),
     "gated_delta_step": ("state", "q", "k", "v", "decay", "beta"),
     "route": ("logits",),
     "combine": ("h", "moe", "shared", "shared_gate"),
@@ -57,7 +58,7 @@ TEXTS = {
     **dict.fromkeys(("append_latent", "append_latent_codes"), ("latent", "k_rope")),
     **dict.fromkeys(("rope_append_latent", "rope_append_latent_codes"), ("q", "kv", "positions")),
     "rope_append_codes": ("q", "k", "v", "positions"),
-    "gated_delta_prefill": ("q", "k", "v", "decay", "beta"),
+    **dict.fromkeys(("gated_delta_prefill", "channel_delta"), ("q", "k", "v", "decay", "beta")),
     "short_conv": ("x",),
     "delta_layer_step": ("qkv", "z", "a", "b"),
 }
