@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from auraflux.errors import FormatError
 from auraflux.models.kimi_linear import Config
 from tests.models.mlx_oracle import check_mlx, quantized
-from tests.models.oracles import check_family, error, save, scores, tokens, truth
+from tests.models.oracles import check_family, save, scores, tokens
 from tests.models.test_deepseek_v3 import clear
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
@@ -57,20 +58,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "groups": {"num_expert_group": 4, "topk_group": 2},
     "query-rank": {"q_lora_rank": 48, "num_shared_experts": 2},
     "odd-heads": {"linear_num_heads": 5, "linear_head_dim": 20, "moe_renormalize": False},
-    "delta-only": {"layer_types": [DELTA] * 3, "mlp_layer_types": ["dense"] * 3},
+    "dense": {"layer_types": [ATTENTION, DELTA, DELTA], "mlp_layer_types": ["dense"] * 3},
 }
 
 
 @pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] if v != "small" else []) for v in VARIANTS])
 def test_logits_are_those_of_transformers(variant: str, tmp_path: Path):
     model = kimi_linear(**VARIANTS[variant])
-    folder = save(model, tmp_path)
-    if variant != "delta-only":
-        check_family(model, folder)
-        return
-    ids = tokens(model)
-    for chunk in (512, 37, 1):
-        assert error(scores(folder, ids, chunk=chunk), truth(model, ids)) < 2e-4
+    check_family(model, save(model, tmp_path))
 
 
 def as_published(config: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +92,11 @@ def test_a_config_in_published_words_says_the_same(tmp_path: Path):
 @pytest.mark.slow
 def test_logits_are_those_of_mlx_lm(tmp_path: Path):
     model = kimi_linear(linear_head_dim=64)
-    check_mlx(model, quantized(save(model, tmp_path / "hf"), tmp_path / "mlx", as_published))
+    path = save(model, tmp_path / "hf") / "model.safetensors"
+    # transformers writes the first layer's MLP under the name of mixtures
+    found = {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in load_file(path).items()}
+    save_file(found, path, metadata={"format": "pt"})
+    check_mlx(model, quantized(path.parent, tmp_path / "mlx", as_published))
 
 
 LINEAR = {"num_heads": 3, "head_dim": 32, "full_attn_layers": [2]}
