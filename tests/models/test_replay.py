@@ -28,7 +28,7 @@ MODELS = {"llama": llama, "qwen2": qwen2, "qwen3_moe": qwen3_moe, "qwen3_5_moe":
 MODELS |= {"deepseek_v3": deepseek, "gemma3": gemma}
 LATER = {"glm4_moe": glm, "minimax_m2": minimax, "mistral4": mistral4, "gemma4": little, "gemma4_moe": mixture}
 MODELS |= LATER
-# on a GPU some of their ops run by the reference, and steps are not recorded
+# on a GPU some of their ops run by the reference and steps are not recorded, or nobody has run them there
 ON_CPU = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared, "kimi_linear": kimi_linear}
 NAMES = [*(pytest.param(n, marks=pytest.mark.slow) if n in LATER else n for n in MODELS)]
 NAMES += [pytest.param(n, marks=pytest.mark.slow) for n in ON_CPU]
