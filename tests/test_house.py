@@ -193,6 +193,7 @@ SHARED_BY_FAMILIES = {
     ("attention", "linear.cuda.dequantize"),
     # attention over codes is attention whose keys are decoded on the way: its jobs, tiles and pages are the same
     ("turboquant", "attention.cpu.append"),
+    ("turboquant", "attention.cpu.choice"),
     ("turboquant", "attention.cpu.decode_tiles"),
     ("turboquant", "attention.cpu.jobs"),
     ("turboquant", "attention.cpu.page_index"),

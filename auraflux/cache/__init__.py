@@ -4,15 +4,17 @@ from auraflux.cache.batch import Batch
 from auraflux.cache.cache import Cache
 from auraflux.cache.sequence import Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape
+from auraflux.cache.shapes import AttentionShape, ChannelDeltaShape, LatentShape, RecurrentShape, SparseLatentShape
 
 __all__ = [
     "AttentionShape",
     "Batch",
     "Cache",
     "CacheSettings",
+    "ChannelDeltaShape",
     "LatentShape",
     "RecurrentShape",
     "Sequence",
     "Snapshot",
+    "SparseLatentShape",
 ]

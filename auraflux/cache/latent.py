@@ -45,6 +45,13 @@ class LatentLayer(Layer):
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""
         return latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale)
 
+    def attend_rows(
+        self, rows: Tensor, lengths: Tensor, starts: Tensor, q_latent: Tensor, q_rope: Tensor, scale: float
+    ) -> Tensor:
+        """Attend from tokens that are a sequence each to rows of the pool, [T, K], of which each token has so many."""
+        latent, rope = (store.view(-1, 1, store.shape[-1]) for store in (self.latent, self.rope))
+        return latent_attention(q_latent, q_rope, LatentPages(latent, rope, rows, lengths), starts, scale)
+
 
 class LatentRows(Layer):
     """Latents alone, beside a layer's codes; that layer's ops read and write them."""
@@ -114,3 +121,11 @@ class CodedLatentLayer(Layer):
     def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""
         return turboquant_latent_attention(q_latent, q_rope, batch.view(self), batch.starts, scale)
+
+    def attend_rows(
+        self, rows: Tensor, lengths: Tensor, starts: Tensor, q_latent: Tensor, q_rope: Tensor, scale: float
+    ) -> Tensor:
+        """Attend from tokens that are a sequence each to rows of the pool, [T, K], of which each token has so many."""
+        codes, rope = (store.view(-1, 1, store.shape[-1]) for store in (self.codes, self.rope))
+        pages = LatentCodes(codes, self.norms.view(-1, 1), rope, rows, lengths, self.bits, self.width, self.seed)
+        return turboquant_latent_attention(q_latent, q_rope, pages, starts, scale)

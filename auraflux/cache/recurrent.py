@@ -3,7 +3,7 @@
 Such a state is as large after one token as after a million, and cannot be cut back: only a copy made earlier can be restored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -15,7 +15,7 @@ from auraflux.cache.batch import Batch, Layer
 from auraflux.cache.index import Note, StepIndex, unheard
 from auraflux.cache.pages import reserve
 from auraflux.errors import CacheFull
-from auraflux.ops.delta.reference import CONV_WIDTH, delta_layer_step, gated_delta_prefill, short_conv
+from auraflux.ops.delta.reference import CONV_WIDTH, channel_delta, delta_layer_step, gated_delta_prefill, short_conv
 
 
 class StateGroup:
@@ -280,14 +280,17 @@ class RecurrentLayer(Layer):
 
     def convolve(self, batch: Batch, x: Tensor, weight: Tensor) -> Tensor:
         """Run the new tokens through the short convolution, see `short_conv`: [T, C] -> [T, C]."""
+        return self._convolve(batch, x, weight, self.conv)
+
+    def _convolve(self, batch: Batch, x: Tensor, weight: Tensor, store: Tensor) -> Tensor:
         if batch.extra is None:
-            with self._chosen(batch, self.conv) as state:
+            with self._chosen(batch, store) as state:
                 return short_conv(x, state, weight, batch.starts)
         # extra tokens go as a sequence of their own, whose state is dropped
         slots = batch.index.slots
-        states = self.conv.index_select(0, slots)
+        states = store.index_select(0, slots)
         out = short_conv(x, states, weight, batch.index.parts)
-        self.conv.index_copy_(0, slots[:1], states[:1])
+        store.index_copy_(0, slots[:1], states[:1])
         return out
 
     def update(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -309,3 +312,25 @@ class RecurrentLayer(Layer):
         yield chosen
         if not isinstance(slots, slice):
             store[slots] = chosen
+
+
+class ChannelDeltaLayer(RecurrentLayer):
+    """A delta memory whose channels fade by themselves; queries, keys and values are convolved apart."""
+
+    def __init__(self, group: StateGroup, channels: int, heads: int, key_width: int, value_width: int, dtype: torch.dtype):
+        super().__init__(group, channels, heads, key_width, value_width, dtype)
+        self.others = [group.zeros(CONV_WIDTH - 1, channels, dtype=dtype) for _ in range(2)]
+
+    def convolve_each(self, batch: Batch, qkv: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Run queries, keys and values of the new tokens through their convolutions, each [T, C]."""
+        stores = zip(qkv, weights, (self.conv, *self.others), strict=True)
+        return [self._convolve(batch, x, weight, store) for x, weight, store in stores]
+
+    def update(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Write the new tokens to the delta memory and read it, see `channel_delta`: [T, H, V]."""
+        if batch.extra is not None:
+            # a memory that neither fades nor is written to stays what it is to the bit
+            beyond = batch.beyond
+            decay, beta = decay.maximum(beyond.unsqueeze(2)), torch.addcmul(beta, beta, beyond, value=-1)
+        with self._chosen(batch, self.delta) as state:
+            return channel_delta(state, q, k, v, decay, beta, batch.starts)

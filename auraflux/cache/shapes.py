@@ -8,8 +8,9 @@ import torch
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.recurrent import RecurrentLayer, StateGroup
+from auraflux.cache.recurrent import ChannelDeltaLayer, RecurrentLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
+from auraflux.cache.sparse import CodedIndexKeys, IndexKeys, SparseLatentLayer
 from auraflux.cache.turboquant import CodedLayer
 from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.calibration import Calibration
@@ -131,6 +132,42 @@ class LatentShape:
 
 
 @dataclass(frozen=True)
+class SparseLatentShape(LatentShape):
+    """Latent attention to at most `most` positions, which tokens choose by keys of their own, held at the latents' bits.
+
+    index  width of these keys; None where a layer goes by another's choice
+    """
+
+    index: int | None
+    most: int
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return f"latent attention to {self.most} chosen positions"
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of one token in bf16."""
+        return super().plain_nbytes + 2 * (self.index or 0)
+
+    def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
+        reason = super().refusal(bits, settings)
+        return reason or (None if self.index is None else _width_refusal(self.index))
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> SparseLatentLayer:  # type: ignore[override]
+        group, settings, keys = room.group(None), room.settings, None
+        if bits is None:
+            if self.index is not None:
+                keys = IndexKeys(group, self.index, room.dtype)
+            return SparseLatentLayer(LatentLayer(group, self.width, self.rope, room.dtype), keys, self.most)
+        if settings.first or settings.newest:
+            raise SettingsError("latents that are chosen by others' keys are all coded: leave --first and --newest out.")
+        latents = CodedLatentLayer(group, self.width, self.rope, bits[0], settings.seed, room.dtype)
+        coded = None if self.index is None else CodedIndexKeys(group, self.index, bits[0], settings.seed)
+        return SparseLatentLayer(latents, coded, self.most)
+
+
+@dataclass(frozen=True)
 class RecurrentShape:
     """A short convolution over `channels` and a delta memory of [heads, key_width, value_width].
 
@@ -153,3 +190,12 @@ class RecurrentShape:
     def build(self, room: Room, bits: Bits | None, number: int) -> RecurrentLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
         return RecurrentLayer(room.states, *sizes, self.dtype or room.dtype)
+
+
+@dataclass(frozen=True)
+class ChannelDeltaShape(RecurrentShape):
+    """Three short convolutions over `channels` each, and a delta memory whose channels fade by themselves."""
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> ChannelDeltaLayer:
+        sizes = self.channels, self.heads, self.key_width, self.value_width
+        return ChannelDeltaLayer(room.states, *sizes, self.dtype or room.dtype)

@@ -48,7 +48,7 @@ LOADING = [
         default=AUTO,
         show_default=True,
         metavar="KXVY",
-        help=f"Bits of keys and values in the cache, or none; auto is {KV}, and k8v4 for {' and '.join(KV_OF)}.",
+        help=f"Bits of keys and values in the cache, or none; auto is {KV}, k8v4 for {', '.join(KV_OF)}.",
     ),
     click.option("--protect-first", type=int, default=0, metavar="N", help="Leave the first N attention layers uncompressed."),
     click.option("--protect-last", type=int, default=0, metavar="N", help="Leave the last N attention layers uncompressed."),

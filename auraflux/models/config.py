@@ -65,7 +65,7 @@ class Keys:
 
 
 def experts_per_token(config: dict[str, Any]) -> int:
-    """Of each layer that has experts, as most families call it, and as ERNIE and Gemma 4 do."""
+    """Of each layer that has experts, as most families call it, and as ERNIE, Gemma 4 and Kimi Linear do."""
     return Keys(config)[_experts_key(config)]
 
 
@@ -76,4 +76,4 @@ def has_experts(config: dict[str, Any]) -> bool:
 
 def _experts_key(config: dict[str, Any]) -> str:
     keys = Keys(config)
-    return next((name for name in ("moe_k", "top_k_experts") if name in keys), "num_experts_per_tok")
+    return next((name for name in ("moe_k", "top_k_experts", "num_experts_per_token") if name in keys), "num_experts_per_tok")

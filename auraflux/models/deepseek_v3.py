@@ -176,7 +176,7 @@ class Attention:
         mixed = store.attend(batch, self.kv_b.query(q_nope), q_rope, self.scale)
         return total, self.out(self.kv_b.output(mixed).flatten(1))
 
-    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, ...]:
         """Store latents: gives the stream with all that was to be added to it, and both parts of the queries."""
         both = self.query.first, self.kv_a
         total, (q, kv) = add_norm_linears(*stream, [each.weight for each in both], [each.bias for each in both])

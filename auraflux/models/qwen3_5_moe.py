@@ -145,7 +145,7 @@ class Delta:
         else:
             made = {part: weights.matrix(f"{name}.in_proj_{part}", n, hidden) for part, n in rows.items()}
         self.projections = list(made.values())
-        self.taps = _taps(weights, f"{name}.conv1d.weight", rows["qkv"])
+        self.taps = taps_of(weights, f"{name}.conv1d.weight", rows["qkv"])
         self.a_log, self.dt_bias = weights.vector(f"{name}.A_log", heads), weights.vector(f"{name}.dt_bias", heads)
         self.norm = weights.vector(f"{name}.norm.weight", config.value_width)
         self.out = weights.matrix(f"{name}.out_proj", hidden, values)
@@ -184,7 +184,7 @@ def grouped_rows(config: DeltaConfig) -> dict[str, Tensor]:
     return {"qkv": torch.cat([q, k, v]), "z": z, "b": b, "a": a}
 
 
-def _taps(weights: Weights, name: str, channels: int) -> Tensor:
+def taps_of(weights: Weights, name: str, channels: int) -> Tensor:
     """A short convolution, [C, 1, 4] or mlx-lm's [C, 4, 1], as `short_conv` has it."""
     turned = weights.has(name) and weights.shape(name)[-1] == 1
     found = dense(weights.stored(name, channels, *((TAPS, 1) if turned else (1, TAPS)))).reshape(channels, TAPS, 1)

@@ -2,12 +2,14 @@
 
 from auraflux.ops._dispatch import Declined, Op, all_ops, exact, use_backend
 from auraflux.ops.activation.reference import clamped_swiglu, geglu, sigmoid_gate, split_q_gate, swiglu
-from auraflux.ops.attention.pages import KVPages, LatentPages
+from auraflux.ops.attention.pages import KVPages, LatentPages, RowPages
 from auraflux.ops.attention.reference import (
+    append_keys,
     append_kv,
     append_latent,
     attention,
     attention_partials,
+    choose_positions,
     latent_attention,
     latent_output,
     latent_query,
@@ -15,7 +17,16 @@ from auraflux.ops.attention.reference import (
     rope_append_latent,
     split_latent,
 )
-from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.attention.reference_choice import Chosen
+from auraflux.ops.delta.reference import (
+    channel_delta,
+    channel_gates,
+    delta_gates,
+    delta_layer_step,
+    gated_delta_prefill,
+    gated_delta_step,
+    short_conv,
+)
 from auraflux.ops.linear.reference import (
     add_norm_gate_up,
     add_norm_linears,
@@ -28,14 +39,16 @@ from auraflux.ops.linear.reference import (
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, per_layer_inputs, qk_norm, rms_norm
+from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, layer_norm, per_layer_inputs, qk_norm, rms_norm
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
 from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
-from auraflux.ops.turboquant.pages import CodePages, LatentCodes
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes
 from auraflux.ops.turboquant.reference import (
     append_codes,
+    append_key_codes,
     append_latent_codes,
+    choose_coded_positions,
     decode,
     encode,
     rope_append_codes,
@@ -49,6 +62,7 @@ from auraflux.ops.turboquant.reference import (
 
 __all__ = [
     "Activation",
+    "Chosen",
     "Clamp",
     "CodePages",
     "Declined",
@@ -59,6 +73,8 @@ __all__ = [
     "LatentPages",
     "Op",
     "Routing",
+    "RowCodes",
+    "RowPages",
     "SharedExpert",
     "add_norm_gate_up",
     "add_norm_linears",
@@ -66,11 +82,17 @@ __all__ = [
     "add_rms_norm",
     "all_ops",
     "append_codes",
+    "append_key_codes",
+    "append_keys",
     "append_kv",
     "append_latent",
     "append_latent_codes",
     "attention",
     "attention_partials",
+    "channel_delta",
+    "channel_gates",
+    "choose_coded_positions",
+    "choose_positions",
     "clamped_swiglu",
     "combine",
     "decode",
@@ -90,6 +112,7 @@ __all__ = [
     "latent_attention",
     "latent_output",
     "latent_query",
+    "layer_norm",
     "linear",
     "linear_frequencies",
     "linears",

@@ -31,9 +31,22 @@ CONFIG: dict[str, Kind] = {
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD),
     "kv_lora_rank": whole(1, 4096),
+    **dict.fromkeys(("index_n_heads", "index_topk_freq"), COUNT),
+    "index_head_dim": HEAD,
+    "index_topk": WINDOW,
+    "index_skip_topk_offset": LAYERS,
+    "index_topk_pattern": either(text(MOST_LAYERS), list_of(NAME, MOST_LAYERS)),
+    "indexer_types": list_of(NAME, MOST_LAYERS),
     "linear_conv_kernel_dim": whole(1, 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), whole(0, 1 << 16)),
-    "n_shared_experts": whole(0, 256),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), whole(0, 256)),
+    **dict.fromkeys(("num_experts_per_token", "num_expert_group"), COUNT),
+    **dict.fromkeys(("moe_renormalize", "mla_use_nope"), FLAG),
+    "moe_router_activation_func": NAME,
+    "linear_head_dim": HEAD,
+    "linear_num_heads": COUNT,
+    "linear_attn_config": OBJECT,
+    "model_max_length": POSITIONS,
     "num_experts_per_tok": whole(0, 1 << 16),
     **dict.fromkeys(("n_group", "topk_group"), COUNT),
     **dict.fromkeys(("decoder_sparse_step", "full_attention_interval", "moe_layer_freq"), whole(1, MOST_LAYERS)),
@@ -76,8 +89,16 @@ CONFIG: dict[str, Kind] = {
 # how many of them a token goes to, and how many there are
 EXPERTS = {
     "num_experts_per_tok": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts_per_token": ("num_experts",),
     "moe_k": ("moe_num_experts",),
     "top_k_experts": ("num_experts",),
+}
+NUMBERED = list_of(LAYERS, MOST_LAYERS)
+LINEAR_ATTENTION: dict[str, Kind] = {
+    "head_dim": HEAD,
+    "num_heads": COUNT,
+    "short_conv_kernel_size": whole(1, 64),
+    **dict.fromkeys(("full_attn_layers", "kda_layers"), NUMBERED),
 }
 LAYER: dict[str, Kind] = {"head_dim": HEAD, "num_key_value_heads": COUNT}
 ROPE: dict[str, Kind] = {
@@ -161,6 +182,7 @@ def check_config(where: str | Path, config: dict[str, Any]) -> None:
         check(where, part, CONFIG)
         for layer, own in (part.get("per_layer_config") or {}).items():
             check(f"{where}: layer {layer}", own, LAYER)
+        check(f"{where}: linear_attn_config", part.get("linear_attn_config") or {}, LINEAR_ATTENTION)
         for key in ("rope_scaling", "rope_parameters"):
             _check_rope(where, part.get(key) or {})
         for key in ("quantization_config", "compression_config"):

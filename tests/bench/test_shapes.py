@@ -17,6 +17,7 @@ BILLIONS = {
     "glm-4.5-air": 106.9,
     "minimax-m2": 228.7,
     "glm-4.7-flash": 29.9,
+    "kimi-linear-48b-a3b": 49.1,
     "mistral-small-4": 118.0,
     "ernie-4.5-21b-a3b": 21.9,
     "ministral-3-8b": 8.5,

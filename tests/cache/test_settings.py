@@ -1,11 +1,12 @@
 """Settings: what they mean for each layer, and what is refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from auraflux.cache import AttentionShape, Cache, CacheSettings, LatentShape, RecurrentShape
+from auraflux.cache import AttentionShape, Cache, CacheSettings, LatentShape, RecurrentShape, SparseLatentShape
 from auraflux.cache.settings import parse_kv
 from auraflux.defaults import FIRST
 from auraflux.errors import SettingsError
@@ -180,3 +181,24 @@ def test_kept_latents_are_counted():
     assert bare.sequence_nbytes == 0
     # 64 floats of each, in two layers
     assert kept.sequence_nbytes == 2 * 4 * 64 * (1 + 32)
+
+
+def test_index_keys_take_the_bits_of_latents():
+    plain, coded = (Cache([SparseLatentShape(64, 8, 32, 5)], CacheSettings(kv), context=99) for kv in ("none", "k4v4"))
+    assert plain.token_nbytes == 4 * (64 + 8 + 32)
+    assert coded.token_nbytes == (32 + 4 + 4 * 8) + (16 + 4)
+    followed = Cache([SparseLatentShape(64, 8, None, 5)], CacheSettings("k4v4"), context=99)
+    assert followed.token_nbytes == 32 + 4 + 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "message"),
+    [
+        (SparseLatentShape(64, 8, 32, 5), {"newest": 32}, "leave --first and --newest out"),
+        (SparseLatentShape(64, 8, 32, 5), {"first": 1}, "leave --first and --newest out"),
+        (SparseLatentShape(64, 8, 4, 5), {}, "vectors of width 4 have no codes"),
+    ],
+)
+def test_what_chosen_latents_cannot_honour_is_refused(shape: SparseLatentShape, settings: dict[str, Any], message: str):
+    with pytest.raises(SettingsError, match=message):
+        Cache([shape], CacheSettings("k4v4", **settings), context=99)

@@ -7,13 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import AttentionShape, Batch, Cache, CacheSettings, LatentShape, RecurrentShape, Sequence
+from auraflux.cache import (
+    AttentionShape,
+    Batch,
+    Cache,
+    CacheSettings,
+    ChannelDeltaShape,
+    LatentShape,
+    RecurrentShape,
+    Sequence,
+    SparseLatentShape,
+)
 from auraflux.cache.calibration import LayerVectors, ModelVectors
 from auraflux.ops import delta_gates
 
 VOCABULARY = 11
 FULL, WINDOW = AttentionShape(2, 16), AttentionShape(1, 8, window=7)
 LATENT, RECURRENT = LatentShape(16, 4), RecurrentShape(12, 2, 4, 6)
+SPARSE = SparseLatentShape(16, 4, 8, 5)
 
 
 def vectors(seed: int, *shape: int) -> Tensor:
@@ -33,6 +44,14 @@ def attend_latent(layer: Any, shape: LatentShape, batch: Batch, tokens: Tensor) 
     return layer.attend(batch, vectors(6, 3, shape.width)[tokens], vectors(7, 3, shape.rope)[tokens], 0.2)
 
 
+def attend_chosen(layer: Any, shape: SparseLatentShape, batch: Batch, tokens: Tensor) -> Tensor:
+    assert shape.index is not None
+    layer.latents.append(batch, vectors(4, shape.width)[tokens], vectors(5, shape.rope)[tokens])
+    layer.append_keys(batch, vectors(14, shape.index)[tokens])
+    chosen = layer.choose(batch, vectors(15, 3, shape.index)[tokens], vectors(16, 3)[tokens])
+    return layer.attend(batch, vectors(6, 3, shape.width)[tokens], vectors(7, 3, shape.rope)[tokens], 0.2, chosen)
+
+
 def recur(layer: Any, shape: RecurrentShape, batch: Batch, tokens: Tensor) -> Tensor:
     mixed = layer.convolve(batch, vectors(8, shape.channels)[tokens], vectors(9, shape.channels)[:4])
     unit = torch.nn.functional.normalize(vectors(10, 1, shape.key_width), dim=-1)[tokens]
@@ -44,7 +63,23 @@ def recur(layer: Any, shape: RecurrentShape, batch: Batch, tokens: Tensor) -> Te
     return torch.cat([out.flatten(1), mixed], 1)
 
 
-WAYS = {AttentionShape: attend, LatentShape: attend_latent, RecurrentShape: recur}
+def recur_by_channels(layer: Any, shape: ChannelDeltaShape, batch: Batch, tokens: Tensor) -> Tensor:
+    inputs = [vectors(seed, shape.channels)[tokens] for seed in (8, 17, 18)]
+    mixed = layer.convolve_each(batch, inputs, [vectors(seed, shape.channels)[:4].contiguous() for seed in (9, 19, 20)])
+    unit = torch.nn.functional.normalize(vectors(10, shape.heads, shape.key_width), dim=-1)[tokens]
+    decay = vectors(12, shape.heads, shape.key_width)[tokens].sigmoid()
+    beta, v = vectors(13, shape.heads)[tokens].sigmoid(), vectors(11, shape.heads, shape.value_width)[tokens]
+    out = layer.update(batch, unit, unit.flip(-1).contiguous(), v, decay, beta)
+    return torch.cat([out.flatten(1), *mixed], 1)
+
+
+WAYS = {
+    AttentionShape: attend,
+    LatentShape: attend_latent,
+    SparseLatentShape: attend_chosen,
+    RecurrentShape: recur,
+    ChannelDeltaShape: recur_by_channels,
+}
 
 
 def key_vectors(shapes: list[Any]) -> ModelVectors:
@@ -111,7 +146,10 @@ TOYS = {
     "k8v4-latent": Toy([LATENT, FULL, LatentShape(24, 4)], CacheSettings("k8v4")),
     "kept-latent": Toy([LATENT], CacheSettings("k4v4", first=1, newest=5)),
     "first-latent": Toy([FULL, LATENT], CacheSettings("k4v4", first=3)),
+    "sparse": Toy([SPARSE, LATENT]),
+    "coded-sparse": Toy([SPARSE], CacheSettings("k8v4")),
     "recurrent": Toy([RECURRENT, RECURRENT]),
+    "channels": Toy([ChannelDeltaShape(12, 2, 4, 6), LATENT], CacheSettings("k8v4", first=1, newest=3, checkpoint_stride=6)),
     "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
     "calibrated-hybrid": Toy([RECURRENT, FULL, WINDOW], CacheSettings("k3v3", first=2, newest=3), calibrated=True),
 }

@@ -18,12 +18,14 @@ from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import save, tokens
-from tests.models.test_replay import MODELS
+from tests.models.test_replay import MODELS, ON_CPU
 
 KVS = ("none", "k8v4", "k4v4", "k3v2")
 # a few that meet every kernel; the rest is slow
 QUICK = {("llama", "k4v4", False), ("qwen3_5_moe", "none", True), ("gpt_oss", "k8v4", True), ("deepseek_v3", "k8v4", False)}
-WAYS = [(name, kv, exact) for name in MODELS for kv in KVS for exact in (True, False)]
+QUICK |= {("deepseek_v32", "k4v4", False), ("kimi_linear", "k8v4", False)}
+WAYS = [(name, kv, exact) for name in MODELS | ON_CPU for kv in KVS for exact in (True, False)]
+SPARSE = ("deepseek_v32", "glm_moe_dsa")  # whose latents are all coded
 LENGTH = 120
 PIECES = (1, 7, 37, 64, 100)
 
@@ -32,7 +34,7 @@ PIECES = (1, 7, 37, 64, 100)
 def model_of(name: str) -> tuple[Any, list[Any], list[int]]:
     """A tiny model of 4-bit weights, the shapes of its layers, and a text for it."""
     torch.manual_seed(0)
-    source = MODELS[name]()
+    source = (MODELS | ON_CPU)[name]()
     checkpoint = open_checkpoint(save(source, Path(mkdtemp(prefix="auraflux-tiny-"))))
     module = family(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config)
@@ -44,9 +46,9 @@ def model_of(name: str) -> tuple[Any, list[Any], list[int]]:
 
 def engine_of(name: str, kv: str, exact: bool) -> Engine:
     model, shapes, _ = model_of(name)
-    if kv == "k3v2" and name == "deepseek_v3":
+    if kv == "k3v2" and name in ("deepseek_v3", "kimi_linear", *SPARSE):
         kv = "k3v3"
-    settings_ = CacheSettings(kv) if kv == "none" else CacheSettings(kv, first=1, newest=32)
+    settings_ = CacheSettings(kv) if kv == "none" or name in SPARSE else CacheSettings(kv, first=1, newest=32)
     return Engine(model, shapes, settings_, context=1024, sequences=10, exact=exact, chunk=512)
 
 

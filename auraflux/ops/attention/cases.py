@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from auraflux.ops._cases import Args, Case
+from auraflux.ops.attention._choice_cases import CHOICE_CASES
 from auraflux.ops.attention._inputs import BF16, F16, F32, RAGGED, index, pairs, starts_of
 from auraflux.ops.attention._latent_cases import LATENT_CASES
 from auraflux.ops.attention.pages import KVPages
@@ -195,4 +196,5 @@ CASES = [
     Case(merge_partials, "nothing-live", lambda: partials(3, 4, 64, 1.0)),
     Case(merge_partials, "many-rows", lambda: partials(300, 5, 100)),
     *LATENT_CASES,
+    *CHOICE_CASES,
 ]

@@ -82,7 +82,37 @@ class LatentPages:
         return self.latent.shape[0], self.latent.shape[1]
 
 
-Pages = KVPages | LatentPages
+@dataclass(frozen=True, eq=False)
+class RowPages:
+    """Pages of one row for each position.
+
+    rows     [P, page, C]  float32, bfloat16 or float16
+    table    [B, M]        int32
+    lengths  [B]           int32
+    """
+
+    rows: Tensor
+    table: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_dense(rows=self.rows, table=self.table, lengths=self.lengths)
+        check_dtype("rows", self.rows, *DTYPES)
+        check_shape("rows", self.rows, None, None, None)
+        _check_index(self.table, self.lengths, self.pool)
+
+    @cached_property
+    def pool(self) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each holds."""
+        return self.rows.shape[0], self.rows.shape[1]
+
+    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Page and slot of each position in [first, last) of a sequence."""
+        return rows_of(self, sequence, first, last)
+
+
+Pages = KVPages | LatentPages | RowPages
 
 
 def _check_index(table: Tensor, lengths: Tensor, pool: tuple[int, int]) -> None:

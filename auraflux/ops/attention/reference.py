@@ -1,4 +1,5 @@
-"""Attention over paged caches: grouped heads with window, sinks and softcap; in `reference_latent` that over latents.
+"""Attention over paged caches: grouped heads with window, sinks and softcap; in `reference_latent` that over
+latents, in `reference_choice` the choice of positions for sparse attention.
 
 The tokens of all sequences of a batch are stacked in one axis T; sequence b has those from starts[b] to starts[b + 1]. They are
 its last: the i-th of n stands at position lengths[b] - n + i. Scores, softmax and sums are float32.
@@ -10,6 +11,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
 from auraflux.ops.attention.pages import DTYPES, KVPages, check_starts, rows_of, spans
+from auraflux.ops.attention.reference_choice import append_keys, choose_positions
 from auraflux.ops.attention.reference_latent import (
     append_latent,
     latent_attention,
@@ -21,10 +23,12 @@ from auraflux.ops.attention.reference_latent import (
 from auraflux.ops.attention.softmax import mean, visible, weigh
 
 __all__ = [
+    "append_keys",
     "append_kv",
     "append_latent",
     "attention",
     "attention_partials",
+    "choose_positions",
     "latent_attention",
     "latent_output",
     "latent_query",

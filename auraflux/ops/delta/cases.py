@@ -5,7 +5,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.delta.reference import (
+    channel_delta,
+    channel_gates,
+    delta_gates,
+    delta_layer_step,
+    gated_delta_prefill,
+    gated_delta_step,
+    short_conv,
+)
 
 BF16 = torch.bfloat16
 
@@ -56,6 +64,17 @@ def conv(*lengths: int, channels: int, dtype: torch.dtype = torch.float32) -> Ar
 def gates(tokens: int, heads: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Args:
     a, b = (torch.randn(tokens, heads) * scale).to(dtype), (torch.randn(tokens, heads) * scale).to(dtype)
     return {"a": a, "b": b, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads)}
+
+
+def channels(*lengths: int, **sizes: int | torch.dtype) -> Args:
+    """As `prefill`, every head with keys of its own, of which each channel has a decay."""
+    args = prefill(*lengths, **{"key_heads": sizes.get("heads", 4), **sizes})
+    return {**args, "decay": torch.rand(args["q"].shape) ** 0.25}
+
+
+def channel_gate(tokens: int, heads: int, width: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Args:
+    f, b = (torch.randn(tokens, heads, width) * scale).to(dtype), (torch.randn(tokens, heads) * scale).to(dtype)
+    return {"f": f, "b": b, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads, width)}
 
 
 def whole(batch: int, heads: int, key_heads: int, width: int = 128, dtype: torch.dtype = BF16) -> Args:
@@ -143,4 +162,17 @@ CASES = [
     Case(delta_layer_step, "own-keys", lambda: whole(2, 4, 4), tol=8e-3),
     Case(delta_layer_step, "narrow", lambda: whole(2, 4, 2, 64), tol=8e-3),
     Case(delta_layer_step, "f32", lambda: whole(2, 4, 2, 64, torch.float32)),
+    Case(channel_delta, "one-token", lambda: channels(1, heads=32), bench=True, flops=state_flops, nbytes=state_nbytes),
+    Case(channel_delta, "512-tokens", lambda: channels(512, heads=32), bench=True, flops=state_flops),
+    Case(channel_delta, "ragged", lambda: channels(17, 0, 1, 5, 40, key_width=64, value_width=64)),
+    Case(channel_delta, "odd-widths", lambda: channels(3, 37, key_width=63, value_width=100)),
+    Case(channel_delta, "narrow", lambda: channels(2, 19, heads=3, key_width=5, value_width=3)),
+    Case(channel_delta, "closed-gates", lambda: closing(channels(100, 3, key_width=64, value_width=64))),
+    Case(channel_delta, "empty", lambda: channels(0, 0)),
+    Case(channel_delta, "bf16", lambda: channels(33, 4, key_width=64, value_width=64, dtype=BF16), tol=4e-3),
+    Case(channel_gates, "one-token", lambda: channel_gate(1, 32, 128), bench=True),
+    Case(channel_gates, "many-tokens", lambda: channel_gate(65, 8, 64)),
+    Case(channel_gates, "odd", lambda: channel_gate(7, 3, 63)),
+    Case(channel_gates, "large", lambda: channel_gate(5, 4, 16, scale=60.0)),
+    Case(channel_gates, "bf16", lambda: channel_gate(5, 4, 100, dtype=BF16)),
 ]

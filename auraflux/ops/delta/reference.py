@@ -1,4 +1,5 @@
 """Gated DeltaNet: a linear attention whose memory is one matrix per head, decayed and corrected at every token.
+Kimi Linear's rule, whose channels fade by themselves, is in `reference_channels`.
 
 Ragged batches stack the tokens of all sequences in one axis T; those of sequence b are `starts[b]` to `starts[b + 1]`.
 The memory and all sums are float32 whatever the dtype of the inputs.
@@ -13,10 +14,20 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
+from auraflux.ops.delta.reference_channels import FLOATS, channel_delta, channel_gates, check_starts
 from auraflux.ops.norm.reference import check_eps, gated_rms_norm, qk_norm
 
+__all__ = [
+    "channel_delta",
+    "channel_gates",
+    "delta_gates",
+    "delta_layer_step",
+    "gated_delta_prefill",
+    "gated_delta_step",
+    "short_conv",
+]
+
 CONV_WIDTH = 4
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check_heads(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
@@ -42,20 +53,6 @@ def _check_heads(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
     if {q.dtype, k.dtype, v.dtype, decay.dtype, beta.dtype} != {torch.float32}:
         for name, tensor in (("q", q), ("k", k), ("v", v), ("decay", decay), ("beta", beta)):
             check_dtype(name, tensor, *FLOATS)
-
-
-def _check_starts(starts: Tensor, sequences: int, tokens: int, near: Tensor) -> None:
-    check_dtype("starts", starts, torch.int32)
-    check_shape("starts", starts, sequences + 1)
-    if starts.device.type != "cpu" and starts.device != near.device:
-        raise InputError(f"'starts' is on {starts.device}, the first argument on {near.device}. Move one of them.")
-    check_dense(starts=starts)
-    if not starts.is_cpu:
-        # reading them would halt the device, or break a recording of its work; kernels keep to the tokens there are
-        return
-    places = starts.tolist()
-    if places[0] != 0 or places[-1] != tokens or places != sorted(places):
-        raise InputError(f"'starts' is {places}; it must rise from 0 to the number of tokens, {tokens}.")
 
 
 def _check_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
@@ -85,7 +82,7 @@ def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tens
 
 def _check_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> None:
     _check_heads(state, q, k, v, decay, beta)
-    _check_starts(starts, state.shape[0], q.shape[0], state)
+    check_starts(starts, state.shape[0], q.shape[0], state)
 
 
 @op(origins=("gated_delta_net_chunkwise", "gated_delta_net_sequential"), check=_check_prefill)
@@ -117,7 +114,7 @@ def _check_short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) 
     check_dtype("x", x, *FLOATS)
     check_dtype("state", state, x.dtype)
     check_dtype("weight", weight, *FLOATS)
-    _check_starts(starts, state.shape[0], x.shape[0], x)
+    check_starts(starts, state.shape[0], x.shape[0], x)
 
 
 @op(origins=("conv1d_step", "conv1d_state_update"), check=_check_short_conv)
@@ -195,7 +192,7 @@ def _check_layer_step(
     check_floating(norm=norm)
     check_eps(unit_eps)
     check_eps(eps)
-    _check_starts(starts, tokens, tokens, qkv)
+    check_starts(starts, tokens, tokens, qkv)
 
 
 @op(check=_check_layer_step)

@@ -3,7 +3,7 @@
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, per_layer_inputs, qk_norm, rms_norm
+from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, layer_norm, per_layer_inputs, qk_norm, rms_norm
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Args:
@@ -13,6 +13,11 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) ->
 def pairs(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Args:
     args = rows(*shape, dtype=dtype)
     return {"x": args.pop("x"), name: torch.randn(shape).to(dtype), **args}
+
+
+def shifted(*shape: int, dtype: torch.dtype = torch.float32, offset: float = 0.5) -> Args:
+    args = rows(*shape, dtype=dtype)
+    return {"x": args["x"] + offset, "weight": args["weight"], "bias": torch.randn(shape[-1]), "eps": 1e-6}
 
 
 def heads(*shape: int, key_heads: int, mean: bool = False, dtype: torch.dtype = torch.float32) -> Args:
@@ -37,6 +42,11 @@ CASES = [
     Case(rms_norm, "zeros", lambda: rows(2, 64, scale=0.0)),
     Case(rms_norm, "large", lambda: rows(2, 100, scale=1e15)),
     Case(rms_norm, "bf16", lambda: rows(3, 128, dtype=BF16), tol=4e-3),
+    Case(layer_norm, "one-row", lambda: shifted(1, 128), bench=True),
+    Case(layer_norm, "many-rows", lambda: shifted(512, 128), bench=True),
+    Case(layer_norm, "odd-width", lambda: shifted(7, 333)),
+    Case(layer_norm, "far-off", lambda: shifted(3, 100, offset=30.0)),
+    Case(layer_norm, "bf16", lambda: shifted(3, 128, dtype=BF16), tol=4e-3),
     Case(add_rms_norm, "one-row", lambda: pairs("residual", 1, 4096), bench=True),
     Case(add_rms_norm, "many-rows", lambda: pairs("residual", 40, 2048)),
     Case(add_rms_norm, "odd-width", lambda: pairs("residual", 3, 63)),

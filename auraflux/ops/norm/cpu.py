@@ -46,6 +46,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @Kernel
+def _centred_rows(args, job, jobs):
+    x_at, weight_at, bias_at, out_at, rows, width, eps = arguments(args, 7)
+    weight, bias = floats(weight_at, width), floats(bias_at, width)
+    for row in share(rows, job, jobs):
+        x, out = floats(x_at + 4 * row * width, width), floats(out_at + 4 * row * width, width)
+        total = np.float32(0)
+        for i in range(width):
+            total += x[i]
+        mean = total * np.float32(1 / width)
+        for i in range(width):
+            out[i] = x[i] - mean
+        factor = _factor(out, 1 / width, real(eps))
+        for i in range(width):
+            out[i] = out[i] * factor * weight[i] + bias[i]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    wide, scale, shift = as_float(x), as_float(weight), as_float(bias)
+    out = torch.empty_like(wide)
+    n, width = x.numel(), x.shape[-1]
+    jobs = threads() if n >= PARALLEL_FROM else 1
+    addresses = wide.data_ptr(), scale.data_ptr(), shift.data_ptr(), out.data_ptr()
+    _centred_rows(jobs, *addresses, n // width, width, float(eps))
+    return like(out, x)
+
+
+@Kernel
 def _add_rows(args, job, jobs):
     x_at, residual_at, weight, out, total_at, rows, width, eps = arguments(args, 8)
     for row in share(rows, job, jobs):

@@ -39,6 +39,19 @@ def _rms(x, weight, z, out, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
+def _layer(x, weight, bias, out, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    there = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None].to(tl.int64) * width + column[None, :]
+    wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    centred = tl.where(there, wide - (tl.sum(wide, 1) / width)[:, None], 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
+    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    shift = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, centred * factor[:, None] * scale + shift, mask=there)
+
+
+@triton.jit
 def _add_rms(x, residual, weight, out, total, width, eps, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     there = column < width
@@ -90,6 +103,14 @@ def _rms_norm(x: Tensor, weight: Tensor, z: Tensor | None, eps: float) -> Tensor
     out, rows = torch.empty_like(x), _rows(x)
     if rows:
         launch(_rms, (cdiv(rows, block),))(x, weight, z, out, rows, x.shape[-1], eps, block, wide, num_warps=warps)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    block, wide, warps = _block(x)
+    out, rows = torch.empty_like(x), _rows(x)
+    if rows:
+        launch(_layer, (cdiv(rows, block),))(x, weight, bias, out, rows, x.shape[-1], eps, block, wide, num_warps=warps)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norms. Sums of squares are float32 whatever the dtype of the input; results come back in it."""
+"""Norms of rows. Sums of squares are float32 whatever the dtype of the input; results come back in it."""
 
 import torch
 from torch import Tensor
@@ -51,6 +51,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (unit * weight.float()).to(x.dtype)
+
+
+def _check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
+    _check_rms_norm(x, weight, eps)
+    check_dense(x=x, bias=bias)
+    check_shape("bias", bias, *weight.shape)
+    check_floating(bias=bias)
+
+
+@op(check=_check_layer_norm)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Take each row's mean from it, scale it to unit variance, then by `weight`, and add `bias`.
+
+    x             [..., D]
+    weight, bias  [D]
+    returns       [..., D]  in x's dtype
+    """
+    centred = x.float() - x.float().mean(-1, keepdim=True)
+    unit = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (unit * weight.float() + bias.float()).to(x.dtype)
 
 
 def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:

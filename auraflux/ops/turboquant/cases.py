@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from auraflux.ops._cases import Case
+from auraflux.ops.turboquant._choice_cases import CHOICE_CASES
 from auraflux.ops.turboquant._inputs import (
     BF16,
     SEED,
@@ -667,4 +668,5 @@ CASES = [
         for b, kept in ((3, {}), (8, {"plain": (1, 32)}))
     ),
     *(Case(turboquant_latent_attention, f"16-bits-given-b{b}", partial(given, narrow_latent, 16, b), tol=4e-3) for b in (4, 8)),
+    *CHOICE_CASES,
 ]

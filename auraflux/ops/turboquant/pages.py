@@ -286,3 +286,55 @@ class LatentCodes:
         """Page and slot of each position in [first, last) of a sequence."""
         pages: Any = self
         return rows_of(pages, sequence, first, last)
+
+
+@dataclass(frozen=True, eq=False)
+class RowCodes:
+    """Pages of one coded row for each position.
+
+    codes    [P, page, words]  int32, rows of packed codes
+    norms    [P, page]         float32
+    table    [B, M]            int32, as for uncompressed pages
+    lengths  [B]               int32
+    bits     from 2, 3, 4, 6, 8
+    width    D, of a row
+    seed     of the rotation
+    """
+
+    codes: Tensor
+    norms: Tensor
+    table: Tensor
+    lengths: Tensor
+    bits: int
+    width: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_bits("bits", self.bits)
+        check_rotation(self.width, self.seed)
+        check_dense(codes=self.codes, norms=self.norms, table=self.table, lengths=self.lengths)
+        check_dtype("norms", self.norms, torch.float32)
+        for name, tensor in (("codes", self.codes), ("table", self.table), ("lengths", self.lengths)):
+            check_dtype(name, tensor, torch.int32)
+        check_shape("codes", self.codes, None, None, row_words(self.bits, self.width))
+        check_shape("norms", self.norms, *self.codes.shape[:2])
+        check_shape("table", self.table, None, None)
+        check_shape("lengths", self.lengths, self.table.shape[0])
+        if self.codes.shape[1] < 1:
+            raise InputError(f"{self.codes.shape[0]} pages of 0 tokens were given; a page must hold at least one.")
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each holds."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
+        """Split a step by sequences, as for uncompressed pages."""
+        pages: Any = self
+        return spans(pages, starts, tokens, reach)
+
+    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Page and slot of each position in [first, last) of a sequence."""
+        pages: Any = self
+        return rows_of(pages, sequence, first, last)

@@ -8,53 +8,13 @@ latents of multi-head latent attention are kept likewise; their rotated keys are
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.kinds import check_fields
-from auraflux.ops._dispatch import check_dense, check_dtype, check_shape
-from auraflux.ops.attention.pages import DTYPES, KVPages, rows_of
-
-
-@dataclass(frozen=True, eq=False)
-class RowPages:
-    """Pages of one row for each position.
-
-    rows     [P, page, C]  float32, bfloat16 or float16
-    table    [B, M]        int32
-    lengths  [B]           int32
-    """
-
-    rows: Tensor
-    table: Tensor
-    lengths: Tensor
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_dense(rows=self.rows, table=self.table, lengths=self.lengths)
-        check_dtype("rows", self.rows, *DTYPES)
-        check_dtype("table", self.table, torch.int32)
-        check_dtype("lengths", self.lengths, torch.int32)
-        check_shape("rows", self.rows, None, None, None)
-        check_shape("table", self.table, None, None)
-        check_shape("lengths", self.lengths, self.table.shape[0])
-        if self.pool[1] == 0:
-            raise InputError(f"{self.pool[0]} pages of 0 tokens were given; a page must hold at least one.")
-
-    @cached_property
-    def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
-        return self.rows.shape[0], self.rows.shape[1]
-
-    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position in [first, last) of a sequence."""
-        pages: Any = self
-        return rows_of(pages, sequence, first, last)
-
+from auraflux.ops.attention.pages import KVPages, RowPages
 
 PagesT = TypeVar("PagesT", KVPages, RowPages)
 

@@ -16,6 +16,7 @@ from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.codebook import Codebook, check_bits, codebook
 from auraflux.ops.turboquant.pages import CodePages, row_words, unpack
 from auraflux.ops.turboquant.plain import PlainPages
+from auraflux.ops.turboquant.reference_choice import append_key_codes, choose_coded_positions
 from auraflux.ops.turboquant.reference_codec import decode, encode, rotate
 from auraflux.ops.turboquant.reference_latent import (
     append_latent_codes,
@@ -27,7 +28,9 @@ from auraflux.ops.turboquant.rotation import check_rotation
 
 __all__ = [
     "append_codes",
+    "append_key_codes",
     "append_latent_codes",
+    "choose_coded_positions",
     "decode",
     "encode",
     "rope_append_codes",

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from auraflux.ops.attention import reference
 from auraflux.ops.attention.cpu.append import append_rows
+from auraflux.ops.attention.cpu.choice import choose_positions
 from auraflux.ops.attention.cpu.decode_tiles import number_of
 from auraflux.ops.attention.cpu.jobs import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.cpu.mla_products import HeadProducts
 from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention.cpu.routes import ATTENTION, HEAD_PRODUCTS, Attend, Launch, panels
-from auraflux.ops.attention.pages import KVPages, LatentPages, Pages
+from auraflux.ops.attention.pages import KVPages, LatentPages, Pages, RowPages
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import rope
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, like, share, threads
@@ -22,10 +23,12 @@ from auraflux.ops.simd.softmax import NOTHING, merge_row
 from auraflux.quant import QTensor
 
 __all__ = [
+    "append_keys",
     "append_kv",
     "append_latent",
     "attention",
     "attention_partials",
+    "choose_positions",
     "latent_attention",
     "latent_output",
     "latent_query",
@@ -145,6 +148,10 @@ def _by_head(x: Tensor, weight: Tensor | QTensor, rows: int, skip: int, used: in
 
 def append_kv(k: Tensor, v: Tensor, pages: KVPages, starts: Tensor) -> None:
     append_rows(pages, starts, k.shape[1], [(k, pages.k), (v, pages.v)])
+
+
+def append_keys(k: Tensor, pages: RowPages, starts: Tensor) -> None:
+    append_rows(pages, starts, 1, [(k, pages.rows)])
 
 
 def append_latent(latent: Tensor, k_rope: Tensor, pages: LatentPages, starts: Tensor) -> None:

@@ -11,10 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from auraflux.ops.delta.cpu.channels import channel_delta, channel_gates
+from auraflux.ops.delta.cpu.softplus import softplus
 from auraflux.ops.delta.cpu.strips import LANES, STRIP, overlap, step_column, step_strip, step_vector
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads, workspace
 from auraflux.ops.simd.math import exp, sigmoid, silu
+
+__all__ = [
+    "channel_delta",
+    "channel_gates",
+    "delta_gates",
+    "delta_layer_step",
+    "gated_delta_prefill",
+    "gated_delta_step",
+    "short_conv",
+]
 
 # below these, waking the threads costs more than the work
 STATE_PARALLEL_FROM = 1 << 16  # elements of state, times tokens
@@ -22,8 +34,6 @@ PARALLEL_FROM = 1 << 13  # elements that need an exponential
 SEVERAL = 4  # tokens repay copying a strip: rows of a state a power of two apart share cache sets
 TOKENS = 256  # that a strip goes through together: their keys, queries and values stay in the second cache
 CHANNELS = 1024  # of the convolution: 4 KiB of each of four rows, well inside the first cache
-
-ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
 @jit
@@ -173,26 +183,11 @@ def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) -> Tens
 
 
 @jit
-def _softplus(x):
-    """log(1 + e**x) as max(x, 0) + log(1 + u) with u = e**-|x| in (0, 1], and log(1 + u) = 2 artanh(u / (2 + u))."""
-    u = exp(-abs(x))
-    s = u / (TWO + u)
-    w = s * s
-    series = w * np.float32(1 / 15) + np.float32(1 / 13)
-    series = series * w + np.float32(1 / 11)
-    series = series * w + np.float32(1 / 9)
-    series = series * w + np.float32(1 / 7)
-    series = series * w + np.float32(1 / 5)
-    series = series * w + np.float32(1 / 3)
-    return max(x, ZERO) + TWO * (s + s * w * series)
-
-
-@jit
 def _gates_row(a_at, b_at, rate_at, bias_at, decay_at, beta_at, heads):
     a, b, rate, bias = floats(a_at, heads), floats(b_at, heads), floats(rate_at, heads), floats(bias_at, heads)
     decay, beta = floats(decay_at, heads), floats(beta_at, heads)
     for h in range(heads):
-        decay[h] = exp(-exp(rate[h]) * _softplus(a[h] + bias[h]))
+        decay[h] = exp(-exp(rate[h]) * softplus(a[h] + bias[h]))
     for h in range(heads):
         beta[h] = sigmoid(b[h])
 

@@ -4,12 +4,21 @@ import torch
 from torch import Tensor
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.delta.cuda.channels import make_channel_gates, take_channels
 from auraflux.ops.delta.cuda.gates import make_gates
 from auraflux.ops.delta.cuda.routes import CONV, LAYER, PREFILL, WIDEST_KEY, Convolve, LayerStep, Prompt
 from auraflux.ops.delta.cuda.step import take_step
 from auraflux.ops.hopper.device import ready
 
-__all__ = ["delta_gates", "delta_layer_step", "gated_delta_prefill", "gated_delta_step", "short_conv"]
+__all__ = [
+    "channel_delta",
+    "channel_gates",
+    "delta_gates",
+    "delta_layer_step",
+    "gated_delta_prefill",
+    "gated_delta_step",
+    "short_conv",
+]
 
 
 def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -52,3 +61,20 @@ def delta_layer_step(
 ) -> Tensor:  # fmt: skip
     ready(qkv)
     return LAYER(LayerStep(qkv, z, a, b, conv, state, taps, a_log, dt_bias, norm, starts, unit_eps, eps))
+
+
+def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    ready(f)
+    decay, beta = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (f, b))
+    make_channel_gates(f, b, a_log, dt_bias, decay, beta)
+    return decay, beta
+
+
+def channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    ready(state)
+    if state.shape[2] > 2 * WIDEST_KEY:
+        raise Declined(f"keys of {state.shape[2]} channels, wider than {2 * WIDEST_KEY}")
+    out = torch.empty_like(v)
+    if out.numel():
+        take_channels(state, q, k, v, decay, beta, starts.to(v.device, non_blocking=True), out)
+    return out

@@ -10,17 +10,22 @@ from auraflux.ops.hopper.sizes import cdiv
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)) in float32."""
+    # log(1 + e) keeps the digits of a small e when what was lost in 1 + e is put right
+    e = tl.exp(-tl.abs(x))
+    sum = 1.0 + e
+    return tl.maximum(x, 0.0) + tl.where(sum == 1.0, e, tl.log(sum) * (e / tl.where(sum == 1.0, 1.0, sum - 1.0)))
+
+
+@triton.jit
 def _gates_kernel(a, b, a_log, dt_bias, decay, beta, size, heads, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, head = place < size, place % heads
     rate = tl.exp(tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32))
     x = tl.load(a + place, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
-    # log(1 + e) keeps the digits of a small e when what was lost in 1 + e is put right
-    e = tl.exp(-tl.abs(x))
-    sum = 1.0 + e
-    softplus = tl.maximum(x, 0.0) + tl.where(sum == 1.0, e, tl.log(sum) * (e / tl.where(sum == 1.0, 1.0, sum - 1.0)))
-    tl.store(decay + place, tl.exp(-rate * softplus), mask=inside)
+    tl.store(decay + place, tl.exp(-rate * softplus(x)), mask=inside)
     y = tl.load(b + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(beta + place, sigmoid(y), mask=inside)
 

@@ -14,6 +14,7 @@ from auraflux.ops.attention.cpu.jobs import PRODUCTS_PARALLEL, Batch, run
 from auraflux.ops.attention.cpu.page_index import EVERYTHING, count_pairs, index_of
 from auraflux.ops.attention.cpu.prefill import ROWS, panel_scratch
 from auraflux.ops.attention.cpu.row_tiles import PART
+from auraflux.ops.attention.reference_choice import Chosen
 from auraflux.ops.attention.reference_latent import split_latent
 from auraflux.ops.norm.cpu import rms_norm
 from auraflux.ops.rope.cpu import norm_rope, rope
@@ -23,6 +24,7 @@ from auraflux.ops.turboquant.cpu.attend import attend_int8, attend_kept, build_f
 from auraflux.ops.turboquant.cpu.attend_int8 import fast_scratch
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import Loops, loops_for
 from auraflux.ops.turboquant.cpu.centres import NO_VECTORS, products_nbytes, vectors_of
+from auraflux.ops.turboquant.cpu.choice import choose_codes
 from auraflux.ops.turboquant.cpu.codec import scratch_nbytes
 from auraflux.ops.turboquant.cpu.codec_kernels import (
     Levels,
@@ -36,10 +38,10 @@ from auraflux.ops.turboquant.cpu.codec_kernels import (
 )
 from auraflux.ops.turboquant.cpu.exact import exact_scratch, sum_values
 from auraflux.ops.turboquant.cpu.items import padded
-from auraflux.ops.turboquant.cpu.kept_rows import check_kept, kept_in
+from auraflux.ops.turboquant.cpu.kept_rows import NOTHING_KEPT, check_kept, kept_in
 from auraflux.ops.turboquant.cpu.mla import attend_codes
 from auraflux.ops.turboquant.cpu.routes import ATTEND, Attend, not_rows
-from auraflux.ops.turboquant.pages import CodePages, LatentCodes, row_words
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes, row_words
 
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
 JOBS_PER_THREAD = 4
@@ -139,6 +141,20 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
     # a kernel always takes the same number of arguments: the second side is not looked at
     kept = *NO_VECTORS, *chain(*kept_in(pages))
     build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *kept, *side, *side)
+
+
+def append_key_codes(k: Tensor, pages: RowCodes, starts: Tensor) -> None:
+    tokens, width = k.shape
+    count_pairs(pages, starts, tokens, 0)
+    wide, jobs, scratch = as_float(k), _jobs(k.numel()), append_nbytes(width)
+    place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
+    stores = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits
+    side, kept = (*stores, *levels_for(pages.bits, width, None)), (*NO_VECTORS, *NOTHING_KEPT, *NOTHING_KEPT)
+    build_append(width)(jobs, 1, *place, workspace(jobs * scratch), scratch, *kept, *side, *side)
+
+
+def choose_coded_positions(q: Tensor, weights: Tensor, pages: RowCodes, starts: Tensor, most: int) -> Chosen:
+    return choose_codes(rotate(as_float(q), pages.seed), weights, pages, starts, most)
 
 
 def rope_append_latent_codes(

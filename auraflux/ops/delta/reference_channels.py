@@ -1,0 +1,89 @@
+"""The delta rule of Kimi Linear: as Gated DeltaNet's, but every channel of a key fades by itself."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_shape, op
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_starts(starts: Tensor, sequences: int, tokens: int, near: Tensor) -> None:
+    """Refuse what does not share tokens out among sequences."""
+    check_dtype("starts", starts, torch.int32)
+    check_shape("starts", starts, sequences + 1)
+    if starts.device.type != "cpu" and starts.device != near.device:
+        raise InputError(f"'starts' is on {starts.device}, the first argument on {near.device}. Move one of them.")
+    check_dense(starts=starts)
+    if not starts.is_cpu:
+        # reading them would halt the device, or break a recording of its work; kernels keep to the tokens there are
+        return
+    places = starts.tolist()
+    if places[0] != 0 or places[-1] != tokens or places != sorted(places):
+        raise InputError(f"'starts' is {places}; it must rise from 0 to the number of tokens, {tokens}.")
+
+
+def _check_channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
+    check_dense(f=f, b=b, a_log=a_log, dt_bias=dt_bias)
+    check_shape("f", f, None, None, None)
+    check_shape("b", b, *f.shape[:2])
+    check_shape("a_log", a_log, f.shape[1])
+    check_shape("dt_bias", dt_bias, *f.shape[1:])
+    for name, tensor in (("f", f), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)):
+        check_dtype(name, tensor, *FLOATS)
+
+
+@op(check=_check_channel_gates)
+def channel_gates(f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn two gate projections into the decay of each channel of a memory and the strength of its writes.
+
+    f        [T, H, K]
+    b        [T, H]
+    a_log    [H]        logarithm of each head's rate
+    dt_bias  [H, K]
+    returns  (decay [T, H, K], beta [T, H]), float32, in [0, 1]
+    """
+    step = torch.nn.functional.softplus(f.float() + dt_bias.float())
+    return torch.exp(-a_log.float().exp()[:, None] * step), torch.sigmoid(b.float())
+
+
+def _check_channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> None:
+    check_dense(state=state, q=q, k=k, v=v, decay=decay, beta=beta)
+    check_dtype("state", state, torch.float32)
+    check_shape("state", state, None, None, None, None)
+    _, heads, key_width, value_width = state.shape
+    check_shape("q", q, None, heads, key_width)
+    tokens = q.shape[0]
+    check_shape("k", k, *q.shape)
+    check_shape("v", v, tokens, heads, value_width)
+    check_shape("decay", decay, *q.shape)
+    check_shape("beta", beta, tokens, heads)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("decay", decay), ("beta", beta)):
+        check_dtype(name, tensor, *FLOATS)
+    check_starts(starts, state.shape[0], tokens, state)
+
+
+@op(check=_check_channel_delta)
+def channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
+    """Take a memory through tokens: let each channel of its keys fade, correct it towards `v` at key `k`, read it with `q`.
+
+    state   [B, H, K, V]  float32, updated in place
+    q, k    [T, H, K]     already normalised; q already scaled
+    v       [T, H, V]
+    decay   [T, H, K]     in [0, 1]
+    beta    [T, H]        in [0, 1], the write strength
+    starts  [B + 1]       int32, where each sequence's tokens begin; a sequence may have none
+    returns [T, H, V]     in v's dtype
+    """
+    out = torch.empty_like(v)
+    for memory, (start, end) in zip(state, pairwise(starts.tolist()), strict=True):
+        for t in range(start, end):
+            key = k[t].float()
+            memory *= decay[t].float()[..., None]
+            correction = (v[t].float() - torch.einsum("hk,hkv->hv", key, memory)) * beta[t].float()[:, None]
+            memory += key[..., None] * correction[:, None]
+            out[t] = torch.einsum("hk,hkv->hv", q[t].float(), memory).to(v.dtype)
+    return out
