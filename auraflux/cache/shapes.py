@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from auraflux.cache.dealt import DealtCodedLayer, DealtDenseLayer
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
@@ -84,11 +85,13 @@ class AttentionShape:
         settings, group = room.settings, room.group(self.window)
         # a window that is newest as a whole is never read as codes
         if bits is None or (self.window is not None and self.window <= settings.plain_newest):
-            return DenseLayer(group, self.heads, self.width, self.value_width or self.width, room.dtype)
+            dense = DealtDenseLayer if group.deal.among_others else DenseLayer
+            return dense(group, self.heads, self.width, self.value_width or self.width, room.dtype)
         plain = self.heads, self.width, self.width, room.dtype
         head, recent = (None if kept is None else DenseLayer(kept, *plain) for kept in _plain_groups(room))
         kept = head, recent, room.calibration(number, self.heads, self.width)
-        return CodedLayer(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, *kept)
+        coded = DealtCodedLayer if group.deal.among_others else CodedLayer
+        return coded(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, *kept)
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class LatentShape:
         return _width_refusal(self.width)
 
     def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
+        if room.group(None).deal.among_others:
+            raise SettingsError("ranks cannot share the context of latent attention, whose results come without their weights.")
         if bits is None:
             return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
         groups = _plain_groups(room)

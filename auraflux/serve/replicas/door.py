@@ -62,7 +62,7 @@ class Door:
         """Join the figures of all replicas."""
         try:
             answers = await self._replicas.broadcast("whole", asked).results_async()
-        except DeploymentUnavailableError as err:
+        except (DeploymentUnavailableError, RayActorError) as err:
             raise _refusal(err) from err
         for _, status, body in answers:
             if status != 200:

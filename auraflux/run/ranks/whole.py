@@ -1,6 +1,8 @@
-"""Each rank has some of every layer's experts, and all else: all take every step, and add up what their experts give.
+"""Ranks that have all layers and take every step together: they meet within it, where each has a part.
 
-So two machines with a disk each read two experts at a time, and hold twice as many. Attention is computed by all.
+That is some of every layer's experts, whose sums are added up: two machines with a disk each read two experts at a time, and
+hold twice as many. Or it is some pages of every sequence, and what is found there is joined: two machines hold a context that
+neither has room for. All else is computed by all.
 """
 
 from typing import Any
@@ -15,7 +17,7 @@ from auraflux.run.ranks.group import Group
 from auraflux.run.runner import Runner
 
 
-class ExpertsRunner(Runner):
+class WholeRunner(Runner):
     """Rank 0: it tells the others of every step, and takes it with them."""
 
     def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
@@ -39,7 +41,7 @@ class ExpertsRunner(Runner):
         self.journal.take()
 
 
-class ExpertsRank:
+class WholeRank:
     """Takes steps as rank 0 tells."""
 
     def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
