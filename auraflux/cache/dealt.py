@@ -14,15 +14,31 @@ from torch import Tensor
 from auraflux.cache.batch import AttentionLayer, Batch, Turn
 from auraflux.cache.deal import Deal
 from auraflux.cache.dense import DenseLayer
+from auraflux.cache.latent import CodedLatentLayer, LatentLayer
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.turboquant import CodedLayer
 from auraflux.errors import SettingsError
-from auraflux.ops.attention.pages import KVPages
-from auraflux.ops.attention.reference import append_kv, attention_partials, merge_partials
+from auraflux.ops.attention.pages import KVPages, LatentPages
+from auraflux.ops.attention.reference import (
+    append_kv,
+    append_latent,
+    attention_partials,
+    latent_partials,
+    merge_partials,
+    split_latent,
+)
+from auraflux.ops.norm.reference import rms_norm
+from auraflux.ops.rope.reference import rope
 from auraflux.ops.turboquant.calibration import BLOCK
-from auraflux.ops.turboquant.pages import CodePages
+from auraflux.ops.turboquant.pages import CodePages, LatentCodes
 from auraflux.ops.turboquant.plain import PlainPages
-from auraflux.ops.turboquant.reference import append_codes, rotate, turboquant_partials
+from auraflux.ops.turboquant.reference import (
+    append_codes,
+    append_latent_codes,
+    rotate,
+    turboquant_latent_partials,
+    turboquant_partials,
+)
 
 Partial = tuple[Tensor, Tensor, Tensor]  # o [N, blocks, D], m [N, blocks], l [N, blocks]
 
@@ -179,6 +195,72 @@ class DealtCodedLayer(CodedLayer):
             found.append(asking.spread(part, tokens))
         out = joined(deal, found, tokens * heads, width).view(q.shape)
         return rotate(out, self.seed, inverse=True).to(q.dtype)
+
+
+class DealtLatentLayer(LatentLayer):
+    """Uncompressed latents and rotated keys of the pages that are here."""
+
+    def _pages(self, asking: Asking) -> LatentPages:
+        return LatentPages(self.latent, self.rope, asking.table, asking.lengths)
+
+    def append(self, batch: Batch, latent: Tensor, k_rope: Tensor) -> None:
+        asking = Asking.storing(batch, self.group)
+        if len(asking):
+            append_latent(latent[asking.tokens], k_rope[asking.tokens], self._pages(asking), asking.starts)
+
+    def append_turned(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return _append_turned(self, batch, q, kv, heads, nope, turn, norm, eps)
+
+    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
+        found = _latents_found(latent_partials, self, batch, q_latent, q_rope, scale)
+        return found.to(q_latent.dtype)
+
+
+class DealtCodedLatentLayer(CodedLatentLayer):
+    """Codes of latents, and rotated keys, of the pages here. No position is kept as it is: its key may be elsewhere."""
+
+    def _pages(self, asking: Asking) -> LatentCodes:
+        stores = self.codes, self.norms, self.rope
+        return LatentCodes(*stores, asking.table, asking.lengths, self.bits, self.width, self.seed, None)
+
+    def append(self, batch: Batch, latent: Tensor, k_rope: Tensor) -> None:
+        asking = Asking.storing(batch, self.group)
+        if len(asking):
+            append_latent_codes(latent[asking.tokens], k_rope[asking.tokens], self._pages(asking), asking.starts)
+
+    def append_turned(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return _append_turned(self, batch, q, kv, heads, nope, turn, norm, eps)
+
+    def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
+        found = _latents_found(turboquant_latent_partials, self, batch, q_latent, q_rope, scale)
+        return rotate(found, self.seed, inverse=True).to(q_latent.dtype)
+
+
+DealtLatents = DealtLatentLayer | DealtCodedLatentLayer
+
+
+def _append_turned(
+    layer: DealtLatents, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Take projections apart, normalise latents, turn queries and keys, and store: gives both parts of the queries."""
+    q_nope, q_rope, latent, k_rope = split_latent(q, kv, heads, nope)
+    turning = turn.frequencies, batch.positions, turn.mscale, turn.interleaved
+    layer.append(batch, rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0].contiguous())
+    return q_nope, rope(q_rope, *turning)
+
+
+def _latents_found(partials: Any, layer: DealtLatents, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
+    """Attend to what is here, and join it with what others have: [T, H, C]."""
+    tokens, heads, width = q_latent.shape
+    asking, found = Asking.seeing(batch, layer.group), []
+    if len(asking):
+        mine = q_latent[asking.tokens], q_rope[asking.tokens]
+        found.append(asking.spread(partials(*mine, layer._pages(asking), asking.starts, scale), tokens))
+    return joined(layer.group.deal, found, tokens * heads, width).view(q_latent.shape)
 
 
 def _in_pages(table: Tensor, size: int) -> Tensor:

@@ -129,7 +129,7 @@ class LayerGroup:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of all pages here."""
-        return self.pool.count * self.own_page_nbytes
+        return self.deal.place(self.pool.count) * sum(store[0].nbytes for store in self.own)
 
     @property
     def free(self) -> int:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from auraflux.cache.dealt import DealtCodedLayer, DealtDenseLayer
+from auraflux.cache.dealt import DealtCodedLatentLayer, DealtCodedLayer, DealtDenseLayer, DealtLatentLayer
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
@@ -121,18 +121,21 @@ class LatentShape:
         return _width_refusal(self.width)
 
     def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
-        if room.group(None).deal.among_others:
-            raise SettingsError("ranks cannot share the context of latent attention, whose results come without their weights.")
+        dealt = room.group(None).deal.among_others
         if bits is None:
-            return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
-        groups = _plain_groups(room)
-        if room.device.type == "cuda":
-            if room.settings.first is not None or room.settings.newest is not None:
-                raise SettingsError("latents keep no positions as they are on a GPU: leave --first and --newest out.")
+            latents = DealtLatentLayer if dealt else LatentLayer
+            return latents(room.group(None), self.width, self.rope, room.dtype)
+        if room.device.type == "cuda" or dealt:
+            if room.settings.first or room.settings.newest:
+                where = "among ranks" if dealt else "on a GPU"
+                raise SettingsError(f"latents keep no positions as they are {where}: leave --first and --newest out.")
             groups = None, None
+        else:
+            groups = _plain_groups(room)
         head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)
         sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
-        return CodedLatentLayer(room.group(None), *sizes, head, recent)
+        coded = DealtCodedLatentLayer if dealt else CodedLatentLayer
+        return coded(room.group(None), *sizes, head, recent)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,10 @@ ROWS = {
 }
 TEXTS = {
     **dict.fromkeys(("attention", "attention_partials", "turboquant_attention", "turboquant_partials"), ("q",)),
-    **dict.fromkeys(("latent_attention", "turboquant_latent_attention"), ("q_latent", "q_rope")),
+    **dict.fromkeys(
+        ("latent_attention", "latent_partials", "turboquant_latent_attention", "turboquant_latent_partials"),
+        ("q_latent", "q_rope"),
+    ),
     **dict.fromkeys(("append_kv", "append_codes"), ("k", "v")),
     **dict.fromkeys(("append_latent", "append_latent_codes"), ("latent", "k_rope")),
     **dict.fromkeys(("rope_append_latent", "rope_append_latent_codes"), ("q", "kv", "positions")),
