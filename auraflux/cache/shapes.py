@@ -125,11 +125,11 @@ class LatentShape:
         if bits is None:
             latents = DealtLatentLayer if dealt else LatentLayer
             return latents(room.group(None), self.width, self.rope, room.dtype)
+        groups: tuple[LayerGroup | None, LayerGroup | None] = None, None
         if room.device.type == "cuda" or dealt:
             if room.settings.first or room.settings.newest:
                 where = "among ranks" if dealt else "on a GPU"
                 raise SettingsError(f"latents keep no positions as they are {where}: leave --first and --newest out.")
-            groups = None, None
         else:
             groups = _plain_groups(room)
         head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)

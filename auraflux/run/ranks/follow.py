@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stag
     cache = Cache(shapes, CacheSettings(**terms["kv"]), **terms["sizes"], **here)
     graphs = terms["graphs"] and (experts is None or experts.share.mapped)
     if whole:
-        return WholeRank(model, cache, terms["exact"], group)
+        read: Callable[[], int] = lambda: 0 if experts is None else experts.traffic().total.nbytes  # noqa: E731
+        return WholeRank(model, cache, terms["exact"], group, read)
     return Stage(model, cache, terms["exact"], graphs, group)
 
 

@@ -190,6 +190,13 @@ class Lead:
             self.group.hear(rank)
         self._serving = True
 
+    def read_nbytes(self) -> int:
+        """How much of experts the other ranks have read so far."""
+        if not self.whole:
+            return 0
+        self.group.say_all({"read": True})
+        return sum(self.group.hear(rank)["nbytes"] for rank in range(1, self.group.size))
+
     def check(self) -> None:
         """Raise if a rank is gone."""
         self.group.check()

@@ -5,6 +5,7 @@ hold twice as many. Or it is some pages of every sequence, and what is found the
 neither has room for. All else is computed by all.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,9 +43,13 @@ class WholeRunner(Runner):
 
 
 class WholeRank:
-    """Takes steps as rank 0 tells."""
+    """Takes steps as rank 0 tells.
 
-    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
+    read_nbytes  tells how much of experts was read here
+    """
+
+    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, read_nbytes: Callable[[], int]):
+        self._read_nbytes = read_nbytes
         self.model, self.cache, self.exact, self.group, self.mirror = model, cache, exact, group, Mirror(cache)
 
     def follow(self) -> None:
@@ -52,6 +57,9 @@ class WholeRank:
         for told in self.group.notes(0):
             if "end" in told:
                 return
+            if "read" in told:
+                self.group.say({"nbytes": self._read_nbytes()}, 0)
+                continue
             self.mirror.repeat(told["journal"])
             with exact(self.exact):
                 self.model.part(torch.tensor(told["ids"]), self.mirror.batch(told["batch"]), self.cache)
