@@ -6,6 +6,7 @@ checkpoints. Only a page with one owner is written to; an append to a shared one
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakSet
@@ -43,8 +44,12 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that can be had, as many of each kind."""
-        return self.kinds * min(map(len, self._free))
+        return sum(map(len, self._free))
+
+    def lack(self, places: Iterable[int]) -> int:
+        """How many pages are missing, of the kind of which most are, for these places; negative where some are left over."""
+        wanted = Counter(place % self.kinds for place in places)
+        return max((count - len(self._free[kind]) for kind, count in wanted.items()), default=-self.free)
 
     @property
     def used(self) -> int:
@@ -160,8 +165,8 @@ class LayerGroup:
     def needs(self, steps: list[tuple["PageRow", int, int]]) -> int:
         """Count the pages that rows will take when each is extended in turn: [(row, length, new)]."""
         if self.pool.kinds > 1:
-            places = Counter(place % self.pool.kinds for row, length, new in steps for place in row.places(length, new))
-            return self.pool.kinds * max(places.values(), default=0)
+            # more than are free where there are too few of one kind
+            return self.free + self.pool.lack(place for row, length, new in steps for place in row.places(length, new))
         shared = Counter(row.pages[-1] for row, length, new in steps if new and row.must_copy(length))
         # of a page's owners the last to write has it for itself
         kept = sum(count == self.pool.owners(page) for page, count in shared.items())

@@ -12,7 +12,7 @@ from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.deal import Deal
 from auraflux.cache.pages import PagePool
 from auraflux.cache.shapes import AttentionShape, LatentShape
-from auraflux.errors import SettingsError
+from auraflux.errors import CacheFull, SettingsError
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import load
 from tests.models.oracles import error, save
@@ -107,9 +107,9 @@ def test_pages_of_each_kind_run_out(size: int):
     assert pool.free == pool.count == -(-7 // size) * size
     taken = [pool.take(place) for place in range(pool.count)]
     assert [page % size for page in taken] == [place % size for place in range(pool.count)]
+    assert pool.lack([0]) == 1
     pool.release(taken[:1])
-    # there is none for the next place
-    assert (pool.free, pool.used) == (0, pool.count - 1)
+    assert (pool.free, pool.used, pool.lack([0]), pool.lack([1]), pool.lack([size, 0])) == (1, pool.count - 1, 0, 1, 1)
     pool.release(taken[1:])
     assert (pool.free, pool.used) == (pool.count, 0)
 
@@ -156,3 +156,15 @@ def test_a_hundred_thousand_positions_take_half_of_the_memory_each(tmp_path: Pat
     assert ranks.engine.cache.reserved_nbytes < 0.51 * reserved
     print(f"one process {whole / 1e6:.1f} MB, ranks {[f'{part / 1e6:.1f} MB' for part in parts]}")
     assert all(0.4 * held < part < 0.65 * held for part in parts[1:])
+
+
+def test_a_text_may_fill_the_cache():
+    cache = Cache([AttentionShape(1, 8)], CacheSettings("none"), context=640, tokens=640, deal=Deal(0, 2, lambda mine: [mine]))
+    sequence = cache.open()
+    batch = cache.batch([sequence])
+    for _ in range(10):
+        batch.extend([64])
+    assert (sequence.length, cache.page_groups[0].free) == (640, 0)
+    other = cache.open()
+    with pytest.raises(CacheFull, match="1 new tokens need 1 pages of 64 tokens"):
+        cache.batch([other]).extend([1])
