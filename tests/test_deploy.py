@@ -55,10 +55,12 @@ def test_other_machines_are_let_in_only_with_a_key():
     assert policy["spec"]["ingress"][1]["ports"] == [{"port": cluster["http_options"]["port"]}]
 
 
+# ray's own modules warn when they are imported
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("config", configs(), ids=["serve.yaml", "kuberay.yaml"])
 def test_serve_takes_the_config(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("ray", reason="needs ray: pip install 'auraflux[ray]'")
+    pytest.importorskip("ray.serve", reason="needs ray: pip install 'auraflux[ray]'")
     from ray.serve._private.build_app import build_app
     from ray.serve.schema import ServeDeploySchema
 
