@@ -26,6 +26,7 @@ class RanksRun:
     waited_s    of a step, in which rank 0 had nothing to do
     sent_nbytes of a step, by rank 0
     wire_s      of a step, that the pretended network takes by itself
+    read_rate   bytes of experts a second, from the disks of all ranks; 0 where none are read
     """
 
     mode: str
@@ -39,6 +40,7 @@ class RanksRun:
     waited_s: float = 0.0
     sent_nbytes: int = 0
     wire_s: float = 0.0
+    read_rate: float = 0.0
 
 
 def bench_ranks(
@@ -61,23 +63,31 @@ def _timed(model: LanguageModel, mode: str, size: int, wire: str, prompt: int, t
     # kernels are compiled, and steps recorded, by one of the same lengths
     _step_times(model, prompt, 4, 1)
     _step_times(model, prompt, 4, texts)
-    tally, before = _tally(model), _counts(model)
+    tally, before, read, began = _tally(model), _counts(model), _read_nbytes(model), time.perf_counter()
     prefill_s, steps = _step_times(model, prompt, tokens, 1)
     nbytes, waited_s = (now - then for now, then in zip(_counts(model), before, strict=True))
     _, several = _step_times(model, prompt, tokens, texts)
+    read_rate = (_read_nbytes(model) - read) / (time.perf_counter() - began)
     each = tokens + 1
     crossed = (
         0.0 if tally is None else find_wire(wire).seconds(4 * model.engine.model.config.hidden) * _crossings(model, mode, size)
     )
     return RanksRun(
         mode, size, wire, prompt / prefill_s, 1 / median(steps), median(steps), min(steps), texts / median(several),
-        waited_s / each, round(nbytes / each), crossed,
+        waited_s / each, round(nbytes / each), crossed, read_rate,
     )  # fmt: skip
 
 
 def _crossings(model: LanguageModel, mode: str, size: int) -> int:
     """How often a token has to wait for the network."""
     return size if mode == "pipeline" else len(model.engine.model.layers)  # type: ignore[attr-defined]
+
+
+def _read_nbytes(model: LanguageModel) -> int:
+    """Bytes of experts that all ranks have read so far."""
+    ranks = model.engine.ranks
+    here = 0 if model.experts is None else model.experts.traffic().total.nbytes
+    return here + (ranks.read_nbytes() if isinstance(ranks, Lead) else 0)
 
 
 def _tally(model: LanguageModel) -> Any:

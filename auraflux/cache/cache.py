@@ -9,6 +9,7 @@ from torch import Tensor
 
 from auraflux.cache.batch import Batch
 from auraflux.cache.calibration import ModelVectors
+from auraflux.cache.deal import ALONE, Deal
 from auraflux.cache.index import Note, StepIndex, unheard
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import StateGroup
@@ -36,6 +37,7 @@ class Cache:
     kept       sequences more for which windows have room: those that are parked
     vectors    of the model's keys, for layers that code them; None to code keys as they are
     held       layers that have memory here; those of others are only counted. By default all
+    deal       pages that have memory here, of layers that see everything. By default all
     dtype      of what is not compressed
     """
 
@@ -53,6 +55,7 @@ class Cache:
         kept: int = 0,
         vectors: ModelVectors | None = None,
         held: range | None = None,
+        deal: Deal = ALONE,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
@@ -76,7 +79,7 @@ class Cache:
         plan = settings.plan(shapes)
         kinds = enumerate(zip(shapes, plan, strict=True))
         self.note: Note = unheard
-        self.held = range(len(shapes)) if held is None else held
+        self.held, self.deal = range(len(shapes)) if held is None else held, deal
         self._holds = True
         self.layers: list[Any] = [self._built(shape, bits, number) for number, (shape, bits) in kinds]
         for shape in shapes:
@@ -112,7 +115,8 @@ class Cache:
         """The group of layers whose queries see `span` positions, of the first `limit`, in pages of `size` tokens."""
         key = span, size or self.page, limit
         if key not in self._groups:
-            self._groups[key] = LayerGroup(span, self._pages(*key), key[1], self.spare, self.device, limit)
+            deal = self.deal if span is None and limit is None else ALONE
+            self._groups[key] = LayerGroup(span, self._pages(*key), key[1], self.spare, self.device, limit, deal)
             self._groups[key].holds = self._holds
         return self._groups[key]
 
@@ -152,7 +156,7 @@ class Cache:
     @property
     def held_token_nbytes(self) -> int:
         """The same of the layers that have memory here."""
-        return sum(self.layers[number].token_nbytes for number in self.held)
+        return sum(-(-self.layers[number].token_nbytes // self.layers[number].group.deal.size) for number in self.held)
 
     @property
     def sequence_nbytes(self) -> int:

@@ -6,6 +6,7 @@ checkpoints. Only a page with one owner is written to; an append to a shared one
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakSet
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from auraflux.cache.deal import ALONE, Deal
 from auraflux.cache.index import Note, StepIndex, unheard
 
 ALIGNMENT = 64
@@ -30,26 +32,35 @@ def reserve(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class PagePool:
-    """Pages, each free or with a number of owners."""
+    """Pages, each free or with a number of owners.
 
-    def __init__(self, count: int):
-        self.count = count
-        self._free = list(range(count - 1, -1, -1))
-        self._owners = [0] * count
+    kinds  of pages, as many of each: that of a page is its number modulo `kinds`
+    """
+
+    def __init__(self, count: int, kinds: int = 1):
+        self.count, self.kinds = -(-count // kinds) * kinds, kinds
+        self._free = [list(range(self.count - kinds + kind, -1, -kinds)) for kind in range(kinds)]
+        self._owners = [0] * self.count
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
+
+    def lack(self, places: Iterable[int]) -> int:
+        """How many pages are missing, of the kind of which most are, for these places; negative where some are left over."""
+        wanted = Counter(place % self.kinds for place in places)
+        return max((count - len(self._free[kind]) for kind, count in wanted.items()), default=-self.free)
 
     @property
     def used(self) -> int:
-        return self.count - len(self._free)
+        return self.count - sum(map(len, self._free))
 
     def owners(self, page: int) -> int:
         return self._owners[page]
 
-    def take(self) -> int:
-        page = self._free.pop()
+    def take(self, place: int = 0) -> int:
+        """Take a page of the kind that has this place in its sequence."""
+        page = self._free[place % self.kinds].pop()
         self._owners[page] = 1
         return page
 
@@ -63,7 +74,7 @@ class PagePool:
         for page in pages:
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                self._free.append(page)
+                self._free[page % self.kinds].append(page)
 
 
 class LayerGroup:
@@ -73,14 +84,24 @@ class LayerGroup:
     size   tokens in a page
     spare  positions kept beyond the span: truncating by as many is exact at once
     limit  only so many of the first positions are kept; None for all
+    deal   which pages have memory here
     plain_nbytes  of a token in all layers of the group, uncompressed in bf16
     stores        of all layers; those that others hold are on the device meta
     note          hears what is done to pages
     """
 
-    def __init__(self, span: int | None, pages: int, size: int, spare: int, device: torch.device, limit: int | None = None):
-        self.span, self.size, self.spare, self.device, self.limit = span, size, spare, device, limit
-        self.pool, self.plain_nbytes = PagePool(pages), 0
+    def __init__(
+        self,
+        span: int | None,
+        pages: int,
+        size: int,
+        spare: int,
+        device: torch.device,
+        limit: int | None = None,
+        deal: Deal = ALONE,
+    ):
+        self.span, self.size, self.spare, self.device, self.limit, self.deal = span, size, spare, device, limit, deal
+        self.pool, self.plain_nbytes = PagePool(pages, deal.size), 0
         self.stores: list[Tensor] = []
         self.own: list[Tensor] = []
         self.holds = True
@@ -89,9 +110,9 @@ class LayerGroup:
         self.windows: WeakSet[PageRow] = WeakSet()
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Make a store of all pages and one more, [P + 1, *shape]."""
+        """Make a store of all pages that have memory here and one more, [P + 1, *shape]."""
         where = self.device if self.holds else torch.device("meta")
-        self.stores.append(reserve(self.pool.count + 1, *shape, dtype=dtype, device=where))
+        self.stores.append(reserve(self.deal.place(self.pool.count) + 1, *shape, dtype=dtype, device=where))
         if self.holds:
             self.own.append(self.stores[-1])
         return self.stores[-1]
@@ -107,13 +128,13 @@ class LayerGroup:
 
     @property
     def own_page_nbytes(self) -> int:
-        """Bytes of a page here."""
-        return sum(store[0].nbytes for store in self.own)
+        """Bytes of a page here; where others have some of the pages, of a page on average."""
+        return -(-sum(store[0].nbytes for store in self.own) // self.deal.size)
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of all pages here."""
-        return self.pool.count * self.own_page_nbytes
+        return self.deal.place(self.pool.count) * sum(store[0].nbytes for store in self.own)
 
     @property
     def free(self) -> int:
@@ -143,6 +164,9 @@ class LayerGroup:
 
     def needs(self, steps: list[tuple["PageRow", int, int]]) -> int:
         """Count the pages that rows will take when each is extended in turn: [(row, length, new)]."""
+        if self.pool.kinds > 1:
+            # more than are free where there are too few of one kind
+            return self.free + self.pool.lack(place for row, length, new in steps for place in row.places(length, new))
         shared = Counter(row.pages[-1] for row, length, new in steps if new and row.must_copy(length))
         # of a page's owners the last to write has it for itself
         kept = sum(count == self.pool.owners(page) for page, count in shared.items())
@@ -170,7 +194,7 @@ class LayerGroup:
 
     def copy(self, page: int) -> int:
         """Give up one ownership of a page for a new page with the same content."""
-        fresh = self.pool.take()
+        fresh = self.pool.take(page)
         self.copy_to(page, fresh)
         self.note("page", page, fresh)
         self.pool.release([page])
@@ -178,8 +202,9 @@ class LayerGroup:
 
     def copy_to(self, page: int, other: int) -> None:
         """Write a page's content to another."""
-        for store in self.own:
-            store[other] = store[page]
+        if self.deal.has(page):
+            for store in self.own:
+                store[self.deal.place(other)] = store[self.deal.place(page)]
 
 
 @dataclass(frozen=True)
@@ -253,6 +278,13 @@ class PageRow:
             return 0
         return self.group.end(length + new) - self.first - len(self.pages) + self.must_copy(length)
 
+    def places(self, length: int, new: int) -> list[int]:
+        """The places in the sequence of the pages that `extend` will take."""
+        if new == 0:
+            return []
+        after = self.first + len(self.pages)
+        return [*([after - 1] if self.must_copy(length) else []), *range(after, self.group.end(length + new))]
+
     def extend(self, length: int, new: int) -> None:
         """Make room for tokens after the first `length`."""
         if new == 0:
@@ -261,7 +293,7 @@ class PageRow:
             self.pages[-1] = self.group.copy(self.pages[-1])
             self.stamp += 1
         while self.first + len(self.pages) < self.group.end(length + new):
-            self.pages.append(self.group.pool.take())
+            self.pages.append(self.group.pool.take(self.first + len(self.pages)))
             self.stamp += 1
         self.reached = length + new
 
@@ -312,7 +344,7 @@ class PageRow:
 
     def restore(self, image: PageImage) -> None:
         """Take pages with what an image holds; the row must be empty."""
-        self.first, self.pages = image.first, [self.group.pool.take() for _ in range(image.pages)]
+        self.first, self.pages = image.first, [self.group.pool.take(image.first + i) for i in range(image.pages)]
         for store, tensor in zip(self.group.stores, image.tensors, strict=True):
             store[self.pages] = tensor.to(store.device)
         self.stamp += 1

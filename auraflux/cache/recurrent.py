@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache.batch import Batch, Layer
+from auraflux.cache.deal import ALONE
 from auraflux.cache.index import Note, StepIndex, unheard
 from auraflux.cache.pages import reserve
 from auraflux.errors import CacheFull
@@ -24,6 +25,8 @@ class StateGroup:
     stores  of all layers; those that others hold are on the device meta
     note    hears what is done to states
     """
+
+    deal = ALONE
 
     def __init__(self, slots: int, device: torch.device):
         self.slots, self.device = slots, device

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from auraflux.cache.dealt import DealtCodedLatentLayer, DealtCodedLayer, DealtDenseLayer, DealtLatentLayer
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
@@ -85,11 +86,13 @@ class AttentionShape:
         settings, group = room.settings, room.group(self.window)
         # a window that is newest as a whole is never read as codes
         if bits is None or (self.window is not None and self.window <= settings.plain_newest):
-            return DenseLayer(group, self.heads, self.width, self.value_width or self.width, room.dtype)
+            dense = DealtDenseLayer if group.deal.among_others else DenseLayer
+            return dense(group, self.heads, self.width, self.value_width or self.width, room.dtype)
         plain = self.heads, self.width, self.width, room.dtype
         head, recent = (None if kept is None else DenseLayer(kept, *plain) for kept in _plain_groups(room))
         kept = head, recent, room.calibration(number, self.heads, self.width)
-        return CodedLayer(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, *kept)
+        coded = DealtCodedLayer if group.deal.among_others else CodedLayer
+        return coded(group, self.heads, self.width, bits, settings.seed, settings.sparse_v, *kept)
 
 
 @dataclass(frozen=True)
@@ -119,16 +122,21 @@ class LatentShape:
         return _width_refusal(self.width)
 
     def build(self, room: Room, bits: Bits | None, number: int) -> LatentLayer | CodedLatentLayer:
+        dealt = room.group(None).deal.among_others
         if bits is None:
-            return LatentLayer(room.group(None), self.width, self.rope, room.dtype)
-        groups = _plain_groups(room)
-        if room.device.type == "cuda":
-            if room.settings.first is not None or room.settings.newest is not None:
-                raise SettingsError("latents keep no positions as they are on a GPU: leave --first and --newest out.")
-            groups = None, None
+            latents = DealtLatentLayer if dealt else LatentLayer
+            return latents(room.group(None), self.width, self.rope, room.dtype)
+        groups: tuple[LayerGroup | None, LayerGroup | None] = None, None
+        if room.device.type == "cuda" or dealt:
+            if room.settings.first or room.settings.newest:
+                where = "among ranks" if dealt else "on a GPU"
+                raise SettingsError(f"latents keep no positions as they are {where}: leave --first and --newest out.")
+        else:
+            groups = _plain_groups(room)
         head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)
         sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
-        return CodedLatentLayer(room.group(None), *sizes, head, recent)
+        coded = DealtCodedLatentLayer if dealt else CodedLatentLayer
+        return coded(room.group(None), *sizes, head, recent)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`auraflux bench ranks`: what dividing a model among ranks costs, on networks of different speed."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command("ranks")
 @model_argument
-@click.option("--way", "ways", multiple=True, metavar="MODE=N", help="pipeline=2, experts=2; may be given several times.")
+@click.option("--way", "ways", multiple=True, metavar="MODE=N", help="pipeline=2, experts=2, context=2; several times.")
 @click.option("--wire", "wires", multiple=True, metavar="NAME", help="here, 10gbe, 1gbe or wifi; may be given several times.")
 @click.option("--prompt", type=click.IntRange(2, 1 << 20), default=128, show_default=True, help="Tokens of the prompt.")
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), default=32, show_default=True, help="Tokens to write.")
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--kv", default="k4v4", show_default=True, metavar="KXVY", help="Bits of keys and values, or none.")
 @click.option("--quantize", type=int, metavar="BITS", help="Round dense weights to so many bits while loading.")
 @options(EXPERTS)
+@click.option("--disk", metavar="SIZE", help="Pretend disks that give so much a second, one for each rank: 50MB.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_ranks(model: str | None, ways: tuple[str, ...], wires: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
     """Time MODEL on one process and on ranks of this machine.
@@ -43,8 +44,9 @@ def bench_ranks(model: str | None, ways: tuple[str, ...], wires: tuple[str, ...]
         find_wire(wire)
     runs = [(each.mode, each.size, wire) for each in asked for wire in wires or WIRES]
     sizes = {name: chosen[name] for name in ("prompt", "tokens", "texts", "kv", "quantize")}
+    experts = replace(expert_settings(chosen), disk=chosen["disk"])
     with ended_by_signals():
-        found = measure(model, runs, **sizes, device="cpu", calibrate="off", expert_memory=expert_settings(chosen))
+        found = measure(model, runs, **sizes, device="cpu", calibrate="off", expert_memory=experts)
     if as_json:
         click.echo(json.dumps([asdict(run) for run in found], indent=2))
     else:
@@ -55,9 +57,8 @@ def _show(found: "list[RanksRun]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "way", "network", "prompt/s", "one text/s", "several/s", "ms a token", "best", "more than one", "network's part", "sent"
-    )
+    columns = "way", "network", "prompt/s", "one text/s", "several/s", "ms a token", "best", "more than one"
+    table = Table(*columns, "network's part", "sent", "disks/s")
     alone = found[0].best_s
     for run in found:
         way = run.mode if run.size == 1 else f"{run.mode}={run.size}"
@@ -70,6 +71,7 @@ def _show(found: "list[RanksRun]") -> None:
             f"{run.best_s * 1e3:.2f}",
             more,
         )
+        read = f"{run.read_rate / 1e6:.1f} MB" if run.read_rate else ""
         wired = "" if run.size == 1 else f"{run.wire_s * 1e3:.2f} ms"
-        table.add_row(way, run.wire, *cells, wired, "" if run.size == 1 else f"{run.sent_nbytes / 1e3:.1f} kB")
+        table.add_row(way, run.wire, *cells, wired, "" if run.size == 1 else f"{run.sent_nbytes / 1e3:.1f} kB", read)
     Console(width=120).print(table)

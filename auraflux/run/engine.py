@@ -8,6 +8,7 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache, CacheSettings, Sequence
 from auraflux.cache.calibration import ModelVectors
+from auraflux.cache.deal import ALONE
 from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
 from auraflux.run.device import device_memory, sent
@@ -54,10 +55,10 @@ class Engine:
         device: torch.device | str = "cpu",
     ):
         self.model, self.chunk, self.ranks = model, chunk, ranks
-        here = None if ranks is None else ranks.here
+        here, deal = (None, ALONE) if ranks is None else (ranks.here, ranks.deal)
         with device_memory():
             sizes: dict[str, Any] = {"sequences": sequences, "tokens": tokens, "kept": kept, "chunk": chunk}
-            known: dict[str, Any] = {"vectors": vectors, "held": here, "dtype": dtype, "device": device}
+            known: dict[str, Any] = {"vectors": vectors, "held": here, "deal": deal, "dtype": dtype, "device": device}
             self.cache = Cache(shapes, settings, context=context, **sizes, **known)
         self.device, self.graphs = torch.device(device), graphs
         self.runner = (Runner if ranks is None else ranks.runner)(model, self.cache, exact)

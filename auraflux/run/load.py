@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from auraflux.cache import Cache, CacheSettings
+from auraflux.cache.deal import ALONE, Deal
 from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.errors import SettingsError
@@ -110,14 +111,16 @@ def load(
         rooms: list[tuple[range | None, int]] = [(None, free)]
         if lead is not None:
             rooms = [*lead.share(sizes_of(checkpoint, module.rename, config.layers))]
+        deal = ALONE if lead is None else lead.deal
         experts = keep_experts(checkpoint, kept, target, free, rooms[0][0])
         if experts is not None:
             rooms = [(held, max(each - experts.share.nbytes, each // 2)) for held, each in rooms]
-        longest = min(_context(context, config.context, shapes, settings, dtype, each, held) for held, each in rooms)
+        longest = min(_context(context, config.context, shapes, settings, dtype, each, held, deal) for held, each in rooms)
         options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
         # one place more is for scores of whole texts
         options |= {"sequences": sequences + 1, "kept": sequences}
-        tokens = min(pool_tokens(shapes, settings, _cache_nbytes(cache_memory, each), held, **options) for held, each in rooms)
+        limits = [(_cache_nbytes(cache_memory, each), held, deal) for held, each in rooms]
+        tokens = min(pool_tokens(shapes, settings, *limit, **options) for limit in limits)
         wanted = calibration.is_wanted(calibrate, shapes, settings)
         # what is read depends on the tokens, so their steps cannot be repeated blindly
         graphs = graphs and (experts is None or experts.share.mapped) and (lead is None or not lead.whole)
@@ -184,13 +187,20 @@ def _cache_nbytes(wanted: str | int | None, free: int) -> int | None:
 
 
 def pool_tokens(
-    shapes: list[Any], settings: CacheSettings, nbytes: int | None, held: range | None = None, *, context: int, **options: Any
+    shapes: list[Any],
+    settings: CacheSettings,
+    nbytes: int | None,
+    held: range | None = None,
+    deal: Deal = ALONE,
+    *,
+    context: int,
+    **options: Any,
 ) -> int:
     """Tokens of all texts together for which a cache has room; without a limit as many as two of full context have."""
     if nbytes is None:
         return 2 * context
     # the meta device makes stores without their memory
-    least = Cache(shapes, settings, context=context, tokens=1, held=held, **options, device="meta")
+    least = Cache(shapes, settings, context=context, tokens=1, held=held, deal=deal, **options, device="meta")
     most = max(1, (nbytes - least.reserved_nbytes) // max(least.page_nbytes, 1)) * least.page
     if most < context:
         raise SettingsError(
@@ -270,10 +280,11 @@ def _context(
     dtype: torch.dtype,
     free: int,
     held: range | None = None,
+    deal: Deal = ALONE,
 ) -> int:
     """Most tokens of a sequence; refuses settings that the model's layers cannot have before anything is loaded."""
     # the meta device makes stores without their memory
-    per_token = Cache(shapes, settings, context=1, held=held, dtype=dtype, device="meta").held_token_nbytes
+    per_token = Cache(shapes, settings, context=1, held=held, deal=deal, dtype=dtype, device="meta").held_token_nbytes
     if wanted is not None:
         there = this_machine().memory_nbytes
         if wanted * max(per_token, 1) > there:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache
+from auraflux.cache.deal import Deal
 from auraflux.ops import exact
 
 
@@ -24,10 +25,14 @@ class Ranks(Protocol):
     """What rank 0 has of the ranks that run a model with it.
 
     here  the layers it has itself
+    deal  the pages of every sequence that it has
     """
 
     @property
     def here(self) -> range: ...
+
+    @property
+    def deal(self) -> Deal: ...
 
     def runner(self, model: Model, cache: Cache, exact: bool) -> "Runner":
         """What runs the whole model."""

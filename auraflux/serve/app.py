@@ -39,10 +39,10 @@ def make_app(service: Service, access: Access | None = None) -> Starlette:
         *models.routes(service),
         *_state_routes(service),
     ]
-    guard = [Middleware(Names, answering=_answering)]
+    guard = [Middleware(Names, answering=answering)]
     if access.origins:
         guard.append(Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]))
-    guard.append(Middleware(Keys, access=access, free=_free, answering=_answering))
+    guard.append(Middleware(Keys, access=access, free=_free, answering=answering))
     return Starlette(
         routes=[*api, _document_route(api), *page.routes()],
         middleware=guard,
@@ -83,7 +83,7 @@ def _free(path: str) -> bool:
     return path in FREE or path.startswith(STATIC)
 
 
-def _answering(failure: Failure, scope: Scope) -> Response:
+def answering(failure: Failure, scope: Scope) -> Response:
     """Spell a failure as the clients of that path expect it."""
     if scope["path"].startswith("/v1/messages"):
         return messages.response_of(failure, scope.get("state", {}).get("request_id"))
@@ -91,4 +91,4 @@ def _answering(failure: Failure, scope: Scope) -> Response:
 
 
 async def _handled(request: Request, err: Exception) -> Response:
-    return _answering(failure_of(err), request.scope)
+    return answering(failure_of(err), request.scope)

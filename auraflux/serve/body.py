@@ -14,7 +14,7 @@ M = TypeVar("M", bound=BaseModel)
 
 async def read_body(request: Request, model: type[M], limits: Limits) -> M:
     """Read a request's JSON as that model; a Failure says what is wrong with it."""
-    raw = await _read(request, limits.body_nbytes)
+    raw = await read(request, limits.body_nbytes)
     try:
         # unlike Python's own, this reader refuses NaN, halves of characters and nesting without end
         content = from_json(raw, allow_inf_nan=False)
@@ -28,7 +28,8 @@ async def read_body(request: Request, model: type[M], limits: Limits) -> M:
         raise failure_of(err) from err
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def read(request: Request, most: int) -> bytes:
+    """Read a request's body; Failure 413 where it is larger than that."""
     too_large = Failure(413, f"The body is larger than the {most} bytes this server takes.", code="body_too_large")
     told = request.headers.get("content-length", "")
     if told.isdigit() and int(told[:20]) > most:

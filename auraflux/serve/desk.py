@@ -50,7 +50,7 @@ class Desk:
 
     def __init__(self, model: LanguageModel, connection: Connection, facts: ModelFacts, restart: bool = False):
         self.model, self.scheduler, self._connection = model, model.scheduler, connection
-        self._facts, self._restart = facts, restart
+        self.facts, self._restart = facts, restart
         self._jobs: dict[int, Job] = {}
         self._news: News = []
         self._gone, self._told_at = threading.Event(), 0.0
@@ -85,7 +85,7 @@ class Desk:
             self._lose(err)
             if self._restart and self._comes_back():
                 log.info("ready again")
-                self._say((READY, self._facts, self.model.tokenizer))
+                self._say((READY, self.facts, self.model.tokenizer))
                 return
 
     def _lose(self, err: RankError) -> None:

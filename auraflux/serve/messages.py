@@ -17,6 +17,7 @@ from auraflux.serve.operation import Operation
 from auraflux.serve.service import Service
 from auraflux.serve.stream import EventStream, attended
 
+PATH = "/v1/messages"
 # Anthropic's own status for a server that cannot take more
 OVERLOADED = 529
 M = TypeVar("M", bound=CountRequest)
@@ -32,12 +33,12 @@ def routes(service: Service) -> list[Operation]:
         asked = await _read(service, request, CountRequest)
         return JSONResponse({"input_tokens": await service.count_tokens(to_ask(asked, caller(request)))})
 
-    path, about = "/v1/messages", "Answer a conversation as Anthropic's API does."
+    about = "Answer a conversation as Anthropic's API does."
     counts = "Count the tokens of a conversation as Anthropic's API does."
     told: dict[str, Any] = {"errors": (OVERLOADED,), "fails": MessageError}
     return [
-        Operation(path, answer, about=about, takes=MessagesRequest, gives=MessageReply, streams=True, **told),
-        Operation(f"{path}/count_tokens", count, about=counts, takes=CountRequest, gives=CountReply, **told),
+        Operation(PATH, answer, about=about, takes=MessagesRequest, gives=MessageReply, streams=True, **told),
+        Operation(f"{PATH}/count_tokens", count, about=counts, takes=CountRequest, gives=CountReply, **told),
     ]
 
 

@@ -4,7 +4,7 @@ What happens per token is only counted into plain lists and integers; the famili
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -106,6 +106,22 @@ class Metrics(Collector):
         for reason, count in self._tally.reasons.items():
             made.add_metric([*label, reason], count)
         return made
+
+
+def joined(texts: Mapping[str, bytes]) -> bytes:
+    """Make one text of those of several replicas, whose figures are told apart by a label."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for replica, text in texts.items():
+        for line in text.decode().splitlines():
+            if line.startswith("# HELP"):
+                heads, samples = families.setdefault(line.split()[2], ([], []))
+                fresh = not heads
+            if not line.startswith("#"):
+                samples.append(line.replace("{", f'{{replica="{replica}",', 1))
+            elif fresh:
+                heads.append(line)
+    lines = [line for heads, samples in families.values() for line in (*heads, *samples)]
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _gauge(name: str, about: str, value: float, label: list[str]) -> Metric:

@@ -22,6 +22,12 @@ ITEMS = {
 ENDED = b"}\n\n"
 
 
+def error_event(failure: Failure) -> bytes:
+    """Spell an error of a stream whose events are not known here."""
+    told = {"code": failure.code, "message": failure.message, "param": failure.param, "sequence_number": 0}
+    return sse({"type": "error", **told}, "error")
+
+
 class ResponseEvents:
     """The events of one answer, and the response they tell of. Items come one after another: a new one ends the one before.
 

@@ -40,6 +40,7 @@ class ExpertSettings:
     ahead        read what the next layer asked for last time, where it no longer has it
     guess        run the next layer's router early, on what this layer was given, and read what it chooses
     verify       hold each expert's first read against its checksum
+    disk         pretend one that gives so many bytes a second, such as "50MB"; for measuring
     """
 
     memory: str | int | None = None
@@ -49,17 +50,23 @@ class ExpertSettings:
     ahead: bool = True
     guess: bool = False
     verify: bool = True
+    disk: str | int | None = None
 
     def __post_init__(self) -> None:
         if self.io not in IO:
             raise SettingsError(f"expert_io={self.io!r} is not a way to read experts. Those there are: {', '.join(IO)}.")
-        for given in (self.memory, self.main_memory):
+        for given in (self.memory, self.main_memory, self.disk):
             if given is not None:
                 parse_nbytes(given)
 
     def nbytes(self, free: int) -> int:
         """The budget, where so much is free."""
         return free // 2 if self.memory is None else parse_nbytes(self.memory)
+
+    @property
+    def disk_rate(self) -> int | None:
+        """Bytes a second of the disk that is pretended."""
+        return None if self.disk is None else max(1, parse_nbytes(self.disk))
 
     def main_nbytes(self, free: int) -> int:
         return free // 2 if self.main_memory is None else parse_nbytes(self.main_memory)

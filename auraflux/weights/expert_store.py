@@ -44,7 +44,7 @@ class ExpertStore:
         self._before: Streamed | None = None
         self._check_lanes()
         files.check()
-        self.reader = None if share.mapped else Reader(verify=self.verify)
+        self.reader = None if share.mapped else Reader(verify=self.verify, rate=settings.disk_rate)
         if self.reader is not None:
             self.reader.probe(files.files)
             self.notes += self.reader.notes

@@ -8,6 +8,7 @@ told to forget what was copied.
 import mmap
 import os
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
@@ -59,8 +60,8 @@ class _Desk:
     need the interpreter too often while kernels are launched.
     """
 
-    def __init__(self, threads: int, direct: bool, verify: bool):
-        self.threads = threads
+    def __init__(self, threads: int, direct: bool, verify: bool, rate: int | None):
+        self.threads, self._rate, self._busy_until = threads, rate, 0.0
         self.lock, self._opening = threading.Lock(), threading.Lock()
         self.tickets: SimpleQueue[bool] = SimpleQueue()
         self.urgent: deque[Piece] = deque()
@@ -99,6 +100,7 @@ class _Desk:
         try:
             handle, direct = self.open(read.file)
             position = read.file.offset(read.expert)
+            self._delay(stop - start)
             while start < stop:
                 count = os.preadv(handle, [read.memory[start:stop]], position + start)
                 if not direct:
@@ -111,6 +113,15 @@ class _Desk:
             read.fail(f"gives an error ({err.strerror or err})")
         except AurafluxError as err:
             read.error = read.error or ExpertError(str(err))
+
+    def _delay(self, nbytes: int) -> None:
+        """Let bytes come as late as from a disk that gives so many a second, one piece after the other."""
+        if self._rate is None:
+            return
+        with self.lock:
+            self._busy_until = max(self._busy_until, time.monotonic()) + nbytes / self._rate
+            until = self._busy_until
+        time.sleep(max(0.0, until - time.monotonic()))
 
     def _finish(self, read: Read) -> None:
         if read.error is None and self.verify:
@@ -174,10 +185,13 @@ class Reader:
     piece   bytes of one of them
     direct  go past the page cache where the file system lets us
     verify  hold each expert's first read against its checksum
+    rate    bytes a second of a slower disk that is pretended; None for the one there is
     """
 
-    def __init__(self, depth: int = DEPTH, piece: int = PIECE, direct: bool = True, verify: bool = True):
-        self.piece, self._desk = piece, _Desk(depth, direct, verify)
+    def __init__(
+        self, depth: int = DEPTH, piece: int = PIECE, direct: bool = True, verify: bool = True, rate: int | None = None
+    ):
+        self.piece, self._desk = piece, _Desk(depth, direct, verify, rate)
         self._close = weakref.finalize(self, self._desk.close)
         for number in range(depth):
             threading.Thread(target=self._desk.work, name=f"auraflux-reader-{number}", daemon=True).start()

@@ -51,7 +51,10 @@ ROWS = {
 }
 TEXTS = {
     **dict.fromkeys(("attention", "attention_partials", "turboquant_attention", "turboquant_partials"), ("q",)),
-    **dict.fromkeys(("latent_attention", "turboquant_latent_attention"), ("q_latent", "q_rope")),
+    **dict.fromkeys(
+        ("latent_attention", "latent_partials", "turboquant_latent_attention", "turboquant_latent_partials"),
+        ("q_latent", "q_rope"),
+    ),
     **dict.fromkeys(("append_kv", "append_codes"), ("k", "v")),
     **dict.fromkeys(("append_keys", "append_key_codes"), ("k",)),
     **dict.fromkeys(("choose_positions", "choose_coded_positions"), ("q", "weights")),

@@ -108,3 +108,12 @@ def test_traffic_is_a_difference():
     assert found.total.bandwidth == 40
     assert found.layers == late.layers
     assert Traffic().hit_rate == Traffic().bandwidth == 0
+
+
+def test_a_slower_disk_gives_one_piece_after_the_other(file: ExpertFile):
+    reader, began = Reader(depth=4, verify=False, rate=file.count * file.stride * 5), time.monotonic()
+    reads = [reader.read(file, expert, memory(file), Meter()) for expert in range(file.count)]
+    reader.wait(lambda: all(read.done for read in reads))
+    assert time.monotonic() - began >= 0.2
+    assert all(read.error is None for read in reads)
+    reader.close()

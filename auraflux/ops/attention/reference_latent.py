@@ -47,6 +47,28 @@ def _check_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages
     check_starts(starts, pages)
 
 
+@op(check=_check_latent_attention)
+def latent_partials(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend as `latent_attention` does, and stop before the division, see `attention_partials`.
+
+    returns  (o [T * H, 1, C], m [T * H, 1], l [T * H, 1]), float32, a block as `merge_partials` takes them
+    """
+    o = torch.zeros_like(q_latent, dtype=torch.float32)
+    m, l = o.new_full(o.shape[:2], -torch.inf), o.new_zeros(o.shape[:2])  # noqa: E741
+    for b, start, new, first, length in spans(pages, starts, q_latent.shape[0], None):
+        page, slot = rows_of(pages, b, first, length)
+        latent, rope = pages.latent[page, slot].float(), pages.rope[page, slot].float()
+        mine = slice(start, start + new)
+        scores = torch.einsum("nhc,tc->hnt", q_latent[mine].float(), latent)
+        scores = (scores + torch.einsum("nhr,tr->hnt", q_rope[mine].float(), rope)) * scale
+        found = weigh(scores, latent, visible(new, length, first, length, None, latent.device))
+        o[mine], highest, total = (part.transpose(0, 1) for part in found)
+        m[mine], l[mine] = highest.squeeze(-1), total.squeeze(-1)
+    return tuple(part.flatten(0, 1).unsqueeze(1) for part in (o, m, l))  # type: ignore[return-value]
+
+
 @op(origins=("mla_sdpa_folded", "mla_sdpa_tile_accumulate", "mla_sdpa_tile_finalize"), check=_check_latent_attention)
 def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float) -> Tensor:
     """Attend with absorbed queries to the latents themselves, at each query's position and before it.
@@ -56,16 +78,8 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, start
     starts   [B + 1]    int32
     returns  [T, H, C]  in q_latent's dtype, for `latent_output`
     """
-    out = torch.zeros_like(q_latent)
-    for b, start, new, first, length in spans(pages, starts, q_latent.shape[0], None):
-        page, slot = rows_of(pages, b, first, length)
-        latent, rope = pages.latent[page, slot].float(), pages.rope[page, slot].float()
-        mine = slice(start, start + new)
-        scores = torch.einsum("nhc,tc->hnt", q_latent[mine].float(), latent)
-        scores = (scores + torch.einsum("nhr,tr->hnt", q_rope[mine].float(), rope)) * scale
-        mixed, _, total = weigh(scores, latent, visible(new, length, first, length, None, latent.device))
-        out[mine] = mean(mixed, total).transpose(0, 1).to(out.dtype)
-    return out
+    o, _, l = latent_partials.reference(q_latent, q_rope, pages, starts, scale)  # noqa: E741
+    return mean(o.squeeze(1), l).view_as(q_latent).to(q_latent.dtype)
 
 
 def _check_latent_query(q_nope: Tensor, weight: Weight, rows: int) -> None:

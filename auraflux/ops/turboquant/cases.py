@@ -50,6 +50,7 @@ from auraflux.ops.turboquant.reference import (
     rotate,
     turboquant_attention,
     turboquant_latent_attention,
+    turboquant_latent_partials,
     turboquant_partials,
     turboquant_values,
 )
@@ -467,6 +468,8 @@ CASES = [
         Case(turboquant_latent_attention, f"{n}-positions", partial(attend_latent, [n], [1], 16, 128, 64, page=64))
         for n in (1, 63, 64, 65, 95, 96, 97, 333)
     ),
+    Case(turboquant_latent_partials, "b4", lambda: attend_latent([37, 100], [1, 3], 5, 64, 8, bits=4), bench=True),
+    Case(turboquant_latent_partials, "ragged", lambda: attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7)),
     Case(turboquant_latent_attention, "ragged", lambda: attend_latent([20, 1, 0, 9, 200], [3, 1, 0, 0, 99], 3, 64, 1, page=7)),
     Case(turboquant_latent_attention, "bf16", lambda: attend_latent([50], [3], 8, 128, 16, dtype=BF16), tol=4e-3),
     Case(turboquant_latent_attention, "bf16-cache", lambda: attend_latent([50], [3], 8, 128, 16, cache=BF16)),

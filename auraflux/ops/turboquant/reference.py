@@ -22,6 +22,7 @@ from auraflux.ops.turboquant.reference_latent import (
     append_latent_codes,
     rope_append_latent_codes,
     turboquant_latent_attention,
+    turboquant_latent_partials,
 )
 from auraflux.ops.turboquant.reference_rows import Query, coded_rows, plain_rows
 from auraflux.ops.turboquant.rotation import check_rotation
@@ -38,6 +39,7 @@ __all__ = [
     "rotate",
     "turboquant_attention",
     "turboquant_latent_attention",
+    "turboquant_latent_partials",
     "turboquant_partials",
     "turboquant_values",
 ]

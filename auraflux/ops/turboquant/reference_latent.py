@@ -90,18 +90,18 @@ def _check_turboquant_latent_attention(
 
 
 @op(check=_check_turboquant_latent_attention)
-def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
-    """Attend with absorbed queries to coded latents, at each query's position and before it.
+def turboquant_latent_partials(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend as `turboquant_latent_attention` does, and stop before the division and before rotating back.
 
-    q_latent [T, H, C]  not rotated; from `latent_query`
-    q_rope   [T, H, R]
-    starts   [B + 1]    int32
-    returns  [T, H, C]  in q_latent's dtype, for `latent_output`
+    returns  (o [T * H, 1, C], m [T * H, 1], l [T * H, 1]), float32, a block as `merge_partials` takes them
     """
     rotated, rotated_keys = rotate.reference(q_latent.float(), pages.seed), q_rope.float()
-    out = torch.zeros_like(rotated)
+    o = torch.zeros_like(rotated)
+    m, l = o.new_full(o.shape[:2], -torch.inf), o.new_zeros(o.shape[:2])  # noqa: E741
     for b, start, new, _, length in pages.spans(starts, q_latent.shape[0], reach=None):
-        mine, asking = slice(start, start + new), torch.arange(length - new, length, device=out.device)[:, None]
+        mine, asking = slice(start, start + new), torch.arange(length - new, length, device=o.device)[:, None]
         scores, values, seen = [], [], []
         for positions, latents, norms, plain in _latents(pages, b, new, length):
             page, slot = pages.rows_of(b, int(positions[0]), int(positions[-1]) + 1)
@@ -110,8 +110,23 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
             values.append(latents * norms[:, None])
             visible = positions <= asking
             seen.append(visible if pages.plain is None else visible & (pages.plain.covers(asking, positions) == plain))
-        mixed, _, total = weigh(torch.cat(scores, -1), torch.cat(values), torch.cat(seen, -1))
-        out[mine] = mean(mixed, total).transpose(0, 1)
+        found = weigh(torch.cat(scores, -1), torch.cat(values), torch.cat(seen, -1))
+        o[mine], highest, total = (part.transpose(0, 1) for part in found)
+        m[mine], l[mine] = highest.squeeze(-1), total.squeeze(-1)
+    return tuple(part.flatten(0, 1).unsqueeze(1) for part in (o, m, l))  # type: ignore[return-value]
+
+
+@op(check=_check_turboquant_latent_attention)
+def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    """Attend with absorbed queries to coded latents, at each query's position and before it.
+
+    q_latent [T, H, C]  not rotated; from `latent_query`
+    q_rope   [T, H, R]
+    starts   [B + 1]    int32
+    returns  [T, H, C]  in q_latent's dtype, for `latent_output`
+    """
+    o, _, l = turboquant_latent_partials.reference(q_latent, q_rope, pages, starts, scale)  # noqa: E741
+    out = mean(o.squeeze(1), l).view_as(q_latent)
     return rotate.reference(out, pages.seed, inverse=True).to(q_latent.dtype)
 
 

@@ -3,11 +3,13 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
+from auraflux.cache.deal import ALONE, Deal
 from auraflux.errors import InputError, RankError
 from auraflux.machine import free_nbytes
 from auraflux.models import family
@@ -15,12 +17,12 @@ from auraflux.run.calibrate import find_vectors
 from auraflux.run.calibration import samples
 from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.load import keep_experts, make_model
-from auraflux.run.ranks.experts import ExpertsRank
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
 from auraflux.run.ranks.identity import identity
-from auraflux.run.ranks.parallel import EXPERTS, TIMEOUT_S
+from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, PIPELINE, TIMEOUT_S
 from auraflux.run.ranks.pipeline import Passing, Stage
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
+from auraflux.run.ranks.whole import WholeRank
 from auraflux.run.ranks.wire import Wire
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.divided import Division
@@ -92,21 +94,24 @@ def _take_part(group: Group, checkpoint: Checkpoint, address: str) -> None:
         stage.follow()
 
 
-def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stage | ExpertsRank:
+def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stage | WholeRank:
     """Load this rank's part and make its cache."""
     module, device = family(checkpoint.config), find_device("cpu")
     config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
     shapes, held = module.make_caches(config), range(*terms["held"][group.rank])
     experts = keep_experts(checkpoint, ExpertSettings(**terms["experts"]), device, free_nbytes(), held)
     weights = checkpoint, terms["quantize"], dtype, device, experts, lambda what, done, total: None
-    whole = terms["mode"] == EXPERTS
-    division = Division(group.rank, group.size, group.add_up) if whole else None
+    whole = terms["mode"] != PIPELINE
+    division = Division(group.rank, group.size, group.add_up) if terms["mode"] == EXPERTS else None
+    deal = Deal(group.rank, group.size, group.exchange) if terms["mode"] == CONTEXT else ALONE
     model = make_model(module, config, *weights, held, division)
     vectors = _vectors(group, model, shapes, terms["calibrate"], whole, dtype, device)
-    cache = Cache(shapes, CacheSettings(**terms["kv"]), **terms["sizes"], vectors=vectors, held=held, dtype=dtype)
+    here: dict[str, Any] = {"vectors": vectors, "held": held, "deal": deal, "dtype": dtype}
+    cache = Cache(shapes, CacheSettings(**terms["kv"]), **terms["sizes"], **here)
     graphs = terms["graphs"] and (experts is None or experts.share.mapped)
     if whole:
-        return ExpertsRank(model, cache, terms["exact"], group)
+        read: Callable[[], int] = lambda: 0 if experts is None else experts.traffic().total.nbytes  # noqa: E731
+        return WholeRank(model, cache, terms["exact"], group, read)
     return Stage(model, cache, terms["exact"], graphs, group)
 
 

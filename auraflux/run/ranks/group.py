@@ -192,13 +192,17 @@ class Group:
         self.lost = self.lost or why
         self._heart.stop()
 
-    def add_up(self, mine: Tensor) -> Tensor:
-        """The sum of what all ranks give, added in their order: [T, H]."""
+    def exchange(self, mine: Tensor) -> list[Tensor]:
+        """What all ranks give, in their order; each gives a tensor of the same shape."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         coming = {rank: self.expect(*mine.shape, source=rank) for rank in others}
         for rank in others:
             self.send(mine, rank)
-        parts = [mine if rank == self.rank else coming[rank].wait() for rank in range(self.size)]
+        return [mine if rank == self.rank else coming[rank].wait() for rank in range(self.size)]
+
+    def add_up(self, mine: Tensor) -> Tensor:
+        """The sum of what all ranks give, added in their order: [T, H]."""
+        parts = self.exchange(mine)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

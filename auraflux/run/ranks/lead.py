@@ -13,14 +13,15 @@ from typing import Any
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
+from auraflux.cache.deal import ALONE, Deal
 from auraflux.errors import InputError, RankError
-from auraflux.run.ranks.experts import ExpertsRunner
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
 from auraflux.run.ranks.identity import difference, identity
-from auraflux.run.ranks.parallel import EXPERTS, LOCAL, Parallel, address_of
+from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, LOCAL, PIPELINE, Parallel, address_of
 from auraflux.run.ranks.pipeline import Passing, PipelineRunner
 from auraflux.run.ranks.split import Sizes, split
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
+from auraflux.run.ranks.whole import WholeRunner
 from auraflux.run.ranks.wire import find_wire
 from auraflux.run.runner import Runner
 from auraflux.weights.divided import Division
@@ -47,7 +48,7 @@ class Lead:
         self._started: list[subprocess.Popen[bytes]] = []
         self._terms: dict[str, Any] = {}
         self._vectors: ModelVectors | None = None
-        self._runner: PipelineRunner | ExpertsRunner | None = None
+        self._runner: PipelineRunner | WholeRunner | None = None
         self._serving = False
         self.place, self._server = self._meet()
         try:
@@ -126,12 +127,17 @@ class Lead:
     @property
     def whole(self) -> bool:
         """Whether every rank has all layers."""
-        return self.parallel.mode == EXPERTS
+        return self.parallel.mode != PIPELINE
 
     @property
     def division(self) -> Division | None:
         """Which experts of every layer rank 0 has; None where it has all."""
-        return Division(0, self.parallel.size, lambda mine: self.group.add_up(mine)) if self.whole else None
+        return Division(0, self.parallel.size, lambda mine: self.group.add_up(mine)) if self.parallel.mode == EXPERTS else None
+
+    @property
+    def deal(self) -> Deal:
+        """Which pages of every sequence rank 0 has."""
+        return Deal(0, self.parallel.size, lambda mine: self.group.exchange(mine)) if self.parallel.mode == CONTEXT else ALONE
 
     def share(self, sizes: Sizes) -> list[tuple[range, int]]:
         """Decide who has which layers: these, and the memory that is free beside them."""
@@ -170,7 +176,7 @@ class Lead:
 
     def runner(self, model: Any, cache: Cache, exact: bool) -> Runner:
         """What runs all layers."""
-        self._runner = (ExpertsRunner if self.whole else PipelineRunner)(model, cache, exact, self.group)
+        self._runner = (WholeRunner if self.whole else PipelineRunner)(model, cache, exact, self.group)
         return self._runner
 
     def ready(self, vectors: ModelVectors | None) -> None:
@@ -183,6 +189,13 @@ class Lead:
         for rank in range(1, self.group.size):
             self.group.hear(rank)
         self._serving = True
+
+    def read_nbytes(self) -> int:
+        """How much of experts the other ranks have read so far."""
+        if not self.whole:
+            return 0
+        self.group.say_all({"read": True})
+        return sum(self.group.hear(rank)["nbytes"] for rank in range(1, self.group.size))
 
     def check(self) -> None:
         """Raise if a rank is gone."""

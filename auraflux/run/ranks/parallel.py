@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from auraflux.errors import SettingsError
 from auraflux.run.ranks.wire import HERE, find_wire
 
-PIPELINE, EXPERTS = MODES = "pipeline", "experts"
+PIPELINE, EXPERTS, CONTEXT = MODES = "pipeline", "experts", "context"
 PORT = 29400
 LOCAL = "127.0.0.1"
 TIMEOUT_S = 15.0
@@ -16,7 +16,8 @@ MOST = 256  # ranks
 class Parallel:
     """A model on several ranks.
 
-    mode       "pipeline": each has some of the layers; "experts": each has some of every layer's experts
+    mode       "pipeline": each has some of the layers; "experts": each has some of every layer's experts; "context": each has
+               some pages of every text
     size       of the group
     hosts      addresses of the machines, this one first, its own port after a colon; none for processes of this machine
     timeout_s  after which a rank that does not answer counts as gone
@@ -52,7 +53,9 @@ def parse_parallel(text: str, hosts: str | None = None, timeout_s: float = TIMEO
     """What "pipeline=2" asks for."""
     mode, _, count = text.partition("=")
     if not count.isdecimal() or len(count) > 4:
-        raise SettingsError(f"{text!r:.80} does not say how a model is divided. Write it like pipeline=2 or experts=2.")
+        raise SettingsError(
+            f"{text!r:.80} does not say how a model is divided. Write it like pipeline=2, experts=2 or context=2."
+        )
     named = tuple(host.strip() for host in hosts.split(",") if host.strip()) if hosts else ()
     return Parallel(mode, int(count), named, timeout_s, restart)
 

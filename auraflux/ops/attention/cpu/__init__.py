@@ -31,6 +31,7 @@ __all__ = [
     "choose_positions",
     "latent_attention",
     "latent_output",
+    "latent_partials",
     "latent_query",
     "merge_partials",
     "rope_append_latent",
@@ -131,6 +132,17 @@ def latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentPages, start
     pools, widths = (pages.latent, pages.rope), (q_latent.shape[2], pages.rope.shape[2])
     launches = [panels(q_latent.shape[0], widths, joined=q_rope.shape[2] > 0)]
     return like(_attend(launches, as_float(q_latent), as_float(q_rope), pools, pages, starts, scale), q_latent)
+
+
+def latent_partials(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentPages, starts: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    pools, widths = (pages.latent, pages.rope), (q_latent.shape[2], pages.rope.shape[2])
+    launches = [panels(q_latent.shape[0], widths, joined=q_rope.shape[2] > 0)]
+    rows = q_latent.shape[0] * q_latent.shape[1]
+    m, l = torch.empty(rows, 1), torch.empty(rows, 1)  # noqa: E741
+    o = _attend(launches, as_float(q_latent), as_float(q_rope), pools, pages, starts, scale, ends=(m, l))
+    return o.view(rows, 1, -1), m, l
 
 
 def latent_query(q_nope: Tensor, weight: Tensor | QTensor, rows: int) -> Tensor:

@@ -168,6 +168,22 @@ def rope_append_latent_codes(
 
 
 def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float) -> Tensor:
+    return like(rotate(_attend_latents(q_latent, q_rope, pages, starts, scale), pages.seed, inverse=True), q_latent)
+
+
+def turboquant_latent_partials(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q_latent.shape[0] * q_latent.shape[1]
+    m, l = torch.empty(rows, 1), torch.empty(rows, 1)  # noqa: E741
+    o = _attend_latents(q_latent, q_rope, pages, starts, scale, (m.data_ptr(), l.data_ptr()))
+    return o.view(rows, 1, -1), m, l
+
+
+def _attend_latents(
+    q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, ends: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """Attend in the rotated space; with `ends` the largest scores and the sums of weights go there, and nothing is divided."""
     (tokens, heads, width), rope = q_latent.shape, q_rope.shape[2]
     pairs, (oldest, newest) = count_pairs(pages, starts, tokens, None), kept_in(pages)
     check_kept(pages, starts, tokens, newest.positions - 1)
@@ -180,8 +196,8 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
         reach=EVERYTHING,
         sinks=0,
         out=out.data_ptr(),
-        peaks=0,
-        totals=0,
+        peaks=ends[0],
+        totals=ends[1],
         value_width=width,
         scale=float(scale),
         softcap=0.0,
@@ -189,7 +205,7 @@ def turboquant_latent_attention(q_latent: Tensor, q_rope: Tensor, pages: LatentC
     jobs = threads() if pairs * heads * (2 * width + rope) >= PRODUCTS_PARALLEL else 1
     codes = pages.norms.data_ptr(), levels_for(pages.bits, width, pages.book).book, pages.bits
     run(attend_codes, jobs, batch, ROWS, 1, tokens, panel_scratch(width, rope, 1), *codes, *oldest, *newest)
-    return like(rotate(out, pages.seed, inverse=True), q_latent)
+    return out
 
 
 def turboquant_values(

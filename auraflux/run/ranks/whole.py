@@ -1,8 +1,11 @@
-"""Each rank has some of every layer's experts, and all else: all take every step, and add up what their experts give.
+"""Ranks that have all layers and take every step together: they meet within it, where each has a part.
 
-So two machines with a disk each read two experts at a time, and hold twice as many. Attention is computed by all.
+That is some of every layer's experts, whose sums are added up: two machines with a disk each read two experts at a time, and
+hold twice as many. Or it is some pages of every sequence, and what is found there is joined: two machines hold a context that
+neither has room for. All else is computed by all.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from auraflux.run.ranks.group import Group
 from auraflux.run.runner import Runner
 
 
-class ExpertsRunner(Runner):
+class WholeRunner(Runner):
     """Rank 0: it tells the others of every step, and takes it with them."""
 
     def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
@@ -39,10 +42,14 @@ class ExpertsRunner(Runner):
         self.journal.take()
 
 
-class ExpertsRank:
-    """Takes steps as rank 0 tells."""
+class WholeRank:
+    """Takes steps as rank 0 tells.
 
-    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
+    read_nbytes  tells how much of experts was read here
+    """
+
+    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, read_nbytes: Callable[[], int]):
+        self._read_nbytes = read_nbytes
         self.model, self.cache, self.exact, self.group, self.mirror = model, cache, exact, group, Mirror(cache)
 
     def follow(self) -> None:
@@ -50,6 +57,9 @@ class ExpertsRank:
         for told in self.group.notes(0):
             if "end" in told:
                 return
+            if "read" in told:
+                self.group.say({"nbytes": self._read_nbytes()}, 0)
+                continue
             self.mirror.repeat(told["journal"])
             with exact(self.exact):
                 self.model.part(torch.tensor(told["ids"]), self.mirror.batch(told["batch"]), self.cache)

@@ -1,0 +1,61 @@
+"""The model that `auraflux serve` answers with: loaded, warmed up, and at its end of the pipe."""
+
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from auraflux.cli.options import load_model
+
+if TYPE_CHECKING:
+    from auraflux.run.language import LanguageModel
+    from auraflux.serve.desk import Desk
+
+
+def open_desk(model: str | None, connection: Connection, chosen: dict[str, Any]) -> "Desk":
+    """Load a model and let it take requests from a pipe."""
+    from auraflux.serve.desk import Desk, facts_of
+
+    loaded = _load(model, chosen)
+    facts = facts_of(loaded, chosen["name"])
+    _warm_up(loaded)
+    return Desk(loaded, connection, facts, chosen["restart"])
+
+
+def _warm_up(loaded: "LanguageModel") -> None:
+    """Let kernels be compiled and steps recorded before the first client waits for it."""
+    scheduler, written = loaded.scheduler, 8
+    for texts, tokens, alike in _usual_loads(loaded):
+        if texts <= scheduler.parallel and tokens + written <= loaded.context:
+            prompts = [[0 if alike else number] * tokens for number in range(texts)]
+            loaded.generate_batch(prompts, max_tokens=written, endless=True)
+            loaded.reset()
+    scheduler.counts = type(scheduler.counts)()
+    if scheduler.speculation is not None:
+        scheduler.speculation.forget_counts()
+
+
+def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int, bool]]:
+    """How many texts are written at once, how many tokens their prompts have, and whether these are alike: one is read then."""
+    from auraflux.run.engine import COUNTS, SIZES
+
+    if loaded.experts is not None:
+        # tokens of experts that are read from disk cost more than compiling
+        return [(1, 8, False)]
+    if loaded.engine.device.type == "cpu":
+        return [(1, 32, False), (8, 32, False)]
+    # a step is recorded the second time, and for texts of other lengths anew
+    alone = [(1, size, False) for size in SIZES for _ in range(2)]
+    together = [(count, tokens, True) for tokens in (16, 1024) for count in COUNTS]
+    return [*alone, *together, (16, 1024, False), (16, 1024, False)]
+
+
+def _load(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
+    from auraflux.run.device import find_device
+
+    parallel = chosen["parallel"] or (64 if find_device(chosen["device"]).type == "cuda" else 8)
+    if chosen["invented"] or chosen["shape"]:
+        from auraflux.cli.bench_model import random_loaded
+
+        context = chosen["context"] or 4096
+        return random_loaded(model, chosen["shape"], chosen["invented"], chosen["layers"], parallel, context, chosen)
+    memory = {"cache_memory": chosen["cache_memory"] or "half", "prefix_disk": chosen["prefix_disk"]}
+    return load_model(model, chosen, sequences=parallel, **memory, prefix_folder=chosen["prefix_folder"])

@@ -1,0 +1,94 @@
+"""The examples in deploy/ are what they say: configs that Ray Serve takes, YAML that Kubernetes could, a torchrun that runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from auraflux.cli.serve_options import SERVING
+from tests.run.tiny import tiny
+
+yaml = pytest.importorskip("yaml", reason="the examples are YAML: pip install pyyaml")
+DEPLOY = Path(__file__).parents[1] / "deploy"
+
+
+def serve_config() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "serve.yaml").read_text())
+
+
+def kubernetes() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()))
+
+
+def configs() -> list[dict[str, Any]]:
+    return [serve_config(), yaml.safe_load(kubernetes()[0]["spec"]["serveConfigV2"])]
+
+
+@pytest.mark.parametrize("config", configs(), ids=["serve.yaml", "kuberay.yaml"])
+def test_arguments_are_options_of_the_command(config: dict[str, Any]):
+    known = {"model", "replicas"}
+    for option in SERVING:
+        made = option(lambda: None).__click_params__[0]
+        known |= {word.lstrip("-") for word in made.opts}
+    [application] = config["applications"]
+    assert application["import_path"] == "auraflux.cli.serve_ray:application"
+    assert set(application["args"]) <= known
+    assert {each["name"] for each in application["deployments"]} <= {"Model", "Door"}
+
+
+def test_other_machines_are_let_in_only_with_a_key():
+    alone, cluster = configs()
+    assert alone["http_options"]["host"] == "127.0.0.1"
+    assert "host" not in alone["applications"][0]["args"]
+    service, policy = kubernetes()
+    assert cluster["applications"][0]["args"]["host"] == "0.0.0.0"
+    groups = [service["spec"]["rayClusterConfig"]["headGroupSpec"], *service["spec"]["rayClusterConfig"]["workerGroupSpecs"]]
+    for group in groups:
+        [container] = group["template"]["spec"]["containers"]
+        assert [variable["name"] for variable in container["env"]] == ["AURAFLUX_API_KEY"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+    assert (service["kind"], policy["kind"]) == ("RayService", "NetworkPolicy")
+    assert policy["spec"]["ingress"][1]["ports"] == [{"port": cluster["http_options"]["port"]}]
+
+
+# ray's own modules warn when they are imported
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", configs(), ids=["serve.yaml", "kuberay.yaml"])
+def test_serve_takes_the_config(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("ray.serve", reason="needs ray: pip install 'auraflux[ray]'")
+    from ray.serve._private.build_app import build_app
+    from ray.serve.schema import ServeDeploySchema
+
+    from auraflux.cli.serve_ray import application
+
+    [described] = ServeDeploySchema.model_validate(config).applications
+    monkeypatch.setenv("AURAFLUX_API_KEY", "a key")
+    made = build_app(application(described.args), name=described.name)
+    assert [each.name for each in made.deployments] == ["Model", "Door"]
+    model = next(each for each in made.deployments if each.name == "Model")
+    assert model.max_ongoing_requests == described.args["parallel"]
+    assert model._deployment_config.autoscaling_config.max_replicas == 4
+
+
+@pytest.mark.slow
+def test_versions_agree():
+    ray = pytest.importorskip("ray", reason="needs ray: pip install 'auraflux[ray]'")
+    pinned = f"ray=={kubernetes()[0]['spec']['rayClusterConfig']['rayVersion']}"
+    assert pinned in (DEPLOY.parent / "constraints.txt").read_text().splitlines()
+    assert pinned == f"ray=={ray.__version__}"
+
+
+@pytest.mark.slow
+def test_torchrun_runs():
+    options = ["--prompt", "hello", "--max-tokens", "4", "--device", "cpu", "--calibrate", "off", "--temperature", "0"]
+    setting = {**os.environ, "PYTHON": sys.executable, "COMMAND": "generate"}
+    command = [str(DEPLOY / "torchrun.sh"), str(tiny()), *options]
+    ended = subprocess.run(command, env=setting, cwd=DEPLOY.parent, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stderr
+    alone = [sys.executable, "-m", "auraflux", "generate", str(tiny()), *options]
+    assert ended.stdout == subprocess.run(alone, cwd=DEPLOY.parent, capture_output=True, text=True, timeout=400).stdout
