@@ -150,6 +150,8 @@ def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
 
             return types.void(args), codegen
 
+        # for those who compile it without Numba
+        emit.build = build
         return emit
 
     return wrap
