@@ -169,6 +169,7 @@ class Isa:
     lanes = 4
     tokens = 4  # how many tokens' sums fit in registers
     signed_codes = False  # whether `dot` takes 8-bit codes as signed, stored minus 128
+    small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
 
     @property
     def floats(self) -> ir.VectorType:
@@ -201,6 +202,15 @@ class Isa:
         found = splat(self.bytes, 0)
         for code, value in enumerate(table):
             found = b.select(b.icmp_unsigned("==", codes, splat(self.bytes, code)), splat(self.bytes, value), found)
+        return found
+
+    def look_up_more(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+        """The same with a table of more entries, a multiple of 32."""
+        within, part = b.and_(codes, splat(self.bytes, 15)), b.lshr(codes, splat(self.bytes, 4))
+        found = self.look_up(b, table[:16], within)
+        for i in range(1, len(table) // 16):
+            here = b.icmp_unsigned("==", part, splat(self.bytes, i))
+            found = b.select(here, self.look_up(b, table[16 * i : 16 * i + 16], within), found)
         return found
 
 
@@ -241,6 +251,7 @@ class AvxVnni(Avx2):
 
 class Dotprod(Isa):
     name, features, lanes, tokens, signed_codes = "neon-dotprod", ("dotprod",), 4, 8, True
+    small_tables = True
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
         # the dot instruction takes one lane of a register for all: a splat of a loaded vector's lane costs nothing
@@ -257,6 +268,16 @@ class Dotprod(Isa):
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, ir.Constant(self.bytes, table), codes)
+
+    def look_up_more(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
+        # two registers are as cheap as one, more are not; outside of them 0 is found
+        found = None
+        for first in range(0, len(table), 32):
+            part = [ir.Constant(self.bytes, table[i : i + 16]) for i in (first, first + 16)]
+            place = b.sub(codes, splat(self.bytes, first)) if first else codes
+            here = call(b, "llvm.aarch64.neon.tbl2.v16i8", self.bytes, *part, place)
+            found = b.or_(found, here) if found else here
+        return found
 
 
 def vpdpbusd(b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, width: int) -> ir.Value:

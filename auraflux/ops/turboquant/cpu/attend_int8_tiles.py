@@ -17,6 +17,7 @@ from auraflux.ops.simd.vectors import (
     I64,
     ISA,
     at,
+    fma,
     kernel,
     load,
     pick,
@@ -27,12 +28,13 @@ from auraflux.ops.simd.vectors import (
     variable,
     vector,
 )
-from auraflux.ops.turboquant.cpu.codes import CODES
+from auraflux.ops.turboquant.cpu.codes import CODES, HIGH, REST
 
 LANES = ISA.lanes
 BYTES = 4 * LANES  # of a vector, and how many bytes it holds
 TILES = (4, 2, 1)  # heads that share what is loaded
 PLUS = 0 if ISA.signed_codes else 128
+STRAIGHT = ISA.small_tables
 
 
 def _choose(b, bits, heads, build):
@@ -150,7 +152,7 @@ def turn_keys(b, bits, rows, groups, quads, out, out_step):
             where, here = _group_rows(b, rows, group.index), b.add(out, b.mul(group.index, out_step))
             with cgutils.for_range(b, quads) as loop:
                 words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
-                found = [v for word in words for c in code.split(b, word) for v in code.look_up(b, c, PLUS)]
+                found = [v for word in words for c in code.split(b, word) for v in code.key_levels(b, c, PLUS)]
                 place = b.add(here, b.mul(loop.index, at(len(found) * BYTES)))
                 for n, levels in enumerate(found):
                     store(b, levels, place, n * BYTES)
@@ -163,7 +165,7 @@ def turned_scores(b, heads, planes, keys, key_step, groups, steps, norms, q, uni
     def build(bytes_, tile):
         with cgutils.for_range(b, groups) as group:
             here = b.add(keys, b.mul(group.index, key_step))
-            totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
+            totals = _nothing(b, tile, 3 if STRAIGHT and bytes_ == 2 else 2)
             with cgutils.for_range(b, steps) as loop:
                 place = b.add(here, b.mul(loop.index, at(bytes_ * BYTES)))
                 levels = [load(b, place, n * BYTES, ISA.bytes) for n in range(bytes_)]
@@ -177,33 +179,43 @@ def turned_scores(b, heads, planes, keys, key_step, groups, steps, norms, q, uni
                 build(bytes_, tile)
 
 
+def _nothing(b, tile, count):
+    """A query's sums: of its high bytes, of its low ones, and of its high bytes with what a straight line leaves."""
+    return [[variable(b, splat(ISA.ints, 0)) for _ in range(count)] for _ in range(tile)]
+
+
 def _add_dots(b, totals, levels, x):
-    """Add to each query's sums, of its high bytes and of its low ones, its products with some levels."""
-    for h, (high, low) in enumerate(totals):
+    """Add to each query's sums its products with some levels."""
+    for h, (high, low, *rest) in enumerate(totals):
         b.store(_dot_signed(b, b.load(high), levels[0], x[2 * h]), high)
-        total = _dot_signed(b, b.load(low), levels[0], x[2 * h + 1])
-        b.store(_dot_signed(b, total, levels[1], x[2 * h]) if len(levels) > 1 else total, low)
+        b.store(_dot_signed(b, b.load(low), levels[0], x[2 * h + 1]), low)
+        for second in levels[1:]:
+            total = rest[0] if rest else low
+            b.store(_dot_signed(b, b.load(total), second, x[2 * h]), total)
 
 
 def _store_scores(b, totals, group, norms, excess, units, out, out_step):
     norm = load(b, norms, b.mul(group, at(BYTES)), ISA.floats)
-    for h, (high, low) in enumerate(totals):
+    for h, (high, low, *rest) in enumerate(totals):
         total = b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low))
-        if PLUS:
+        if PLUS or rest:
             total = b.sub(total, spread(b, load(b, excess, 4 * h, I32), LANES))
         unit = spread(b, load(b, units, 4 * h, F32), LANES)
-        score = b.fmul(b.fmul(b.sitofp(total, ISA.floats), unit), norm)
+        value = b.sitofp(total, ISA.floats)
+        for slot in rest:
+            value = fma(b, b.sitofp(b.load(slot), ISA.floats), splat(ISA.floats, HIGH / REST), value)
+        score = b.fmul(b.fmul(value, unit), norm)
         store(b, score, out, b.add(b.mul(out_step, at(h)), b.mul(group, at(BYTES))))
 
 
 def _products(b, code, tile, where, quads, q):
     """Sums over a group of keys for each of some queries, of the high bytes and of the low ones."""
-    totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
+    totals = _nothing(b, tile, 3 if code.straight else 2)
     with cgutils.for_range(b, quads) as loop:
         words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
         query = b.add(q, b.mul(loop.index, at(4 * code.vectors * tile * 8)))
         for n, codes in enumerate(c for word in words for c in code.split(b, word)):
-            levels = code.look_up(b, codes, PLUS)
+            levels = code.key_levels(b, codes, PLUS)
             _add_dots(b, totals, levels, _quads(b, b.add(query, at(n * tile * 8)), 2 * tile))
     return totals
 
