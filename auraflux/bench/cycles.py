@@ -26,6 +26,7 @@ from auraflux.ops.simd import vectors
 DOTS = {"sdot": 16, "udot": 16, "usdot": 16, "smmla": 32, "usmmla": 32, "ummla": 32}
 X86_DOT = re.compile(r"\{?v(?:pdpbusd|pmaddubsw)\w*\s.*%(?P<kind>[xyz])mm")
 X86_BYTES = {"x": 16, "y": 32, "z": 64}
+REALS = {"base", "least", "factor"}  # arguments that are float32; here their bits
 
 
 class Target(NamedTuple):
@@ -99,18 +100,19 @@ def loops() -> list[Loop]:
     return found
 
 
-def assembly(loop: Loop, target: Target) -> str:
-    """Compile a kernel alone."""
-    build = loop.kernel.build
-    names = list(inspect.signature(build).parameters)[1 + len(loop.constants) :]
-    free = [name for name in names if name not in loop.fixed]
+def assembly(kernel: Any, constants: tuple[Any, ...], fixed: dict[str, int], target: Target) -> str:
+    """Compile a kernel alone, as the function `kernel` of integers: those of its arguments that are not fixed."""
+    parameters = list(inspect.signature(kernel.build).parameters)[1 + len(constants) :]
+    free = [name for name in parameters if name not in fixed]
     module = ir.Module("cycles")
     module.triple = target.triple
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [vectors.I64] * len(free)), "kernel")
     b = ir.IRBuilder(function.append_basic_block())
     given = dict(zip(free, function.args, strict=True))
-    values = [vectors.at(loop.fixed[name]) if name in loop.fixed else given[name] for name in names]
-    build(vectors.AsWritten(b), *loop.constants, *values)
+    for name in REALS & given.keys():
+        given[name] = b.bitcast(b.trunc(given[name], vectors.I32), vectors.F32)
+    values = [vectors.at(fixed[name]) if name in fixed else given[name] for name in parameters]
+    kernel.build(vectors.AsWritten(b), *constants, *values)
     b.ret_void()
     return optimized(str(module), target)
 
@@ -134,7 +136,8 @@ def products(line: str) -> int:
 
 def hot_loop(text: str, turns: int) -> list[str]:
     """The instructions of one turn of the loop around all dot products; loops within it are written out so often."""
-    lines = [line.split("//")[0].split("#")[0].strip() if "#" in line and "%" in line else line.split("//")[0].strip() for line in text.splitlines()]
+    # the comments of ARM and of x86
+    lines = [re.split(r"//|\s#|\t#", line)[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not (line.startswith(".") and not line.endswith(":"))]
     at = {line[:-1]: n for n, line in enumerate(lines) if line.endswith(":")}
     spans = []
@@ -178,7 +181,7 @@ def simulate(body: Iterable[str], target: Target) -> tuple[float, float]:
 
 def cost(loop: Loop, name: str) -> Cost:
     target = TARGETS[name]
-    body = hot_loop(assembly(loop, target), loop.turns)
+    body = hot_loop(assembly(loop.kernel, loop.constants, loop.fixed, target), loop.turns)
     codes = sum(map(products, body)) / loop.met
     return Cost(loop.name, name, *simulate(body, target), codes, codes * loop.bits / 8)
 

@@ -169,6 +169,7 @@ class Isa:
     lanes = 4
     tokens = 4  # how many tokens' sums fit in registers
     signed_codes = False  # whether `dot` takes 8-bit codes as signed, stored minus 128
+    by_lane = False  # whether both sides of `dot` are signed, and a lane of the last one serves for all
     # bytes ahead at which one token's weights are asked for, or 0: the processor's own prefetching stops at the end of a page.
     # Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s without, 20 at 1024, 21 at 2048, 23-24 from 4096 on, beside a read
     # ceiling of 28-30
@@ -207,6 +208,10 @@ class Isa:
 
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return self.dot(b, total, codes, acts, bits)
+
+    def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The larger of two floats; y, which is a number, where x is none."""
+        return b.select(b.fcmp_ordered(">", x, y), x, y)
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         """Replace each byte, in 0..15, by that entry of the table."""
@@ -264,7 +269,7 @@ class Dotprod(Isa):
     name, features, lanes, tokens, signed_codes = "neon-dotprod", ("dotprod",), 4, 8, True
     # two Neoverse-N1 cores read 27.5 GB/s of 36 without; asking takes turns from loads
     ahead = 0
-    small_tables = True
+    by_lane = small_tables = True
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
         # the dot instruction takes one lane of a register for all: a splat of a loaded vector's lane costs nothing
@@ -282,6 +287,10 @@ class Dotprod(Isa):
 
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", self.ints, total, codes, acts)
+
+    def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+        # one instruction, where a comparison and a choice would be waited for at every step
+        return call(b, "llvm.maxnum.v4f32", x.type, x, y) if x.type.count == 4 else super().larger(b, x, y)
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, ir.Constant(self.bytes, table), codes)

@@ -35,6 +35,7 @@ BYTES = 4 * LANES  # of a vector, and how many bytes it holds
 TILES = (4, 2, 1)  # heads that share what is loaded
 PLUS = 0 if ISA.signed_codes else 128
 STRAIGHT = ISA.small_tables
+WEIGHT = 4 if ISA.by_lane else BYTES  # bytes of four tokens' weights, as they are loaded
 
 
 def _choose(b, bits, heads, build):
@@ -241,13 +242,13 @@ def spread_weights(b, heads, weights, step, groups, out):
     """Repeat each four tokens' weights for the four coordinates that share 128 bits.
 
     weights  [heads][2][.]  bytes of seven bits, high and low, rows `step` bytes apart
-    out      [groups][heads][2] vectors
+    out      [groups][heads][2] vectors; four bytes each where a vector is 128 bits and one of its lanes serves for all
     """
-    lanes = [i // 4 for i in range(LANES)]
+    lanes = [i // 4 for i in range(WEIGHT // 4)]
     with cgutils.for_range(b, groups) as group, cgutils.for_range(b, b.mul(heads, at(2))) as row:
         place = b.add(b.mul(row.index, step), b.mul(group.index, at(LANES)))
         four = load(b, weights, place, vector(I32, LANES // 4))
-        target = b.mul(b.add(b.mul(group.index, b.mul(heads, at(2))), row.index), at(BYTES))
+        target = b.mul(b.add(b.mul(group.index, b.mul(heads, at(2))), row.index), at(WEIGHT))
         store(b, pick(b, four, four, lanes), out, target)
 
 
@@ -269,14 +270,14 @@ def add_values(b, heads, bits, turned, step, groups, columns, weights, keeps, ga
             with cgutils.for_range(b, groups) as loop:
                 packed = load(b, source, b.mul(loop.index, at(BYTES)), ISA.ints)
                 levels = [code.look_up(b, codes) for codes in code.split(b, packed)]
-                p = b.add(weights, b.mul(loop.index, at(2 * tile * BYTES)))
+                found = _weights(b, b.add(weights, b.mul(loop.index, at(2 * tile * WEIGHT))), 2 * tile)
                 for h in range(tile):
-                    weight = [load(b, p, (2 * h + n) * BYTES, ISA.bytes) for n in range(2)]
+                    upper, lower = found[2 * h : 2 * h + 2]
                     for s in sides:
                         high, low = totals[s, h]
-                        b.store(_dot(b, b.load(high), weight[0], levels[s][0]), high)
-                        total = _dot(b, b.load(low), weight[1], levels[s][0])
-                        b.store(_dot(b, total, weight[0], levels[s][1]) if len(levels[s]) > 1 else total, low)
+                        b.store(_dot(b, b.load(high), upper, levels[s][0]), high)
+                        total = _dot(b, b.load(low), lower, levels[s][0])
+                        b.store(_dot(b, total, upper, levels[s][1]) if len(levels[s]) > 1 else total, low)
             target = b.add(sums, b.mul(column.index, at(code.vectors * tile * BYTES)))
             for (s, h), (high, low) in totals.items():
                 value = b.sitofp(b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low)), ISA.floats)
@@ -288,5 +289,11 @@ def add_values(b, heads, bits, turned, step, groups, columns, weights, keeps, ga
     _choose(b, bits, heads, build)
 
 
+def _weights(b, address, count):
+    if ISA.by_lane:
+        return _quads(b, address, count)
+    return [load(b, address, n * WEIGHT, ISA.bytes) for n in range(count)]
+
+
 def _dot(b, total, weight, levels):
-    return ISA.dot(b, total, weight, levels, 7)
+    return ISA.dot(b, total, levels, weight, 7) if ISA.by_lane else ISA.dot(b, total, weight, levels, 7)
