@@ -71,10 +71,10 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
 
     width, groups, wide = 128, 16, CODES[bits].wide
     tokens, quads = 4 * groups, width * wide // 128
-    codes, norms = RANDOM.integers(0, 2**bits, (tokens, width)), RANDOM.uniform(0.5, 2, tokens).astype(np.float32)
-    # as frequent as they are
-    level = level_of(bits)
+    level, norms = level_of(bits), RANDOM.uniform(0.5, 2, tokens).astype(np.float32)
+    # half of them as frequent as they are, half of them all alike
     codes = np.abs(RANDOM.standard_normal((tokens, width, 1)) - level).argmin(2)
+    codes[::2] = RANDOM.integers(0, 2**bits, codes[::2].shape)
     q = RANDOM.standard_normal((tile, width)).astype(np.float32)
     expected = q @ (level[codes] * norms[:, None]).T
     words = packed(codes, wide)
@@ -90,7 +90,8 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
     ends = unit_at, excess_at, out, step
     machine.run(key_scores, (), tile, bits, where, groups, quads, norm_at, laid, *ends, 0, 0, 0, 0)
     found = machine.get(out, np.float32, tile, tokens)
-    near(found, expected, 1e-2, f"scores k{bits}, {tile} heads")
+    near(found[:, ::2], expected[:, ::2], 1e-2, f"scores k{bits}, {tile} heads, any codes")
+    near(found[:, 1::2], expected[:, 1::2], 1e-2, f"scores k{bits}, {tile} heads")
     planes = len(CODES[bits].tables)
     key_step = planes * 4 * width
     levels = machine.room(np.uint8, groups * key_step)
