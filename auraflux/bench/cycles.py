@@ -22,9 +22,9 @@ from llvmlite import ir
 from auraflux.errors import AurafluxError, BackendError
 from auraflux.ops.simd import vectors
 
-# multiplications of bytes in one instruction, by what stands before its first register's width
+# multiplications of bytes in one instruction
 DOTS = {"sdot": 16, "udot": 16, "usdot": 16, "smmla": 32, "usmmla": 32, "ummla": 32}
-X86_DOT = re.compile(r"\{?v(?:pdpbusd|pmaddubsw)\w*\s.*%(?P<kind>[xyz])mm")
+X86_DOT = re.compile(r"(?:\{vex\}\s+)?v(?:pdpbusd|pmaddubsw)\s.*%(?P<kind>[xyz])mm")
 X86_BYTES = {"x": 16, "y": 32, "z": 64}
 REALS = {"base", "least", "factor"}  # arguments that are float32; here their bits
 
@@ -137,7 +137,7 @@ def products(line: str) -> int:
 def hot_loop(text: str, turns: int) -> list[str]:
     """The instructions of one turn of the loop around all dot products; loops within it are written out so often."""
     # the comments of ARM and of x86
-    lines = [re.split(r"//|\s#|\t#", line)[0].strip() for line in text.splitlines()]
+    lines = [re.split(r"//|#\s|##", line)[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not (line.startswith(".") and not line.endswith(":"))]
     at = {line[:-1]: n for n, line in enumerate(lines) if line.endswith(":")}
     spans = []
@@ -213,8 +213,11 @@ def main() -> None:
     for name in args.targets or TARGETS:
         # kernels are built for one set of instructions in a process
         command = [sys.executable, "-m", "auraflux.bench.cycles", "--json", name]
-        found += [Cost(*row) for row in json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)]
-    print(table(sorted(found, key=lambda c: [c.loop != f.loop for f in found])))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BackendError(f"{name}: {done.stderr.strip()}")
+        found += [Cost(*row) for row in json.loads(done.stdout)]
+    print(table(found))
 
 
 if __name__ == "__main__":

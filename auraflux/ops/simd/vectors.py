@@ -150,9 +150,10 @@ def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
 
             return types.void(args), codegen
 
+        made: Any = emit
         # for those who compile it without Numba
-        emit.build = build
-        return emit
+        made.build = build
+        return made
 
     return wrap
 

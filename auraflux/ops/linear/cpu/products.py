@@ -113,7 +113,8 @@ def _turn_scales(source, target, first, rows, count, nbytes):
 class Span(NamedTuple):
     """Neighbouring blocks of rows: addresses of the first one's codes, scales, biases, unpacked rows and results.
 
-    steps  bytes from each to the next block's, in the same order
+    steps  bytes to the next block's codes, to its scales or biases, to its unpacked rows
+    size   how many blocks
     """
 
     codes: int
@@ -122,7 +123,7 @@ class Span(NamedTuple):
     ready: int
     out: int
     steps: tuple[int, int, int]
-    count: int
+    size: int
 
 
 @numba.njit(inline="always")
@@ -134,14 +135,14 @@ def _blocks(form, span, acts, index, left, groups, out_stride):
     code_step, scale_step, ready_step = span.steps
     out = span.out
     if left >= UNPACK_FROM:
-        for i in range(span.count):
+        for i in range(span.size):
             unpack_rows((form, span.codes + i * code_step, groups, span.ready + i * ready_step))
         while left >= WIDEST:
-            for i in range(span.count):
+            for i in range(span.size):
                 unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
                 rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out + 4 * BLOCK * i, out_stride))
             index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
-    for i in range(span.count):
+    for i in range(span.size):
         packed = (span.codes + i * code_step, span.scales + i * scale_step, span.biases + i * scale_step)
         to, which, rest = out + 4 * BLOCK * i, index, left
         while rest >= FEW:
@@ -203,7 +204,9 @@ def build_multiply(spec: Form) -> Kernel:
                     steps = (scratch_size, scratch_size, scratch_size)
                     for i in range(some):
                         first, here = (block + i) * BLOCK, i * scratch_size
-                        _transpose(int32s(table[p + CODES], rows * words), int32s(codes + here, words * BLOCK), first, rows, words)
+                        _transpose(
+                            int32s(table[p + CODES], rows * words), int32s(codes + here, words * BLOCK), first, rows, words
+                        )
                         _turn_scales(table[p + SCALES], scales + here, first, rows, groups, scale_nbytes)
                         if has_biases:
                             _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
