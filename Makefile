@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench docs clean
+.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles docs clean
 
 install: $(INSTALLED)
 
@@ -57,6 +57,10 @@ fix: $(INSTALLED)
 bench: $(INSTALLED)
 	@mkdir -p bench/results
 	$(BIN)/auraflux bench ops --save bench/results
+
+# what llvm-mca says of the CPU kernels' inner loops on processors that are not here; needs Debian's llvm-19, or newer
+cycles: $(INSTALLED)
+	$(BIN)/python -m auraflux.bench.cycles
 
 # docs/cli.md, docs/ops.md and docs/kernels.md
 docs: $(INSTALLED)

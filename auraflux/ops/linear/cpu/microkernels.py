@@ -72,9 +72,6 @@ class Form(NamedTuple):
 
 
 BLOCK = ISA.lanes
-# bytes; the processor's own prefetching stops at the end of a page. Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s
-# without, 20 at 1024, 21 at 2048, 23-24 from 4096 on, beside a read ceiling of 28-30
-AHEAD = 4096
 FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
 
 # twice the MXFP4 levels, plus 12: small unsigned numbers the dot product can take
@@ -103,9 +100,13 @@ def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]
     return [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
 
 
-def fetch_ahead(b: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
-    """Ask for the lines AHEAD of these bytes."""
-    prefetch(b, [b.add(address, at(AHEAD))], nbytes)
+def in_place(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[tuple[ir.Value, int]]:
+    """The same for one token: codes of 2 bits stay where they are in a byte, and sums are shifted by so much in their place."""
+    if form.bits != 2:
+        return [(v, 0) for v in code_vectors(b, form, codes)]
+    packed = [b.bitcast(load(b, codes, 4 * BLOCK * i, INTS), BYTES) for i in range(form.bits)]
+    masked = [[(b.and_(v, splat(BYTES, 3 << shift)), shift) for shift in (0, 2, 4)] for v in packed]
+    return [pair for v, low in zip(packed, masked, strict=True) for pair in (*low, (b.lshr(v, splat(BYTES, 6)), 0))]
 
 
 def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
@@ -202,39 +203,54 @@ def rows_times_tokens(
     with cgutils.for_range(b, groups) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.group * BLOCK * code_bits // 8)))
         acts_at = [b.add(address, b.mul(loop.index, at(form.group * (1 if form.fast else 4)))) for address in mine]
-        meta = scale_and_bias(b, form.kind, scales, biases, loop.index)
-        inner(b, form, ready, code_at, meta, acts_at, *sums, loop.index, totals)
+        if form.fast and tokens == 1 and ISA.ahead:
+            # one token waits for memory
+            prefetch(b, [b.add(code_at, at(ISA.ahead))], form.group * BLOCK * form.bits // 8)
+        dots = inner(b, form, ready, code_at, acts_at)
+        # after the products, so that it takes no registers from them
+        scale, bias = scale_and_bias(b, form.kind, scales, biases, loop.index)
+        if form.fast and form.bits == 8 and ISA.signed_codes:
+            bias = fma(b, scale, splat(FLOATS, 128.0), bias)
+        for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
+            if form.fast:
+                value = fma(b, b.fmul(dot, scale), _float(b, act_scale, loop.index), b.load(total))
+            else:
+                value = fma(b, dot, scale, b.load(total))
+            b.store(fma(b, bias, _float(b, act_sum, loop.index), value), total)
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
 
 
-def _fast_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, totals):
-    dots = [variable(b, splat(INTS, MAGIC_BITS)) for _ in acts]
+def _fast_group(b, form, ready, codes, acts):
+    """Sums of codes times activations, over a group, for each token."""
+    # sums of what is shifted are kept apart
+    shifts = (0, 2, 4) if form.bits == 2 and len(acts) == 1 else (0,)
+    dots = [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in acts]
+    dot = ISA.dot_unpacked if ready else ISA.dot
     with _chunks(b, form) as chunk:
-        if len(acts) == 1:
-            # one token waits for memory
-            fetch_ahead(b, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))), 4 * BLOCK * form.bits)
         if ready:
             code_at = b.add(codes, b.mul(chunk, at(CHUNK * BLOCK)))
-            found = [b.bitcast(load(b, code_at, 4 * BLOCK * i, INTS), BYTES) for i in range(8)]
+            found = [(b.bitcast(load(b, code_at, 4 * BLOCK * i, INTS), BYTES), 0) for i in range(8)]
         else:
-            found = code_vectors(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
+            code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
+            found = in_place(b, form, code_at) if len(acts) == 1 else [(v, 0) for v in code_vectors(b, form, code_at)]
         x = [ISA.quads(b, b.add(address, b.mul(chunk, at(CHUNK))), 8) for address in acts]
-        for t, slot in enumerate(dots):
-            dot = b.load(slot)
-            for i in range(8):
-                dot = ISA.dot(b, dot, found[i], x[t][i], form.bits)
-            b.store(dot, slot)
-    scale, bias = meta
-    if form.bits == 8 and ISA.signed_codes:
-        bias = fma(b, scale, splat(FLOATS, 128.0), bias)
-    for t, total in enumerate(totals):
-        dot = b.fsub(b.bitcast(b.load(dots[t]), FLOATS), splat(FLOATS, MAGIC))
-        value = fma(b, b.fmul(dot, scale), _float(b, act_scales[t], index), b.load(total))
-        b.store(fma(b, bias, _float(b, act_sums[t], index), value), total)
+        for slots, quads in zip(dots, x, strict=True):
+            sums = {shift: b.load(slot) for shift, slot in slots.items()}
+            for (v, shift), quad in zip(found, quads, strict=True):
+                sums[shift] = dot(b, sums[shift], v, quad, form.bits)
+            for shift, slot in slots.items():
+                b.store(sums[shift], slot)
+    found = []
+    for slots in dots:
+        whole = b.load(slots[0])
+        for shift in shifts[1:]:
+            whole = b.add(whole, b.ashr(b.load(slots[shift]), splat(INTS, shift)))
+        found.append(b.fsub(b.bitcast(whole, FLOATS), splat(FLOATS, MAGIC)))
+    return found
 
 
-def _exact_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index, totals):
+def _exact_group(b, form, ready, codes, acts):
     dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
     with _chunks(b, form) as chunk:
         if ready:
@@ -243,10 +259,7 @@ def _exact_group(b, form, ready, codes, meta, acts, act_scales, act_sums, index,
         else:
             values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
         _add_products(b, values, acts, chunk, dots, 4 if form.kind == "e4m3" else 1)
-    scale, bias = meta
-    for t, total in enumerate(totals):
-        value = fma(b, b.load(dots[t]), scale, b.load(total))
-        b.store(fma(b, bias, _float(b, act_sums[t], index), value), total)
+    return [b.load(dot) for dot in dots]
 
 
 @contextmanager
@@ -285,7 +298,8 @@ def unpack_rows(b, form, codes, groups, tile):
         with _chunks(b, form) as chunk:
             chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
             to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * (1 if form.fast else 4))))
-            values = code_vectors(b, form, chunk_at) if form.fast else float_codes(b, form, chunk_at)
+            found = code_vectors(b, form, chunk_at) if form.fast else float_codes(b, form, chunk_at)
+            values = [ISA.unpacked(b, v, form.bits) for v in found] if form.fast else found
             for i, v in enumerate(values):
                 store(b, v, to, 4 * BLOCK * i)
 

@@ -8,6 +8,7 @@ of a mixture a longer one. Each thread takes the same share of every product's r
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numba
 import torch
@@ -21,6 +22,7 @@ from auraflux.quant import QTensor
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
 UNPACK_FROM = 16  # tokens that repay unpacking a block first
+TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: what is read again is then the smaller part
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
 PREPARE_PARALLEL_FROM = 1 << 16  # activations
@@ -73,9 +75,9 @@ class Driver:
         return width * self.act_nbytes + 8 * (width // self.form.group) + 2 * LINE
 
     def scratch_nbytes(self, width: int) -> int:
-        """A thread's block of rows: unpacked, and turned side by side."""
+        """A thread's blocks of rows: unpacked, and turned side by side."""
         scales = 2 * (width // self.form.group) * self.form.scale_nbytes
-        return BLOCK * (width * self.act_nbytes + width * self.form.bits // 8 + scales) + LINE
+        return TOGETHER * (BLOCK * (width * self.act_nbytes + width * self.form.bits // 8 + scales) + LINE)
 
 
 @cache
@@ -108,24 +110,47 @@ def _turn_scales(source, target, first, rows, count, nbytes):
         _transpose(int32s(source, rows * count), int32s(target, BLOCK * count), first, rows, count)
 
 
-@numba.njit(inline="always")
-def _block(form, weight, ready, acts, index, left, groups, out, out_stride):
-    """One block of rows against all its tokens: many in the widest tiles, over unpacked rows.
+class Span(NamedTuple):
+    """Neighbouring blocks of rows: addresses of the first one's codes, scales, biases, unpacked rows and results.
 
-    weight  addresses of codes, scales and biases; acts  addresses and stride of the prepared activations
+    steps  bytes to the next block's codes, to its scales or biases, to its unpacked rows
+    size   how many blocks
     """
+
+    codes: int
+    scales: int
+    biases: int
+    ready: int
+    out: int
+    steps: tuple[int, int, int]
+    size: int
+
+
+@numba.njit(inline="always")
+def _blocks(form, span, acts, index, left, groups, out_stride):
+    """Some blocks of rows against all their tokens: many in the widest tiles, over unpacked rows.
+
+    acts  addresses and stride of the prepared activations
+    """
+    code_step, scale_step, ready_step = span.steps
+    out = span.out
     if left >= UNPACK_FROM:
-        unpack_rows((form, weight[0], groups, ready))
-        unpacked = (ready, weight[1], weight[2])
+        for i in range(span.size):
+            unpack_rows((form, span.codes + i * code_step, groups, span.ready + i * ready_step))
         while left >= WIDEST:
-            rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out, out_stride))
+            for i in range(span.size):
+                unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
+                rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out + 4 * BLOCK * i, out_stride))
             index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
-    while left >= FEW:
-        rows_times_tokens((form, FEW, 0, weight, acts, index, groups, out, out_stride))
-        index, out, left = index + 8 * FEW, out + FEW * out_stride, left - FEW
-    while left > 0:
-        rows_times_tokens((form, 1, 0, weight, acts, index, groups, out, out_stride))
-        index, out, left = index + 8, out + out_stride, left - 1
+    for i in range(span.size):
+        packed = (span.codes + i * code_step, span.scales + i * scale_step, span.biases + i * scale_step)
+        to, which, rest = out + 4 * BLOCK * i, index, left
+        while rest >= FEW:
+            rows_times_tokens((form, FEW, 0, packed, acts, which, groups, to, out_stride))
+            which, to, rest = which + 8 * FEW, to + FEW * out_stride, rest - FEW
+        while rest > 0:
+            rows_times_tokens((form, 1, 0, packed, acts, which, groups, to, out_stride))
+            which, to, rest = which + 8, to + out_stride, rest - 1
 
 
 def build_prepare(spec: Form) -> Kernel:
@@ -160,26 +185,33 @@ def build_multiply(spec: Form) -> Kernel:
         table = int64s(products, count * FIELDS)
         codes_nbytes, scales_nbytes, ready_nbytes = 4 * BLOCK * words, BLOCK * groups * scale_nbytes, BLOCK * width * act_nbytes
         scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
-        ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * scratch_size
+        ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * TOGETHER * scratch_size
         for p in range(0, count * FIELDS, FIELDS):
             if table[p + COUNT] == 0:
                 continue
             rows = table[p + ROWS]
-            for block in share((rows + BLOCK - 1) // BLOCK, job, jobs):
+            mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
+            for block in range(mine.start, mine.stop, TOGETHER):
+                some = min(TOGETHER, mine.stop - block)
                 codes = table[p + CODES] + block * codes_nbytes
                 scales = table[p + SCALES] + block * scales_nbytes
                 biases = table[p + BIASES] + block * scales_nbytes
+                steps = (codes_nbytes, scales_nbytes, scratch_size)
                 if by_rows:
                     codes = ready + ready_nbytes
                     scales = codes + codes_nbytes
                     biases = scales + scales_nbytes
-                    first = block * BLOCK
-                    _transpose(int32s(table[p + CODES], rows * words), int32s(codes, words * BLOCK), first, rows, words)
-                    _turn_scales(table[p + SCALES], scales, first, rows, groups, scale_nbytes)
-                    if has_biases:
-                        _turn_scales(table[p + BIASES], biases, first, rows, groups, scale_nbytes)
-                index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT] + 4 * block * BLOCK
-                _block(form, (codes, scales, biases), ready, acts, index, left, groups, out, table[p + STRIDE])
+                    steps = (scratch_size, scratch_size, scratch_size)
+                    for i in range(some):
+                        first, here = (block + i) * BLOCK, i * scratch_size
+                        _transpose(
+                            int32s(table[p + CODES], rows * words), int32s(codes + here, words * BLOCK), first, rows, words
+                        )
+                        _turn_scales(table[p + SCALES], scales + here, first, rows, groups, scale_nbytes)
+                        if has_biases:
+                            _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
+                span = Span(codes, scales, biases, ready, table[p + OUT] + 4 * block * BLOCK, steps, some)
+                _blocks(form, span, acts, table[p + INDEX], table[p + COUNT], groups, table[p + STRIDE])
 
     return multiply
 

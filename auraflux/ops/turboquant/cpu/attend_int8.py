@@ -19,12 +19,13 @@ from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     BYTES,
     LANES,
     PLUS,
+    STRAIGHT,
     Loops,
     spread_weights,
     turn_values,
 )
 from auraflux.ops.turboquant.cpu.centres import SPAN, add_centres, meet_centres
-from auraflux.ops.turboquant.cpu.codes import HIGH, UNITS, WIDE_BITS, widen_codes
+from auraflux.ops.turboquant.cpu.codes import HIGH, KEY_UNITS, REST, UNITS, WIDE_BITS, widen_codes
 from auraflux.ops.turboquant.cpu.items import (
     begin_run,
     clear_slots,
@@ -71,7 +72,7 @@ def _spread_query(q_at, width, bits, tile, h, target_at):
         top = size if size > top else top
     largest = float_of_bits(top)
     factor = np.float32(MOST_Q) / largest if TINY < largest < INFINITE else ZERO
-    target, vectors, total = octets(target_at, 2 * width * tile), 8 // bits, 0
+    target, vectors, total, upper = octets(target_at, 2 * width * tile), 8 // bits, 0, 0
     for d in range(width):
         n = np.int64(rint(q[d] * factor)) if factor != ZERO else 0
         high = (n + HIGH // 2) >> 7
@@ -79,9 +80,12 @@ def _spread_query(q_at, width, bits, tile, h, target_at):
         # low halves of bytes first, then high halves
         at = (((word * vectors + place % vectors) * tile + h) * 2) * 4 + place // vectors
         target[at], target[at + 4] = high & 255, (n - HIGH * high) & 255
-        # where levels have two bytes, the low ones are multiplied by the query's high bytes
-        total += n if bits == 4 else n + high
-    return largest / np.float32(MOST_Q), total * PLUS
+        total, upper = total + n, upper + high
+    if bits == 8 and STRAIGHT:
+        # levels are half a step above their bytes, and their rest half of one
+        return largest / np.float32(MOST_Q), -((total >> 1) + upper * HIGH // (2 * REST))
+    # where levels have two bytes, the low ones are multiplied by the query's high bytes
+    return largest / np.float32(MOST_Q), (total if bits == 4 else total + upper) * PLUS
 
 
 @jit
@@ -185,7 +189,7 @@ def _spread_queries(rows, width, bits, queries, units, excess):
         for i in range(h, h + tile):
             q, target = rows.q + 4 * rows.room * place_of(rows, i), queries + h * 2 * width
             worth, over = _spread_query(q, width, WIDE_BITS[bits], tile, i - h, target)
-            floats(units, heads)[i], int32s(excess, heads)[i] = worth * UNITS[bits] / root, over
+            floats(units, heads)[i], int32s(excess, heads)[i] = worth * KEY_UNITS[bits] / root, over
         h += tile
 
 

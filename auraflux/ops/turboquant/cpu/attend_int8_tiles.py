@@ -21,6 +21,7 @@ from auraflux.ops.simd.vectors import (
     I64,
     ISA,
     at,
+    fma,
     kernel,
     load,
     pick,
@@ -31,12 +32,14 @@ from auraflux.ops.simd.vectors import (
     variable,
     vector,
 )
-from auraflux.ops.turboquant.cpu.codes import CODES
+from auraflux.ops.turboquant.cpu.codes import CODES, HIGH, REST
 
 LANES = ISA.lanes
 BYTES = 4 * LANES  # of a vector, and how many bytes it holds
 TILES = (4, 2, 1)  # heads that share what is loaded
 PLUS = 0 if ISA.signed_codes else 128
+STRAIGHT = ISA.small_tables
+WEIGHT = 4 if ISA.by_lane else BYTES  # bytes of four tokens' weights, as they are loaded
 
 
 def _choose(b, heads, build):
@@ -102,7 +105,7 @@ def _group_rows(b, rows, group):
 
 
 @kernel(constants=1)
-def _key_scores(
+def key_score_loop(
     b,
     bits,
     heads,
@@ -141,7 +144,7 @@ def _key_scores(
 
 
 @kernel(constants=1)
-def _turn_keys(b, bits, rows, groups, quads, out, out_step):
+def turn_key_loop(b, bits, rows, groups, quads, out, out_step):
     """Turn and look up LANES * `groups` keys once, for many queries: their levels in the order in which these meet them.
 
     rows  [groups * LANES]  int64, addresses of the packed rows, each of 4 * `quads` words
@@ -152,21 +155,21 @@ def _turn_keys(b, bits, rows, groups, quads, out, out_step):
         where, here = _group_rows(b, rows, group.index), b.add(out, b.mul(group.index, out_step))
         with cgutils.for_range(b, quads) as loop:
             words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
-            found = [v for word in words for c in code.split(b, word) for v in code.look_up(b, c, PLUS)]
+            found = [v for word in words for c in code.split(b, word) for v in code.key_levels(b, c, PLUS)]
             place = b.add(here, b.mul(loop.index, at(len(found) * BYTES)))
             for n, levels in enumerate(found):
                 store(b, levels, place, n * BYTES)
 
 
 @kernel(constants=1)
-def _turned_scores(b, bits, heads, keys, key_step, groups, steps, norms, q, units, excess, out, out_step):
+def turned_score_loop(b, bits, heads, keys, key_step, groups, steps, norms, q, units, excess, out, out_step):
     """Score `heads` queries against keys that `turn_keys` left, `steps` vectors each."""
     bytes_ = len(CODES[bits].tables)
 
     def build(tile):
         with cgutils.for_range(b, groups) as group:
             here = b.add(keys, b.mul(group.index, key_step))
-            totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
+            totals = _nothing(b, tile, 3 if STRAIGHT and bytes_ == 2 else 2)
             with cgutils.for_range(b, steps) as loop:
                 place = b.add(here, b.mul(loop.index, at(bytes_ * BYTES)))
                 levels = [load(b, place, n * BYTES, ISA.bytes) for n in range(bytes_)]
@@ -177,33 +180,43 @@ def _turned_scores(b, bits, heads, keys, key_step, groups, steps, norms, q, unit
     _choose(b, heads, build)
 
 
+def _nothing(b, tile, count):
+    """A query's sums: of its high bytes, of its low ones, and of its high bytes with what a straight line leaves."""
+    return [[variable(b, splat(ISA.ints, 0)) for _ in range(count)] for _ in range(tile)]
+
+
 def _add_dots(b, totals, levels, x):
-    """Add to each query's sums, of its high bytes and of its low ones, its products with some levels."""
-    for h, (high, low) in enumerate(totals):
+    """Add to each query's sums its products with some levels."""
+    for h, (high, low, *rest) in enumerate(totals):
         b.store(_dot_signed(b, b.load(high), levels[0], x[2 * h]), high)
-        total = _dot_signed(b, b.load(low), levels[0], x[2 * h + 1])
-        b.store(_dot_signed(b, total, levels[1], x[2 * h]) if len(levels) > 1 else total, low)
+        b.store(_dot_signed(b, b.load(low), levels[0], x[2 * h + 1]), low)
+        for second in levels[1:]:
+            total = rest[0] if rest else low
+            b.store(_dot_signed(b, b.load(total), second, x[2 * h]), total)
 
 
 def _store_scores(b, totals, group, norms, excess, units, out, out_step):
     norm = load(b, norms, b.mul(group, at(BYTES)), ISA.floats)
-    for h, (high, low) in enumerate(totals):
+    for h, (high, low, *rest) in enumerate(totals):
         total = b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low))
-        if PLUS:
+        if PLUS or rest:
             total = b.sub(total, spread(b, load(b, excess, 4 * h, I32), LANES))
         unit = spread(b, load(b, units, 4 * h, F32), LANES)
-        score = b.fmul(b.fmul(b.sitofp(total, ISA.floats), unit), norm)
+        value = b.sitofp(total, ISA.floats)
+        for slot in rest:
+            value = fma(b, b.sitofp(b.load(slot), ISA.floats), splat(ISA.floats, HIGH / REST), value)
+        score = b.fmul(b.fmul(value, unit), norm)
         store(b, score, out, b.add(b.mul(out_step, at(h)), b.mul(group, at(BYTES))))
 
 
 def _products(b, code, tile, where, quads, q):
     """Sums over a group of keys for each of some queries, of the high bytes and of the low ones."""
-    totals = [[variable(b, splat(ISA.ints, 0)) for _ in range(2)] for _ in range(tile)]
+    totals = _nothing(b, tile, 3 if code.straight else 2)
     with cgutils.for_range(b, quads) as loop:
         words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
         query = b.add(q, b.mul(loop.index, at(4 * code.vectors * tile * 8)))
         for n, codes in enumerate(c for word in words for c in code.split(b, word)):
-            levels = code.look_up(b, codes, PLUS)
+            levels = code.key_levels(b, codes, PLUS)
             _add_dots(b, totals, levels, _quads(b, b.add(query, at(n * tile * 8)), 2 * tile))
     return totals
 
@@ -229,18 +242,18 @@ def spread_weights(b, heads, weights, step, groups, out):
     """Repeat each four tokens' weights for the four coordinates that share 128 bits.
 
     weights  [heads][2][.]  bytes of seven bits, high and low, rows `step` bytes apart
-    out      [groups][heads][2] vectors
+    out      [groups][heads][2] vectors; four bytes each where a vector is 128 bits and one of its lanes serves for all
     """
-    lanes = [i // 4 for i in range(LANES)]
+    lanes = [i // 4 for i in range(WEIGHT // 4)]
     with cgutils.for_range(b, groups) as group, cgutils.for_range(b, b.mul(heads, at(2))) as row:
         place = b.add(b.mul(row.index, step), b.mul(group.index, at(LANES)))
         four = load(b, weights, place, vector(I32, LANES // 4))
-        target = b.mul(b.add(b.mul(group.index, b.mul(heads, at(2))), row.index), at(BYTES))
+        target = b.mul(b.add(b.mul(group.index, b.mul(heads, at(2))), row.index), at(WEIGHT))
         store(b, pick(b, four, four, lanes), out, target)
 
 
 @kernel(constants=1)
-def _add_values(b, bits, heads, turned, step, groups, columns, weights, keeps, gains, sums):
+def add_value_loop(b, bits, heads, turned, step, groups, columns, weights, keeps, gains, sums):
     """Scale sums by `keeps` and add `gains` times weights times levels.
 
     turned        as `turn_values` leaves it, rows `step` bytes apart
@@ -259,14 +272,14 @@ def _add_values(b, bits, heads, turned, step, groups, columns, weights, keeps, g
             with cgutils.for_range(b, groups) as loop:
                 packed = load(b, source, b.mul(loop.index, at(BYTES)), ISA.ints)
                 levels = [code.look_up(b, codes) for codes in code.split(b, packed)]
-                p = b.add(weights, b.mul(loop.index, at(2 * tile * BYTES)))
+                found = _weights(b, b.add(weights, b.mul(loop.index, at(2 * tile * WEIGHT))), 2 * tile)
                 for h in range(tile):
-                    weight = [load(b, p, (2 * h + n) * BYTES, ISA.bytes) for n in range(2)]
+                    upper, lower = found[2 * h : 2 * h + 2]
                     for s in sides:
                         high, low = totals[s, h]
-                        b.store(_dot(b, b.load(high), weight[0], levels[s][0]), high)
-                        total = _dot(b, b.load(low), weight[1], levels[s][0])
-                        b.store(_dot(b, total, weight[0], levels[s][1]) if len(levels[s]) > 1 else total, low)
+                        b.store(_dot(b, b.load(high), upper, levels[s][0]), high)
+                        total = _dot(b, b.load(low), lower, levels[s][0])
+                        b.store(_dot(b, total, upper, levels[s][1]) if len(levels[s]) > 1 else total, low)
             target = b.add(sums, b.mul(column.index, at(code.vectors * tile * BYTES)))
             for (s, h), (high, low) in totals.items():
                 value = b.sitofp(b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low)), ISA.floats)
@@ -278,8 +291,14 @@ def _add_values(b, bits, heads, turned, step, groups, columns, weights, keeps, g
     _choose(b, heads, build)
 
 
+def _weights(b, address, count):
+    if ISA.by_lane:
+        return _quads(b, address, count)
+    return [load(b, address, n * WEIGHT, ISA.bytes) for n in range(count)]
+
+
 def _dot(b, total, weight, levels):
-    return ISA.dot(b, total, weight, levels, 7)
+    return ISA.dot(b, total, levels, weight, 7) if ISA.by_lane else ISA.dot(b, total, weight, levels, 7)
 
 
 # loops of one number of bits each: a cache has one for its keys and one for its values, and waits for no others
@@ -289,15 +308,15 @@ def _dot(b, total, weight, levels):
 def _key_loops(bits: int) -> tuple[Kernel, ...]:
     @Kernel
     def key_scores(args, job, jobs):
-        _key_scores((bits, arguments(args, 14)))
+        key_score_loop((bits, arguments(args, 14)))
 
     @Kernel
     def turn_keys(args, job, jobs):
-        _turn_keys((bits, arguments(args, 5)))
+        turn_key_loop((bits, arguments(args, 5)))
 
     @Kernel
     def turned_scores(args, job, jobs):
-        _turned_scores((bits, arguments(args, 11)))
+        turned_score_loop((bits, arguments(args, 11)))
 
     return key_scores, turn_keys, turned_scores
 
@@ -306,7 +325,7 @@ def _key_loops(bits: int) -> tuple[Kernel, ...]:
 def _value_loops(bits: int) -> tuple[Kernel, ...]:
     @Kernel
     def add_values(args, job, jobs):
-        _add_values((bits, arguments(args, 9)))
+        add_value_loop((bits, arguments(args, 9)))
 
     return (add_values,)
 

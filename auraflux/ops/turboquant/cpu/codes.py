@@ -2,8 +2,12 @@
 
 Kernels read codes of 4 or 8 bits. Rows of 2 and 3 bits are widened to 4 first, rows of 6 to 8. Four bits are looked up in one
 table of bytes, at the scale where the levels fall nearest to integers; eight in two, of high and of low bytes.
+
+Where tables are small, keys of eight bits are not looked up so: a code is nearly its level, and what is left is interpolated
+(`Straight`).
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +49,19 @@ class Code(NamedTuple):
             return [packed]
         return [b.and_(packed, splat(ISA.bytes, 15)), b.lshr(packed, splat(ISA.bytes, 4))]
 
+    @property
+    def straight(self) -> bool:
+        """Whether keys are met as a straight line and a rest."""
+        return ISA.small_tables and self.wide == 8
+
+    def key_levels(self, b, codes, plus):
+        """The levels of keys' codes in one or two bytes, plus a constant: what a query meets."""
+        return straight_line(self.bits).levels(b, codes) if self.straight else self.look_up(b, codes, plus)
+
+    @property
+    def key_unit(self) -> float:
+        return straight_line(self.bits).unit if self.straight else self.unit
+
     def look_up(self, b, codes, plus=0):
         """The levels of codes by each table, plus a constant."""
         return _look_up(b, [[(level + plus + 128) % 256 - 128 for level in table] for table in self.tables], codes)
@@ -68,7 +85,60 @@ def code_of(bits: int) -> Code:
     return Code(bits, 4, [steps + [0] * (16 - len(steps))], float(1 / scale))
 
 
+class Straight(NamedTuple):
+    """Levels as unit * (step + rest / REST), both of them bytes plus a half: the mirror image of n is then ~n.
+
+    unit           what a step is worth
+    bases, slopes  the rest of 32 levels from the middle on, or of every fourth and from each to the next
+    """
+
+    bits: int
+    unit: float
+    bases: list[int]
+    slopes: list[int] | None
+
+    def levels(self, b, codes):
+        step = b.sub(codes, splat(ISA.bytes, 1 << (self.bits - 1)))
+        negative = b.ashr(step, splat(ISA.bytes, 7))
+        place = b.xor(step, negative)
+        if self.slopes is None:
+            rest = ISA.look_up_more(b, self.bases, place)
+        else:
+            part, within = b.lshr(place, splat(ISA.bytes, 2)), b.and_(place, splat(ISA.bytes, 3))
+            slope = ISA.look_up_more(b, self.slopes, part)
+            rest = b.add(ISA.look_up_more(b, self.bases, part), b.mul(slope, within))
+        return [step, b.xor(rest, negative)]
+
+
+REST = 4  # parts of a step; more would be finer, but the rest of the outermost levels passes a byte
+
+
+@cache
+def straight_line(bits: int) -> Straight:
+    """The line that leaves the least error, weighted by how frequent levels are; rare ones count a little too."""
+    levels = normal_levels(bits)[1 << (bits - 1) :].reshape(32, -1)
+    weight = np.exp(-(levels**2) / 2) * np.gradient(levels.ravel()).reshape(levels.shape)
+    weight += 1e-3 * weight.max()
+    places = np.arange(levels.size).reshape(levels.shape)
+    offset = np.arange(levels.shape[1])
+    share = weight / weight.sum(1, keepdims=True)
+    middle = (share * offset).sum(1, keepdims=True)
+    spread = np.maximum((share * (offset - middle) ** 2).sum(1), 1e-9)
+    best = None
+    for unit in np.linspace(0.5, 2, 200) * levels.max() / levels.size:
+        rest = (levels / unit - places - 0.5) * REST - 0.5
+        slopes = np.rint((share * (offset - middle) * rest).sum(1) / spread)
+        bases = np.clip(np.rint((share * (rest - slopes[:, None] * offset)).sum(1)), -127, 127)
+        slopes = np.minimum(slopes, (127 - bases) // max(offset[-1], 1))
+        error = (weight * (bases[:, None] + slopes[:, None] * offset - rest) ** 2).sum() * unit**2
+        if best is None or error < best[0]:
+            best = error, float(unit), bases.astype(int).tolist(), slopes.astype(int).tolist()
+    assert best is not None
+    return Straight(bits, *best[1:3], best[3] if levels.shape[1] > 1 else None)
+
+
 CODES = {bits: code_of(bits) for bits in BITS}
+KEY_UNITS = np.array([CODES[bits].key_unit if bits in CODES else 0.0 for bits in range(9)], np.float32)
 UNITS = np.array([CODES[bits].unit if bits in CODES else 0.0 for bits in range(9)], np.float32)
 WIDE_BITS = np.array([CODES[bits].wide if bits in CODES else 0 for bits in range(9)], np.int64)
 
@@ -100,12 +170,7 @@ def _look_up_parts(b, table, codes):
     if WIDE_LOOK_UP and len(table) == 2 * ISA.bytes.count:
         low, high = (ir.Constant(ISA.bytes, table[i : i + 64]) for i in (0, 64))
         return call(b, "llvm.x86.avx512.vpermi2var.qi.512", ISA.bytes, low, codes, high)
-    within, part = b.and_(codes, splat(ISA.bytes, 15)), b.lshr(codes, splat(ISA.bytes, 4))
-    found = ISA.look_up(b, table[:16], within)
-    for i in range(1, len(table) // 16):
-        here = b.icmp_unsigned("==", part, splat(ISA.bytes, i))
-        found = b.select(here, ISA.look_up(b, table[16 * i : 16 * i + 16], within), found)
-    return found
+    return ISA.look_up_more(b, table, codes)
 
 
 @kernel(constants=0)

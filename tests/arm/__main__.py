@@ -1,0 +1,162 @@
+"""Inner loops of CPU kernels for ARM against numpy: `python -m tests.arm neoverse-n1`."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tests.arm.emulator import Machine
+
+RANDOM = np.random.default_rng(7)
+ROWS, GROUP, GROUPS = 4, 64, 3
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of codes -> rows of words, the first code lowest."""
+    ones = (codes[..., None] >> np.arange(bits)) & 1
+    return np.packbits(ones.reshape(len(codes), -1).astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
+
+
+def near(found: np.ndarray, expected: np.ndarray, tol: float, what: str) -> None:
+    error = float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+    print(f"{what}: {error:.1e}")
+    assert error <= tol, f"{what}: relative RMS {error:.3g} over {tol:g}"
+
+
+def check_linear(machine: Machine, bits: int) -> None:
+    """One token from the codes, and eight over unpacked rows."""
+    from auraflux.ops.linear.cpu.microkernels import Form, prepare_token, rows_times_tokens, unpack_rows
+
+    form, width, tokens = Form(True, bits, GROUP, "f32").text, GROUP * GROUPS, 8
+    codes = RANDOM.integers(0, 2**bits, (ROWS, width))
+    scale, bias = RANDOM.uniform(0.5, 1, (2, GROUPS, ROWS)).astype(np.float32)
+    x = RANDOM.standard_normal((tokens, width)).astype(np.float32)
+    step = np.abs(x.reshape(tokens, GROUPS, GROUP)).max(2, keepdims=True) / 127
+    rounded = (np.rint(x.reshape(tokens, GROUPS, GROUP) / step) * step).reshape(tokens, width)
+    expected = rounded @ (codes * scale.T.repeat(GROUP, 1) + bias.T.repeat(GROUP, 1)).T
+
+    code_at = machine.put(packed(codes, bits).T)
+    scale_at, bias_at, x_at = machine.put(scale), machine.put(bias), machine.put(x)
+    acts, scales, sums = machine.room(np.int8, tokens, width), *(machine.room(np.float32, tokens, GROUPS) for _ in range(2))
+    for t in range(tokens):
+        offset = 4 * t * GROUPS
+        machine.run(prepare_token, (form,), x_at + 4 * t * width, GROUPS, acts + t * width, scales + offset, sums + offset)
+    tile, out = machine.room(np.uint8, ROWS, width), machine.room(np.float32, tokens, ROWS)
+    index = machine.put(np.arange(tokens))
+    ends = acts, width, scales, sums, index, GROUPS, out, 4 * ROWS
+    machine.run(rows_times_tokens, (form, 1, 0), code_at, scale_at, bias_at, *ends)
+    near(machine.get(out, np.float32, ROWS), expected[0], 1e-5, f"linear {bits} bits, one token")
+    one = machine.get(out, np.float32, ROWS)
+    machine.run(unpack_rows, (form,), code_at, GROUPS, tile)
+    machine.run(rows_times_tokens, (form, tokens, 1), tile, scale_at, bias_at, *ends)
+    many = machine.get(out, np.float32, tokens, ROWS)
+    near(many, expected, 1e-5, f"linear {bits} bits, {tokens} tokens")
+    assert np.array_equal(one, many[0]), "a token's result depends on those beside it"
+
+
+def level_of(bits: int) -> np.ndarray:
+    from auraflux.ops.turboquant.codebook import index_of_rank, normal_levels
+
+    levels = np.empty(1 << bits)
+    levels[index_of_rank(bits).numpy()] = normal_levels(bits)
+    return levels
+
+
+def check_scores(machine: Machine, bits: int, tile: int) -> None:
+    """Scores of a few heads, straight from codes and from keys that were looked up before."""
+    from auraflux.ops.turboquant.cpu.attend_int8 import _spread_query
+    from auraflux.ops.turboquant.cpu.attend_int8_tiles import key_score_loop, turn_key_loop, turned_score_loop
+    from auraflux.ops.turboquant.cpu.codes import CODES, KEY_UNITS
+
+    width, groups, wide = 128, 16, CODES[bits].wide
+    tokens, quads = 4 * groups, width * wide // 128
+    level, norms = level_of(bits), RANDOM.uniform(0.5, 2, tokens).astype(np.float32)
+    # half of them as frequent as they are, half of them all alike
+    codes = np.abs(RANDOM.standard_normal((tokens, width, 1)) - level).argmin(2)
+    codes[::2] = RANDOM.integers(0, 2**bits, codes[::2].shape)
+    q = RANDOM.standard_normal((tile, width)).astype(np.float32)
+    expected = q @ (level[codes] * norms[:, None]).T
+    words = packed(codes, wide)
+    rows = machine.put(words)
+    where = machine.put(rows + words.shape[1] * 4 * np.arange(tokens))
+    q_at, laid = machine.put(q), machine.room(np.int8, 2 * width * tile)
+    units, excess = np.empty(tile, np.float32), np.empty(tile, np.int32)
+    for h in range(tile):
+        worth, over = _spread_query(machine.here(q_at) + 4 * h * width, width, wide, tile, h, machine.here(laid))
+        units[h], excess[h] = worth * KEY_UNITS[bits], over
+    norm_at, unit_at, excess_at = machine.put(norms), machine.put(units), machine.put(excess)
+    out, step = machine.room(np.float32, tile, tokens), 4 * tokens
+    ends = unit_at, excess_at, out, step
+    machine.run(key_score_loop, (bits,), tile, where, groups, quads, norm_at, laid, *ends, 0, 0, 0, 0)
+    found = machine.get(out, np.float32, tile, tokens)
+    near(found[:, ::2], expected[:, ::2], 1e-2, f"scores k{bits}, {tile} heads, any codes")
+    near(found[:, 1::2], expected[:, 1::2], 1e-2, f"scores k{bits}, {tile} heads")
+    planes = len(CODES[bits].tables)
+    key_step = planes * 4 * width
+    levels = machine.room(np.uint8, groups * key_step)
+    machine.run(turn_key_loop, (bits,), where, groups, quads, levels, key_step)
+    machine.run(turned_score_loop, (bits,), tile, levels, key_step, groups, width // 4, norm_at, laid, *ends)
+    assert np.array_equal(machine.get(out, np.float32, tile, tokens), found), "looked up before, scores are others"
+
+
+def check_values(machine: Machine, bits: int, tile: int) -> None:
+    """Weights of two bytes times values."""
+    from auraflux.ops.turboquant.cpu.attend_int8_tiles import add_value_loop, spread_weights, turn_values
+    from auraflux.ops.turboquant.cpu.codes import CODES
+
+    code, width, groups = CODES[bits], 64, 4
+    tokens, columns, step = 4 * groups, width * code.wide // 32, 16 * groups
+    codes = RANDOM.integers(0, 2**bits, (tokens, width))
+    high, low = RANDOM.integers(0, 128, (2, tile, tokens))
+    tables = np.array(code.tables)[:, codes]
+    expected = (128 * high + low) @ tables[0] + (high @ tables[1] if len(tables) > 1 else 0)
+    words = packed(codes, code.wide)
+    rows = machine.put(words)
+    where = machine.put(rows + words.shape[1] * 4 * np.arange(tokens))
+    weights = machine.put(np.stack([high, low], 1).astype(np.uint8))
+    turned, spread = machine.room(np.uint8, 4 * columns * step), machine.room(np.uint8, groups * tile * 2 * 16)
+    keeps, gains = machine.put(np.full(tile, 0.5, np.float32)), machine.put(np.full(tile, 2.0, np.float32))
+    sums = machine.put(np.ones((columns, code.vectors, tile, 4), np.float32))
+    machine.run(turn_values, (), where, groups, width * code.wide // 128, turned, step)
+    machine.run(spread_weights, (), tile, weights, tokens, groups, spread)
+    machine.run(add_value_loop, (bits,), tile, turned, step, groups, columns, spread, keeps, gains, sums)
+    found = machine.get(sums, np.float32, columns, code.vectors, tile, 4).transpose(2, 0, 3, 1).reshape(tile, width)
+    # the low bytes of mirrored levels differ by what their product with low weights leaves out
+    near(found, 2.0 * expected + 0.5, 1e-6 if bits == 4 else 1e-4, f"values v{bits}, {tile} heads")
+
+
+def check_softmax(machine: Machine) -> None:
+    from auraflux.ops.turboquant.cpu.attend_int8_softmax import block_top, block_weights
+
+    groups = 4
+    scores, norms = RANDOM.standard_normal(4 * groups).astype(np.float32), RANDOM.uniform(0.5, 1, 4 * groups).astype(np.float32)
+    scores[3] = np.nan
+    score_at, norm_at, found = machine.put(scores), machine.put(norms), machine.room(np.float32, 4)
+    machine.run(block_top, (), score_at, groups, found)
+    top = float(np.nanmax(scores))
+    assert machine.get(found, np.float32, 1)[0] == np.float32(top), "the highest score"
+    scores[3] = -200.0
+    score_at = machine.put(scores)
+    high, low = machine.room(np.uint8, 4 * groups), machine.room(np.uint8, 4 * groups)
+    machine.run(block_weights, (), score_at, groups, top, 0.0, norm_at, 16000.0, high, low, found)
+    weights = np.exp(scores.astype(float) - top)
+    near(machine.get(found, np.float32, 2), np.array([weights.sum(), weights @ norms]), 1e-4, "sums of weights")
+    steps = 128 * machine.get(high, np.uint8, 4 * groups).astype(int) + machine.get(low, np.uint8, 4 * groups)
+    near(steps, 16000 * weights * norms, 1e-4, "weights")
+
+
+def main(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Machine(name, Path(folder))
+        for bits in (2, 3, 4, 8):
+            check_linear(machine, bits)
+        for bits, tile in ((8, 4), (8, 1), (6, 2), (4, 4), (4, 2)):
+            check_scores(machine, bits, tile)
+        for bits, tile in ((4, 4), (4, 1), (8, 2)):
+            check_values(machine, bits, tile)
+        check_softmax(machine)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,75 @@
+"""Kernels compiled for ARM and run by qemu, on any machine: their memory is a file, which both sides see."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from auraflux.bench.cycles import TARGETS, assembly
+from auraflux.ops.simd import jit, vectors
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+BASE = 1 << 33  # where the emulated program sees the memory
+
+
+def missing() -> list[str]:
+    return [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
+
+
+class Machine:
+    """A processor with some memory, to be chosen before any kernel is imported."""
+
+    def __init__(self, name: str, folder: Path, nbytes: int = 1 << 20):
+        self.name, self.target, self.folder = name, TARGETS[name], folder
+        vectors.ISA = vectors.ISAS[self.target.isa]
+        # what Numba compiles beside these kernels is for them alone, and must not come from the cache or get there
+        jit.CACHE_FOLDER = ""
+        self.file = folder / "memory"
+        self.file.write_bytes(bytes(nbytes))
+        self.memory = np.memmap(self.file, np.uint8, "r+")
+        self._used = 0
+        self._programs: dict[Any, Path] = {}
+
+    def put(self, array: np.ndarray) -> int:
+        """Copy an array into memory; its address there."""
+        data = np.ascontiguousarray(array)
+        address = BASE + self._used
+        self.memory[self._used : self._used + data.nbytes] = data.view(np.uint8).ravel()
+        self._used += -(-data.nbytes // 64) * 64 + 64
+        return address
+
+    def room(self, dtype: Any, *shape: int) -> int:
+        return self.put(np.full(shape, 0x7F, np.uint8).astype(dtype))
+
+    def get(self, address: int, dtype: Any, *shape: int) -> np.ndarray:
+        first, count = address - BASE, int(np.prod(shape))
+        return self.memory[first : first + count * np.dtype(dtype).itemsize].view(dtype).reshape(shape).copy()
+
+    def here(self, address: int) -> int:
+        """The same place for code of this process."""
+        return self.memory.ctypes.data + address - BASE
+
+    def run(self, kernel: Any, constants: tuple[Any, ...], *args: int | float) -> None:
+        """Call a kernel; floats become bits."""
+        self.memory.flush()
+        numbers = [int(np.float32(a).view(np.int32)) if isinstance(a, float) else int(a) for a in args]
+        program = self._program(kernel, constants)
+        given = [str(self.file), str(self.memory.size), str(BASE), *map(str, numbers)]
+        subprocess.run([EMULATOR, "-cpu", EMULATED[self.name], str(program), *given], check=True, timeout=60)
+
+    def _program(self, kernel: Any, constants: tuple[Any, ...]) -> Path:
+        key = kernel, constants
+        if key not in self._programs:
+            program = self.folder / f"kernel{len(self._programs)}"
+            source = program.with_suffix(".s")
+            source.write_text(assembly(kernel, constants, {}, self.target))
+            driver = Path(__file__).with_name("driver.c")
+            known = "-Wa,-march=armv8.5-a+dotprod+fp16+i8mm+bf16+sha3+sve"
+            subprocess.run([COMPILER, "-static", "-O1", known, str(driver), str(source), "-o", str(program)], check=True)
+            self._programs[key] = program
+        return self._programs[key]
+
+
+EMULATED = {"neoverse-n1": "neoverse-n1", "apple-m1": "max", "neoverse-v1": "max"}
