@@ -65,6 +65,7 @@ def level_of(bits: int) -> np.ndarray:
 
 def check_scores(machine: Machine, bits: int, tile: int) -> None:
     """Scores of a few heads, straight from codes and from keys that were looked up before."""
+    from auraflux.ops.simd.jit import entry
     from auraflux.ops.turboquant.cpu.attend_int8 import _spread_query
     from auraflux.ops.turboquant.cpu.attend_int8_tiles import key_score_loop, turn_key_loop, turned_score_loop
     from auraflux.ops.turboquant.cpu.codes import CODES, KEY_UNITS
@@ -82,8 +83,9 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
     where = machine.put(rows + words.shape[1] * 4 * np.arange(tokens))
     q_at, laid = machine.put(q), machine.room(np.int8, 2 * width * tile)
     units, excess = np.empty(tile, np.float32), np.empty(tile, np.int32)
+    spread = entry(_spread_query.py_func)
     for h in range(tile):
-        worth, over = _spread_query(machine.here(q_at) + 4 * h * width, width, wide, tile, h, machine.here(laid))
+        worth, over = spread(machine.here(q_at) + 4 * h * width, width, wide, tile, h, machine.here(laid))
         units[h], excess[h] = worth * KEY_UNITS[bits], over
     norm_at, unit_at, excess_at = machine.put(norms), machine.put(units), machine.put(excess)
     out, step = machine.room(np.float32, tile, tokens), 4 * tokens
