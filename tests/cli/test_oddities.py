@@ -55,7 +55,10 @@ def test_a_stdin_that_is_no_text_is_one_sentence():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["inspect", tiny()], ["inspect", tiny(), "--json"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], *(pytest.param(["inspect", tiny(), *how], marks=pytest.mark.slow) for how in ([], ["--json"]))],
+)
 def test_a_full_disk_at_the_other_end_is_one_sentence(words: list[Any]):
     done = shell(words, ">/dev/full")
     assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")

@@ -19,7 +19,7 @@ def run(*words: str) -> None:
 
 
 def test_some_calls_of_everything_that_writes():
-    run("--fault", "full", "--fault", "killed", "--stride", "41")
+    run("--fault", "full", "--fault", "killed", "--stride", "89")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ CASES = all_cases()
 NAMES = {case.id for case in CASES}
 # a program of the interpreter takes milliseconds, and large arguments are many programs
 LARGEST_NBYTES = 1 << 18
-MOST_CASES = 3  # of an op in the quick tests
+MOST_CASES = 2  # of an op in the quick tests
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,9 @@ def shares_of_codes(q: Tensor, q_rope: Tensor, pages: LatentCodes, scale: float,
             token += 1
 
 
-@pytest.mark.parametrize("plain", [(1, 32), (3, 0), (0, 20), (2, 40)])
+@pytest.mark.parametrize(
+    "plain", [(1, 32), *(pytest.param(kept, marks=pytest.mark.slow) for kept in [(3, 0), (0, 20), (2, 40)])]
+)
 @pytest.mark.parametrize("before", [True, False], ids=["queries", "merge"])
 def test_the_share_of_kept_latents_is_merged_with_those_of_codes(before, plain):
     counts = [1, 2, 1]

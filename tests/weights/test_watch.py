@@ -41,7 +41,10 @@ except auraflux.AurafluxError as err:
 """
 
 
-@pytest.mark.parametrize("harm", ["replaced", "cut", "overwritten", "cut while writing"])
+LONG = [pytest.param(harm, marks=pytest.mark.slow) for harm in ("replaced", "cut", "overwritten")]
+
+
+@pytest.mark.parametrize("harm", [*LONG, "cut while writing"])
 def test_a_changed_file_ends_in_a_sentence(harm: str, tmp_path: Path):
     folder = shutil.copytree(tiny(), tmp_path / "model")
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
