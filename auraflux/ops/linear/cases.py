@@ -310,7 +310,7 @@ CASES = [
     Case(embed, "spilling-codes", lambda: lookup(7, 64, 192, 3), nbytes=touched),
     Case(embed, "row-order", lambda: lookup(5, 63, 128, 8, lanes=1, scales=F32), nbytes=touched),
     Case(embed, "fp8", lambda: lookup(5, 63, 128, 8, kind="fp8"), nbytes=touched),
-    *[Case(embed, name, lambda b=bits, o=options: lookup(5, 63, 96, b, **o), nbytes=touched) for name, bits, options in BLOCKS],
+    *[Case(embed, name, partial(lookup, 5, 63, 96, bits, **options), nbytes=touched) for name, bits, options in BLOCKS],
     Case(embed, "mxfp4", lambda: lookup(5, 63, 128, 4, group=32, kind="mxfp4"), nbytes=touched),
     Case(embed, "f16-scales", lambda: lookup(5, 63, 128, 4, group=32, scales=F16), nbytes=touched),
     Case(embed, "dense", lambda: {"ids": torch.tensor([3, 0, 3]), "table": torch.randn(4, 63)}),
