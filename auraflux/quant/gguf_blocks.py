@@ -1,9 +1,9 @@
 """GGUF's block types as `QTensor`s.
 
 A block is a few bytes of scales followed by the codes of 32 or 256 weights. Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are
-code * scale + bias in groups of 32, Q2_K is in groups of 16, and MXFP4 is what it is elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS
-are level * scale (`levels.py`). Only the bytes have to be put in another order, and all values stay what they were: a scale of
-half precision times one of at most eight bits fits single precision. Other types are rounded anew.
+code * scale + bias in groups of 32, Q2_K is in groups of 16, TQ1_0 and TQ2_0 are in groups of 128, and MXFP4 is what it is
+elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Only the bytes have to be put in another order, and all
+values stay what they were: half precision times a number of at most eight bits fits single precision. Other types are rounded.
 """
 
 import os
@@ -184,6 +184,28 @@ def _q2_k(blocks: Array) -> Parts:
     return _stream(_fields(_octets(blocks, "codes", 2, 32), 2), 2), _scaled(blocks, steps & np.uint8(15)), biases
 
 
+def _ternary(blocks: Array, codes: Array) -> Parts:
+    """Codes less one times the scale of a block, which two groups share."""
+    scales, biases = (np.repeat(each, 2, axis=1) for each in _centred(blocks, 1))
+    return _stream(codes, 2), scales, biases
+
+
+def _threes(octets: Array, count: int) -> Array:
+    """Digits of bytes to the base 3, as many as asked for, which lie at the top: [n, m] -> [n, count * m]."""
+    rest = octets[:, None] * (np.uint8(3) ** np.arange(count, dtype=np.uint8))[:, None]
+    return (rest.astype(np.uint16) * np.uint16(3) >> np.uint16(8)).astype(np.uint8).reshape(len(octets), -1)
+
+
+def _tq1_0(blocks: Array) -> Parts:
+    octets, last = _octets(blocks, "codes", 48), _octets(blocks, "last", 4)
+    codes = np.concatenate([_threes(octets[:, :32], 5), _threes(octets[:, 32:], 5), _threes(last, 4)], 1)
+    return _ternary(blocks, codes)
+
+
+def _tq2_0(blocks: Array) -> Parts:
+    return _ternary(blocks, _fields(_octets(blocks, "codes", 2, 32), 2))
+
+
 def _iq4_nl(blocks: Array) -> Parts:
     return _nibbles(blocks), blocks["scale"].astype(np.float32)[:, None], None
 
@@ -210,6 +232,8 @@ LAYOUTS = {
     "Q2_K": Layout(_record(steps="V16", codes="V64", scale="<f2", least="<f2"), 2, 256, _q2_k, 16, scale_bits=64),
     "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl),
     "IQ4_XS": Layout(_record(scale="<f2", high="<u2", steps="V4", codes="V128"), 4, 256, _iq4_xs),
+    "TQ1_0": Layout(_record(codes="V48", last="V4", scale="<f2"), 2, 256, _tq1_0, 128),
+    "TQ2_0": Layout(_record(codes="V64", scale="<f2"), 2, 256, _tq2_0, 128),
     "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4, scale_bits=8),
 }
 

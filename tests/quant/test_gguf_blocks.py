@@ -12,13 +12,8 @@ from auraflux.ops.simd.vectors import ISA
 from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, from_blocks, memory_bits
 
 WIDTH = 512
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "MXFP4": 4} | {
-    "Q6_K": 6,
-    "Q3_K": 3,
-    "Q2_K": 2,
-    "IQ4_NL": 4,
-    "IQ4_XS": 4,
-}
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "MXFP4": 4, "TQ1_0": 2, "TQ2_0": 2}
+BITS |= {"Q6_K": 6, "Q3_K": 3, "Q2_K": 2, "IQ4_NL": 4, "IQ4_XS": 4}
 
 
 def random_blocks(kind: str, *leading: int) -> np.ndarray:
@@ -98,20 +93,23 @@ def test_a_bias_too_large_for_half_precision_widens_the_scales():
     assert torch.equal(found.dequantize(), decoded(octets, "Q8_0"))
 
 
-def test_subnormal_scales_are_exact():
-    octets = random_blocks("Q4_0", 4)
-    octets.reshape(-1).view(LAYOUTS["Q4_0"].record)["scale"] = np.float16(6e-8)
-    assert torch.equal(from_blocks(octets, "Q4_0").dequantize(torch.float32), decoded(octets, "Q4_0"))
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "MXFP4"])
+@pytest.mark.parametrize("size", [0.0, 2**-24, -(2**-15), 65504.0, -65504.0])
+def test_the_smallest_and_largest_scales_are_exact(kind: str, size: float):
+    octets = random_blocks(kind, 4)
+    blocks = octets.reshape(-1).view(LAYOUTS[kind].record)
+    for name in {"scale", "least"} & set(blocks.dtype.names or ()):
+        blocks[name] = size
+    assert torch.equal(from_blocks(octets, kind).dequantize(torch.float32), decoded(octets, kind))
 
 
-@pytest.mark.parametrize("kind", ["IQ3_S", "TQ2_0"])
+@pytest.mark.parametrize("kind", ["IQ3_S", "IQ2_S"])
 def test_other_types_are_rounded_to_eight_bits(kind: str):
     rng = np.random.default_rng(1)
     size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (6 * WIDTH // size, nbytes), dtype=np.uint8)
-    # the half-precision scale is first in IQ3_S and last in TQ2_0
-    place = slice(0, 2) if kind == "IQ3_S" else slice(-2, None)
-    blocks[:, place] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    # the half-precision scale is first
+    blocks[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
     octets = blocks.reshape(2, 3, -1)
     found, wanted = from_blocks(octets, kind), decoded(octets, kind)
     assert (found.bits, found.group, found.shape) == (8, 64, (2, 3, WIDTH))

@@ -105,8 +105,8 @@ def test_blocks_that_only_the_cpu_reads_are_exact_there_and_told(tmp_path, kind:
 def test_other_types_are_told(tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     tensors = llama_tensors() | {name: np.zeros((HIDDEN, 256), np.float32)}
-    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={name: "TQ2_0"}))
-    assert found.notes == [f"GGUF type TQ2_0 (1 of {len(tensors)} tensors) is rounded anew to 8 bits in groups of 64."]
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={name: "IQ3_S"}))
+    assert found.notes == [f"GGUF type IQ3_S (1 of {len(tensors)} tensors) is rounded anew to 8 bits in groups of 64."]
     stored = found.load(name)
     assert isinstance(stored, QTensor)
     assert (stored.bits, stored.group) == (8, 64)
