@@ -2,8 +2,8 @@
 
 A block is a few bytes of scales followed by the codes of 32 or 256 weights. Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are
 code * scale + bias in groups of 32, Q2_K is in groups of 16, TQ1_0 and TQ2_0 are in groups of 128, and MXFP4 is what it is
-elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Only the bytes have to be put in another order, and all
-values stay what they were: half precision times a number of at most eight bits fits single precision. Other types are rounded.
+elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Only the bytes have to be put in another order, and
+all values stay what they were: half precision times a number of at most eight bits fits single precision. Others are rounded.
 """
 
 import os
