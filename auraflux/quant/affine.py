@@ -7,6 +7,7 @@ from auraflux.quant.packing import pack
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
+HELD_GROUPS = (16, *GROUPS)  # with those of Q2_K, which nothing is rounded to
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -1,8 +1,9 @@
 """GGUF's block types as `QTensor`s.
 
 A block is a few bytes of scales followed by the codes of 32 or 256 weights. Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are
-code * scale + bias in groups of 32, and MXFP4 is what it is elsewhere: only the bytes have to be put in another order, and all
-values stay what they were. Other types have groups of 16, or levels that are not evenly spaced; they are rounded anew.
+code * scale + bias in groups of 32, Q2_K is in groups of 16, TQ1_0 and TQ2_0 are in groups of 128, and MXFP4 is what it is
+elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Only the bytes have to be put in another order, and
+all values stay what they were: half precision times a number of at most eight bits fits single precision. Others are rounded.
 """
 
 import os
@@ -33,13 +34,17 @@ class Layout(NamedTuple):
     record  the fields of one block
     bits    of a code
     size    weights in a block
-    part    blocks -> codes as bytes [n, size*bits/8], scales and biases [n, size/32]
+    part    blocks -> codes as bytes [n, size*bits/8], scales and biases [n, size/group]
+    group   weights that share a scale
+    scale_bits  of a group's scale and bias in memory
     """
 
     record: np.dtype
     bits: int
     size: int
     part: Callable[[Array], Parts]
+    group: int = GROUP
+    scale_bits: int = 32
 
 
 def _record(**fields: str) -> np.dtype:
@@ -65,27 +70,35 @@ def _nibbles(blocks: Array) -> Array:
     return codes.view(np.uint8)
 
 
-def _five_bits(low: Array, top: Array) -> Array:
-    """Pack codes whose four low bits are in one array and whose fifth bits are in another: both uint8 [n, weights]."""
-    eights = (low | top << np.uint8(4)).reshape(-1, 8)
+def _stream(codes: Array, bits: int) -> Array:
+    """Codes one after the other without gaps: uint8 [n, weights] -> uint8 [n, weights*bits/8]."""
+    eights = codes.reshape(-1, 8)
     words = eights[:, 7].astype(np.uint64)
     for i in range(6, -1, -1):
-        words <<= np.uint64(5)
+        words <<= np.uint64(bits)
         words |= eights[:, i]
-    return words.view(np.uint8).reshape(len(low), -1, 8)[:, :, :5].reshape(len(low), -1)
+    return words.view(np.uint8).reshape(len(codes), -1, 8)[:, :, :bits].reshape(len(codes), -1)
+
+
+def _octets(blocks: Array, field: str, *shape: int) -> Array:
+    return np.ascontiguousarray(blocks[field]).view(np.uint8).reshape(-1, *shape)
+
+
+def _fields(octets: Array, bits: int) -> Array:
+    """Fields of so many bits: the lowest of a row of bytes, then those above them; [n, rows, m] -> [n, weights]."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (octets[:, :, None] >> shifts & np.uint8(2**bits - 1)).reshape(len(octets), -1)
 
 
 def _unpacked(blocks: Array) -> Array:
     """The low bits of 32 codes as bytes, [n, 32]."""
-    octets = np.ascontiguousarray(blocks["codes"]).view(np.uint8).reshape(-1, 16)
-    return np.concatenate([octets & np.uint8(15), octets >> np.uint8(4)], 1)
+    return _fields(_octets(blocks, "codes", 1, 16), 4)
 
 
 def _centred(blocks: Array, zero: int) -> tuple[Array, Array]:
     """Scale and bias of a type whose code `zero` stands for zero; in half precision where the product is finite."""
     scales: Array = np.ascontiguousarray(blocks["scale"])[:, None]
-    with np.errstate(over="ignore"):
-        biases: Array = scales * np.float16(-zero)
+    biases: Array = scales * np.float16(-zero)
     # scaling up by a power of two is exact in any case but this
     if not np.isfinite(biases).all():
         scales = scales.astype(np.float32)
@@ -106,16 +119,15 @@ def _q4_1(blocks: Array) -> Parts:
 
 
 def _fifth_bits(blocks: Array) -> Array:
-    octets = np.ascontiguousarray(blocks["fifth"]).view(np.uint8).reshape(-1, 4)
-    return np.unpackbits(octets, axis=1, bitorder="little")
+    return np.unpackbits(_octets(blocks, "fifth", 4), axis=1, bitorder="little")
 
 
 def _q5_0(blocks: Array) -> Parts:
-    return _five_bits(_unpacked(blocks), _fifth_bits(blocks)), *_centred(blocks, 16)
+    return _stream(_unpacked(blocks) | _fifth_bits(blocks) << np.uint8(4), 5), *_centred(blocks, 16)
 
 
 def _q5_1(blocks: Array) -> Parts:
-    return _five_bits(_unpacked(blocks), _fifth_bits(blocks)), *_ranged(blocks)
+    return _stream(_unpacked(blocks) | _fifth_bits(blocks) << np.uint8(4), 5), *_ranged(blocks)
 
 
 def _q8_0(blocks: Array) -> Parts:
@@ -143,12 +155,68 @@ def _q4_k(blocks: Array) -> Parts:
 
 
 def _q5_k(blocks: Array) -> Parts:
-    octets = np.ascontiguousarray(blocks["codes"]).view(np.uint8).reshape(-1, 4, 1, 32)
-    low = np.concatenate([octets & np.uint8(15), octets >> np.uint8(4)], 2).reshape(-1, 256)
     # bit g of byte i is the fifth bit of weight i of group g
-    fifth = np.ascontiguousarray(blocks["fifth"]).view(np.uint8).reshape(-1, 1, 32)
-    top = fifth >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
-    return _five_bits(low, top.reshape(-1, 256)), *_super_scales(blocks)
+    low, top = _fields(_octets(blocks, "codes", 4, 32), 4), _fields(_octets(blocks, "fifth", 1, 32), 1)
+    return _stream(low | top << np.uint8(4), 5), *_super_scales(blocks)
+
+
+def _scaled(blocks: Array, steps: Array) -> Array:
+    """Scales of the groups of a block: half precision times a whole number, so single precision holds them."""
+    return blocks["scale"].astype(np.float32)[:, None] * steps.astype(np.float32)
+
+
+def _q6_k(blocks: Array) -> Parts:
+    low, top = _fields(_octets(blocks, "codes", 2, 64), 4), _fields(_octets(blocks, "top", 2, 32), 2)
+    return _stream(low | top << np.uint8(4), 6), _scaled(blocks, _octets(blocks, "steps", 16).view(np.int8)), None
+
+
+def _q3_k(blocks: Array) -> Parts:
+    low, top = _fields(_octets(blocks, "codes", 2, 32), 2), _fields(_octets(blocks, "top", 1, 32), 1)
+    steps = _octets(blocks, "steps", 12)
+    # 16 of six bits: four in the first eight bytes, two in the last four
+    wide = _fields(steps[:, None, :8], 4) | _fields(steps[:, None, 8:], 2) << np.uint8(4)
+    return _stream(low | top << np.uint8(2), 3), _scaled(blocks, wide.astype(np.int8) - np.int8(32)), None
+
+
+def _q2_k(blocks: Array) -> Parts:
+    steps = _octets(blocks, "steps", 16)
+    biases = -blocks["least"].astype(np.float32)[:, None] * (steps >> np.uint8(4)).astype(np.float32)
+    return _stream(_fields(_octets(blocks, "codes", 2, 32), 2), 2), _scaled(blocks, steps & np.uint8(15)), biases
+
+
+def _ternary(blocks: Array, codes: Array) -> Parts:
+    """Codes less one times the scale of a block, which two groups share."""
+    scales, biases = (np.repeat(each, 2, axis=1) for each in _centred(blocks, 1))
+    return _stream(codes, 2), scales, biases
+
+
+def _threes(octets: Array, count: int) -> Array:
+    """Digits of bytes to the base 3, as many as asked for, which lie at the top: [n, m] -> [n, count * m]."""
+    rest = octets[:, None] * (np.uint8(3) ** np.arange(count, dtype=np.uint8))[:, None]
+    return (rest.astype(np.uint16) * np.uint16(3) >> np.uint16(8)).astype(np.uint8).reshape(len(octets), -1)
+
+
+def _tq1_0(blocks: Array) -> Parts:
+    octets, last = _octets(blocks, "codes", 48), _octets(blocks, "last", 4)
+    codes = np.concatenate([_threes(octets[:, :32], 5), _threes(octets[:, 32:], 5), _threes(last, 4)], 1)
+    return _ternary(blocks, codes)
+
+
+def _tq2_0(blocks: Array) -> Parts:
+    return _ternary(blocks, _fields(_octets(blocks, "codes", 2, 32), 2))
+
+
+def _iq4_nl(blocks: Array) -> Parts:
+    return _nibbles(blocks), blocks["scale"].astype(np.float32)[:, None], None
+
+
+def _iq4_xs(blocks: Array) -> Parts:
+    codes = np.ascontiguousarray(blocks["codes"]).view("V16").reshape(-1)
+    low = _octets(blocks, "steps", 4, 1) >> np.array([0, 4], np.uint8) & np.uint8(15)
+    high = blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
+    steps = (low.reshape(-1, 8) | high.astype(np.uint8) << np.uint8(4)).astype(np.int8) - np.int8(32)
+    packed = _nibbles(codes.view(_record(codes="V16"))).reshape(len(blocks), -1)
+    return packed, _scaled(blocks, steps), None
 
 
 LAYOUTS = {
@@ -157,10 +225,20 @@ LAYOUTS = {
     "Q5_0": Layout(_record(scale="<f2", fifth="V4", codes="V16"), 5, 32, _q5_0),
     "Q5_1": Layout(_record(scale="<f2", least="<f2", fifth="V4", codes="V16"), 5, 32, _q5_1),
     "Q8_0": Layout(_record(scale="<f2", codes="V32"), 8, 32, _q8_0),
-    "Q4_K": Layout(_record(scale="<f2", least="<f2", steps="V12", codes="V128"), 4, 256, _q4_k),
-    "Q5_K": Layout(_record(scale="<f2", least="<f2", steps="V12", fifth="V32", codes="V128"), 5, 256, _q5_k),
-    "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4),
+    "Q4_K": Layout(_record(scale="<f2", least="<f2", steps="V12", codes="V128"), 4, 256, _q4_k, scale_bits=64),
+    "Q5_K": Layout(_record(scale="<f2", least="<f2", steps="V12", fifth="V32", codes="V128"), 5, 256, _q5_k, scale_bits=64),
+    "Q6_K": Layout(_record(codes="V128", top="V64", steps="V16", scale="<f2"), 6, 256, _q6_k, 16),
+    "Q3_K": Layout(_record(top="V32", codes="V64", steps="V12", scale="<f2"), 3, 256, _q3_k, 16),
+    "Q2_K": Layout(_record(steps="V16", codes="V64", scale="<f2", least="<f2"), 2, 256, _q2_k, 16, scale_bits=64),
+    "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl),
+    "IQ4_XS": Layout(_record(scale="<f2", high="<u2", steps="V4", codes="V128"), 4, 256, _iq4_xs),
+    "TQ1_0": Layout(_record(codes="V48", last="V4", scale="<f2"), 2, 256, _tq1_0, 128),
+    "TQ2_0": Layout(_record(codes="V64", scale="<f2"), 2, 256, _tq2_0, 128),
+    "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4, scale_bits=8),
 }
+
+# types that the kernels of a GPU do not read
+ONLY_CPU = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS"}
 
 
 def from_blocks(octets: Array, kind: str) -> QTensor:
@@ -175,7 +253,9 @@ def from_blocks(octets: Array, kind: str) -> QTensor:
     step = CHUNK // layout.size
     parts = (layout.part(blocks[i : i + step]) for i in range(0, len(blocks), step))
     width = octets.shape[-1] // layout.record.itemsize * layout.size
-    return _tensor(parts, len(blocks), layout.bits, GROUP, (*octets.shape[:-1], width))
+    # scales that are not numbers give weights that are none
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _tensor(parts, len(blocks), layout.bits, layout.group, (*octets.shape[:-1], width))
 
 
 def _tensor(parts: Iterable[Parts], count: int, bits: int, group: int, shape: tuple[int, ...]) -> QTensor:
@@ -206,7 +286,7 @@ def to_dense(octets: Array, kind: str) -> NDArray[np.float32]:
     try:
         return quants.dequantize(octets, GGMLQuantizationType[kind])
     except NotImplementedError as err:
-        known = ", ".join([*LAYOUTS, "Q2_K", "Q3_K", "Q6_K"])
+        known = ", ".join(LAYOUTS)
         raise FormatError(f"weights of GGUF type {kind} cannot be decoded. Types that can, among others: {known}.") from err
 
 
@@ -237,5 +317,5 @@ def memory_bits(kind: str, width: int) -> float:
     """Bits that a weight of a type takes once it is a QTensor, with its share of scales and biases."""
     if kind not in LAYOUTS:
         return REQUANTIZED_BITS + 64 / requantized_group(width)
-    scale_bits = {"MXFP4": 8, "Q4_K": 64, "Q5_K": 64}.get(kind, 32)
-    return LAYOUTS[kind].bits + scale_bits / GROUP
+    layout = LAYOUTS[kind]
+    return layout.bits + layout.scale_bits / layout.group

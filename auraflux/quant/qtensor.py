@@ -15,10 +15,19 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.kinds import check_fields
-from auraflux.quant import affine, mxfp4
-from auraflux.quant.packing import unpack
+from auraflux.quant import affine, levels, mxfp4
+from auraflux.quant.packing import CHUNK, unpack
 
 CODES = torch.float8_e4m3fn
+# formats without biases, by their scales' dtype and their bits
+UNBIASED = {
+    (torch.uint8, mxfp4.BITS): "mxfp4",
+    (torch.float32, 8): "fp8",
+    (torch.float32, levels.IQ4_BITS): "iq4",
+    **{(torch.float32, bits): "centred" for bits in levels.CENTRED_BITS},
+}
+KINDS = ("affine", *dict.fromkeys(UNBIASED.values()))
+ONLY_CPU = ("fp8", "iq4", "centred")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +35,9 @@ class QTensor:
     """A quantized weight [N, K], or a stack of them [E, N, K].
 
     packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to whole blocks
-    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for FP8 f32
-    biases   like scales; None for MXFP4 and FP8
+    scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for other
+             formats without biases f32
+    biases   like scales; None for all formats but the affine one
     shape    of the matrix or stack it stands for
     """
 
@@ -41,11 +51,11 @@ class QTensor:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_format(self.bits, self.group, self.kind)
+        check_format(self.bits, self.group, self.kind, affine.HELD_GROUPS)
         if len(self.shape) < 2 or self.lanes < 1:
             raise FormatError(f"a weight has rows and columns, not shape {list(self.shape)} in blocks of {self.lanes} rows.")
         *stack, rows, width = self.shape
-        if len(stack) > 1 or width % self.group:
+        if len(stack) > 1 or width % max(self.group, CHUNK):
             raise FormatError(
                 f"a weight of shape {list(self.shape)} cannot be held in groups of {self.group} along its last axis."
             )
@@ -75,7 +85,7 @@ class QTensor:
     def kind(self) -> str:
         if self.biases is not None:
             return "affine"
-        return "fp8" if self.scales.dtype is torch.float32 else "mxfp4"
+        return UNBIASED.get((self.scales.dtype, self.bits), "mxfp4" if self.scales.dtype is torch.uint8 else "fp8")
 
     @cached_property
     def device(self) -> torch.device:
@@ -86,9 +96,14 @@ class QTensor:
         return self.packed.is_cpu
 
     @cached_property
-    def format(self) -> tuple[int, int, int, torch.dtype]:
-        """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype; of FP8 the codes'."""
-        return self.bits, self.group, self.lanes, self.scales.dtype if self.kind != "fp8" else CODES
+    def format(self) -> tuple[int, int, int, torch.dtype | str]:
+        """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype, or the kind."""
+        return self.bits, self.group, self.lanes, self.kind if self.kind in ONLY_CPU else self.scales.dtype
+
+    @property
+    def only_cpu(self) -> bool:
+        """Whether none but the CPU's kernels read it, with rows side by side."""
+        return self.kind in ONLY_CPU or self.group not in affine.GROUPS
 
     @property
     def nbytes(self) -> int:
@@ -146,8 +161,10 @@ class QTensor:
             groups = rows.packed.contiguous().view(CODES).float().unflatten(-1, (-1, self.group))
             return (groups * rows.scales[..., None]).flatten(-2).to(dtype or torch.float32)
         codes = unpack(rows.packed, self.bits)
-        if rows.biases is None:
+        if self.kind == "mxfp4":
             return mxfp4.decode(codes, rows.scales, dtype or torch.bfloat16)
+        if rows.biases is None:
+            return levels.decode(codes, rows.scales, self.bits, dtype or torch.float32)
         return affine.decode(codes, rows.scales, rows.biases, dtype or rows.scales.dtype)
 
     def interleave(self, lanes: int) -> "QTensor":
@@ -181,8 +198,11 @@ class QTensor:
         return f"QTensor({list(self.shape)}, {self.kind} {self.bits} bits, groups of {self.group}{order}, {self.device})"
 
 
-def check_format(bits: int, group: int, kind: str = "affine") -> None:
-    """Refuse a width or group size that the format does not have."""
+def check_format(bits: int, group: int, kind: str = "affine", groups: tuple[int, ...] = affine.GROUPS) -> None:
+    """Refuse a width or group size that the format does not have.
+
+    groups  of the affine format
+    """
     if kind == "mxfp4":
         if (bits, group) != (mxfp4.BITS, mxfp4.GROUP):
             raise FormatError(
@@ -193,16 +213,25 @@ def check_format(bits: int, group: int, kind: str = "affine") -> None:
             raise FormatError(
                 f"FP8 has 8 bits and groups of {affine.GROUPS}; {bits} bits and groups of {group} were asked for."
             )
+    elif kind == "centred":
+        if bits not in levels.CENTRED_BITS or group != levels.CENTRED_GROUP:
+            wanted = f"{levels.CENTRED_BITS} bits and groups of {levels.CENTRED_GROUP}"
+            raise FormatError(f"centred codes have {wanted}; {bits} bits and groups of {group} were asked for.")
+    elif kind == "iq4":
+        if (bits, group) != (levels.IQ4_BITS, levels.IQ4_GROUP):
+            wanted = f"{levels.IQ4_BITS} bits and groups of {levels.IQ4_GROUP}"
+            raise FormatError(f"IQ4 has {wanted}; {bits} bits and groups of {group} were asked for.")
     elif kind != "affine":
-        raise FormatError(f"there is no weight format {kind!r}. Those there are: affine, mxfp4, fp8.")
-    elif bits not in affine.BITS or group not in affine.GROUPS:
-        raise FormatError(f"{bits} bits in groups of {group} is not a format. Bits: {affine.BITS}; groups: {affine.GROUPS}.")
+        raise FormatError(f"there is no weight format {kind!r}. Those there are: {', '.join(KINDS)}.")
+    elif bits not in affine.BITS or group not in groups:
+        raise FormatError(f"{bits} bits in groups of {group} is not a format. Bits: {affine.BITS}; groups: {groups}.")
 
 
 def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str = "affine") -> QTensor:
     """Round a dense weight to codes, exactly as mlx.core.quantize does; to FP8 with the largest of a group on its largest code.
 
-    weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases keep its dtype, those of FP8 are float32
+    weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases keep its dtype; they are float32 in
+            formats that only the CPU has
     """
     group = group or (mxfp4.GROUP if kind == "mxfp4" else 64)
     check_format(bits, group, kind)
@@ -214,6 +243,8 @@ def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str 
         raise FormatError(f"groups of {group} do not divide the input width {weight.shape[-1]}.")
     if kind == "fp8":
         return QTensor(*_encode_fp8(weight, group), None, bits, group, tuple(weight.shape))
+    if kind in ("centred", "iq4"):
+        return QTensor(*levels.encode(weight, bits, group), None, bits, group, tuple(weight.shape))
     if kind == "mxfp4":
         return QTensor(*mxfp4.encode(weight), None, bits, group, tuple(weight.shape))
     return QTensor(*affine.encode(weight, bits, group), bits, group, tuple(weight.shape))

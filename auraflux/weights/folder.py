@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.quant import QTensor
+from auraflux.quant import KINDS, QTensor
 from auraflux.weights.boundary import brief, listed, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.methods import Header, Held, method_of
@@ -207,8 +207,8 @@ class Folder:
 
     def _quantized(self, name: str, codes: Tensor, scales: Tensor, biases: Tensor | None = None) -> QTensor:
         bits, group, mode = self._format(name)
-        if mode not in ("affine", "mxfp4", "fp8"):
-            raise FormatError(f"{name} is quantized in mode {mode!r}; auraflux reads affine, mxfp4 and fp8.")
+        if mode not in KINDS:
+            raise FormatError(f"{name} is quantized in mode {mode!r}; auraflux reads {', '.join(KINDS)}.")
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
         try:
             made = QTensor(codes.view(torch.int32), scales, biases, bits, group, shape)

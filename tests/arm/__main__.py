@@ -24,34 +24,38 @@ def near(found: np.ndarray, expected: np.ndarray, tol: float, what: str) -> None
     assert error <= tol, f"{what}: relative RMS {error:.3g} over {tol:g}"
 
 
-def check_linear(machine: Machine, bits: int) -> None:
+def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f32") -> None:
     """One token from the codes, and eight over unpacked rows."""
     from auraflux.ops.linear.cpu.microkernels import Form, prepare_token, rows_times_tokens, unpack_rows
+    from auraflux.quant.levels import levels
 
-    form, width, tokens = Form(True, bits, GROUP, "f32").text, GROUP * GROUPS, 8
+    form, width, tokens, groups = Form(True, bits, group, kind).text, GROUP * GROUPS, 8, GROUP * GROUPS // group
+    what = f"linear {bits} bits, groups of {group}, {kind}"
     codes = RANDOM.integers(0, 2**bits, (ROWS, width))
-    scale, bias = RANDOM.uniform(0.5, 1, (2, GROUPS, ROWS)).astype(np.float32)
+    scale, bias = RANDOM.uniform(0.5, 1, (2, groups, ROWS)).astype(np.float32)
     x = RANDOM.standard_normal((tokens, width)).astype(np.float32)
-    step = np.abs(x.reshape(tokens, GROUPS, GROUP)).max(2, keepdims=True) / 127
-    rounded = (np.rint(x.reshape(tokens, GROUPS, GROUP) / step) * step).reshape(tokens, width)
-    expected = rounded @ (codes * scale.T.repeat(GROUP, 1) + bias.T.repeat(GROUP, 1)).T
+    step = np.abs(x.reshape(tokens, groups, group)).max(2, keepdims=True) / 127
+    rounded = (np.rint(x.reshape(tokens, groups, group) / step) * step).reshape(tokens, width)
+    bias = bias if kind == "f32" else np.zeros_like(bias)
+    meant = codes if kind == "f32" else levels(bits).numpy()[codes]
+    expected = rounded @ (meant * scale.T.repeat(group, 1) + bias.T.repeat(group, 1)).T
 
     code_at = machine.put(packed(codes, bits).T)
     scale_at, bias_at, x_at = machine.put(scale), machine.put(bias), machine.put(x)
-    acts, scales, sums = machine.room(np.int8, tokens, width), *(machine.room(np.float32, tokens, GROUPS) for _ in range(2))
+    acts, scales, sums = machine.room(np.int8, tokens, width), *(machine.room(np.float32, tokens, groups) for _ in range(2))
     for t in range(tokens):
-        offset = 4 * t * GROUPS
-        machine.run(prepare_token, (form,), x_at + 4 * t * width, GROUPS, acts + t * width, scales + offset, sums + offset)
+        offset = 4 * t * groups
+        machine.run(prepare_token, (form,), x_at + 4 * t * width, groups, acts + t * width, scales + offset, sums + offset)
     tile, out = machine.room(np.uint8, ROWS, width), machine.room(np.float32, tokens, ROWS)
     index = machine.put(np.arange(tokens))
-    ends = acts, width, scales, sums, index, GROUPS, out, 4 * ROWS
+    ends = acts, width, scales, sums, index, groups, out, 4 * ROWS
     machine.run(rows_times_tokens, (form, 1, 0), code_at, scale_at, bias_at, *ends)
-    near(machine.get(out, np.float32, ROWS), expected[0], 1e-5, f"linear {bits} bits, one token")
+    near(machine.get(out, np.float32, ROWS), expected[0], 1e-5, f"{what}, one token")
     one = machine.get(out, np.float32, ROWS)
-    machine.run(unpack_rows, (form,), code_at, GROUPS, tile)
+    machine.run(unpack_rows, (form,), code_at, groups, tile)
     machine.run(rows_times_tokens, (form, tokens, 1), tile, scale_at, bias_at, *ends)
     many = machine.get(out, np.float32, tokens, ROWS)
-    near(many, expected, 1e-5, f"linear {bits} bits, {tokens} tokens")
+    near(many, expected, 1e-5, f"{what}, {tokens} tokens")
     assert np.array_equal(one, many[0]), "a token's result depends on those beside it"
 
 
@@ -158,6 +162,8 @@ def main(name: str) -> None:
         for bits, tile in ((4, 4), (4, 1), (8, 2)):
             check_values(machine, bits, tile)
         check_softmax(machine)
+        for bits, group, kind in ((6, 16, "centred"), (3, 16, "centred"), (2, 16, "f32"), (4, 32, "iq4")):
+            check_linear(machine, bits, group, kind)
 
 
 if __name__ == "__main__":

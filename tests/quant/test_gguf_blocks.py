@@ -7,10 +7,13 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from auraflux.errors import FormatError
-from auraflux.quant.gguf_blocks import LAYOUTS, from_blocks
+from auraflux.ops import embed
+from auraflux.ops.simd.vectors import ISA
+from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, from_blocks, memory_bits
 
 WIDTH = 512
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "MXFP4": 4}
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "MXFP4": 4, "TQ1_0": 2, "TQ2_0": 2}
+BITS |= {"Q6_K": 6, "Q3_K": 3, "Q2_K": 2, "IQ4_NL": 4, "IQ4_XS": 4}
 
 
 def random_blocks(kind: str, *leading: int) -> np.ndarray:
@@ -36,11 +39,41 @@ def decoded(octets: np.ndarray, kind: str) -> torch.Tensor:
 def test_values_stay_what_they_were(kind: str, leading: tuple[int, ...]):
     octets = random_blocks(kind, *leading)
     found = from_blocks(octets, kind)
-    assert (found.bits, found.group, found.shape) == (BITS[kind], 32, (*leading, WIDTH))
+    assert (found.bits, found.group, found.shape) == (BITS[kind], LAYOUTS[kind].group, (*leading, WIDTH))
     assert torch.equal(found.dequantize(torch.float32), decoded(octets, kind))
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_K"])
+@pytest.mark.parametrize("kind", sorted(ONLY_CPU))
+def test_any_bytes_are_the_same_bits(kind: str):
+    size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    octets = np.random.default_rng(2).integers(0, 256, (50, WIDTH // size * nbytes), dtype=np.uint8)
+    blocks = octets.reshape(-1).view(LAYOUTS[kind].record)
+    # denormal, largest, infinite, not a number, of either sign; and blocks of nothing
+    awkward = np.array([2**-24, -(2**-15), 65504, -65504, np.inf, -np.inf, np.nan, 0, -0.0], np.float16)
+    for name in {"scale", "least"} & set(blocks.dtype.names or ()):
+        blocks[name][: len(awkward)] = awkward
+    octets[-1] = 0
+    found = from_blocks(octets, kind)
+    with np.errstate(invalid="ignore"):
+        mine, wanted = found.dequantize(), decoded(octets, kind)
+    assert found.only_cpu
+    assert torch.equal(mine.isnan(), wanted.isnan())
+    numbers = ~wanted.isnan()
+    assert numbers.float().mean() > 0.9
+    assert torch.equal(mine[numbers].view(torch.int32), wanted[numbers].view(torch.int32))
+    ids = torch.arange(50)[wanted.isfinite().all(1)]
+    table = from_blocks(octets, kind).interleave(ISA.lanes)
+    assert torch.equal(embed(ids, table), wanted[ids])
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_memory_is_what_was_said(kind: str):
+    found = from_blocks(random_blocks(kind, 3), kind)
+    assert found.nbytes * 8 / (3 * WIDTH) == memory_bits(kind, WIDTH)
+    assert found.only_cpu == (kind in ONLY_CPU)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_K", "Q6_K", "IQ4_XS"])
 def test_a_weight_of_several_chunks(kind: str, monkeypatch):
     monkeypatch.setattr("auraflux.quant.gguf_blocks.CHUNK", 1024)
     octets = random_blocks(kind, 21)
@@ -60,20 +93,23 @@ def test_a_bias_too_large_for_half_precision_widens_the_scales():
     assert torch.equal(found.dequantize(), decoded(octets, "Q8_0"))
 
 
-def test_subnormal_scales_are_exact():
-    octets = random_blocks("Q4_0", 4)
-    octets.reshape(-1).view(LAYOUTS["Q4_0"].record)["scale"] = np.float16(6e-8)
-    assert torch.equal(from_blocks(octets, "Q4_0").dequantize(torch.float32), decoded(octets, "Q4_0"))
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "MXFP4"])
+@pytest.mark.parametrize("size", [0.0, 2**-24, -(2**-15), 65504.0, -65504.0])
+def test_the_smallest_and_largest_scales_are_exact(kind: str, size: float):
+    octets = random_blocks(kind, 4)
+    blocks = octets.reshape(-1).view(LAYOUTS[kind].record)
+    for name in {"scale", "least"} & set(blocks.dtype.names or ()):
+        blocks[name] = size
+    assert torch.equal(from_blocks(octets, kind).dequantize(torch.float32), decoded(octets, kind))
 
 
-@pytest.mark.parametrize("kind", ["Q6_K", "Q3_K", "IQ4_NL"])
+@pytest.mark.parametrize("kind", ["IQ3_S", "IQ2_S"])
 def test_other_types_are_rounded_to_eight_bits(kind: str):
     rng = np.random.default_rng(1)
     size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (6 * WIDTH // size, nbytes), dtype=np.uint8)
-    # the half-precision scale is first in IQ4_NL and last in the others
-    place = slice(0, 2) if kind == "IQ4_NL" else slice(-2, None)
-    blocks[:, place] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    # the half-precision scale is first
+    blocks[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
     octets = blocks.reshape(2, 3, -1)
     found, wanted = from_blocks(octets, kind), decoded(octets, kind)
     assert (found.bits, found.group, found.shape) == (8, 64, (2, 3, WIDTH))

@@ -8,9 +8,13 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
 
+from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU
 from auraflux.weights.gguf_words import ARCHITECTURES, ENDS
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
+
+# a type that is rounded
+OTHERS = {"IQ3_S": np.dtype([("scale", "<f2"), ("rest", "V108")])}
 
 
 def llama_tensors(tied: bool = True, **extra: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -105,14 +109,21 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: str)
     which = GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, array.astype({"F32": np.float32, "F16": np.float16}[kind]))
-    elif kind == "Q6_K":
-        # the package only decodes this type: random codes, half-precision scale last
-        shape = gguf.quant_shape_to_byte_shape(array.shape, which)
-        blocks = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).reshape(-1, 210)
-        blocks[:, -2:] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
-        writer.add_tensor(name, blocks.reshape(shape), raw_dtype=which)
+    elif kind in ONLY_CPU | OTHERS.keys():
+        writer.add_tensor(name, any_blocks(array.shape, kind), raw_dtype=which)
     else:
         writer.add_tensor(name, quants.quantize(array, which), raw_dtype=which)
+
+
+def any_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Random blocks of a type that the package only decodes, with small scales."""
+    octets = np.random.default_rng(0).integers(
+        0, 256, gguf.quant_shape_to_byte_shape(shape, GGMLQuantizationType[kind]), dtype=np.uint8
+    )
+    blocks = octets.reshape(-1).view(OTHERS[kind] if kind in OTHERS else LAYOUTS[kind].record)
+    for name in {"scale", "least"} & set(blocks.dtype.names or ()):
+        blocks[name] = 1e-4
+    return octets
 
 
 def rounded(array: np.ndarray, kind: str) -> torch.Tensor:

@@ -3,17 +3,31 @@
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 
 from auraflux.errors import FormatError
 from auraflux.models.gemma3_text import Config as Gemma3
 from auraflux.ops import llama3_frequencies, rope_frequencies, use_backend
 from auraflux.quant import QTensor
+from auraflux.quant.gguf_blocks import ONLY_CPU
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.gguf import GGUFFile
-from auraflux.weights.loader import dense
+from auraflux.weights.loader import Weights, dense
 from tests.models.oracles import error, save, scores, tokens, truth
 from tests.models.test_deepseek_v3 import clear
-from tests.weights.gguf_files import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, llama_tensors, rounded, write_gguf
+from tests.weights.gguf_files import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    any_blocks,
+    llama_tensors,
+    rounded,
+    write_gguf,
+)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4"])
@@ -63,13 +77,37 @@ def test_metadata_are_plain_values(tmp_path):
     assert metadata["general.architecture"] == "llama"
 
 
+@pytest.mark.parametrize("kind", sorted(ONLY_CPU))
+def test_blocks_that_only_the_cpu_reads_are_exact_there_and_told(tmp_path, kind: str):
+    inner, names = 256, [f"model.layers.{i}.mlp.down_proj.weight" for i in range(LAYERS)]
+    wide = {f"model.layers.{i}.mlp.{part}_proj.weight": (inner, HIDDEN) for i in range(LAYERS) for part in ("gate", "up")}
+    tensors = llama_tensors(**wide, **dict.fromkeys(names, (HIDDEN, inner)))
+    words = {"feed_forward_length": inner}
+    path = write_gguf(tmp_path / "m.gguf", tensors, words=words, kinds=dict.fromkeys(names, kind))
+    found = open_checkpoint(path)
+    told = f"GGUF type {kind} (2 of {len(tensors)} tensors) is kept to the bit on a CPU; on a GPU it is rounded anew to 8 bits"
+    assert found.notes == [f"{told} in groups of 64."]
+    meant = quants.dequantize(any_blocks((HIDDEN, inner), kind), GGMLQuantizationType[kind])
+    assert np.array_equal(dense(found.load(names[0])).numpy(), meant)
+    plain = write_gguf(tmp_path / "plain.gguf", tensors | dict.fromkeys(names, meant), words=words)
+    ids = list(range(1, 40))
+    wanted = scores(plain, ids)
+    assert error(scores(path, ids), wanted) < 1e-5
+    assert error(scores(path, ids, exact=False), wanted) < 0.02
+    weights = Weights(found, lambda name: name)
+    weights.layout = "cuda"
+    rounded_anew = weights.ready(found.load(names[0]))
+    assert isinstance(rounded_anew, QTensor)
+    assert (rounded_anew.kind, rounded_anew.bits, rounded_anew.group, rounded_anew.lanes) == ("affine", 8, 64, 1)
+    assert error(dense(rounded_anew), torch.from_numpy(meant)) < 0.01
+
+
 def test_other_types_are_told(tmp_path):
-    tensors = llama_tensors() | {"model.layers.1.mlp.down_proj.weight": np.zeros((HIDDEN, 256), np.float32)}
-    found = open_checkpoint(
-        write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={"model.layers.1.mlp.down_proj.weight": "Q6_K"})
-    )
-    assert found.notes == [f"GGUF type Q6_K (1 of {len(tensors)} tensors) is rounded anew to 8 bits in groups of 64."]
-    stored = found.load("model.layers.1.mlp.down_proj.weight")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = llama_tensors() | {name: np.zeros((HIDDEN, 256), np.float32)}
+    found = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", kinds={name: "IQ3_S"}))
+    assert found.notes == [f"GGUF type IQ3_S (1 of {len(tensors)} tensors) is rounded anew to 8 bits in groups of 64."]
+    stored = found.load(name)
     assert isinstance(stored, QTensor)
     assert (stored.bits, stored.group) == (8, 64)
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import open_checkpoint
-from tests.models.oracles import save
+from tests.models.oracles import error, save, scores
 from tests.weights.gguf_files import WIDTH, llama_tensors, write_gguf
 from tests.weights.packed_folders import contents, converted, experts_of, hf_folder, matrices, packed
+from tests.weights.test_gguf import WORDS, unpacked
 from tests.weights.test_gguf import tiny as tiny_for_gguf
-from tests.weights.test_gguf import unpacked
 
 FAMILIES = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v3"]
 LATER = ["glm4_moe", "minimax_m2", "gemma4_text"]
@@ -94,6 +94,22 @@ def test_gguf_codes_stay_as_they_are(kind: str, tmp_path):
     assert [file.like["down"].bits for file in found.files] == [8, 4]
     assert len({file.stride for file in found.files}) == 2
     check_experts(folder, plain)
+
+
+def test_blocks_that_only_the_cpu_reads_are_rounded_for_others(tmp_path):
+    model = tiny_for_gguf("qwen3moe")
+    save(model, tmp_path / "hf")
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors |= unpacked(name, tensor.detach().numpy(), "qwen3moe")
+    kinds = {name: "IQ4_NL" for name in tensors if "switch_mlp" in name or "o_proj" in name}
+    source = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "qwen3moe", WORDS["qwen3moe"], kinds)
+    folder, gpu = packed(source, tmp_path / "packed"), packed(source, tmp_path / "gpu", lanes=1)
+    assert [experts_of(each).files[0].like["down"].kind for each in (folder, gpu)] == ["iq4", "affine"]
+    check_experts(gpu, converted(source, tmp_path / "mlx", bits=8))
+    ids = list(range(1, 20))
+    assert error(scores(folder, ids), scores(source, ids)) < 1e-6
+    assert 1e-6 < error(scores(gpu, ids), scores(source, ids)) < 0.02
 
 
 def test_mxfp4_of_gpt_oss_stays_as_it_is(tmp_path):

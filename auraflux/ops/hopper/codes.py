@@ -22,8 +22,8 @@ HALF_SHIFT = tl.constexpr(16384.0)
 def check_order(*weights: QTensor) -> None:
     """Decline weights that are in the order of a CPU, and formats that no kernel reads."""
     for weight in weights:
-        if weight.kind == "fp8":
-            raise Declined("FP8 codes, which only the CPU's kernels read")
+        if weight.only_cpu:
+            raise Declined(f"{weight.kind} codes in groups of {weight.group}, which only the CPU's kernels read")
         if weight.lanes != 1:
             raise Declined(f"{weight.lanes} rows of the weight lie side by side, which is the CPU's order")
 

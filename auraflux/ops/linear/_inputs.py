@@ -4,7 +4,7 @@ import torch
 
 from auraflux.ops._cases import Args
 from auraflux.ops.simd.vectors import ISA
-from auraflux.quant import QTensor, quantize
+from auraflux.quant import QTensor, affine, quantize
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 LANES = ISA.lanes
@@ -13,7 +13,11 @@ LANES = ISA.lanes
 def weight(
     rows: int, width: int, bits: int, group: int = 64, scales: torch.dtype = BF16, lanes: int = LANES, kind: str = "affine"
 ) -> QTensor:
-    return quantize((torch.randn(rows, width) / width**0.5).to(scales), bits, group, kind).interleave(lanes)
+    numbers = (torch.randn(rows, width) / width**0.5).to(scales)
+    if group not in affine.GROUPS and kind == "affine":
+        # such groups are read, and nothing is rounded to them
+        return QTensor(*affine.encode(numbers, bits, group), bits, group, (rows, width)).interleave(lanes)
+    return quantize(numbers, bits, group, kind).interleave(lanes)
 
 
 def product(tokens: int, rows: int, width: int, bits: int, dtype: torch.dtype = F32, bias: bool = False, **options) -> Args:

@@ -1,6 +1,7 @@
 """Inputs for products with weights: every width, group and scale type, one token to many, both row orders, dense weights."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -103,6 +104,13 @@ TILED_LARGE = [
     (520, 200, 2112, 8, 64),
     (520, 2100, 128, 8, 32),
 ]
+# blocks of GGUF that have formats of their own
+BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
+    ("q6k", 6, {"group": 16, "kind": "centred"}),
+    ("q3k", 3, {"group": 16, "kind": "centred"}),
+    ("q2k", 2, {"group": 16, "scales": F32}),
+    ("iq4", 4, {"group": 32, "kind": "iq4"}),
+]
 
 CASES = [
     linear_case("4bit-1", lambda: large_product(1, 4), exact=False, tol=FAST, bench=True),
@@ -127,6 +135,13 @@ CASES = [
         linear_case(f"fp8-g{group}-{tokens}", lambda t=tokens, g=group: product(t, 100, 256, 8, group=g, kind="fp8"))
         for tokens, group in ((1, 128), (21, 128), (3, 32))
     ],
+    *[
+        case
+        for name, bits, options in BLOCKS
+        for tokens in (1, 29)
+        for case in contracts(f"{name}-{tokens}", lambda t=tokens, b=bits, o=options: product(t, 50, 96, b, **o))
+    ],
+    *contracts("q3k-row-order", lambda: product(5, 50, 96, 3, group=16, kind="centred", lanes=1)),
     linear_case("fp8-row-order", lambda: product(3, 50, 192, 8, kind="fp8", lanes=1)),
     *contracts("row-order-1", lambda: product(1, 333, 192, 4, lanes=1)),
     *contracts("row-order-13", lambda: product(13, 333, 192, 4, lanes=1)),
@@ -295,6 +310,7 @@ CASES = [
     Case(embed, "spilling-codes", lambda: lookup(7, 64, 192, 3), nbytes=touched),
     Case(embed, "row-order", lambda: lookup(5, 63, 128, 8, lanes=1, scales=F32), nbytes=touched),
     Case(embed, "fp8", lambda: lookup(5, 63, 128, 8, kind="fp8"), nbytes=touched),
+    *[Case(embed, name, partial(lookup, 5, 63, 96, bits, **options), nbytes=touched) for name, bits, options in BLOCKS],
     Case(embed, "mxfp4", lambda: lookup(5, 63, 128, 4, group=32, kind="mxfp4"), nbytes=touched),
     Case(embed, "f16-scales", lambda: lookup(5, 63, 128, 4, group=32, scales=F16), nbytes=touched),
     Case(embed, "dense", lambda: {"ids": torch.tensor([3, 0, 3]), "table": torch.randn(4, 63)}),

@@ -158,10 +158,10 @@ class HeadProducts(NamedTuple):
 
 def misplaced(weight: QTensor) -> str | None:
     """Why no kernel reads a weight."""
-    if weight.lanes == 1 and weight.biases is not None:
+    if weight.lanes == 1 and weight.biases is not None and not weight.only_cpu:
         return None
     order = f"{weight.lanes} rows side by side" if weight.lanes > 1 else "rows one by one"
-    return f"{weight.kind} weight with {order}; affine codes with rows one by one are needed"
+    return f"{weight.kind} weight in groups of {weight.group} with {order}; affine codes with rows one by one are needed"
 
 
 def _form(weight: QTensor) -> tuple[int, int, torch.dtype]:

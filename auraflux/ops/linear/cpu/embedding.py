@@ -7,7 +7,7 @@ from torch import Tensor
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads
 from auraflux.ops.simd.math import float_of_bits
-from auraflux.quant import QTensor, mxfp4
+from auraflux.quant import QTensor, affine, levels, mxfp4
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
@@ -15,9 +15,11 @@ BF16, F16, F32, E8M0 = range(4)
 SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32, torch.uint8: E8M0}
 # what a code stands for before its group's scale
 LEVELS = {
-    "affine": torch.arange(256.0),
-    "mxfp4": mxfp4.levels(),
-    "fp8": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+    **{("affine", bits): torch.arange(2.0**bits) for bits in affine.BITS},
+    ("mxfp4", mxfp4.BITS): mxfp4.levels(),
+    ("fp8", 8): torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+    **{("centred", bits): levels.levels(bits) for bits in levels.CENTRED_BITS},
+    ("iq4", levels.IQ4_BITS): levels.levels(levels.IQ4_BITS),
 }
 RAISED = np.float32(2.0**112)
 SMALLEST = np.uint32(1 << 22)
@@ -75,8 +77,8 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
         return table.index_select(0, ids.view(-1)).view(*ids.shape, table.shape[1])
     count, width = ids.numel(), table.shape[1]
     out = torch.empty(*ids.shape, width)
-    levels = LEVELS[table.kind]
+    meant = LEVELS[table.kind, table.bits]
     shape = SCALES[table.scales.dtype], table.bits, table.group, table.lanes, width
     jobs = threads() if count * width >= PARALLEL_FROM else 1
-    _rows(jobs, ids.data_ptr(), ids.dtype is torch.int64, *table.addresses, levels.data_ptr(), *shape, count, out.data_ptr())
+    _rows(jobs, ids.data_ptr(), ids.dtype is torch.int64, *table.addresses, meant.data_ptr(), *shape, count, out.data_ptr())
     return out

@@ -36,6 +36,7 @@ from auraflux.ops.simd.vectors import (
     variable,
     vector,
 )
+from auraflux.quant.levels import IQ4
 
 CHUNK = 32  # inputs; their codes are exactly `bits` words
 
@@ -45,7 +46,8 @@ class Form(NamedTuple):
 
     fast   int8 activations and the byte dot product, or float32
     bits, group  of the codes
-    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); e4m3: FP8 codes, scales f32, no biases
+    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
+           e4m3 (FP8 codes), centred and iq4 (see `quant/levels.py`)
     """
 
     fast: bool
@@ -64,11 +66,26 @@ class Form(NamedTuple):
 
     @property
     def scale_nbytes(self) -> int:
-        return {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 4, "e8m0": 1}[self.kind]
+        return {"bf16": 2, "f16": 2, "e8m0": 1}.get(self.kind, 4)
 
     @property
     def has_biases(self) -> bool:
-        return self.kind not in ("e8m0", "e4m3")
+        return self.kind in ("bf16", "f16", "f32")
+
+    @property
+    def value_bits(self) -> int:
+        """Of the bytes that the dot product takes."""
+        return 8 if self.kind == "iq4" else self.bits
+
+    @property
+    def span(self) -> int:
+        """Inputs that the loops go through at a time: a group, or the groups of a chunk."""
+        return max(self.group, CHUNK)
+
+    @property
+    def parts(self) -> int:
+        """Groups of a span."""
+        return self.span // self.group
 
 
 BLOCK = ISA.lanes
@@ -77,6 +94,8 @@ FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
 # twice the MXFP4 levels, plus 12: small unsigned numbers the dot product can take
 MXFP4_TABLE = [12 + sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12)]
 MXFP4_OFFSET = -12.0
+# what is looked up for a code, as signed bytes
+TABLES = {"e8m0": MXFP4_TABLE, "iq4": [(v - IQ4[0] + 128) % 256 - 128 for v in IQ4]}
 
 
 def activation_order(bits: int) -> list[int]:
@@ -96,7 +115,7 @@ def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]
         packed = [b.bitcast(word, BYTES) for word in words]
         mask = splat(BYTES, 2**bits - 1)
         found = [b.and_(b.lshr(v, splat(BYTES, shift)) if shift else v, mask) for v in packed for shift in range(0, 8, bits)]
-        return [ISA.look_up(b, MXFP4_TABLE, v) for v in found] if form.kind == "e8m0" else found
+        return [ISA.look_up(b, TABLES[form.kind], v) for v in found] if form.kind in TABLES else found
     return [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
 
 
@@ -115,8 +134,8 @@ def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
     if form.kind == "e4m3":
         return [_eighth(b, words[i // 4], i % 4) for i in range(CHUNK)]
     found = [b.and_(_field(b, words, i * form.bits, form.bits), splat(INTS, 2**form.bits - 1)) for i in range(CHUNK)]
-    if form.kind == "e8m0":
-        levels = [b.bitcast(ISA.look_up(b, MXFP4_TABLE, b.bitcast(v, BYTES)), INTS) for v in found]
+    if form.kind in TABLES:
+        levels = [b.bitcast(ISA.look_up(b, TABLES[form.kind], b.bitcast(v, BYTES)), INTS) for v in found]
         found = [b.and_(v, splat(INTS, 255)) for v in levels]
     return [b.sitofp(v, FLOATS) for v in found]
 
@@ -146,8 +165,9 @@ def _to_bytes(b: ir.IRBuilder, field: ir.Value, bits: int) -> ir.Value:
     return b.or_(low, b.and_(high, splat(INTS, (one << 8) * 0x10001)))
 
 
-def scale_and_bias(b: ir.IRBuilder, kind: str, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value]:
+def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value]:
     """Load one group's scales and biases for all rows, as float32."""
+    kind = form.kind
     if kind == "e8m0":
         exponents = b.zext(load(b, scales, b.mul(group, at(BLOCK)), vector(I8, BLOCK)), INTS)
         # the table holds twice the levels, hence one less in the exponent; 255 stands for NaN
@@ -155,8 +175,10 @@ def scale_and_bias(b: ir.IRBuilder, kind: str, scales: ir.Value, biases: ir.Valu
         broken = b.icmp_signed("==", exponents, splat(INTS, 255))
         value = b.select(broken, splat(FLOATS, float("nan")), value)
         return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
-    if kind == "e4m3":
-        return [load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS), splat(FLOATS, 0.0)]
+    if kind in ("e4m3", "centred", "iq4"):
+        value = load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)
+        zero = {"e4m3": 0, "centred": 2 ** (form.bits - 1), "iq4": -IQ4[0]}[kind]
+        return [value, b.fmul(value, splat(FLOATS, -float(zero))) if zero else splat(FLOATS, 0.0)]
     size = {"bf16": 2, "f16": 2, "f32": 4}[kind]
     offset = b.mul(group, at(BLOCK * size))
     return [_widen(b, kind, address, offset) for address in (scales, biases)]
@@ -200,32 +222,40 @@ def rows_times_tokens(
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
     code_bits = (8 if form.fast else 32) if ready else form.bits
     inner = _fast_group if form.fast else _exact_group
-    with cgutils.for_range(b, groups) as loop:
-        code_at = b.add(codes, b.mul(loop.index, at(form.group * BLOCK * code_bits // 8)))
-        acts_at = [b.add(address, b.mul(loop.index, at(form.group * (1 if form.fast else 4)))) for address in mine]
+    with cgutils.for_range(b, _spans(b, form, groups)) as loop:
+        code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * code_bits // 8)))
+        acts_at = [b.add(address, b.mul(loop.index, at(form.span * (1 if form.fast else 4)))) for address in mine]
         if form.fast and tokens == 1 and ISA.ahead:
             # one token waits for memory
-            prefetch(b, [b.add(code_at, at(ISA.ahead))], form.group * BLOCK * form.bits // 8)
-        dots = inner(b, form, ready, code_at, acts_at)
-        # after the products, so that it takes no registers from them
-        scale, bias = scale_and_bias(b, form.kind, scales, biases, loop.index)
-        if form.fast and form.bits == 8 and ISA.signed_codes:
-            bias = fma(b, scale, splat(FLOATS, 128.0), bias)
-        for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
-            if form.fast:
-                value = fma(b, b.fmul(dot, scale), _float(b, act_scale, loop.index), b.load(total))
-            else:
-                value = fma(b, dot, scale, b.load(total))
-            b.store(fma(b, bias, _float(b, act_sum, loop.index), value), total)
+            prefetch(b, [b.add(code_at, at(ISA.ahead))], form.span * BLOCK * form.bits // 8)
+        for part, dots in enumerate(inner(b, form, ready, code_at, acts_at)):
+            group = b.add(b.mul(loop.index, at(form.parts)), at(part))
+            # after the products, so that it takes no registers from them
+            scale, bias = scale_and_bias(b, form, scales, biases, group)
+            if form.fast and form.value_bits == 8 and ISA.signed_codes:
+                bias = fma(b, scale, splat(FLOATS, 128.0), bias)
+            for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
+                if form.fast:
+                    value = fma(b, b.fmul(dot, scale), _float(b, act_scale, group), b.load(total))
+                else:
+                    value = fma(b, dot, scale, b.load(total))
+                b.store(fma(b, bias, _float(b, act_sum, group), value), total)
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
 
 
+def _spans(b, form, groups):
+    return b.sdiv(groups, at(form.parts)) if form.parts > 1 else groups
+
+
 def _fast_group(b, form, ready, codes, acts):
-    """Sums of codes times activations, over a group, for each token."""
+    """Sums of codes times activations, for each group of a span and each token."""
     # sums of what is shifted are kept apart
     shifts = (0, 2, 4) if form.bits == 2 and len(acts) == 1 else (0,)
-    dots = [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in acts]
+    dots = [
+        [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in acts]
+        for _ in range(form.parts)
+    ]
     dot = ISA.dot_unpacked if ready else ISA.dot
     with _chunks(b, form) as chunk:
         if ready:
@@ -235,51 +265,59 @@ def _fast_group(b, form, ready, codes, acts):
             code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
             found = in_place(b, form, code_at) if len(acts) == 1 else [(v, 0) for v in code_vectors(b, form, code_at)]
         x = [ISA.quads(b, b.add(address, b.mul(chunk, at(CHUNK))), 8) for address in acts]
-        for slots, quads in zip(dots, x, strict=True):
-            sums = {shift: b.load(slot) for shift, slot in slots.items()}
-            for (v, shift), quad in zip(found, quads, strict=True):
-                sums[shift] = dot(b, sums[shift], v, quad, form.bits)
-            for shift, slot in slots.items():
-                b.store(sums[shift], slot)
-    found = []
-    for slots in dots:
-        whole = b.load(slots[0])
-        for shift in shifts[1:]:
+        size = len(found) // form.parts
+        for part, tokens in enumerate(dots):
+            here = slice(part * size, part * size + size)
+            for slots, quads in zip(tokens, x, strict=True):
+                sums = {shift: b.load(slot) for shift, slot in slots.items()}
+                for (v, shift), quad in zip(found[here], quads[here], strict=True):
+                    sums[shift] = dot(b, sums[shift], v, quad, form.value_bits)
+                for shift, slot in slots.items():
+                    b.store(sums[shift], slot)
+    return [[_whole(b, slots) for slots in tokens] for tokens in dots]
+
+
+def _whole(b, slots):
+    """A sum of integers as floats, from sums that are kept apart."""
+    whole = b.load(slots[0])
+    for shift in slots:
+        if shift:
             whole = b.add(whole, b.ashr(b.load(slots[shift]), splat(INTS, shift)))
-        found.append(b.fsub(b.bitcast(whole, FLOATS), splat(FLOATS, MAGIC)))
-    return found
+    return b.fsub(b.bitcast(whole, FLOATS), splat(FLOATS, MAGIC))
 
 
 def _exact_group(b, form, ready, codes, acts):
-    dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
+    dots = [[variable(b, splat(FLOATS, 0.0)) for _ in acts] for _ in range(form.parts)]
+    size = CHUNK // form.parts
     with _chunks(b, form) as chunk:
         if ready:
             code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * CHUNK)))
             values = [load(b, code_at, 4 * BLOCK * i, FLOATS) for i in range(CHUNK)]
         else:
             values = float_codes(b, form, b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits))))
-        _add_products(b, values, acts, chunk, dots, 4 if form.kind == "e4m3" else 1)
-    return [b.load(dot) for dot in dots]
+        where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
+        for first, totals in zip(range(0, CHUNK, size), dots, strict=True):
+            _add_products(b, values, range(first, first + size), where, totals, 4 if form.kind == "e4m3" else 1)
+    return [[b.load(dot) for dot in totals] for totals in dots]
 
 
 @contextmanager
 def _chunks(b, form):
-    with cgutils.for_range(b, at(form.group // CHUNK)) as loop:
+    with cgutils.for_range(b, at(form.span // CHUNK)) as loop:
         yield loop.index
 
 
-def _add_products(b, values, acts, chunk, totals, ways):
-    """Add 32 vectors of weights times each token's 32 activations, in `ways` sums that are then added in pairs.
+def _add_products(b, values, inputs, acts, totals, ways):
+    """Add vectors of weights times each token's activations of some inputs, in `ways` sums that are then added in pairs.
 
     The order is the same for any number of tokens. One sum waits for itself at every step, which costs time where codes are
     unpacked quickly and the token is alone.
     """
-    where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
     parts = []
     for way in range(ways):
         sums = [splat(FLOATS, 0.0) if way else b.load(total) for total in totals]
-        for i in range(way, CHUNK, ways):
-            found = [spread(b, load(b, address, 4 * i, F32), BLOCK) for address in where]
+        for i in inputs[way::ways]:
+            found = [spread(b, load(b, address, 4 * i, F32), BLOCK) for address in acts]
             sums = [fma(b, values[i], x, total) for x, total in zip(found, sums, strict=True)]
         parts.append(sums)
     while len(parts) > 1:
@@ -292,14 +330,14 @@ def _add_products(b, values, acts, chunk, totals, ways):
 def unpack_rows(b, form, codes, groups, tile):
     """Unpack one block of rows: the codes as bytes for the dot product (fast), or as float32 (exact)."""
     form = Form.parse(form)
-    with cgutils.for_range(b, groups) as loop:
-        code_at = b.add(codes, b.mul(loop.index, at(form.group * BLOCK * form.bits // 8)))
-        tile_at = b.add(tile, b.mul(loop.index, at(form.group * BLOCK * (1 if form.fast else 4))))
+    with cgutils.for_range(b, _spans(b, form, groups)) as loop:
+        code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * form.bits // 8)))
+        tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * (1 if form.fast else 4))))
         with _chunks(b, form) as chunk:
             chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
             to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * (1 if form.fast else 4))))
             found = code_vectors(b, form, chunk_at) if form.fast else float_codes(b, form, chunk_at)
-            values = [ISA.unpacked(b, v, form.bits) for v in found] if form.fast else found
+            values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.fast else found
             for i, v in enumerate(values):
                 store(b, v, to, 4 * BLOCK * i)
 
@@ -314,7 +352,7 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
         slot = b.mul(loop.index, at(4))
         if form.fast:
             rounded, scale, total = _round_group(b, values)
-            order = [chunk + i for chunk in range(0, group, CHUNK) for i in activation_order(form.bits)]
+            order = [chunk + i for chunk in range(0, group, CHUNK) for i in activation_order(form.bits)[:group]]
             store(b, pick(b, rounded, rounded, order), acts, b.mul(loop.index, at(group)))
             store(b, scale, scales, slot)
         else:

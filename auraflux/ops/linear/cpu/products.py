@@ -27,12 +27,14 @@ TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: w
 PARALLEL_FROM = 1 << 16  # weights times tokens
 PREPARE_PARALLEL_FROM = 1 << 16  # activations
 
-KINDS = {
+KINDS: dict[torch.dtype | str, str] = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float32: "f32",
     torch.uint8: "e8m0",
-    torch.float8_e4m3fn: "e4m3",
+    "fp8": "e4m3",
+    "centred": "centred",
+    "iq4": "iq4",
 }
 
 # a product is eight numbers: addresses of codes, scales and biases, address of its token indices, how many; where results go,
@@ -81,9 +83,9 @@ class Driver:
 
 
 @cache
-def driver(fast: bool, bits: int, group: int, scale_dtype: torch.dtype) -> Driver:
-    """The steps for a weight format; `fast`: with activations rounded to int8."""
-    return Driver(Form(fast, bits, group, KINDS[scale_dtype]))
+def driver(fast: bool, bits: int, group: int, held: torch.dtype | str) -> Driver:
+    """The steps for a weight format, see `QTensor.format`; `fast`: with activations rounded to int8."""
+    return Driver(Form(fast, bits, group, KINDS[held]))
 
 
 def padded(rows: int) -> int:

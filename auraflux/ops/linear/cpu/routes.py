@@ -76,8 +76,8 @@ def _never(call: Any) -> None:
 
 
 def _driver(weight: QTensor, fast: bool) -> Driver:
-    bits, group, _, scales = weight.format
-    return driver(fast, bits, group, scales)
+    bits, group, _, held = weight.format
+    return driver(fast, bits, group, held)
 
 
 def _refuses_norm_first(call: Call) -> str | None:

@@ -165,8 +165,8 @@ def not_served(experts: Experts) -> str | None:
     """Why no kernel reads these experts."""
     for stack in (experts.gate, experts.up, experts.down):
         if isinstance(stack, QTensor):
-            if stack.kind == "fp8":
-                return "FP8 codes, which only the CPU's kernels read"
+            if stack.only_cpu:
+                return f"{stack.kind} codes in groups of {stack.group}, which only the CPU's kernels read"
             if stack.lanes != 1:
                 return f"{stack.lanes} rows of the weight lie side by side, which is the CPU's order"
         elif stack.dtype not in FLOATS:
