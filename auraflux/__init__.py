@@ -20,7 +20,6 @@ Names that need torch are imported when they are first used, so that `import aur
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 from auraflux.errors import AurafluxError, BackendError, FormatError, InputError
@@ -34,11 +33,6 @@ if TYPE_CHECKING:
     from auraflux.weights.expert_settings import ExpertSettings
 
 __version__ = "0.1.0"
-
-# OpenMP's threads wait for each other in a loop for milliseconds, which other programs on these cores could have. So much is
-# enough where nobody else is there; it is read when torch or a kernel starts the threads.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __all__ = [
     "AurafluxError",

@@ -17,8 +17,6 @@ OTHERS = {
     "NUMBA_NUM_THREADS": "How many threads CPU kernels run on; without it, one for each core.",
     "NUMBA_THREADING_LAYER": "How Numba runs threads: `omp`, `tbb` or `workqueue`; without it, the first that is there.",
     "OMP_NUM_THREADS": "How many threads torch uses where it computes itself, as in references and dense products.",
-    "GOMP_SPINCOUNT": "How many turns a thread waits for the others before it sleeps; without it, 10,000. More helps nobody, "
-    "and where other programs run a step takes longer.",
     "CUDA_VISIBLE_DEVICES": "Which GPUs there are; empty, `--device auto` takes the CPU.",
     "TRITON_CACHE_DIR": "Where Triton keeps compiled GPU kernels; without it, `~/.triton/cache`.",
     "TRITON_INTERPRET": "Set to `1` before Python starts, Triton kernels run on CPU tensors, one program after the other: "
