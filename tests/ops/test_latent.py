@@ -145,7 +145,7 @@ def test_other_weight_orders_are_declined_but_served(caplog):
         found = latent_query(args["q_nope"], held, 32)
         assert relative_rms(found, latent_query.reference(args["q_nope"], held, 32)) == 0
     assert relative_rms(latent_query(args["q_nope"], args["weight"].interleave(4), 32), plain) < 1e-6
-    assert "declined (affine weight with 4 rows side by side" in caplog.text
+    assert "declined (affine weight in groups of 64 with 4 rows side by side" in caplog.text
     assert "declined (mxfp4 weight" in caplog.text
 
 
