@@ -93,8 +93,10 @@ def angle_table(frequencies: Tensor, blocks: int, width: int, interleaved: bool 
     interleaved  channels 2i and 2i + 1 make a pair; else i and i + R/2
     """
     pairs = len(frequencies)
-    channel = torch.arange(2 * pairs)
-    turning = frequencies.double().cpu()[channel // 2 if interleaved else channel % max(pairs, 1)]
-    angles = torch.zeros(blocks, width, dtype=torch.float64)
-    angles[:, : 2 * pairs] = (torch.arange(blocks).double()[:, None] * BLOCK + (BLOCK - 1) / 2) * turning
+    # always by the same processor, so that devices share one table
+    with torch.device("cpu"):
+        channel = torch.arange(2 * pairs)
+        turning = frequencies.double().cpu()[channel // 2 if interleaved else channel % max(pairs, 1)]
+        angles = torch.zeros(blocks, width, dtype=torch.float64)
+        angles[:, : 2 * pairs] = (torch.arange(blocks).double()[:, None] * BLOCK + (BLOCK - 1) / 2) * turning
     return torch.stack((angles.cos(), angles.sin()), 1).float().to(frequencies.device)
