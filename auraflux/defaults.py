@@ -2,8 +2,8 @@
 
 AUTO = "auto"
 KV = "k4v4"
-# A GPU keeps no latents as they are, and without that four bits are too few. The tiny gpt-oss bears four; others report that
-# the real ones react to any rounding of keys, and none was measured here.
+# The tiny models of these families bear four bits, too, but none of the real ones was measured. Others report that gpt-oss
+# reacts to any rounding of keys; a latent is the key and the value of all heads, and latents chosen by others are all coded.
 KV_OF = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_linear", "gpt_oss"), "k8v4")
 # positions of coded layers that are read as they are: the first ones, and those nearest to a query
 FIRST, NEWEST = 1, 32

@@ -127,12 +127,10 @@ class LatentShape:
             latents = DealtLatentLayer if dealt else LatentLayer
             return latents(room.group(None), self.width, self.rope, room.dtype)
         groups: tuple[LayerGroup | None, LayerGroup | None] = None, None
-        if room.device.type == "cuda" or dealt:
-            if room.settings.first or room.settings.newest:
-                where = "among ranks" if dealt else "on a GPU"
-                raise SettingsError(f"latents keep no positions as they are {where}: leave --first and --newest out.")
-        else:
+        if not dealt:
             groups = _plain_groups(room)
+        elif room.settings.first or room.settings.newest:
+            raise SettingsError("latents keep no positions as they are among ranks: leave --first and --newest out.")
         head, recent = (None if group is None else LatentRows(group, self.width, room.dtype) for group in groups)
         sizes = self.width, self.rope, bits[0], room.settings.seed, room.dtype
         coded = DealtCodedLatentLayer if dealt else CodedLatentLayer

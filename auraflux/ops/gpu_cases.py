@@ -249,7 +249,7 @@ CODED = [
         turboquant_attention,
         "k4v4-kept-prefill-2k",
         partial(as_cached, attend, [2 * K], [2 * K], HEADS, 128, (4, 4), **KEPT),
-        tol=TOL,
+        tol=TWICE_ROUNDED,
         nbytes=attend_nbytes,
         flops=attend_flops,
     ),

@@ -27,11 +27,12 @@ from tests.models.test_qwen3_moe import qwen3_moe
 MODELS = {"llama": llama, "qwen2": qwen2, "qwen3_moe": qwen3_moe, "qwen3_5_moe": qwen3_5_moe, "gpt_oss": gpt_oss}
 MODELS |= {"deepseek_v3": deepseek, "gemma3": gemma}
 LATER = {"glm4_moe": glm, "minimax_m2": minimax, "mistral4": mistral4, "gemma4": little, "gemma4_moe": mixture}
+LATER |= {"kimi_linear": kimi_linear}
 MODELS |= LATER
-# on a GPU some of their ops run by the reference and steps are not recorded, or nobody has run them there
-ON_CPU = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared, "kimi_linear": kimi_linear}
+# on a GPU some of their ops run by the reference, and steps are not recorded
+UNRECORDED = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared}
 NAMES = [*(pytest.param(n, marks=pytest.mark.slow) if n in LATER else n for n in MODELS)]
-NAMES += [pytest.param(n, marks=pytest.mark.slow) for n in ON_CPU]
+NAMES += [pytest.param(n, marks=pytest.mark.slow) for n in UNRECORDED]
 PROMPT, STEPS = 50, 90  # past two pages, and past 64 and 128 tokens, where steps are recorded anew
 
 
@@ -50,7 +51,7 @@ def engines(folder: Path, kv: str) -> dict[bool, Engine]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replayed_step_is_the_step(name: str, kv: str, tmp_path: Path):
     torch.manual_seed(0)
-    source = (MODELS | ON_CPU)[name]()
+    source = (MODELS | UNRECORDED)[name]()
     text = tokens(source, PROMPT + STEPS)
     found = {}
     for graphs, engine in engines(save(source, tmp_path), kv).items():

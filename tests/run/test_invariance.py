@@ -18,13 +18,13 @@ from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import save, tokens
-from tests.models.test_replay import MODELS, ON_CPU
+from tests.models.test_replay import MODELS, UNRECORDED
 
 KVS = ("none", "k8v4", "k4v4", "k3v2")
 # a few that meet every kernel; the rest is slow
 QUICK = {("llama", "k4v4", False), ("qwen3_5_moe", "none", True), ("gpt_oss", "k8v4", True), ("deepseek_v3", "k8v4", False)}
 QUICK |= {("deepseek_v32", "k4v4", False), ("kimi_linear", "k8v4", False)}
-WAYS = [(name, kv, exact) for name in MODELS | ON_CPU for kv in KVS for exact in (True, False)]
+WAYS = [(name, kv, exact) for name in MODELS | UNRECORDED for kv in KVS for exact in (True, False)]
 SPARSE = ("deepseek_v32", "glm_moe_dsa")  # whose latents are all coded
 LENGTH = 120
 PIECES = (1, 7, 37, 64, 100)
@@ -34,7 +34,7 @@ PIECES = (1, 7, 37, 64, 100)
 def model_of(name: str) -> tuple[Any, list[Any], list[int]]:
     """A tiny model of 4-bit weights, the shapes of its layers, and a text for it."""
     torch.manual_seed(0)
-    source = (MODELS | ON_CPU)[name]()
+    source = (MODELS | UNRECORDED)[name]()
     checkpoint = open_checkpoint(save(source, Path(mkdtemp(prefix="auraflux-tiny-"))))
     module = family(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config)

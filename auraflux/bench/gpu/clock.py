@@ -52,8 +52,9 @@ class Graph:
         stream.wait_stream(torch.cuda.current_stream())
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(stream):
-            # compiles, tunes and allocates whatever the first call of a kind does
-            calls[0]()
+            # compiles, tunes and allocates whatever the first call of a kind or on some tensors does
+            for call in {id(call): call for call in calls}.values():
+                call()
             torch.cuda.synchronize()
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:

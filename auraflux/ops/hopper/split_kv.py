@@ -73,11 +73,11 @@ def sum_of_columns(x, room, N: gl.constexpr):
 
 
 @gluon.jit
-def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr, NEWEST: gl.constexpr = 0):
-    """Find a token's sequence, and a split's share of what it sees, in tiles of N; the NEWEST positions are left out.
+def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr):
+    """Find a token's sequence, and a split's share of what it sees, in tiles of N.
 
-    returns sequence, first position of the share, first that is seen, end of the share, number of tiles, and how many positions
-            were there before this step
+    returns sequence, first position of the share, first that is seen, end of the share, number of tiles, how many positions
+            were there before this step, and how many the token and those before it are
     """
     sequence = token * 0
     if S > 1:
@@ -86,13 +86,11 @@ def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constex
     stop, length = gl.load(index.starts + sequence + 1), gl.load(index.lengths + sequence)
     seen, old = length - stop + token + 1, length - stop + gl.load(index.starts + sequence)
     low = gl.maximum(seen - window, 0)
-    if NEWEST > 0:
-        seen = gl.maximum(seen - NEWEST, 0)
     share = ((seen - low // N * N + N - 1) // N + splits - 1) // splits * N
     begin = low // N * N + split * share
     end = gl.minimum(seen, begin + share)
     count = gl.maximum(end - begin + N - 1, 0) // N
-    return sequence, gl.where(count > 0, begin, 0), low, end, count, old
+    return sequence, gl.where(count > 0, begin, 0), low, end, count, old, seen
 
 
 @triton.jit

@@ -175,7 +175,7 @@ def decode_columns(
     """G heads of one token, N columns, with one share of the positions they see; grid (tokens * HEADS, splits)."""
     token, head, split = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1)
     share = share_of(token, split, splits, window, index, S, 64)
-    sequence, begin, low, end, count, old = share
+    sequence, begin, low, end, count, old, _ = share
     table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(keys.dtype, [N, D], queries.layout)
     K = gl.allocate_shared_memory(keys.dtype, [ST, 64, D], keys.layout)

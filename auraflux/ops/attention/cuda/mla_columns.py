@@ -136,7 +136,7 @@ def latent_columns(
     _fetch(q_latent + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
     _fetch(q_rope + (token * heads + split % heads) * 64)
     share = share_of(token, split, splits, 1 << 30, index, S, 64)
-    sequence, begin, _, end, count, old = share
+    sequence, begin, _, end, count, old, _ = share
     table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(BF, [N, 512], queries.layout)
     QR = gl.allocate_shared_memory(BF, [N, 64], rotated.layout)

@@ -130,7 +130,7 @@ def latent_rows(
     tiles = (heads + 63) // 64
     token, first, split = gl.program_id(0) // tiles, gl.program_id(0) % tiles * 64, gl.program_id(1)
     share = share_of(token, split, splits, 1 << 30, index, S, N)
-    sequence, begin, _, end, count, old = share
+    sequence, begin, _, end, count, old, _ = share
     line, room = token * heads + first, heads - first
     at = line.to(gl.int64) * splits + split
     table = index.table + sequence.to(gl.int64) * index.width

@@ -38,14 +38,13 @@ from auraflux.ops.hopper.split_kv import (
 )
 from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
-from auraflux.ops.turboquant.cuda.mla_kept import asking, kept_shape
-from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
+from auraflux.ops.turboquant.cuda.mla_kept import kept_latents, kept_shape
+from auraflux.ops.turboquant.cuda.mla_lookup import LEVELS, decode, is_kept, page_of, shared_rows, table_for, tile_at
 from auraflux.ops.turboquant.cuda.mla_merge import MERGED, merge_rotated
 from auraflux.ops.turboquant.pages import LatentCodes
 
 LATENT, ROPE = 512, 64
 BITS = (4, 8)
-KEPT_AT_ONCE = 8  # positions: programs that merge are to find room beside those that attend
 MOST_TOKENS = 2  # of a sequence on average
 MOST_COLUMNS = 32
 STAGES = 2  # decoded tiles
@@ -53,7 +52,6 @@ REGISTERS = {8: 104, 16: 112, 32: 136}  # so few that programs that merge find r
 # by columns and bits: rows of a piece of codes, and how many pieces a warp has under way
 RINGS = {(n, bits): (4, 16 // bits) for n in (8, 16) for bits in (4, 8)} | {(32, 8): (2, 2), (32, 4): (4, 2)}
 F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
-LEVELS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 class Source(NamedTuple):
@@ -140,8 +138,8 @@ def _hadamard_queries(x, sign, Q, N: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    source, memory, table, norms, parts, scale, unit, begin, end, count, line, room, split, splits, pool, PAGE: gl.constexpr,
-    N: gl.constexpr, ST: gl.constexpr, FIRST: gl.constexpr,
+    source, memory, table, norms, parts, scale, unit, begin, end, seen, count, line, room, split, splits, pool,
+    PAGE: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """Attend to decoded tiles, and ask for rotated keys."""
     T: gl.constexpr = columns(N)
@@ -153,8 +151,8 @@ def _attend(
     l = gl.full([64, N], 0.0, F32, T)  # noqa: E741
     acc = gl.full([512, N], 0.0, F32, T)
     zero = gl.full([64, N], 0.0, F32, T)
-    page = gl.load(table + begin // PAGE)
-    following = gl.load(table + (begin + gl.minimum(1, count - 1) * 64) // PAGE)
+    page = page_of(table, begin, 0, count, PAGE, 64)
+    following = page_of(table, begin, 1, count, PAGE, 64)
     there = (page >= 0) & (page < pool)
     origin = gl.where(there, page, 0) * PAGE + begin % PAGE
     if count > 0:
@@ -166,10 +164,10 @@ def _attend(
     for i in range(count):
         first = begin + i * 64
         left = gl.where(there, end - first, 0)
-        page, following = following, gl.load(table + (begin + gl.minimum(i + 2, count - 1) * 64) // PAGE)
+        page, following = following, page_of(table, begin, i + 2, count, PAGE, 64)
         there = (page >= 0) & (page < pool)
         origin = gl.where(there, page, 0) * PAGE + (first + 64) % PAGE
-        tile = memory.shared.index(TABLE_ROWS + i % ST * tile_rows(64))._reinterpret(F16, [64, 512], LEVELS)
+        tile = tile_at(memory.shared, i, 64, ST)
         mbarrier.wait(memory.more.index(1), i % 2)
         s = warpgroup_mma(memory.R, memory.QR.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(memory.tiles.index(i % ST), i // ST % 2)
@@ -180,11 +178,10 @@ def _attend(
         if i + 1 < count:
             mbarrier.expect(memory.more.index(1), 64 * 128)
             tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
-        weight = norm * unit
-        seen = position < left
-        if FIRST > 0:
-            seen = seen & (first + position >= FIRST)
-        s = gl.where(seen[:, None], (c * weight[:, None] + s) * scale, float("-inf"))
+        weight, live = norm * unit, position < left
+        if KEPT.first + KEPT.newest > 0:
+            weight = gl.where(is_kept(first + position, seen, KEPT), 1.0, weight)
+        s = gl.where(live[:, None], (c * weight[:, None] + s) * scale, float("-inf"))
         norm = gl.load(norms + origin.to(gl.int64) + position)
         top = gl.maximum(m, top_of_columns(s, memory.X, N))
         safe = gl.where(top == float("-inf"), 0.0, top)
@@ -192,7 +189,7 @@ def _attend(
         fade = gl.exp2(m - safe)
         m, l = top, l * fade[None, :] + p  # noqa: E741
         # norms need not be finite where nothing is seen
-        memory.P.permute((1, 0)).store((p * gl.where(seen, weight, 0.0)[:, None]).to(F16))
+        memory.P.permute((1, 0)).store((p * gl.where(live, weight, 0.0)[:, None]).to(F16))
         fence_async_shared()
         gl.thread_barrier()
         acc = warpgroup_mma(tile.permute((1, 0)), memory.P.permute((1, 0)), acc * fade[None, :], is_async=True)
@@ -210,19 +207,20 @@ def _attend(
 
 @gluon.jit
 def latent_code_columns(
-    queries, signs, rotated, ropes, store, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
-    N: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, KEPT: gl.constexpr,
+    queries, signs, rotated, ropes, store, kept, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr,
+    S: gl.constexpr, N: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
+    KEPT: gl.constexpr,
 ):  # fmt: skip
     """N heads of one token with one share of its positions; grid (tokens * tiles of heads, splits).
 
     scale  of scores, to base 2
     unit   what norms are multiplied by for levels of N(0, 1)
-    KEPT   which positions are left to the merge, see `KeptShape`
+    KEPT   which positions are read as they are, see `KeptShape`
     """
     groups = (heads + N - 1) // N
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * N, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, index, S, 64, KEPT.newest)
-    sequence, begin, _, end, count, old = share
+    share = share_of(token, split, splits, 1 << 30, index, S, 64)
+    sequence, begin, _, end, count, old, seen = share
     table = index.table + sequence.to(gl.int64) * index.width
     line, room = token * heads + column, heads - column
     # the largest allocation is where shared memory begins, and the table where it begins: look-ups find it there
@@ -245,10 +243,10 @@ def latent_code_columns(
     source, memory = Source(queries, signs, rotated, ropes), Memory(Q, QR, shared, R, P, X, tiles, more)
     gl.warp_specialize(
         [
-            (_attend, (source, memory, table, store.norms, parts, scale, unit, begin, end, count, line, room, split, splits,
-                       index.pool, PAGE, N, ST, KEPT.first)),
-            (decode, (store.codes, shared, store.levels, tiles, table, begin, old, count, index.pool, PAGE, 64, BITS, RP, DEEP,
-                      ST, 8)),
+            (_attend, (source, memory, table, store.norms, parts, scale, unit, begin, end, seen, count, line, room, split,
+                       splits, index.pool, PAGE, N, ST, KEPT)),
+            (decode, (store.codes, kept, shared, store.levels, tiles, table, sequence, begin, old, seen, count, index.pool,
+                      PAGE, 64, BITS, RP, DEEP, ST, 8, KEPT)),
         ],
         [8],
         [80],
@@ -265,9 +263,9 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
     launch(latent_code_columns, (programs, splits))(
         q_latent, signs, tiles_of(q_rope, n), tiles_of(pages.rope, TILE),
-        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), index_of(pages, starts), parts,
-        scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), n, pages.bits,
-        *RINGS[n, pages.bits], STAGES, kept_shape(pages), num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), kept_latents(pages),
+        index_of(pages, starts), parts, scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), n,
+        pages.bits, *RINGS[n, pages.bits], STAGES, kept_shape(pages), num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip
-    merge_rotated(parts, signs, out, MERGED, True, asking(q_latent, q_rope, pages, starts, scale, KEPT_AT_ONCE))
+    merge_rotated(parts, signs, out, MERGED, early=True)
     return out

@@ -1,7 +1,6 @@
-"""Latents that are kept as they are beside codes on CUDA: storing them, and a query's share of them.
+"""Latents that are kept as they are beside codes on CUDA: where they lie, and storing them.
 
-Latents are kept rotated, as codes stand for them; their rotated keys are those beside the codes. What a query finds among them
-is one more share of its results, which the merge joins with those of the codes.
+Latents are kept rotated, as codes stand for them; their rotated keys are those beside the codes.
 """
 
 from typing import NamedTuple
@@ -10,10 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.pages import Index, index_of, place_of, position_of
-from auraflux.ops.hopper.sizes import power_of_two
-from auraflux.ops.hopper.softmax import LOG2E
-from auraflux.ops.turboquant.cuda.hadamard import hadamard
+from auraflux.ops.hopper.pages import place_of
 from auraflux.ops.turboquant.pages import LatentCodes
 
 
@@ -46,7 +42,6 @@ class KeptShape(NamedTuple):
     page: int
 
 
-MOST_KEPT = 128  # positions, which one program goes over for each head
 NOTHING_KEPT = KeptShape(0, 0, 1, 1)
 
 
@@ -65,67 +60,6 @@ def kept_shape(pages: LatentCodes) -> KeptShape:
         return NOTHING_KEPT
     head, recent = (1 if each is None else each.pool[1] for each in (plain.head, plain.recent))
     return KeptShape(plain.first, plain.newest, head, recent)
-
-
-class Asking(NamedTuple):
-    """What queries need to attend to kept latents: themselves, both parts, and where all lies."""
-
-    q: Tensor
-    q_rope: Tensor
-    kept: KeptLatents
-    rope: Tensor
-    step: Index
-    heads: int
-    scale: float
-
-
-class AskingShape(NamedTuple):
-    """What that is compiled for: tokens in a page of codes, channels of a rotated key, sequences.
-
-    newest, first  positions at a time
-    """
-
-    page: int
-    rope: int
-    sequences: int
-    newest: int
-    first: int
-
-
-class Question(NamedTuple):
-    """All that the share of kept latents takes; None, and what does not matter, where none are kept."""
-
-    who: Asking | None
-    shape: AskingShape
-    kept: KeptShape
-
-
-def asking(q: Tensor, q_rope: Tensor, pages: LatentCodes, starts: Tensor, scale: float, most: int) -> Question:
-    """Give what the share of kept latents takes; registers hold those of `most` positions at a time."""
-    kept, shape = kept_latents(pages), kept_shape(pages)
-    if kept is None:
-        return NO_QUESTION
-    at_once = (min(most, power_of_two(max(1, count))) for count in (shape.newest, shape.first))
-    sizes = pages.pool[1], pages.rope.shape[2], power_of_two(pages.table.shape[0])
-    who = Asking(q, q_rope, kept, pages.rope, index_of(pages, starts), q.shape[1], scale * LOG2E.value)
-    return Question(who, AskingShape(*sizes, *at_once), shape)
-
-
-NO_QUESTION = Question(None, AskingShape(1, 1, 1, 1, 1), NOTHING_KEPT)
-
-
-@triton.jit
-def share_of_kept(asking, signs, line, D: tl.constexpr, SHAPE: tl.constexpr, KEPT: tl.constexpr):
-    """Rotate the query of one token and head, and attend from it to what is kept: see `kept_share`; and the query [1, D]."""
-    d, r = tl.arange(0, D)[None, :], tl.arange(0, SHAPE.rope)[None, :]
-    sequence, position = position_of((line // asking.heads).to(tl.int32), asking.step, SHAPE.sequences)
-    x = hadamard(tl.load(asking.q + line * D + d).to(tl.float32) * tl.load(signs + d), D)
-    q_rope = tl.load(asking.q_rope + line * SHAPE.rope + r).to(tl.float32)
-    found = kept_share(
-        x, q_rope, asking.kept, asking.rope, asking.step, sequence, position, asking.scale, D, SHAPE.rope, KEPT,
-        SHAPE.page, SHAPE.newest, SHAPE.first,
-    )  # fmt: skip
-    return found[0], found[1], found[2], x
 
 
 @triton.jit
@@ -153,69 +87,3 @@ def place_kept(kept, sequence, position, wanted, FIRST: tl.constexpr, KEPT: tl.c
         page, slot = place_of(kept.table, sequence, position, kept.width, kept.pool, KEPT.page)
         row, base = page * KEPT.page + slot, kept.rows
     return base, row, wanted & (page >= 0)
-
-
-@triton.jit
-def _take(
-    x, q_rope, m, l, acc, kept, rope, index, sequence, position, wanted, scale, FIRST: tl.constexpr, D: tl.constexpr,  # noqa: E741
-    R: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """Take some positions into a query's softmax."""
-    d, r = tl.arange(0, D)[None, :], tl.arange(0, R)[None, :]
-    base, row, there = place_kept(kept, sequence, position, wanted, FIRST, KEPT)
-    page, slot = place_of(index.table, sequence, position, index.width, index.pool, PAGE)
-    there = there & (page >= 0)
-    rows = tl.load(base + row[:, None] * D + d, mask=there[:, None] & (d < D), other=0.0).to(tl.float32)
-    keys = tl.load(rope + (page * PAGE + slot)[:, None] * R + r, mask=there[:, None] & (r < R), other=0.0).to(tl.float32)
-    s = (tl.sum(rows * x, 1) + tl.sum(keys * q_rope, 1)) * scale
-    s = tl.where(there, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    p, fade = tl.exp2(s - safe), tl.exp2(m - safe)
-    return top, l * fade + tl.sum(p, 0), acc * fade + tl.sum(p[:, None] * rows, 0)
-
-
-@triton.jit
-def kept_share(
-    x, q_rope, kept, rope, index, sequence, position, scale, D: tl.constexpr, R: tl.constexpr, KEPT: tl.constexpr,
-    PAGE: tl.constexpr, N: tl.constexpr, NH: tl.constexpr,
-):  # fmt: skip
-    """Attend from a rotated query x [1, D], whose other part is q_rope [1, R], to what it reads as it is.
-
-    scale    of scores, to base 2
-    N, NH    positions at a time, of the newest and of the first
-    returns  the largest score, the sum of weights, and values summed by these: [D], still rotated
-    """
-    m, l = float("-inf"), 0.0  # noqa: E741
-    acc = tl.zeros([D], tl.float32)
-    if KEPT.newest:
-        for first in range(0, KEPT.newest, N):
-            at = position - (KEPT.newest - 1) + first + tl.arange(0, N)
-            near = (at >= KEPT.first) & (at <= position)
-            m, l, acc = _take(  # noqa: E741
-                x, q_rope, m, l, acc, kept, rope, index, sequence, at, near, scale, False, D, R, KEPT, PAGE
-            )
-    if KEPT.first:
-        for first in range(0, KEPT.first, NH):
-            at = first + tl.arange(0, NH)
-            seen = (at < KEPT.first) & (at <= position)
-            m, l, acc = _take(  # noqa: E741
-                x, q_rope, m, l, acc, kept, rope, index, sequence, at, seen, scale, True, D, R, KEPT, PAGE
-            )
-    return m, l, acc
-
-
-@triton.jit
-def mixed(acc, own, LOW: tl.constexpr, D: tl.constexpr):
-    """Apply the Walsh-Hadamard transform, without its factor, over three bits of a channel from that worth LOW on, at `own`.
-
-    own      [G]  values of these three bits
-    returns  [D / (8 * LOW), G, LOW]
-    """
-    G: tl.constexpr = own.shape[0]
-    HIGH: tl.constexpr = D // (8 * LOW)
-    other = own[:, None] & tl.arange(0, 8)[None, :]
-    odd = (other ^ (other >> 1) ^ (other >> 2)) & 1
-    sign = tl.where(odd == 1, -1.0, 1.0)
-    apart = tl.reshape(acc, [HIGH, 1, 8, LOW]) * tl.reshape(sign, [1, G, 8, 1])
-    return tl.sum(apart, 2)

@@ -5,6 +5,8 @@ A byte is one code of 8 bits or two neighbours of 4; its row is at its lower sev
 
 A warp has eight rows of every tile. Their codes come through a ring of its own by `cp.async`, a few rows at a time, and it
 reads back only what it asked for itself: warps wait for nobody until a tile is whole.
+
+Rows of latents that are kept as they are replace theirs in a decoded tile. Whoever reads it takes their norms for 1.
 """
 
 from functools import lru_cache
@@ -22,6 +24,7 @@ from auraflux.ops.turboquant.cuda.hadamard import MOST_BOOKS
 
 # of shared memory, 4 KB each
 TABLE_ROWS = gl.constexpr(8)
+LEVELS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 LANES = gl.constexpr("mov.u32 $0, %laneid; mul.lo.u32 $0, $0, 0x04040404; // $1")
 
 
@@ -129,7 +132,8 @@ def _store_table(shared, words, AT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _page_of(table, begin, tile, count, PAGE: gl.constexpr, NP: gl.constexpr):
+def page_of(table, begin, tile, count, PAGE: gl.constexpr, NP: gl.constexpr):
+    """Look up the page of a tile, or of the last one if it is past that; there need be none."""
     return gl.load(table + (begin + gl.maximum(gl.minimum(tile, count - 1), 0) * NP) // PAGE)
 
 
@@ -169,13 +173,60 @@ def _write(w, lanes, place, tile, swizzle, PIECE: gl.constexpr, BITS: gl.constex
 
 
 @gluon.jit
+def tile_at(shared, i, NP: gl.constexpr, ST: gl.constexpr):
+    """Give the place of decoded tile `i`."""
+    return shared.index(TABLE_ROWS + i % ST * tile_rows(NP))._reinterpret(gl.float16, [NP, 512], LEVELS)
+
+
+@gluon.jit
+def is_kept(position, seen, KEPT: gl.constexpr):
+    """Tell which positions the newest of `seen` tokens reads as they are."""
+    return (position < KEPT.first) | (position + KEPT.newest >= seen)
+
+
+@gluon.jit
+def _replace(tile, rows, pages, width, pool, position, wanted, PAGE: gl.constexpr, NW: gl.constexpr):
+    """Replace rows of a tile by those that are kept of their positions, where `wanted`."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
+    channel = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    page = gl.load(pages + position // PAGE, mask=wanted & (position // PAGE < width), other=0)
+    page = gl.where((page >= 0) & (page < pool), page, 0)
+    at, wanted = (page.to(gl.int64) * PAGE + position % PAGE)[:, None] * 512, wanted[:, None] & (channel >= 0)
+    for part in gl.static_range(8):
+        some = tile.slice(part * 64, 64, dim=1)
+        found = gl.load(rows + at + (part * 64 + channel), mask=wanted, other=0.0)
+        some.store(gl.where(wanted, found.to(gl.float16), some.load(L)))
+
+
+@gluon.jit
+def _keep(tile, kept, sequence, first, seen, KEPT: gl.constexpr, NP: gl.constexpr, NW: gl.constexpr):
+    """Replace the rows of kept positions in a tile that begins at `first`, when it is whole."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NW, 1], [1, 0])
+    position, sequence = first + gl.arange(0, NP, gl.SliceLayout(1, L)), sequence.to(gl.int64)
+    # what this step has added is there only when the kernel before has ended
+    gdc_wait()
+    gl.thread_barrier()
+    if KEPT.newest > 0:  # noqa: SIM102
+        if first + NP + KEPT.newest > seen:
+            near = (position >= KEPT.first) & (position < seen) & (position + KEPT.newest >= seen)
+            table = kept.table + sequence * kept.width
+            _replace(tile, kept.rows, table, kept.width, kept.pool, position, near, KEPT.page, NW)
+    if KEPT.first > 0:  # noqa: SIM102
+        if first < KEPT.first:
+            early = (position < KEPT.first) & (position < seen)
+            table = kept.head_table + sequence * kept.head_width
+            _replace(tile, kept.head, table, kept.head_width, kept.head_pool, position, early, KEPT.head_page, NW)
+
+
+@gluon.jit
 def decode(
-    codes, shared, levels, tiles, table, begin, old, count, pool, PAGE: gl.constexpr, NP: gl.constexpr,
-    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, NW: gl.constexpr,
+    codes, kept, shared, levels, tiles, table, sequence, begin, old, seen, count, pool, PAGE: gl.constexpr, NP: gl.constexpr,
+    BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, NW: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """Fill the table, then write the levels of `count` tiles of NP positions from `begin` on.
 
     Positions before `old` are of earlier steps: their codes are asked for before the kernel launched before this one has ended.
+    kept    latents that the newest of `seen` tokens of a sequence reads as they are, see `KeptLatents`; None for none
     shared  the table, ST tiles, and rings of DEEP pieces of RP rows for each warp
     tiles   barriers of full tiles [ST], of empty ones [ST]
     """
@@ -194,8 +245,8 @@ def decode(
     to, at = ring + lane * 16, ring + lane * BITS
     source = codes.to(gl.int64) + warp * (512 * BITS) + lane * 16
     target, swizzle = place + TABLE_ROWS * 4096 + lane // 8 * (NP * 128) + warp * 1024, lane % 8 * 16
-    page0, page1 = _page_of(table, begin, 0, count, PAGE, NP), _page_of(table, begin, 1, count, PAGE, NP)
-    page2 = _page_of(table, begin, 2, count, PAGE, NP)
+    page0, page1 = page_of(table, begin, 0, count, PAGE, NP), page_of(table, begin, 1, count, PAGE, NP)
+    page2 = page_of(table, begin, 2, count, PAGE, NP)
     for n in gl.static_range(DEEP):
         page = page0 if n < PIECES else page1
         _ask(to + n * NBYTES, source, page, begin, n // PIECES, old, count, pool, n % PIECES, n % PIECES == 0, PAGE, NP, BITS,
@@ -208,7 +259,7 @@ def decode(
             _store_table(shared, _load_table(levels, part * 64, 64, NW), 2 * part, 64)
     gl.thread_barrier()
     for i in range(count):
-        page3 = _page_of(table, begin, i + 3, count, PAGE, NP)
+        page3 = page_of(table, begin, i + 3, count, PAGE, NP)
         tile = target + i % ST * (NP * 1024)
         for piece in gl.static_range(PIECES):
             slot = (i * PIECES + piece) % DEEP * NBYTES
@@ -220,6 +271,10 @@ def decode(
             if piece == 0:
                 mbarrier.wait(tiles.index(ST + i % ST), (i // ST % 2) ^ 1)
             _write(w, lanes, place, tile, swizzle, piece, BITS, RP, NP)
+        if KEPT.first + KEPT.newest > 0:
+            first = begin + i * NP
+            if (first < KEPT.first) | (first + NP + KEPT.newest > seen):
+                _keep(tile_at(shared, i, NP, ST), kept, sequence, first, seen, KEPT, NP, NW)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(tiles.index(i % ST))

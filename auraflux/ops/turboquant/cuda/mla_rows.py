@@ -27,8 +27,8 @@ from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import MOST_SPLITS, columns, room_for, share_of, tiles_of
 from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
-from auraflux.ops.turboquant.cuda.mla_kept import asking, kept_shape
-from auraflux.ops.turboquant.cuda.mla_lookup import TABLE_ROWS, decode, shared_rows, table_for, tile_rows
+from auraflux.ops.turboquant.cuda.mla_kept import kept_latents, kept_shape
+from auraflux.ops.turboquant.cuda.mla_lookup import decode, is_kept, page_of, shared_rows, table_for, tile_at
 from auraflux.ops.turboquant.cuda.mla_merge import hadamard_queries, merge_rotated
 from auraflux.ops.turboquant.pages import LatentCodes
 
@@ -37,11 +37,9 @@ TILE = 32  # positions
 STAGES = 3  # decoded tiles
 RINGS = {8: (4, 2), 4: (4, 4)}  # by bits: rows of a piece of codes, and how many pieces a warp has under way
 REGISTERS = 128
-KEPT_AT_ONCE = 16  # positions
 MIXED = 32  # what the lowest of the three bits of a channel is worth whose transform is done before shares are stored
 
 F16, BF, F32 = gl.constexpr(gl.float16), gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
-LEVELS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 # wider instructions want more registers than the compiler sees
 SUMS = gl.constexpr(columns(128))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -79,8 +77,8 @@ class Memory(NamedTuple):
 
 @gluon.jit
 def _score(
-    source, memory, table, norms, parts, scale, unit, begin, end, count, line, at, room, slots, pool, PAGE: gl.constexpr,
-    NP: gl.constexpr, ST: gl.constexpr, FIRST: gl.constexpr,
+    source, memory, table, norms, parts, scale, unit, begin, end, seen, count, line, at, room, splits, pool,
+    PAGE: gl.constexpr, NP: gl.constexpr, ST: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """Make the weights of each tile, and at last what the results must be multiplied with."""
     T: gl.constexpr = columns(NP)
@@ -88,8 +86,8 @@ def _score(
     m = gl.full([64], float("-inf"), F32, gl.SliceLayout(1, T))
     l = gl.full([64], 0.0, F32, gl.SliceLayout(1, T))  # noqa: E741
     zero = gl.full([64, NP], 0.0, F32, T)
-    page = gl.load(table + begin // PAGE)
-    following = gl.load(table + (begin + gl.minimum(1, count - 1) * NP) // PAGE)
+    page = page_of(table, begin, 0, count, PAGE, NP)
+    following = page_of(table, begin, 1, count, PAGE, NP)
     gdc_wait()
     mbarrier.expect(memory.more.index(0), 64 * 576 * 2)
     tma.async_copy_global_to_shared(source.queries, [line, 0], memory.more.index(0), memory.Q)
@@ -104,24 +102,23 @@ def _score(
     for i in range(count):
         first = begin + i * NP
         left = gl.where(there, end - first, 0)
-        tile = memory.shared.index(TABLE_ROWS + i % ST * tile_rows(NP))._reinterpret(F16, [NP, 512], LEVELS)
+        tile = tile_at(memory.shared, i, NP, ST)
         mbarrier.wait(memory.tiles.index(i % ST), i // ST % 2)
         c = warpgroup_mma(memory.Q, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(memory.more.index(1), i % 2)
         s = warpgroup_mma(memory.QR, memory.R.permute((1, 0)), zero, use_acc=False, is_async=True)
         c, s = warpgroup_mma_wait(0, deps=[c, s])
         gl.thread_barrier()
-        page, following = following, gl.load(table + (begin + gl.minimum(i + 2, count - 1) * NP) // PAGE)
+        page, following = following, page_of(table, begin, i + 2, count, PAGE, NP)
         there = (page >= 0) & (page < pool)
         origin = gl.where(there, page, 0) * PAGE + (first + NP) % PAGE
         if i + 1 < count:
             mbarrier.expect(memory.more.index(1), NP * 128)
             tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
-        weight = norm * unit
-        seen = position < left
-        if FIRST > 0:
-            seen = seen & (first + position >= FIRST)
-        s = gl.where(seen[None, :], (c * weight[None, :] + s) * scale, float("-inf"))
+        weight, live = norm * unit, position < left
+        if KEPT.first + KEPT.newest > 0:
+            weight = gl.where(is_kept(first + position, seen, KEPT), 1.0, weight)
+        s = gl.where(live[None, :], (c * weight[None, :] + s) * scale, float("-inf"))
         norm = gl.load(norms + origin.to(gl.int64) + position)
         top = gl.maximum(m, gl.max(s, 1))
         safe = gl.where(top == float("-inf"), 0.0, top)
@@ -130,15 +127,15 @@ def _score(
         m, l = top, l * fade + gl.sum(p, 1)  # noqa: E741
         mbarrier.wait(memory.more.index(3), (i % 2) ^ 1)
         # norms need not be finite where nothing is seen
-        memory.P.store((p * gl.where(seen, weight, 0.0)[None, :]).to(F16))
+        memory.P.store((p * gl.where(live, weight, 0.0)[None, :]).to(F16))
         memory.F.store(fade)
         fence_async_shared()
         mbarrier.arrive(memory.more.index(2))
     mbarrier.wait(memory.more.index(3), (count % 2) ^ 1)
     memory.F.store(gl.where(l == 0.0, 0.0, 1.0 / l))
     mbarrier.arrive(memory.more.index(2))
-    gl.store(parts.m + at + row * slots, m, mask=row < room)
-    gl.store(parts.l + at + row * slots, l, mask=row < room)
+    gl.store(parts.m + at + row * splits, m, mask=row < room)
+    gl.store(parts.l + at + row * splits, l, mask=row < room)
 
 
 @gluon.jit
@@ -151,11 +148,11 @@ def _butterflies(x):
 
 
 @gluon.jit
-def _mix(memory, out, count, at, room, slots, NP: gl.constexpr, ST: gl.constexpr, HALF: gl.constexpr):
+def _mix(memory, out, count, at, room, splits, NP: gl.constexpr, ST: gl.constexpr, HALF: gl.constexpr):
     """Add up half of the channels, and store their means."""
     acc = gl.full([64, 256], 0.0, F32, SUMS)
     for i in range(count):
-        tile = memory.shared.index(TABLE_ROWS + i % ST * tile_rows(NP))._reinterpret(F16, [NP, 512], LEVELS)
+        tile = tile_at(memory.shared, i, NP, ST)
         mbarrier.wait(memory.tiles.index(i % ST), i // ST % 2)
         mbarrier.wait(memory.more.index(2), i % 2)
         fade = memory.F.load(gl.SliceLayout(1, SUMS))
@@ -169,27 +166,27 @@ def _mix(memory, out, count, at, room, slots, NP: gl.constexpr, ST: gl.constexpr
     lines.store(_butterflies(acc * memory.F.load(gl.SliceLayout(1, SUMS))[:, None]).to(F16))
     gl.thread_barrier()
     row, channel = gl.arange(0, 64, gl.SliceLayout(1, ROWS)), gl.arange(0, 256, gl.SliceLayout(0, ROWS))
-    where = at * 512 + HALF * 256 + (row[:, None] * (slots * 512) + channel[None, :])
+    where = at * 512 + HALF * 256 + (row[:, None] * (splits * 512) + channel[None, :])
     gl.store(out + where, lines.load(ROWS), mask=(row < room)[:, None] & (channel >= 0)[None, :])
 
 
 @gluon.jit
 def latent_code_rows(
-    queries, rotated, ropes, store, index, parts, scale, unit, heads, splits, slots, PAGE: gl.constexpr, S: gl.constexpr,
+    queries, rotated, ropes, store, kept, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
     NP: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one token with one share of its positions, NP at a time; grid (tokens * tiles of heads, splits).
 
-    slots  shares that parts have room for: one more where positions are kept as they are, see `KeptShape`
+    KEPT  which positions are read as they are, see `KeptShape`
     """
     gdc_launch_dependents()
     groups = (heads + 63) // 64
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * 64, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, index, S, NP, KEPT.newest)
-    sequence, begin, _, end, count, old = share
+    share = share_of(token, split, splits, 1 << 30, index, S, NP)
+    sequence, begin, _, end, count, old, seen = share
     table = index.table + sequence.to(gl.int64) * index.width
     line, room = token * heads + column, heads - column
-    at = line.to(gl.int64) * slots + split
+    at = line.to(gl.int64) * splits + split
     # the largest allocation is where shared memory begins, and the table where it begins: look-ups find it there
     shared = gl.allocate_shared_memory(
         gl.int32, [shared_rows(NP, ST, NP // 8, DEEP * 64 * BITS * RP), 1024], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -210,12 +207,12 @@ def latent_code_rows(
     source, memory = Source(queries, rotated, ropes), Memory(Q, QR, shared, R, P, F, tiles, more)
     gl.warp_specialize(
         [
-            (_score, (source, memory, table, store.norms, parts, scale, unit, begin, end, count, line, at, room, slots,
-                      index.pool, PAGE, NP, ST, KEPT.first)),
-            (_mix, (memory, parts.o, count, at, room, slots, NP, ST, 0)),
-            (_mix, (memory, parts.o, count, at, room, slots, NP, ST, 1)),
-            (decode, (store.codes, shared, store.levels, tiles, table, begin, old, count, index.pool, PAGE, NP, BITS, RP, DEEP,
-                      ST, NP // 8)),
+            (_score, (source, memory, table, store.norms, parts, scale, unit, begin, end, seen, count, line, at, room, splits,
+                      index.pool, PAGE, NP, ST, KEPT)),
+            (_mix, (memory, parts.o, count, at, room, splits, NP, ST, 0)),
+            (_mix, (memory, parts.o, count, at, room, splits, NP, ST, 1)),
+            (decode, (store.codes, kept, shared, store.levels, tiles, table, sequence, begin, old, seen, count, index.pool,
+                      PAGE, NP, BITS, RP, DEEP, ST, NP // 8, KEPT)),
         ],
         [4, 4, 4],
         [160, 160, 80],
@@ -226,17 +223,15 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
     """`turboquant_latent_attention` of few tokens and many heads."""
     (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     out, programs, device = torch.empty_like(q_latent), tokens * cdiv(heads, HEADS), q_latent.device
-    kept = int(pages.plain is not None)
-    splits = max(1, min(MOST_SPLITS - kept, multiprocessors(device) // programs, cdiv(table_width * page, 2 * TILE)))
+    splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, 2 * TILE)))
     # rounded once more, which means of many shares do not show
-    parts = room_for(tokens * heads, splits + kept, LATENT, torch.float16, device)
+    parts = room_for(tokens * heads, splits, LATENT, torch.float16, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
-    rotated = hadamard_queries(q_latent, signs, parts, MIXED, asking(q_latent, q_rope, pages, starts, scale, KEPT_AT_ONCE))
     launch(latent_code_rows, (programs, splits))(
-        tiles_of(rotated, HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.rope, TILE),
-        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), index_of(pages, starts), parts,
-        scale * LOG2E.value, LATENT**-0.5, heads, splits, splits + kept, page, power_of_two(sequences), TILE, pages.bits,
-        *RINGS[pages.bits], STAGES, kept_shape(pages), num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
+        tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.rope, TILE),
+        Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), kept_latents(pages),
+        index_of(pages, starts), parts, scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), TILE,
+        pages.bits, *RINGS[pages.bits], STAGES, kept_shape(pages), num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     merge_rotated(parts, signs, out, MIXED, early=False)
     return out

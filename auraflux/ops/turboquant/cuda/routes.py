@@ -26,7 +26,6 @@ from auraflux.ops.turboquant.cuda import (
     flash_codes_launch,
     keep,
     mla_columns,
-    mla_kept,
     mla_rope_append,
     mla_rows,
     rope_append,
@@ -117,8 +116,6 @@ def _refuses_latent(call: AttendLatent) -> str | None:
         return "queries are not in 16 bits, or what is rotated by position is not in bf16"
     if page % mla_columns.TILE:
         return f"pages of {page} are not whole tiles of {mla_columns.TILE}"
-    if pages.plain is not None and pages.plain.first + pages.plain.newest > mla_kept.MOST_KEPT:
-        return f"{pages.plain.first + pages.plain.newest} positions are kept as they are; it is for up to {mla_kept.MOST_KEPT}"
     return not_hopper(call.q.device) or (UNALIGNED if _unaligned(call.q, call.q_rope, pages.codes, keys) else None)
 
 
