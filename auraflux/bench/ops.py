@@ -20,7 +20,7 @@ from auraflux.bench.result import PeerResult, Result
 from auraflux.bench.timing import Contender, Timing, race
 from auraflux.errors import InputError
 from auraflux.machine import free_nbytes, last_cache_nbytes
-from auraflux.ops._cases import Args, Case, all_cases, relative_rms
+from auraflux.ops._cases import Args, Case, all_cases, relative_rms, tensors
 from auraflux.ops._dispatch import exact, use_backend
 
 BUDGET_S = 1.0
@@ -131,7 +131,12 @@ class Entry:
         return PeerResult(self.peer.name, self.peer.contract, timing, self.error, self.note)
 
 
-def distance(found: torch.Tensor, expected: Any) -> float:
-    """Relative RMS from the reference's result, the first one where there are several; a peer may shape it differently."""
-    expected = expected[0] if isinstance(expected, tuple) else expected
+def distance(found: torch.Tensor, expected: Any) -> float | None:
+    """Relative RMS from the reference's result, the first one where there are several; a peer may shape it differently.
+
+    None where the op gives no result.
+    """
+    expected = next((tensor for _, tensor in tensors(expected)), None)
+    if expected is None:
+        return None
     return relative_rms(found.to(expected.dtype).reshape(expected.shape), expected)

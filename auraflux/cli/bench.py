@@ -38,6 +38,7 @@ bench.add_command(bench_stream)
 @click.option("--case", metavar="NAME", help="Only cases of this name; it may hold * for any text.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
 @click.option("--peers/--no-peers", default=True, show_default=True, help="Time other libraries on the same work.")
+@click.option("--routes", is_flag=True, help="On a GPU, in place of peers: what runs without the kernel that is taken.")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.01),
@@ -46,7 +47,14 @@ bench.add_command(bench_stream)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--save", type=click.Path(path_type=Path), help="Also write the JSON to a file, or into a folder.")
 def bench_ops(
-    names: tuple[str, ...], case: str | None, device: str, peers: bool, seconds: float | None, as_json: bool, save: Path | None
+    names: tuple[str, ...],
+    case: str | None,
+    device: str,
+    peers: bool,
+    routes: bool,
+    seconds: float | None,
+    as_json: bool,
+    save: Path | None,
 ) -> None:
     """Time the kernels.
 
@@ -66,8 +74,10 @@ def bench_ops(
 
     check_device(device)
     if device == "cuda":
-        bench_gpu(names, case, peers, seconds, as_json, save)
+        bench_gpu(names, case, peers, routes, seconds, as_json, save)
         return
+    if routes:
+        raise Failure("--routes is for --device cuda.")
     target = place(save, this_machine().slug) if save is not None else None
     load_before = load()
     results, ceiling, threads = _run(bench_cases(names, case), peers, seconds or BUDGET_S)

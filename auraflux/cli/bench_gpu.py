@@ -15,6 +15,7 @@ from auraflux.errors import BackendError
 
 if TYPE_CHECKING:
     from auraflux.bench.gpu.ceilings import Ceilings
+    from auraflux.bench.gpu.run import PeersOf
     from auraflux.bench.result import Result
     from auraflux.ops._cases import Case
 
@@ -23,18 +24,26 @@ LONGEST_NOTE = 120  # characters in the table; the document has all of it
 
 
 def bench_gpu(
-    names: tuple[str, ...], case: str | None, peers: bool, seconds: float | None, as_json: bool, save: Path | None
+    names: tuple[str, ...],
+    case: str | None,
+    peers: bool,
+    routes: bool,
+    seconds: float | None,
+    as_json: bool,
+    save: Path | None,
 ) -> None:
     if find_spec("triton") is None:
         raise BackendError("triton is not installed, so there are no kernels for the GPU. Run pip install 'auraflux[cuda]'.")
     from auraflux.bench.document import place
     from auraflux.bench.document import save as write
     from auraflux.bench.gpu.document import document, this_gpu
-    from auraflux.bench.gpu.run import BUDGET_S, gpu_cases
+    from auraflux.bench.gpu.routes import without_each
+    from auraflux.bench.gpu.run import BUDGET_S, gpu_cases, libraries, no_peers
 
     gpu = this_gpu()
     target = place(save, gpu.slug) if save is not None else None
-    results, ceilings, stopped = _run(gpu_cases(names, case), peers, seconds or BUDGET_S)
+    beside = without_each if routes else libraries if peers else no_peers
+    results, ceilings, stopped = _run(gpu_cases(names, case), beside, seconds or BUDGET_S)
     found = document(shlex.join(["auraflux", *sys.argv[1:]]), gpu, ceilings, results)
     if target is not None and stopped is None:
         write(found, target)
@@ -48,7 +57,7 @@ def bench_gpu(
         raise Failure(f"kernels that differ from their reference: {', '.join(wrong)}.")
 
 
-def _run(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result]", "Ceilings", BaseException | None]:
+def _run(cases: "list[Case]", beside: "PeersOf", seconds: float) -> tuple["list[Result]", "Ceilings", BaseException | None]:
     """Measure the ceilings, the cases and the ceilings again, with progress on stderr; give what was measured before a stop."""
     from rich.console import Console
 
@@ -61,7 +70,7 @@ def _run(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result
     with stderr.status("ceilings") as status:
         ceilings = measure(Graph)
         try:
-            for result in run(cases, peers, seconds, lambda text: status.update(text)):
+            for result in run(cases, beside, seconds, lambda text: status.update(text)):
                 results.append(result)
                 if not stderr.is_terminal:
                     click.echo(f"{len(results)}/{len(cases)} {_line(result)}", err=True)

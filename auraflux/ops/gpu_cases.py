@@ -27,7 +27,7 @@ from auraflux.ops.attention.reference import (
 )
 from auraflux.ops.delta.cases import conv, prefill, state_flops, state_nbytes, step, whole, whole_nbytes
 from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
-from auraflux.ops.linear.reference import gate_up_swiglu, linear, linears
+from auraflux.ops.linear.reference import add_norm_gate_up, add_norm_linears, add_norm_scores, gate_up_swiglu, linear, linears
 from auraflux.ops.moe._expert_cases import some
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, route
@@ -43,6 +43,7 @@ from auraflux.ops.turboquant._inputs import (
     attend_nbytes,
     encoded,
     turned,
+    turned_latent,
 )
 from auraflux.ops.turboquant._inputs import coded as coded_rows
 from auraflux.ops.turboquant.arrangement import arrangement_for
@@ -52,6 +53,7 @@ from auraflux.ops.turboquant.reference import (
     decode,
     encode,
     rope_append_codes,
+    rope_append_latent_codes,
     turboquant_attention,
     turboquant_latent_attention,
 )
@@ -93,6 +95,25 @@ def mx_product(tokens: int, rows: int, width: int) -> Args:
 
 def gated(tokens: int, rows: int, width: int) -> Args:
     return {"x": torch.randn(tokens, width).to(BF16), "gate": codes(rows, width, bits=4), "up": codes(rows, width, bits=4)}
+
+
+def from_stream(tokens: int, width: int, rows: list[int], bits: int | None = 4) -> Args:
+    """The residual stream, what is to be added to it, and weights of codes or, without bits, in bf16."""
+    x, delta = (torch.randn(tokens, width).to(BF16) for _ in range(2))
+    weights = [(torch.randn(n, width) * width**-0.5).to(BF16) if bits is None else codes(n, width, bits=bits) for n in rows]
+    return {"x": x, "delta": delta, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
+
+
+def gated_stream(tokens: int, width: int, rows: int) -> Args:
+    args = from_stream(tokens, width, [rows, rows])
+    gate, up = args.pop("weights")
+    return {**args, "gate": gate, "up": up}
+
+
+def products_nbytes(args: Args) -> int:
+    """Weights once, and the tokens they are multiplied with."""
+    weights = args["weights"] if "weights" in args else [args["gate"], args["up"]]
+    return sum(weight.nbytes for weight in weights) + args["x"].nbytes
 
 
 def linear_flops(args: Args) -> int:
@@ -201,9 +222,39 @@ LINEAR = [
     *(multiplied(f"4bit-8192x8192-{t}", partial(product_of, t, 8192, 8192, 4)) for t in (1, 8, 16, 64, 2048)),
     multiplied("4bit-4096x14336-1", partial(product_of, 1, 4096, 14336, 4)),
     multiplied("4bit-14336x4096-1", partial(product_of, 1, 14336, 4096, 4)),
+    multiplied("4bit-7168x16384-1", partial(product_of, 1, 7168, 16384, 4)),
     multiplied("4bit-8192x8256-1", partial(product_of, 1, 8192, 8256, 4)),
     *(multiplied(f"{bits}bit-8192x8192-1", partial(product_of, 1, 8192, 8192, bits)) for bits in (8, 6, 5, 3, 2)),
     multiplied("mxfp4-8192x8192-1", partial(mx_product, 1, 8192, 8192)),
+]
+
+# products as models ask for them: with the residual stream and its norm, several at once
+JOINED = [
+    *(
+        Case(
+            add_norm_linears,
+            f"qkv-4096-{t}",
+            partial(from_stream, t, 4096, [4096, 1024, 1024]),
+            tol=TWICE_ROUNDED,
+            nbytes=products_nbytes,
+        )
+        for t in (1, 8, 32, 128, 2048)
+    ),
+    *(
+        Case(
+            add_norm_gate_up,
+            f"4096x14336-{t}",
+            partial(gated_stream, t, 4096, 14336),
+            tol=TWICE_ROUNDED,
+            nbytes=products_nbytes,
+        )
+        for t in (1, 8, 32, 128, 2048)
+    ),
+    *(
+        Case(add_norm_scores, f"128-of-2048-{t}", partial(from_stream, t, 2048, [128], None), tol=TOL, nbytes=products_nbytes)
+        for t in (1, 32)
+    ),
+    *(multiplied(f"6bit-4096x4096-{t}", partial(product_of, t, 4096, 4096, 6)) for t in (8, 32)),
 ]
 
 ATTENTION = [
@@ -277,6 +328,16 @@ MOE = [
     )
     for t in (1, 64, 4096)
 ]
+MOE.append(
+    Case(
+        mixture,
+        "wide-one-token",
+        lambda: moe(1, experts(64, 7168, 2048), Routing(8, "sigmoid", renormalize=True)),
+        tol=TWICE_ROUNDED,
+        nbytes=moe_nbytes,
+        flops=moe_flops,
+    )
+)
 
 DELTA = [
     *(
@@ -334,6 +395,26 @@ LATENT = [
 ]
 
 LATENT += [
+    *(
+        Case(
+            turboquant_latent_attention,
+            f"8bit-kept-{heads}-heads-32k",
+            partial(attend_latent, [32 * K], [1], heads, 512, 64, dtype=BF16, bits=8, page=PAGE, cache=BF16, plain=(1, 32)),
+            tol=TOL,
+            nbytes=attend_latent_nbytes,
+            flops=attend_latent_flops,
+        )
+        for heads in (16, 128)
+    ),
+    Case(
+        rope_append_latent_codes,
+        "one-token-128-heads",
+        partial(turned_latent, [1000], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=PAGE, cache=BF16),
+        tol=TOL,
+    ),
+]
+
+LATENT += [
     Case(
         made, f"{heads}-heads-{t}", partial(in_bf16, make, name, t, heads, 128, 128, 512), tol=TOL, nbytes=half_nbytes, flops=f
     )
@@ -343,7 +424,7 @@ LATENT += [
 
 OTHERS = [coded(f"k{k}v{v}-32k", [32 * K], HEADS, 128, (k, v)) for k, v in OTHER_PAIRS]
 
-CASES: list[Case] = [*LINEAR, *ATTENTION, *CODED, *MOE, *DELTA, *LATENT, *OTHERS]
+CASES: list[Case] = [*LINEAR, *JOINED, *ATTENTION, *CODED, *MOE, *DELTA, *LATENT, *OTHERS]
 
 # what large models launch on older GPUs, in other formats or seldom; it is not timed
 SELDOM: list[Case] = [
@@ -351,7 +432,6 @@ SELDOM: list[Case] = [
     Case(encode, "8bit", lambda: encoded(2 * K, 8, 128, bits=8, dtype=BF16)),
     Case(decode, "8bit", lambda: coded_rows(2 * K, 8, bits=8, width=128, seed=0)),
     Case(linear, "dense", lambda: {"x": torch.randn(1, 2048).to(BF16), "weight": torch.randn(128, 2048).to(BF16)}),
-    Case(linear, "6bit-4096x4096-8", partial(product_of, 8, 4096, 4096, 6)),
     Case(linears, "three", lambda: {"x": torch.randn(1, 4096).to(BF16), "weights": [codes(4096, 4096, bits=4)] * 3}),
     Case(gate_up_swiglu, "two", lambda: gated(1, 14336, 4096)),
     Case(attention_partials, "decode-32k", partial(queries, [32 * K], [1], HEADS, 128, page=PAGE, dtype=BF16)),

@@ -1,14 +1,16 @@
 """Which of several kernels runs: a list of routes in order, of which the first that does not refuse a call is taken.
 
 A table is all there is to know about the choice. `explain` goes through it without running anything, which is what
-`auraflux ops --explain` and `docs/kernels.md` show.
+`auraflux ops --explain` and `docs/kernels.md` show. `leaving_out` runs what would be taken without some route, by which
+`auraflux bench ops --routes` tells what that is worth.
 """
 
 import importlib
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from auraflux.ops._dispatch import Declined, Op
 
@@ -59,7 +61,9 @@ class _Told(Exception):
         self.verdict = verdict
 
 
-_telling: ContextVar[bool] = ContextVar("telling", default=False)
+NONE: frozenset[str] = frozenset()
+# in place of the usual way through a table; None for that
+_asked: ContextVar[Callable[["Routes[Any, Any]", Any], Any] | None] = ContextVar("asked", default=None)
 
 
 class Routes(Generic[Call, Result]):
@@ -74,16 +78,16 @@ class Routes(Generic[Call, Result]):
         self._known: dict[Hashable, Route[Call, Result]] = {}
 
     def __call__(self, call: Call) -> Result:
-        if _telling.get():
-            raise _Told(self.explain(call))
-        return (self._first(call) if self.key is None else self._remembered(self.key(call), call)).run(call)
+        if (asked := _asked.get()) is not None:
+            return asked(self, call)
+        return (self.first(call) if self.key is None else self._remembered(self.key(call), call)).run(call)
 
-    def _first(self, call: Call) -> Route[Call, Result]:
-        """The first route that does not refuse."""
+    def first(self, call: Call, without: frozenset[str] = NONE) -> Route[Call, Result]:
+        """The first route that does not refuse, and has none of some names."""
         for route in self.routes:
-            if route.refuses(call) is None:
+            if route.name not in without and route.refuses(call) is None:
                 return route
-        raise Declined(self.explain(call).refused[-1][1])
+        raise Declined(self.explain(call, without).refused[-1][1])
 
     def _remembered(self, key: Hashable, call: Call) -> Route[Call, Result]:
         try:
@@ -91,16 +95,16 @@ class Routes(Generic[Call, Result]):
         except KeyError:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            return self._known.setdefault(key, self._first(call))
+            return self._known.setdefault(key, self.first(call))
 
-    def explain(self, call: Call) -> Verdict:
-        """What would be done, without doing it."""
+    def explain(self, call: Call, without: frozenset[str] = NONE) -> Verdict:
+        """What would be done, without doing it; routes of some names are left out."""
         refused: list[tuple[str, str]] = []
         for route in self.routes:
-            reason = route.refuses(call)
+            reason = "it is left out" if route.name in without else route.refuses(call)
             if reason is None:
                 then = route.then(call) if route.then is not None else []
-                return Verdict(route.name, tuple(refused), tuple(table.explain(inner) for table, inner in then))
+                return Verdict(route.name, tuple(refused), tuple(table.explain(inner, without) for table, inner in then))
             refused.append((route.name, reason))
         return Verdict(None, tuple(refused))
 
@@ -121,12 +125,26 @@ def routes_of(op: Op, backend: str) -> Routes[Any, Any] | None:
     return tables.get(op.name)
 
 
-def verdict_of(op: Op, backend: str, arguments: dict[str, Any]) -> Verdict | None:
+@contextmanager
+def leaving_out(names: frozenset[str]) -> Iterator[None]:
+    """Take no route of these names inside the block, whatever its table."""
+    token = _asked.set(lambda table, call: table.first(call, names).run(call))
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def verdict_of(op: Op, backend: str, arguments: dict[str, Any], without: frozenset[str] = NONE) -> Verdict | None:
     """What an op's table says of a call; None where there is no table, or nothing to do."""
     kernel = op.kernel(backend)
     if kernel is None or routes_of(op, backend) is None:
         return None
-    token = _telling.set(True)
+
+    def tell(table: Routes[Any, Any], call: Any) -> NoReturn:
+        raise _Told(table.explain(call, without))
+
+    token = _asked.set(tell)
     try:
         kernel(**arguments)
     except _Told as told:
@@ -134,5 +152,5 @@ def verdict_of(op: Op, backend: str, arguments: dict[str, Any]) -> Verdict | Non
     except Declined as reason:
         return Verdict(None, (("every kernel", str(reason)),))
     finally:
-        _telling.reset(token)
+        _asked.reset(token)
     return None

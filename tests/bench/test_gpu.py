@@ -19,15 +19,18 @@ from auraflux.bench.gpu.ceilings import Ceilings, matmul_ceiling
 from auraflux.bench.gpu.clock import Contender, race, record_long, times_over
 from auraflux.bench.gpu.document import Gpu, document, row
 from auraflux.bench.gpu.peers import PEERS, Peer
-from auraflux.bench.gpu.run import ROTATED_NBYTES, copies_needed, run
+from auraflux.bench.gpu.routes import without_each
+from auraflux.bench.gpu.run import ROTATED_NBYTES, copies_needed, libraries, no_peers, run
 from auraflux.bench.peers.peer import each
 from auraflux.bench.result import PeerResult, Result
 from auraflux.bench.timing import Timing
 from auraflux.cli import bench_gpu, main
 from auraflux.cli.bench_gpu import WIDTH, show
 from auraflux.errors import DeviceMemoryError
+from auraflux.ops import routes
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, Op
+from auraflux.ops.routes import Route, Routes
 
 MB = 1 << 20
 CEILINGS = Ceilings(read=4e12, copy=3.9e12, matmul=1e15)
@@ -65,7 +68,7 @@ def toy(kernel, size: int = 100, **fields) -> Case:
 def one(case: Case, peers=(), monkeypatch=None, record=Played) -> Result:
     if monkeypatch is not None:
         monkeypatch.setitem(PEERS, "doubled", list(peers))
-    (found,) = run([case], bool(peers), 0.01, record=record, device="cpu")
+    (found,) = run([case], libraries if peers else no_peers, 0.01, record=record, device="cpu")
     return found
 
 
@@ -298,3 +301,19 @@ def test_without_a_gpu_the_command_says_so_in_one_sentence():
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: torch finds no NVIDIA GPU here.")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_kernel_is_timed_beside_what_runs_without_it(monkeypatch):
+    tables = {
+        "doubled": Routes(
+            Route("at once", lambda x: None, lambda x: 2 * x),
+            Route("by sums", lambda x: None, lambda x: x + x),
+        )
+    }
+    monkeypatch.setattr(routes, "routes_of", lambda op, backend: tables[op.name])
+    case = toy(lambda x: tables["doubled"](x))
+    monkeypatch.setattr(case.op, "kernel", lambda backend: case.op._kernels["cuda"])
+    (found,) = run([case], without_each, 0.01, record=Played, device="cpu")
+    (other,) = found.peers
+    assert (found.state, other.name, other.error) == ("timed", "without at once: by sums", 0.0)
+    assert other.timing is not None

@@ -19,7 +19,7 @@ from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.routes import Route, Routes, Verdict, verdict_of
+from auraflux.ops.routes import Route, Routes, Verdict, leaving_out, verdict_of
 from auraflux.ops.turboquant._inputs import attend
 from auraflux.quant import QTensor
 
@@ -51,12 +51,26 @@ def test_the_first_that_does_not_refuse_runs():
         table(9)
 
 
-def test_what_a_route_asks_is_explained_too():
-    inner = below(4)
-    outer: Routes[int, str] = Routes(
+def by_half(inner: Routes[int, str]) -> Routes[int, str]:
+    return Routes(
         Route("half of it", lambda number: None, lambda number: inner(number // 2), lambda number: [(inner, number // 2)])
     )
+
+
+def test_what_a_route_asks_is_explained_too():
+    outer = by_half(below(4))
     assert outer(6) == "3 by the small one"
+    assert outer.explain(6).path == "half of it (below 4)"
+
+
+def test_routes_are_left_out_of_all_tables():
+    outer, less = by_half(Routes(*below(4), *below(5))), frozenset(["below 4"])
+    assert outer.explain(6, less).path == "half of it (below 5)"
+    assert outer.explain(10, less).then[0].taken is None
+    with leaving_out(less):
+        assert outer(6) == "3 by the small one"
+        with pytest.raises(Declined, match="5 is not below 5"):
+            outer(10)
     assert outer.explain(6).path == "half of it (below 4)"
 
 

@@ -30,6 +30,8 @@ ROTATED_NBYTES = 256 << 20  # several times the cache of a GPU
 ROTATE_FROM_NBYTES = 1 << 20  # what is smaller stays in cache in real use too
 MOST_COPIES = 256
 
+PeersOf = Callable[[Case, Args], list[Peer]]  # what is timed beside a case's kernel
+
 
 def gpu_cases(ops: Sequence[str] = (), case: str | None = None) -> list[Case]:
     """The cases to time on a GPU: the large shapes; for ops that have none, those that are timed on CPU."""
@@ -37,6 +39,16 @@ def gpu_cases(ops: Sequence[str] = (), case: str | None = None) -> list[Case]:
         return chosen(CASES, ops, case)
     large = {c.op.name for c in CASES}
     return chosen([*CASES, *(c for c in bench_cases() if c.op.name not in large)], ops, case)
+
+
+def no_peers(case: Case, args: Args) -> list[Peer]:
+    """Time our kernel alone."""
+    return []
+
+
+def libraries(case: Case, args: Args) -> list[Peer]:
+    """Other libraries that can do a case."""
+    return [peer for peer in PEERS.get(case.op.name, []) if peer.serves(case, args)]
 
 
 def copies_needed(nbytes: int, free_nbytes: int) -> int:
@@ -48,7 +60,7 @@ def copies_needed(nbytes: int, free_nbytes: int) -> int:
 
 def run(
     cases: Iterable[Case],
-    with_peers: bool,
+    beside: PeersOf,
     budget_s: float = BUDGET_S,
     say: Callable[[str], None] = lambda text: None,
     record: Record = Graph,
@@ -58,9 +70,8 @@ def run(
     # what is loaded by now stays; each case's memory must go before the next
     gc.freeze()
     for case in cases:
-        peers = PEERS.get(case.op.name, []) if with_peers else []
         try:
-            result = Bench(case, peers, budget_s, record, say, device).result()
+            result = Bench(case, beside, budget_s, record, say, device).result()
         except torch.OutOfMemoryError as err:
             result = Result(case.op.name, case.name, _contract(case), "no memory", first_line(err))
         yield result
@@ -88,7 +99,7 @@ class Bench:
     """One case on its way to a result."""
 
     case: Case
-    peers: Sequence[Peer]
+    beside: PeersOf
     budget_s: float
     record: Record
     say: Callable[[str], None]
@@ -148,7 +159,7 @@ class Bench:
                 raise
             except Exception as err:
                 return self._untimed("failed", f"cannot be recorded: {first_line(err)}", error)
-            entries = [self._enter(peer, args, expected) for peer in self.peers if peer.serves(case, args)]
+            entries = [self._enter(peer, args, expected) for peer in self.beside(case, args)]
             timings = race([ours, *(entry for _, entry in entries if entry is not None)], self.budget_s)
         times = iter(timings[1:])
         shown = [
