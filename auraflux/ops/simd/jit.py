@@ -218,10 +218,6 @@ class Kernel:
             recording.add(self._address, packed, jobs)
 
 
-def _bits(value: float) -> int:
-    return struct.unpack("q", struct.pack("d", value))[0]
-
-
 _count_threads: Callable[[], int] | None = None
 
 

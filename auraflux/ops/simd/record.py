@@ -9,6 +9,7 @@ What happens outside of kernels would not be replayed. Torch operations are ther
 harmless, a few are translated to launches, and anything else spoils the recording, with a reason.
 """
 
+import struct
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,6 @@ from auraflux.ops._recording import recorder
 from auraflux.ops.simd.jit import (
     LINE,
     Kernel,
-    _bits,
     _call,
     _launch_threads,
     _our_cache,
@@ -240,3 +240,7 @@ def record() -> Iterator[Recording]:
             yield recording
     finally:
         del recorder[get_ident()]
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("q", struct.pack("d", value))[0]

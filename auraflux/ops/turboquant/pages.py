@@ -72,8 +72,22 @@ class Codebooks:
         check_fields(self)
 
 
+class PagedCodes:
+    """What coded pages of every kind answer as uncompressed ones do."""
+
+    def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
+        """Split a step by sequences, as for uncompressed pages."""
+        pages: Any = self
+        return spans(pages, starts, tokens, reach)
+
+    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Page and slot of each position in [first, last) of a sequence."""
+        pages: Any = self
+        return rows_of(pages, sequence, first, last)
+
+
 @dataclass(frozen=True, eq=False)
-class CodePages:
+class CodePages(PagedCodes):
     """The compressed keys and values of one layer, for a batch of sequences.
 
     key_codes, value_codes  [P, Hkv, page, words]  int32, rows of packed codes
@@ -206,19 +220,20 @@ class CodePages:
         """Positions that a row of the table has room for."""
         return self.table.shape[1] * self.key_codes.shape[2]
 
-    def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
-        """Split a step by sequences, as for uncompressed pages."""
-        pages: Any = self
-        return spans(pages, starts, tokens, reach)
 
-    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position in [first, last) of a sequence."""
-        pages: Any = self
-        return rows_of(pages, sequence, first, last)
+class CodedRows(PagedCodes):
+    """Pages of one coded row for each position."""
+
+    codes: Tensor
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """How many pages there are, and how many tokens each holds."""
+        return self.codes.shape[0], self.codes.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
-class LatentCodes:
+class LatentCodes(CodedRows):
     """The compressed latents of one layer, for a batch of sequences: one vector for all heads, and one rotated key as it is.
 
     codes    [P, page, words]  int32, rows of packed codes
@@ -272,24 +287,9 @@ class LatentCodes:
         """The levels, if they are not the usual ones."""
         return unusual(self.levels, self.width)
 
-    @property
-    def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
-        return self.codes.shape[0], self.codes.shape[1]
-
-    def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
-        """Split a step by sequences, as for uncompressed pages."""
-        pages: Any = self
-        return spans(pages, starts, tokens, reach)
-
-    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position in [first, last) of a sequence."""
-        pages: Any = self
-        return rows_of(pages, sequence, first, last)
-
 
 @dataclass(frozen=True, eq=False)
-class RowCodes:
+class RowCodes(CodedRows):
     """Pages of one coded row for each position.
 
     codes    [P, page, words]  int32, rows of packed codes
@@ -323,18 +323,3 @@ class RowCodes:
         check_shape("lengths", self.lengths, self.table.shape[0])
         if self.codes.shape[1] < 1:
             raise InputError(f"{self.codes.shape[0]} pages of 0 tokens were given; a page must hold at least one.")
-
-    @property
-    def pool(self) -> tuple[int, int]:
-        """How many pages there are, and how many tokens each holds."""
-        return self.codes.shape[0], self.codes.shape[1]
-
-    def spans(self, starts: Tensor, tokens: int, reach: int | None) -> list[tuple[int, int, int, int, int]]:
-        """Split a step by sequences, as for uncompressed pages."""
-        pages: Any = self
-        return spans(pages, starts, tokens, reach)
-
-    def rows_of(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position in [first, last) of a sequence."""
-        pages: Any = self
-        return rows_of(pages, sequence, first, last)

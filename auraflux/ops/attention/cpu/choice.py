@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.attention.cpu.decode_tiles import number_of, widen_row
-from auraflux.ops.attention.cpu.page_index import count_pairs, index_of
+from auraflux.ops.attention.cpu.page_index import count_pairs, index_of, place_of
 from auraflux.ops.attention.pages import RowPages
 from auraflux.ops.attention.reference_choice import Chosen
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, share, threads, workspace
@@ -62,20 +62,6 @@ def score_key(key_at, turned, weights_at, heads, width, sums_at):
 
 
 @jit
-def seen_by(token, lengths_at, starts_at, sequences):
-    """The sequence of a token, and how many positions it sees."""
-    starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
-    low, high = 0, sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if starts[middle] <= token:
-            low = middle
-        else:
-            high = middle
-    return low, np.int64(lengths[low]) - starts[low + 1] + token + 1
-
-
-@jit
 def row_of(table, page, position):
     """The row of a position in the pool, counted over all pages."""
     number = position // page
@@ -94,14 +80,14 @@ def _score_rows(args, job, jobs):
     blocks, laid = (capacity + BLOCK - 1) // BLOCK, -1
     for item in range(job, count * blocks, jobs):
         token, begin = first + item // blocks, item % blocks * BLOCK
-        b, seen = seen_by(token, lengths, starts, sequences)
-        if begin >= seen:
+        b, own = place_of(token, lengths, starts, sequences)
+        if begin > own:
             continue
         if token != laid:
             turn_over(q + 4 * token * heads * width, heads, width, turned)
             laid = token
         scores = floats(out + 4 * (token - first) * capacity, capacity)
-        for position in range(begin, min(begin + BLOCK, seen)):
+        for position in range(begin, min(begin + BLOCK, own + 1)):
             row = row_of(table + 4 * b * table_width, page, position)
             widen_row((element, pool + row * row_nbytes, width, key))
             scores[position] = score_key(key, turned, weights + 4 * token * heads, heads, width, sums)
@@ -148,8 +134,8 @@ def _pick(args, job, jobs):
     ) = arguments(args, 15)  # fmt: skip
     bins = int64s(space + 8 * DIGITS * job, DIGITS)
     for i in share(count, job, jobs):
-        b, seen = seen_by(first + i, lengths, starts, sequences)
-        here, mine = table + 4 * b * table_width, scores + 4 * i * capacity
+        b, own = place_of(first + i, lengths, starts, sequences)
+        here, mine, seen = table + 4 * b * table_width, scores + 4 * i * capacity, own + 1
         keys, rows = int32s(mine, seen), int32s(rows_at + 4 * (first + i) * room, room)
         last, equal = np.int64(-SIGN), np.int64(0)
         if seen > most:

@@ -54,8 +54,8 @@ def index_of(pages: Any, starts: Tensor) -> tuple[int, int, int, int, int, int]:
 
 
 @jit
-def page_row(token, page, table, table_width, lengths_at, starts_at, sequences):
-    """Page and slot of a new token."""
+def place_of(token, lengths_at, starts_at, sequences):
+    """The sequence of a new token, and its position there."""
     starts, lengths = int32s(starts_at, sequences + 1), int32s(lengths_at, sequences)
     low, high = 0, sequences
     while high - low > 1:
@@ -64,5 +64,11 @@ def page_row(token, page, table, table_width, lengths_at, starts_at, sequences):
             low = middle
         else:
             high = middle
-    position = np.int64(lengths[low]) - starts[low + 1] + token
-    return np.int64(int32s(table + 4 * low * table_width, table_width)[position // page]), position % page
+    return low, np.int64(lengths[low]) - starts[low + 1] + token
+
+
+@jit
+def page_row(token, page, table, table_width, lengths_at, starts_at, sequences):
+    """Page and slot of a new token."""
+    b, position = place_of(token, lengths_at, starts_at, sequences)
+    return np.int64(int32s(table + 4 * b * table_width, table_width)[position // page]), position % page

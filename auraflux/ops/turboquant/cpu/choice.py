@@ -4,8 +4,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from auraflux.ops.attention.cpu.choice import BLOCK, choose, row_of, score_key, seen_by, turn_over
-from auraflux.ops.attention.cpu.page_index import index_of
+from auraflux.ops.attention.cpu.choice import BLOCK, choose, row_of, score_key, turn_over
+from auraflux.ops.attention.cpu.page_index import index_of, place_of
 from auraflux.ops.attention.reference_choice import Chosen
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats
 from auraflux.ops.turboquant.cpu.codec import unpack_row
@@ -25,14 +25,14 @@ def _score_codes(args, job, jobs):
     blocks, laid, words = (capacity + BLOCK - 1) // BLOCK, -1, (width * bits + 31) // 32
     for item in range(job, count * blocks, jobs):
         token, begin = first + item // blocks, item % blocks * BLOCK
-        b, seen = seen_by(token, lengths, starts, sequences)
-        if begin >= seen:
+        b, own = place_of(token, lengths, starts, sequences)
+        if begin > own:
             continue
         if token != laid:
             turn_over(q + 4 * token * heads * width, heads, width, turned)
             laid = token
         scores = floats(out + 4 * (token - first) * capacity, capacity)
-        for position in range(begin, min(begin + BLOCK, seen)):
+        for position in range(begin, min(begin + BLOCK, own + 1)):
             row = row_of(table + 4 * b * table_width, page, position)
             unpack_row(bits, codes + 4 * row * words, width, book, key)
             # a norm is not negative, so it may wait for the sum over heads
