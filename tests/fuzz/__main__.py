@@ -16,7 +16,7 @@ from pathlib import Path
 # inputs are for the CPU, and nothing is fetched
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
-from tests.fuzz.board import Board, table, total
+from tests.fuzz.board import Board, peak_nbytes, table, total
 from tests.fuzz.harness import WAITING, Share, Target, attempt, turns
 from tests.fuzz.targets import TARGETS
 
@@ -58,24 +58,26 @@ def supervise(targets: list[Target], shares: list[Share], folder: Path, words: l
         return subprocess.Popen([sys.executable, "-m", "tests.fuzz", *words, *given, "--board", str(folder / str(at))])
 
     working = {at: start(at, share.first) for at, share in enumerate(shares)}
-    while working:
-        time.sleep(0.5)
-        for at, process in list(working.items()):
-            if process.poll() is None:
-                continue
-            del working[at]
-            ended = boards[at].broken_off()
-            if ended is not None:
-                name, number = ended
-                print(f"{name}/{number}: the process ended with {process.returncode}", flush=True)
-                crashes += 1
-                if crashes <= MOST_CRASHES:
-                    working[at] = start(at, number + shares[at].step)
-            elif process.returncode not in (0, 1):
-                raise SystemExit(f"a process ended with {process.returncode} outside of an input")
-        if time.monotonic() - told > EVERY_S:
-            told = time.monotonic()
-            print(f"... {total(boards, 'inputs'):,} inputs, {total(boards, 'findings')} findings", flush=True)
+    try:
+        while working:
+            time.sleep(0.5)
+            for at, process in [(at, process) for at, process in working.items() if process.poll() is not None]:
+                del working[at]
+                ended = boards[at].broken_off()
+                if ended is not None:
+                    name, number = ended
+                    print(f"{name}/{number}: the process ended with {process.returncode}", flush=True)
+                    crashes += 1
+                    if crashes <= MOST_CRASHES:
+                        working[at] = start(at, number + shares[at].step)
+                elif process.returncode not in (0, 1):
+                    raise SystemExit(f"a process ended with {process.returncode} before its first input")
+            if time.monotonic() - told > EVERY_S:
+                told = time.monotonic()
+                print(f"... {total(boards, 'inputs'):,} inputs, {total(boards, 'findings')} findings", flush=True)
+    finally:
+        for process in working.values():
+            process.kill()
     return boards
 
 
@@ -120,8 +122,9 @@ def main() -> int:
         if given.board is None:
             took = time.monotonic() - begun
             print(table(boards))
-            rate = f"{took:.0f} s, {inputs / took:.0f} a second, {count} processes"
-            print(f"{inputs:,} inputs from number {given.first:,}, {findings} findings, {rate}")
+            rate = f"{took:.0f} s, {inputs / took:.0f} a second"
+            memory = f"{count} processes of at most {peak_nbytes(boards) >> 20} MiB"
+            print(f"{inputs:,} inputs from number {given.first:,}, {findings} findings, {rate}, {memory}")
     return 1 if findings else 0
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.fuzz.harness import Target, Tried
 
-COLUMNS = ("inputs", "refused", "findings", "seconds", "longest_s", "longest_number", "nbytes", "nbytes_number", "at")
+COLUMNS = ("inputs", "refused", "findings", "seconds", "longest_s", "longest_number", "nbytes", "nbytes_number", "peak", "at")
 AT = COLUMNS.index("at")
 
 
@@ -30,7 +30,7 @@ class Board:
             row[4:6] = tried.seconds, tried.number
         if tried.number and tried.nbytes > row[6]:
             row[6:8] = tried.nbytes, tried.number
-        row[AT] = 0
+        row[8], row[AT] = max(row[8], tried.peak), 0
 
     def broken_off(self) -> tuple[str, int] | None:
         """The input that a process has not come back from; it counts as one that was tried."""
@@ -61,3 +61,8 @@ def table(boards: Sequence[Board]) -> str:
 
 def total(boards: Sequence[Board], column: str) -> int:
     return int(sum(board.rows[:, COLUMNS.index(column)].sum() for board in boards))
+
+
+def peak_nbytes(boards: Sequence[Board]) -> int:
+    """The most that any of the processes had."""
+    return int(max(board.rows[:, COLUMNS.index("peak")].max() for board in boards))

@@ -49,6 +49,7 @@ class Tried:
     what     is wrong: it was neither taken nor refused as it should; None if all is well
     refused  by one of this package's errors
     nbytes   by which it raised the memory of the process while it was dealt with
+    peak     bytes that the process had at most meanwhile
     """
 
     target: str
@@ -57,6 +58,7 @@ class Tried:
     refused: bool
     seconds: float
     nbytes: int
+    peak: int
 
 
 class Hang(BaseException):
@@ -113,11 +115,12 @@ def attempt(target: Target, number: int, patience: float = 1.0) -> Tried:
             what = f"its error has {len(said)} characters: {said[:200]!r}"
     except (Exception, Hang) as err:
         what = f"{type(err).__name__}: {err}"[:400]
-    seconds, nbytes = time.perf_counter() - begun, max(0, peak_nbytes() - before)
+    seconds, peak = time.perf_counter() - begun, peak_nbytes()
+    nbytes = max(0, peak - before)
     # a target's first input compiles and loads what all of them need
     if what is None and number and nbytes > target.memory:
         what = f"it took {nbytes >> 20} MiB of memory"
-    return Tried(target.name, number, what, refused, seconds, nbytes)
+    return Tried(target.name, number, what, refused, seconds, nbytes, peak)
 
 
 @dataclass(frozen=True)
