@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import gguf
-import torch
+import numpy as np
 from gguf import GGUFValueType
 
 from auraflux.quant.gguf_blocks import LAYOUTS
@@ -16,7 +16,8 @@ from tests.fuzz import corpus
 from tests.fuzz.corpus import SCRATCH, Folder, gguf_of, join, load_all, open_all
 from tests.fuzz.harness import Target
 from tests.fuzz.mutate import as_json, mutated, nearby, octets, odd
-from tests.weights.test_gguf import WORDS
+from tests.weights.gguf_files import HIDDEN, OTHERS, VOCAB
+from tests.weights.test_gguf import WORDS, llama3_factors
 
 DTYPES = ["F64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "BOOL", "U8", "I8", "I16", "I32", "I64", "F32", "F16", "BF16", "C64"]
 HEADER = 8192  # octets of a GGUF file, about as many as it has before its tensors
@@ -82,6 +83,7 @@ def gguf_parts(rng: random.Random) -> None:
     load_all(rng.choice(names))
 
 
+@cache
 def metadata(architecture: str) -> dict[str, Any]:
     """What a file says besides tensors, and the types in which it does."""
     path = SCRATCH / "read.gguf"
@@ -93,7 +95,12 @@ def metadata(architecture: str) -> dict[str, Any]:
 def gguf_words(rng: random.Random) -> None:
     """Metadata whose values, and with them their types, are others."""
     path = SCRATCH / "words.gguf"
-    found = metadata(rng.choice(sorted(WORDS)))
+    architecture = rng.choice(sorted(WORDS))
+    found = dict(metadata(architecture))
+    if rng.random() < 0.4:
+        found |= SENTENCE_PIECE
+    if rng.random() < 0.3:
+        found |= {f"{architecture}.rope.scaling.{key}": value for key, value in SCALING.items()}
     spoken = {key: rng.choice([nearby, lambda r, v: odd(r)])(rng, found[key][1]) for key in rng.sample(sorted(found), 2)}
     if rng.random() < 0.1:
         spoken["general.architecture"] = rng.choice(sorted(ARCHITECTURES))
@@ -101,8 +108,10 @@ def gguf_words(rng: random.Random) -> None:
     writer.kv_data[0].clear()
     for key, (types, value) in found.items():
         _add(writer, key, *((types, value) if key not in spoken else (None, spoken[key])))
-    for name in ("token_embd.weight", "output_norm.weight"):
-        writer.add_tensor(name, torch.zeros(96, 128).numpy() if "embd" in name else torch.zeros(128).numpy())
+    writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HIDDEN), np.float32))
+    if rng.random() < 0.2:
+        factors = llama3_factors(8.0)
+        writer.add_tensor("rope_freqs.weight", rng.choice([factors, factors[1:], factors * 2]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -111,6 +120,16 @@ def gguf_words(rng: random.Random) -> None:
     Tokenizer.from_gguf(checkpoint.metadata).encode("ab")  # type: ignore[attr-defined]
 
 
+SENTENCE_PIECE = {
+    "tokenizer.ggml.model": ([GGUFValueType.STRING], "llama"),
+    "tokenizer.ggml.scores": ([GGUFValueType.ARRAY, GGUFValueType.FLOAT32], [float(-number) for number in range(VOCAB)]),
+    "tokenizer.ggml.unknown_token_id": ([GGUFValueType.UINT32], 0),
+}
+SCALING = {
+    "type": ([GGUFValueType.STRING], "yarn"),
+    "factor": ([GGUFValueType.FLOAT32], 4.0),
+    "original_context_length": ([GGUFValueType.UINT32], 64),
+}
 TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.INT64, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
 # a number that has no room in its type, and a text that is none: the package cannot write them, so no file has them
 UNWRITABLE = (OverflowError, UnicodeEncodeError, gguf.gguf_writer.struct.error)
@@ -136,7 +155,7 @@ TARGETS = [
     Target("mxfp4-blocks", blocks, 10),
     *(
         Target(f"gguf-{kind.lower()}", partial(gguf_header, partial(gguf_of, "llama", kind), kind), 5)
-        for kind in sorted(LAYOUTS)
+        for kind in sorted({*LAYOUTS, *OTHERS})
     ),
     Target("gguf-header", partial(gguf_header, partial(gguf_of, "llama"), "header"), 20),
     Target("gguf-families", gguf_families, 12),

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -107,13 +108,18 @@ def attempt(target: Target, number: int, patience: float = 1.0) -> Tried:
     forget_peak()
     before, begun, what, refused = peak_nbytes(), time.perf_counter(), None, False
     try:
-        with _limited(target.limit_s * patience):
+        with _limited(target.limit_s * patience), warnings.catch_warnings():
+            # of numbers that are none: a user would see lines of source
+            warnings.simplefilter("error", RuntimeWarning)
             target.attempt(random.Random(f"{target.name}/{number}"))
     except AurafluxError as err:
         said, refused = str(err), True
         if not said or said.count("\n") >= MOST_LINES or len(said) > LONGEST:
             what = f"its error has {len(said)} characters: {said[:200]!r}"
-    except (Exception, Hang) as err:
+    except KeyboardInterrupt:
+        raise
+    # a panic of a package in Rust is no Exception
+    except BaseException as err:
         what = f"{type(err).__name__}: {err}"[:400]
     seconds, peak = time.perf_counter() - begun, peak_nbytes()
     nbytes = max(0, peak - before)

@@ -131,10 +131,19 @@ def _note_of(rng: random.Random) -> None:
 
 
 def _journal(rng: random.Random, content: bytes) -> None:
-    folder = SCRATCH / "journal"
+    """One that was written, and changed since; or one that never was."""
+    folder, head = SCRATCH / "journal", {"source": "a", "stamps": [1]}
     folder.mkdir(exist_ok=True)
+    if rng.random() < 0.7:
+        (folder / JOURNAL).write_bytes(b"")
+        journal = Journal(folder, head)
+        journal.add({"file": "layer_000.bin", "nbytes": 1})
+        journal.close()
+        content = octets(rng, (folder / JOURNAL).read_bytes(), 2)
     (folder / JOURNAL).write_bytes(content)
-    Journal(folder, {"source": "a", "stamps": [1]}).close()
+    found = Journal(folder, head if rng.random() < 0.9 else {**head, "bits": 4})
+    found.close()
+    assert found.entries in ([], [{"file": "layer_000.bin", "nbytes": 1}])
 
 
 TARGETS = [
