@@ -30,15 +30,21 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTEST)
 
-# inputs by chance for everything that strangers may give: files, requests, settings, command lines, templates
+# inputs by chance for everything that strangers may give; FUZZ="--only 'gguf-*' --processes 8" for more, see docs/fuzzing.md
 SECONDS ?= 60
+FUZZ ?=
 fuzz: $(INSTALLED)
-	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(FUZZ)
 
 # which branches of the modules at the boundary they reach; needs the package coverage
-BOUNDARY := auraflux/kinds.py,auraflux/weights/boundary.py,auraflux/weights/model_keys.py,auraflux/weights/folder.py,auraflux/weights/gguf.py,auraflux/weights/gguf_words.py,auraflux/weights/expert_files.py,auraflux/run/sampling.py,auraflux/serve/failures.py
+BOUNDARY := kinds weights/boundary weights/model_keys weights/folder weights/gguf weights/gguf_words weights/methods/* \
+	weights/expert_files weights/journal weights/verified models/config quant/gguf_blocks cache/prefix_disk run/calibration \
+	run/sampling run/tokenizer run/vocabulary run/ranks/parallel eval/state serve/body serve/failures
+comma := ,
+space := $() $()
 fuzz-coverage: $(INSTALLED)
-	$(BIN)/python -m coverage run --branch --include=$(BOUNDARY) -m tests.fuzz --seconds $(SECONDS)
+	$(BIN)/python -m coverage run --branch --include='$(subst $(space),$(comma),$(BOUNDARY:%=auraflux/%.py))' \
+		-m tests.fuzz --seconds $(SECONDS) $(FUZZ)
 	$(BIN)/python -m coverage report --show-missing
 
 # every n-th write, read and allocation of all that writes files fails, is torn, or is the last before a kill
@@ -68,5 +74,5 @@ docs: $(INSTALLED)
 
 # what building and testing leave behind; the environment stays
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist .coverage *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find auraflux tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,12 +10,12 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +30,7 @@ from auraflux.errors import SettingsError
 
 log = logging.getLogger("auraflux")
 
-VERSION, ENDING, UNFINISHED = 1, ".prefix", ".part"
+VERSION, ENDING, UNFINISHED = 2, ".prefix", ".part"
 WAITING = 4  # texts that are written out at a time; more are let go
 LOOKED_AT = 64  # files that begin equally well
 IDS = "ids"
@@ -121,7 +121,7 @@ class PrefixDisk:
 
     def _load(self, saved: Saved) -> Snapshot | None:
         try:
-            snapshot = _read(saved.path, self.format)[1]
+            snapshot = _read(saved.path, self.format)
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as err:
             log.warning("a prefix on disk is not what was written, and dropped: %s", type(err).__name__)
             self._drop(saved)
@@ -180,43 +180,50 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def _spelled(ids: list[int], snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, object]]:
+def _spelled(ids: list[int], snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, parts = {IDS: torch.tensor(ids, dtype=torch.int32)}, []
     for number, image in enumerate(snapshot.images):
         parts.append({"first": getattr(image, "first", None), "count": len(image.tensors)})
         tensors |= {f"{number}.{i}": tensor.contiguous() for i, tensor in enumerate(image.tensors)}
-    return tensors, {"length": snapshot.length, "cache": snapshot.format, "parts": parts, "sum": _sum(tensors.values())}
+    facts = {"length": snapshot.length, "cache": snapshot.format, "parts": parts}
+    return tensors, {"facts": facts, "sum": _sum(facts, tensors)}
 
 
-def _sum(tensors: Iterable[Tensor]) -> int:
-    found = 0
-    for tensor in tensors:
+def _sum(facts: Any, tensors: dict[str, Tensor]) -> int:
+    """Over all that a snapshot is made of: facts, and names, types, shapes and numbers of tensors."""
+    found = zlib.crc32(json.dumps(facts).encode())
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(repr((name, tensor.dtype, tuple(tensor.shape))).encode(), found)
         found = zlib.crc32(tensor.view(torch.uint8).numpy().data, found)
     return found
 
 
-def _about(path: Path, content: safe_open, format: str) -> dict:
+def _about(content: safe_open, format: str) -> dict[str, Any]:
     about = json.loads((content.metadata() or {})["about"])
-    if about["version"] != VERSION or about["format"] != format:
+    if not isinstance(about, dict) or about["version"] != VERSION or about["format"] != format:
         raise ValueError("it is of another model, or of another kind of cache")
     return about
 
 
 def _ids_of(path: Path, format: str) -> list[int]:
     with safe_open(str(path), "pt") as content:
-        _about(path, content, format)
-        return content.get_tensor(IDS).tolist()
+        _about(content, format)
+        found = content.get_tensor(IDS)
+    if found.dtype != torch.int32 or found.dim() != 1:
+        raise ValueError("its tokens are not a list of whole numbers")
+    return found.tolist()
 
 
-def _read(path: Path, format: str) -> tuple[list[int], Snapshot]:
+def _read(path: Path, format: str) -> Snapshot:
     with safe_open(str(path), "pt") as content:
-        about = _about(path, content, format)
+        about = _about(content, format)
         tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-    named = [IDS, *(f"{number}.{i}" for number, part in enumerate(about["parts"]) for i in range(part["count"]))]
-    if _sum(tensors[name] for name in named) != about["sum"]:
-        raise ValueError("its bytes are not those that were written")
+    facts = about["facts"]
+    # from here on it is what `_spelled` made
+    if _sum(facts, tensors) != about["sum"]:
+        raise ValueError("it is not what was written")
     images = []
-    for number, part in enumerate(about["parts"]):
+    for number, part in enumerate(facts["parts"]):
         found = [tensors[f"{number}.{i}"] for i in range(part["count"])]
         images.append(StateImage(found) if part["first"] is None else PageImage(part["first"], found))
-    return tensors[IDS].tolist(), Snapshot(about["cache"], about["length"], tuple(images))
+    return Snapshot(facts["cache"], facts["length"], tuple(images))

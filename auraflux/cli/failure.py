@@ -7,6 +7,9 @@ from typing import IO, Any
 
 import click
 
+from auraflux.weights.boundary import named
+
+LONGEST = 1500  # characters of a sentence
 WRITING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF}
 
 
@@ -16,7 +19,9 @@ class Failure(click.ClickException):
     exit_code = 1
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", file=file, err=file is None)
+        # it may name what was given, which may be anything
+        said = named(self.message)
+        click.echo(f"error: {said if len(said) <= LONGEST else said[:LONGEST] + '...'}", file=file, err=file is None)
 
 
 def say(sentence: str) -> None:

@@ -69,13 +69,14 @@ class State:
         self.path.unlink(missing_ok=True)
 
 
-def _parse(line: bytes) -> Any:
-    if not line.endswith(b"\n"):
-        return None
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """What `add` wrote as a line; None if it is something else."""
     try:
-        return json.loads(line)
-    except ValueError:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    is_whole = line.endswith(b"\n") and isinstance(found, dict) and "result" in found
+    return found if is_whole and all(isinstance(found.get(key), str) for key in ("setting", "task")) else None
 
 
 def digest(*facts: object) -> str:

@@ -297,7 +297,8 @@ def _requantized(octets: Array, kind: str) -> QTensor:
     group, step = requantized_group(width), max(1, CHUNK // width)
 
     def part(first: int) -> Parts:
-        return _rounded(to_dense(rows[first : first + step], kind).reshape(-1, group))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _rounded(to_dense(rows[first : first + step], kind).reshape(-1, group))
 
     # the package decodes 35 million weights a second on one core, and numpy lets other threads run meanwhile
     with ThreadPoolExecutor(os.cpu_count()) as pool:

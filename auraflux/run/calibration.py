@@ -147,16 +147,17 @@ def read(path: Path, shapes: list[Any], weights: str) -> ModelVectors:
             about = _about(content)
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
             layers = {int(n): LayerVectors(**_part(tensors, n), interleaved=bool(x)) for n, x in about["layers"].items()}
+            owner, digest = about["weights"], about["digest"]
     # torch has a RuntimeError for a file that cannot be opened
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise FormatError(f"{named(path)} is no calibration: {brief(err)}.") from err
     found = ModelVectors(layers)
-    if about["weights"] != weights:
+    if owner != weights:
         raise InputError(f"{named(path)} is the calibration of another model, or of other weights.")
     for number, shape in enumerate(shapes):
         if type(shape) is AttentionShape:
             found.of(number, shape.heads, shape.width)
-    if found.digest != about["digest"]:
+    if found.digest != digest:
         raise FormatError(f"{named(path)} is not what was written: its contents do not have the sum that they should.")
     return found
 

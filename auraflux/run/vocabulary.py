@@ -105,12 +105,13 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise FormatError(f"The GGUF file has {len(tokens)} tokens, but no score for each of them (tokenizer.ggml.scores).")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    bytewise = all(f"<0x{byte:02X}>" in tokens for byte in range(256))
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    bytewise = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     if not bytewise and not 0 <= unknown < len(tokens):
         raise FormatError(f"The GGUF file has neither tokens for single bytes nor one for what is unknown (id {unknown}).")
     built = Tokenizer(
         models.BPE(
-            vocab={token: number for number, token in enumerate(tokens)},
+            vocab=vocabulary,
             merges=_merges(tokens, types, scores),
             unk_token=None if bytewise else tokens[unknown],
             byte_fallback=bytewise,

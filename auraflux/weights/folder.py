@@ -12,7 +12,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import KINDS, QTensor
-from auraflux.weights.boundary import brief, listed, read_json, regular
+from auraflux.weights.boundary import brief, listed, named, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.methods import Header, Held, method_of
 from auraflux.weights.model_keys import check_config, check_index
@@ -117,6 +117,8 @@ class Folder:
                 raise FormatError(f"{self.path} has {name} twice, as it is and as codes: {listed(parts[name])}.")
             if name.endswith(BLOCKS):
                 stem = name.removesuffix(BLOCKS)
+                if stem + EXPONENTS not in self._homes:
+                    raise FormatError(f"{self.path} has {named(name)} and no {named(stem + EXPONENTS)}.")
                 parts[stem] = [name, stem + EXPONENTS]
             elif not self._part_of(name):
                 stem = name.removesuffix(".weight")

@@ -1,7 +1,8 @@
 """`Journal`: what of a long piece of writing is done, so that it can go on after it was stopped.
 
 Its first line says what is written from what, with which settings; each further line is a thing that is whole on disk. A line
-is added after the thing itself has reached the disk. A last line that was cut off counts as not there.
+is added after the thing itself has reached the disk, and ends with its checksum. One that was cut off or changed counts as not
+there, and so do those after it.
 """
 
 import fcntl
@@ -9,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -46,13 +48,10 @@ class Journal:
         self._file.seek(0)
         found, end = [], 0
         for line in self._file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
+            content, _, rest = line.rpartition(b" ")
+            if rest != _sum(content):
                 break
-            if not isinstance(entry, dict) or not line.endswith(b"\n"):
-                break
-            found.append(entry)
+            found.append(json.loads(content))
             end += len(line)
         self._file.truncate(end)
         return found
@@ -66,7 +65,8 @@ class Journal:
 
     def add(self, found: dict[str, Any], entry: bool = True) -> None:
         """Note that something is whole on disk."""
-        self._file.write(json.dumps(found).encode() + b"\n")
+        content = json.dumps(found).encode()
+        self._file.write(content + b" " + _sum(content))
         self._file.flush()
         os.fsync(self._file.fileno())
         if entry:
@@ -75,6 +75,11 @@ class Journal:
     def close(self) -> None:
         """Let others write."""
         self._file.close()
+
+
+def _sum(content: bytes) -> bytes:
+    """What stands after a line's content."""
+    return f"{zlib.crc32(content):08x}\n".encode()
 
 
 def discard(folder: Path) -> None:

@@ -57,6 +57,31 @@ def test_a_file_that_is_not_what_was_written_is_dropped(harm: str, tmp_path: Pat
     assert list(tmp_path.glob(f"*{ENDING}")) == []
 
 
+# within the header, where JSON stands in JSON
+FACTS = {
+    "length": (rb"length\": 15", rb"length\": 14"),
+    "first": (rb"first\": 0", rb"first\": 9"),
+    "count": (rb"count\": 2", rb"count\": 9"),
+    "kind": (rb"first\": 0", rb"first\":[]"),
+    "facts": (b"facts", b"fatcs"),
+    "dtype": (b'"F32"', b'"I32"'),
+    "ids": (b'"I32","shape":[15]', b'"F32","shape":[15]'),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_file_that_says_something_else_is_dropped(fact: str, tmp_path: Path):
+    written(TOYS["dense"], tmp_path)
+    (path,) = tmp_path.glob(f"*{ENDING}")
+    content, (old, new) = path.read_bytes(), FACTS[fact]
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    disk = PrefixDisk(tmp_path, 1 << 30, "toy")
+    saved, _ = disk.find([*TEXT, 1], True)
+    assert saved is None or disk.load(saved).result() is None
+    assert not path.exists()
+
+
 def test_what_was_broken_off_and_what_is_another_models_is_not_seen(tmp_path: Path):
     written(TOYS["dense"], tmp_path)
     (path,) = tmp_path.glob(f"*{ENDING}")

@@ -74,6 +74,15 @@ def test_text_that_cannot_be_written_is_one_sentence():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["ops", "--case", "x" * 5000], ["stream", "--scratch", "a\nb"]])
+def test_what_was_given_is_cut_and_in_one_line(words: list[str]):
+    done = CliRunner().invoke(main, ["bench", *words])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert len(done.stderr) < 1600
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, "x" * 300 + "/y", "~nosuchuser/x", "a\nb"])
 @pytest.mark.parametrize("command", [["generate", "-p", "a"], ["inspect"], ["pull"]])
 def test_names_that_cannot_be_paths(command: list[str], name: str):

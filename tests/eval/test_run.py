@@ -97,6 +97,22 @@ def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path: Path):
     assert said[-1] == ("done", 15, 15)
 
 
+@pytest.mark.parametrize(
+    "line", ["5", "[]", "{}", '{"setting": [], "task": "b", "result": 1}', '{"setting": "a", "task": "b"}']
+)
+def test_a_line_that_is_no_record_is_written_again(line: str, tmp_path: Path):
+    path = tmp_path / "state"
+    state = State(path)
+    state.add("a", "b", 1)
+    state.close()
+    path.write_text(path.read_text() + line + "\n")
+    again = State(path)
+    assert len(again) == 1
+    again.add("a", "c", 2)
+    again.close()
+    assert path.read_text().count("\n") == 2
+
+
 def test_a_needle_is_scored_as_the_plain_forward_pass_scores_it():
     hidden = plan().needles[400][0]
     ending, shared = hidden.endings[0][0], hidden.shared[0]

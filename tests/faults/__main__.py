@@ -70,10 +70,10 @@ class Trial:
         self.before.mkdir()
         in_child(lambda: scenario.prepare(self.before))
         self.reset()
-        self.old = scenario.view(self.folder)
+        self.old = self._view()
         self.count, _, said = tried(scenario, self.folder, calls, self.fault, 0)
         assert said is None, said
-        self.new = scenario.view(self.folder)
+        self.new = self._view()
         assert self.old != self.new
 
     def reset(self) -> None:
@@ -92,7 +92,14 @@ class Trial:
         return problem and f"{self.scenario.name} {self.name} {at} ({done and done[1]}): {problem}"
 
     def _view(self) -> Any:
-        return self.scenario.view(self.folder)
+        """What is there, seen apart from what an unfinished run has left."""
+        left = list(enumerate(sorted(self.scenario.leftovers(self.folder))))
+        for number, name in left:
+            shutil.move(self.folder / name, self.folder.parent / f"left-{number}")
+        found = self.scenario.view(self.folder)
+        for number, name in left:
+            shutil.move(self.folder.parent / f"left-{number}", self.folder / name)
+        return found
 
     def _names(self) -> list[str]:
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
@@ -103,12 +110,7 @@ class Trial:
         removable = not killed and hit not in REMOVING and self.fault.kinds not in (READS, MEMORY)
         if removable and left - set(self.scenario.kept):
             return f"{sorted(left)} are left; it said {said!r}"
-        # seen apart from that
-        for number, name in enumerate(sorted(left)):
-            shutil.move(self.folder / name, self.folder.parent / f"left-{number}")
         found = self._view()
-        for number, name in enumerate(sorted(left)):
-            shutil.move(self.folder.parent / f"left-{number}", self.folder / name)
         if found not in (self.old, self.new):
             return f"neither old nor new: {self._names()}; it said {said!r}"
         if not killed and said is None and found != self.new and not self.scenario.quiet:

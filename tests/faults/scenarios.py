@@ -25,6 +25,7 @@ from auraflux.eval.state import State
 from auraflux.kernel_cache import _Files, open_folder
 from auraflux.run import calibration
 from auraflux.weights import pull
+from auraflux.weights.journal import Journal
 from tests.weights.packed_folders import contents, hf_folder
 
 MODULES = ("auraflux.models.qwen3_moe", "auraflux.weights.convert", "auraflux.weights.pack", "auraflux.weights.checkpoint")
@@ -32,6 +33,7 @@ MODULES = ("auraflux.models.qwen3_moe", "auraflux.weights.convert", "auraflux.we
 for _name in ("torch._dynamo", "auraflux.ops.simd.vectors", "auraflux.run.progress", "auraflux.run.tokenizer", *MODULES):
     importlib.import_module(_name)
 
+UNFINISHED, PARTIAL, JOURNAL = ".dst.unfinished", "dst.partial", "dst/journal.jsonl"
 TEXTS = ([1, 2, 3, 4], [5, 6, 7, 8])
 KEPT = torch.zeros(200, 200)
 VERSION = "0123456789abcdef"
@@ -106,6 +108,15 @@ def _pack(folder: Path) -> None:
 
 def _pack_over(folder: Path) -> None:
     _command("pack", str(source(folder)), str(folder / "dst"), "--quantize", "4", "--group", "32", "--force")
+
+
+def _other_part(folder: Path) -> None:
+    """An older model, and what a run with other settings left when it was stopped."""
+    _other_model(folder)
+    journal = Journal(folder / PARTIAL, {"version": 0})
+    journal.close()
+    (folder / PARTIAL / "experts").mkdir()
+    (folder / PARTIAL / "experts" / "layer_000.bin").write_bytes(b"older" * 9000)
 
 
 CONTENT = b"GGUF and then a model" * 9000
@@ -234,12 +245,12 @@ def _calibrations(folder: Path) -> Any:
     return sorted(found, key=str), contents(folder / "model") if (folder / "model").exists() else None
 
 
-UNFINISHED, PARTIAL, JOURNAL = ".dst.unfinished", "dst.partial", "dst/journal.jsonl"
 SCENARIOS = [
     Scenario("convert", lambda folder: None, _convert, rest=(UNFINISHED,)),
     Scenario("convert-over", _other_model, _convert_over, rest=(UNFINISHED,)),
     Scenario("pack", lambda folder: None, _pack, rest=(UNFINISHED, PARTIAL, JOURNAL), kept=(PARTIAL,)),
     Scenario("pack-over", _other_model, _pack_over, rest=(UNFINISHED, PARTIAL, JOURNAL), kept=(PARTIAL,)),
+    Scenario("pack-anew", _other_part, _pack_over, rest=(UNFINISHED, PARTIAL, JOURNAL), kept=(PARTIAL,)),
     Scenario("pull", lambda folder: None, _pull, view=_pulled, rest=("models/.*.unfinished",)),
     Scenario(
         "prefix",

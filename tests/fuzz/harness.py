@@ -3,13 +3,15 @@
 An input is made from its target's name and a number, so that the two say all there is to know of a finding.
 """
 
+import itertools
 import random
 import resource
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -42,12 +44,22 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """An input that was neither taken nor refused as it should."""
+class Tried:
+    """What became of an input.
+
+    what     is wrong: it was neither taken nor refused as it should; None if all is well
+    refused  by one of this package's errors
+    nbytes   by which it raised the memory of the process while it was dealt with
+    peak     bytes that the process had at most meanwhile
+    """
 
     target: str
     number: int
-    what: str
+    what: str | None
+    refused: bool
+    seconds: float
+    nbytes: int
+    peak: int
 
 
 class Hang(BaseException):
@@ -73,34 +85,72 @@ def _limited(seconds: float) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+STATUS, PEAK = "/proc/self/status", "/proc/self/clear_refs"
+
+
 def peak_nbytes() -> int:
-    """The most memory this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most memory this process has had, on Linux since `forget_peak`."""
+    if sys.platform.startswith("linux"):
+        with open(STATUS) as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def attempt(target: Target, number: int, patience: float = 1.0) -> Finding | None:
+def forget_peak() -> None:
+    """Let the peak be what the process has now, so that one input does not hide what the next one takes."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError), open(PEAK, "w") as file:
+            file.write("5")
+
+
+def attempt(target: Target, number: int, patience: float = 1.0) -> Tried:
     """Try one input; `patience` is by how much it may take longer."""
-    before = peak_nbytes()
+    forget_peak()
+    before, begun, what, refused = peak_nbytes(), time.perf_counter(), None, False
     try:
-        with _limited(target.limit_s * patience):
+        with _limited(target.limit_s * patience), warnings.catch_warnings():
+            # of numbers that are none: a user would see lines of source
+            warnings.simplefilter("error", RuntimeWarning)
             target.attempt(random.Random(f"{target.name}/{number}"))
     except AurafluxError as err:
-        said = str(err)
+        said, refused = str(err), True
         if not said or said.count("\n") >= MOST_LINES or len(said) > LONGEST:
-            return Finding(target.name, number, f"its error has {len(said)} characters: {said[:200]!r}")
-    except (Exception, Hang) as err:
-        return Finding(target.name, number, f"{type(err).__name__}: {err}"[:400])
+            what = f"its error has {len(said)} characters: {said[:200]!r}"
+    except KeyboardInterrupt:
+        raise
+    # a panic of a package in Rust is no Exception
+    except BaseException as err:
+        what = f"{type(err).__name__}: {err}"[:400]
+    seconds, peak = time.perf_counter() - begun, peak_nbytes()
+    nbytes = max(0, peak - before)
     # a target's first input compiles and loads what all of them need
-    if number and (grown := peak_nbytes() - before) > target.memory:
-        return Finding(target.name, number, f"it took {grown >> 20} MiB of memory")
-    return None
+    if what is None and number and nbytes > target.memory:
+        what = f"it took {nbytes >> 20} MiB of memory"
+    return Tried(target.name, number, what, refused, seconds, nbytes, peak)
 
 
-def attempts(targets: list[Target], seconds: float, first: int) -> Iterator[tuple[str, int, Finding | None]]:
-    """Try inputs of all targets in turn until the time is over; gives what was tried and what was found."""
-    end, number = time.monotonic() + seconds, first
-    while time.monotonic() < end:
+@dataclass(frozen=True)
+class Share:
+    """Which inputs a process tries: every `step`-th number from `first` on, until the time is over or there were enough.
+
+    inputs  of all targets together
+    each    of every target, also of those that are tried seldom
+    """
+
+    first: int = 0
+    step: int = 1
+    seconds: float = float("inf")
+    inputs: float = float("inf")
+    each: float = float("inf")
+
+
+def turns(targets: list[Target], share: Share) -> Iterator[tuple[Target, int]]:
+    """The inputs of a share, all targets in turn."""
+    end, made = time.monotonic() + share.seconds, 0
+    for turn in itertools.count():
         for target in targets:
-            if number % target.every == 0:
-                yield target.name, number, attempt(target, number)
-        number += 1
+            if turn >= share.each or made >= share.inputs or time.monotonic() > end:
+                return
+            if turn % target.every == 0 or share.each < float("inf"):
+                made += 1
+                yield target, share.first + turn * share.step

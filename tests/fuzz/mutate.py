@@ -1,6 +1,7 @@
 """Mutations: of JSON values, of octets, of texts. All chance comes from the generator they are given."""
 
 import copy
+import json
 import random
 from typing import Any
 
@@ -103,3 +104,9 @@ def octets(rng: random.Random, data: bytes, most: int = 8) -> bytes:
         elif rng.random() < 0.2:
             del made[at:]
     return bytes(made)
+
+
+def as_json(rng: random.Random, value: Any) -> bytes:
+    """A JSON value as a file has it, now and then with its octets changed too."""
+    written = json.dumps(value).encode()
+    return octets(rng, written, 2) if rng.random() < 0.1 else written

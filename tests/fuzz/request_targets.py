@@ -1,15 +1,14 @@
-"""What users and clients may ask for, changed by chance: requests, settings, command lines, chat templates."""
+"""What users and clients may ask for, changed by chance: requests, settings, chat templates."""
 
 import json
 import random
 from functools import cache
 from typing import Any
 
-from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 import auraflux
-from auraflux.cli import main
+from auraflux.errors import InputError
 from auraflux.run.language import LanguageModel
 from auraflux.run.template import render
 from auraflux.serve.app import make_app
@@ -20,67 +19,120 @@ from tests.fuzz.mutate import text as mutated_text
 from tests.run.tiny import tiny
 from tests.serve.fake_link import TEMPLATE, FakeLink
 
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
 SAMPLING: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "max_tokens": 3, "logit_bias": {"5": 1}}
+# all fields that OpenAI's two routes share
+SHARED: dict[str, Any] = {
+    **SAMPLING,
+    "model": "toy/model",
+    "top_k": 5,
+    "min_p": 0.1,
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.5),
+    "repetition_penalty": 1.1,
+    "n": 2,
+    "ignore_eos": False,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "response_format": SCHEMA,
+    "grammar": {"type": "regex", "value": "[a-z]+"},
+    "user": "x",
+}
 CHAT = [
-    {"role": "system", "content": "be kind"},
+    {"role": "system", "content": "be kind", "name": "x"},
     {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     {
         "role": "assistant",
         "content": None,
+        "reasoning": "hm",
         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     },
     {"role": "tool", "tool_call_id": "1", "content": "rain"},
 ]
-BODIES: dict[str, Any] = {
+# of Anthropic's two routes
+ASKED: dict[str, Any] = {
+    "model": "toy/model",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "rain"}]},
+    ],
+    "system": "x",
+    "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "output_format": {"type": "json_schema", "schema": {"type": "object"}},
+    "output_config": {"effort": "low"},
+}
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
-        "model": "toy/model",
+        **SHARED,
         "messages": CHAT,
         "tools": [TOOL],
         "tool_choice": "auto",
-        "n": 2,
-        **SAMPLING,
-        "response_format": SCHEMA,
+        "max_completion_tokens": 3,
         "logprobs": True,
         "top_logprobs": 2,
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
         "chat_template_kwargs": {"enable_thinking": False},
     },
-    "/v1/completions": {"prompt": ["a", "b"], "echo": False, "logprobs": 1, **SAMPLING},
+    "/v1/completions": {**SHARED, "prompt": ["a", "b"], "echo": False, "logprobs": 1, "suffix": None, "best_of": 1},
     "/v1/responses": {
-        "input": [{"role": "user", "content": "hi"}],
+        "model": "toy/model",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "rain"},
+        ],
         "instructions": "x",
         "max_output_tokens": 5,
         "temperature": 0.3,
+        "top_p": 0.9,
+        "top_logprobs": 2,
         "tools": [{"type": "function", "name": "f", "parameters": {}}],
-        "reasoning": {"effort": "low"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}, "verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["message.output_text.logprobs"],
+        "metadata": {"a": "b"},
+        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "x"),
+        "stream": True,
+        "store": False,
+        "truncation": "auto",
+        "background": False,
+        "previous_response_id": None,
+        "conversation": None,
+        "prompt": None,
     },
     "/v1/messages": {
+        **ASKED,
         "max_tokens": 9,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-        "system": "x",
-        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "stop_sequences": ["x"],
         "temperature": 0.4,
+        "top_p": 0.9,
+        "top_k": 5,
+        "stream": True,
+        "metadata": {"user_id": "x"},
     },
-    "/tokenize": {"prompt": "abc", "messages": CHAT[:1], "add_special_tokens": True},
-    "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/messages/count_tokens": ASKED,
+    "/tokenize": {
+        "model": "toy/model",
+        "prompt": "abc",
+        "messages": CHAT[:1],
+        "tools": [TOOL],
+        **dict.fromkeys(("add_special_tokens", "add_generation_prompt"), True),
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "/detokenize": {"model": "toy/model", "tokens": [1, 2, 3]},
 }
-OPTIONS: dict[str, list[Any]] = {
-    "--kv": ["k8v4", "none", "k4v2", "k9v9", ""],
-    "--context": [1, 64, 0, -1, 10**12, "x"],
-    "--quantize": [4, 8, 99, -1],
-    **{key: [0, 1, -1, 10**20] for key in ("--protect-first", "--protect-last", "--newest", "--top-k", "--seed")},
-    **{
-        key: [0, 0.5, -1, 1e300, "nan", "inf"]
-        for key in ("--sparse-v", "--temperature", "--top-p", "--min-p", "--repetition-penalty")
-    },
-    **{key: [0, -1e300, "nan", 2] for key in ("--presence-penalty", "--frequency-penalty")},
-    "--expert-memory": ["4GB", "-1", "9" * 40 + "GB", ""],
-    "--expert-io": ["auto", "direct", "x"],
-    "--device": ["cpu", "cpu:1", "tpu", ""],
-    "--stop": ["", "a", "\0"],
-    "--system": ["", "x", "\udc80"],
+NEEDED = {"messages", "prompt", "input", "tokens", "model", "max_tokens"}
+HEADERS = {
+    "host": ["", "a b", "x" * 9000, "testserver:99999"],
+    "content-type": ["text/plain", "application/json; charset=x", ""],
+    "content-length": ["0", "-1", "9" * 30, "x"],
+    "authorization": ["Bearer", "Bearer \x7f", "Basic eA=="],
 }
 WORDS = [
     *(
@@ -121,12 +173,16 @@ def client() -> TestClient:
 def request(rng: random.Random) -> None:
     """A request that is answered, or refused with the client's own fault."""
     path = rng.choice(sorted(BODIES))
-    body = json.dumps(mutated(rng, BODIES[path], 4)).encode()
-    answer = client().post(path, content=octets(rng, body, 2) if rng.random() < 0.1 else body)
+    needed = NEEDED if path != "/tokenize" else {rng.choice(["prompt", "messages"])}
+    whole = {key: value for key, value in BODIES[path].items() if key in needed or rng.random() < 0.3}
+    body = json.dumps(mutated(rng, whole, 3) if rng.random() < 0.9 else whole).encode()
+    headers = {name: rng.choice(HEADERS[name]) for name in rng.sample(sorted(HEADERS), 1)} if rng.random() < 0.05 else {}
+    answer = client().post(path, content=octets(rng, body, 2) if rng.random() < 0.1 else body, headers=headers)
     assert answer.status_code < 500, f"{path}: {answer.status_code} {answer.text[:300]}"
     if answer.status_code >= 400:
         message = answer.json()["error"]["message"]
         assert len(message) < 2000, message[:300]
+        raise InputError(message)
 
 
 @cache
@@ -161,18 +217,6 @@ def first_answer() -> list[int]:
     return undisturbed()
 
 
-def words(rng: random.Random) -> None:
-    """A command line that ends with 0, or with 1 or 2 and a sentence."""
-    chosen = [word for name in rng.sample(sorted(OPTIONS), 3) for word in (name, str(rng.choice(OPTIONS[name])))]
-    done = CliRunner().invoke(
-        main, ["generate", str(tiny()), "-p", rng.choice(["a", "", "\udc80", "x" * 999]), "-n", "1", *chosen]
-    )
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code in (0, 1, 2)
-    assert done.exit_code == 0 or len(done.stderr) < 2000, done.stderr[:300]
-
-
 def template(rng: random.Random) -> None:
     """A chat template of any sort, and messages of any sort."""
     source = "".join(rng.choice(WORDS) for _ in range(rng.randint(1, 9))) if rng.random() < 0.7 else mutated_text(rng, TEMPLATE)
@@ -185,7 +229,6 @@ COMPILING_S = 120.0  # kernels are compiled when they are first used
 TARGETS = [
     Target("request", request, 40),
     Target("asked", asked, 20, COMPILING_S),
-    Target("words", words, 6, COMPILING_S, every=20),
     # a template has 10 seconds itself
     Target("template", template, 40, 20.0),
 ]

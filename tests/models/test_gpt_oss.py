@@ -12,6 +12,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from auraflux.errors import FormatError
+from auraflux.weights.checkpoint import open_checkpoint
 from tests.models.mlx_oracle import check_mlx, in_older_words, quantized
 from tests.models.oracles import agreement, check_family, error, save, scores, tokens, truth
 
@@ -108,6 +109,13 @@ def test_mxfp4_blocks_are_the_values_transformers_makes_of_them(inner: int, tmp_
     wanted = truth(model, ids)
     for chunk in (512, 1):
         assert error(scores(tmp_path, ids, chunk=chunk), wanted) < 2e-4
+
+
+def test_blocks_without_scales_are_refused(tmp_path: Path):
+    save(gpt_oss(), tmp_path)
+    rewrite(tmp_path, {"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(1, 1, 1, 16, dtype=torch.uint8)})
+    with pytest.raises(FormatError, match=r"down_proj_blocks and no model\.layers\.0\.mlp\.experts\.down_proj_scales"):
+        open_checkpoint(tmp_path).sizes()
 
 
 def under_mlx_names(model: GptOssForCausalLM, folder: Path) -> Path:

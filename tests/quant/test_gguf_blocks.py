@@ -43,6 +43,15 @@ def test_values_stay_what_they_were(kind: str, leading: tuple[int, ...]):
     assert torch.equal(found.dequantize(torch.float32), decoded(octets, kind))
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_scales_that_are_no_numbers_are_rounded_without_a_warning(scale: float):
+    octets = np.zeros((2, 110 * 2), np.uint8)
+    octets.view(np.float16)[0, 0] = scale
+    found = from_blocks(octets, "IQ3_S").dequantize(torch.float32)
+    assert not found[0, :256].isfinite().any()
+    assert torch.equal(found[1], decoded(octets, "IQ3_S")[1])
+
+
 @pytest.mark.parametrize("kind", sorted(ONLY_CPU))
 def test_any_bytes_are_the_same_bits(kind: str):
     size, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

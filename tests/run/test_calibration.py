@@ -91,6 +91,13 @@ def changed(path: Path, **about: object) -> None:
     save_file(tensors, path, {"about": json.dumps(facts)})
 
 
+def without(path: Path, fact: str) -> None:
+    """Leave a fact out; its name keeps its length, so that nothing else changes."""
+    content = path.read_bytes()
+    assert content.count(fact.encode()) == 1
+    path.write_bytes(content.replace(fact.encode(), b"x" * len(fact)))
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -101,6 +108,9 @@ HARM = {
     "another version": (lambda path: changed(path, version=99), "another kind or version"),
     "no layers": (lambda path: changed(path, layers={}), "no vectors for layer 0"),
     "layers of another kind": (lambda path: changed(path, layers=[1, 2]), "is no calibration"),
+    "nobody's": (lambda path: changed(path, weights=None), "calibration of another model"),
+    "no sum": (lambda path: without(path, "digest"), "is no calibration: 'digest'"),
+    "no weights": (lambda path: without(path, "weights"), "is no calibration: 'weights'"),
     "a number changed": (lambda path: changed(path, along=lambda x: x + 1e-3), "not what was written"),
     "no number": (lambda path: changed(path, across=lambda x: x * torch.nan), "values that are no numbers"),
     "a scale of 0": (lambda path: changed(path, scale=lambda x: x * 0), "scales that are not above 0"),

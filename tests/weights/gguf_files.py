@@ -15,6 +15,8 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
 
 # a type that is rounded
 OTHERS = {"IQ3_S": np.dtype([("scale", "<f2"), ("rest", "V108")])}
+# types that the package does not quantize to
+UNWRITTEN = {*ONLY_CPU, *OTHERS, "Q4_K", "Q5_K"}
 
 
 def llama_tensors(tied: bool = True, **extra: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -109,7 +111,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: str)
     which = GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, array.astype({"F32": np.float32, "F16": np.float16}[kind]))
-    elif kind in ONLY_CPU | OTHERS.keys():
+    elif kind in UNWRITTEN:
         writer.add_tensor(name, any_blocks(array.shape, kind), raw_dtype=which)
     else:
         writer.add_tensor(name, quants.quantize(array, which), raw_dtype=which)

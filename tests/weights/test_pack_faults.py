@@ -125,10 +125,19 @@ def test_a_layer_that_was_cut_short_is_written_again(stopped, tmp_path):
     assert contents(packed(source, target, **OPTIONS)) == contents(packed(source, tmp_path / "whole", **OPTIONS))
 
 
+@pytest.mark.parametrize("line", [b"{}", b'{"file": "layer_000.bin"}', b'{"file": 1, "nbytes": []}', b"5"])
+def test_a_journal_that_was_changed_is_not_believed(line: bytes, stopped, tmp_path):
+    source, target = stopped
+    journal = tmp_path / "packed.partial" / NAME
+    head, *_ = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(head + line + b" 00000000\n")
+    assert contents(packed(source, target, **OPTIONS)) == contents(packed(source, tmp_path / "whole", **OPTIONS))
+
+
 def test_two_at_once_are_refused(stopped, tmp_path):
     source, target = stopped
     folder = tmp_path / "packed.partial"
-    other = Journal(folder, json.loads((folder / NAME).read_text().splitlines()[0]))
+    other = Journal(folder, json.loads((folder / NAME).read_text().splitlines()[0].rpartition(" ")[0]))
     for force in (False, True):
         with pytest.raises(FormatError, match="is being written by another process"):
             packed(source, target, **OPTIONS, force=force)
