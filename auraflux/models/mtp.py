@@ -1,6 +1,6 @@
 """Multi-token prediction: a layer after the last that guesses the token after the next.
 
-It is given what the model made of a token, as its head reads it, and the token that came next. Both are normed and joined by one
+It is given what the model made of a token, as its head reads it, and the token that came next. Both are normed and joined by a
 matrix, go through a layer like the others, and a norm; the model's own head then scores the token after. Given that result and
 its own guess, it guesses on. Only distances between positions count, so a text may be given to it from anywhere on.
 """
@@ -39,8 +39,9 @@ def after_last(layers: int, extra: int, like: int) -> Place | None:
     if not extra:
         return None
     name = f"model.layers.{layers}"
-    parts = (f"{name}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-    return Place(name, like, *parts, tuple(f"model.layers.{number}." for number in range(layers, layers + extra)))
+    token_norm, hidden_norm, joint, norm = (f"{name}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    beyond = tuple(f"model.layers.{number}." for number in range(layers, layers + extra))
+    return Place(name, like, token_norm, hidden_norm, joint, norm, beyond)
 
 
 def is_there(checkpoint: Checkpoint, rename: Rename, place: Place | None) -> bool:

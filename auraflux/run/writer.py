@@ -51,6 +51,8 @@ class Writer:
         # guesses that the step checks, for each live job
         self._drafts: list[list[int]] = []
         self._scores: Tensor | None = None
+        # what they were made of; None where that is not kept
+        self._hidden: Tensor | None = None
         self._together: Together | None = None
         self._began = self._ended = 0.0
 
@@ -60,7 +62,7 @@ class Writer:
 
     def forget(self) -> None:
         """Give up a step whose tokens are not known, and the batch."""
-        self.live, self._scores, self._together = [], None, None
+        self.live, self._scores, self._hidden, self._together = [], None, None, None
 
     def step(self, jobs: list[Job]) -> None:
         """Give jobs whose last token is known here that token, and guesses at those after it where they promise to pay."""
@@ -71,14 +73,16 @@ class Writer:
         together = self._with(self.live)
         if self.speculation is not None and any(drafts := self._fall_backs(self.speculation.plan(self.live))):
             try:
-                self._scores, self._drafts = self._check(together, drafts), drafts
+                self._scored(self._check(together, drafts), drafts)
             except CacheFull:
                 # there may be room for the texts alone
                 pass
             else:
                 return
-        self._scores = self.engine.decode(together.batch, [job.ids[-1] for job in self.live])
-        self._drafts = [[] for _ in self.live]
+        self._scored(self.engine.decode(together.batch, [job.ids[-1] for job in self.live]), [[] for _ in self.live])
+
+    def _scored(self, scores: Tensor, drafts: list[list[int]]) -> None:
+        self._scores, self._drafts, self._hidden = scores, drafts, self.engine.hidden
 
     def _check(self, together: Together, drafts: list[list[int]]) -> Tensor:
         """The scores after each job's last token and each of its guesses, [T, V]."""
@@ -100,7 +104,7 @@ class Writer:
         """
         assert self._together is not None
         assert self._scores is not None
-        live, drafts, began = self.live, self._drafts, max(self._began, self._ended)
+        live, drafts, hidden, began = self.live, self._drafts, self._hidden, max(self._began, self._ended)
         sampler = self._sampler(drafts)
         chosen = sampler(self._scores)
         arriving, likelihoods = Arriving(chosen), sampler.likelihoods
@@ -113,14 +117,19 @@ class Writer:
         scored = {} if likelihoods is None else likelihoods.read(tokens)
         found: Chosen = []
         kept: list[int] = []
+        firsts: list[int] = []
         lines = iter(range(len(tokens)))
         for job, draft in zip(live, drafts, strict=True):
             mine = [next(lines), *islice(lines, len(draft))]
             kept.append(common_length(draft, [tokens[line] for line in mine[:-1]]))
+            firsts.append(mine[0])
             found += [(job, tokens[line], scored.get(line)) for line in mine[: kept[-1] + 1]]
             job.steps += 1
             if draft:
                 self._cut(job, draft[: kept[-1]])
+        if self.speculation is not None and hidden is not None:
+            rights = zip(live, firsts, kept, strict=True)
+            self.speculation.hear([(job, len(job.ids) - 1, hidden[at : at + right + 1]) for job, at, right in rights])
         self._ended = time.perf_counter()
         if self.speculation is not None:
             self.speculation.note(live, drafts, kept, None if self.engine.replayer.settling else self._ended - began)
@@ -163,7 +172,8 @@ class Writer:
         except CacheFull:
             # the tokens are given out first; then it is met again, unless some text ended and made room
             return
-        self.live, self._scores, self._drafts = jobs, scores, [[] for _ in jobs]
+        self.live = jobs
+        self._scored(scores, [[] for _ in jobs])
 
     def _in_places(self, jobs: list[Job]) -> list[Job]:
         """The same jobs, each where it was in the last batch if it can be: states are then not moved about."""

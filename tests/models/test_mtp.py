@@ -1,5 +1,6 @@
 """Layers that predict further tokens against those of transformers, which lets a model's own classes make them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from auraflux.cache import Cache, CacheSettings
-from auraflux.errors import FormatError
 from auraflux.models import family
-from auraflux.models.mtp import is_there
+from auraflux.models.mtp import Place
 from auraflux.ops import exact
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import error, save, tokens
-from tests.models.test_deepseek_v3 import deepseek, rewrite
+from tests.models.test_deepseek_v3 import deepseek
 from tests.models.test_deepseek_v32 import deepseek as deepseek_v32
 from tests.models.test_glm4_moe import glm
 from tests.models.test_qwen3_5_moe import qwen3_5, qwen3_5_moe, qwen3_next
@@ -51,8 +51,11 @@ class Both:
             return self.model.get_output_embeddings()(hidden)
 
 
-def with_mtp(model: Any, folder: Path) -> Both:
-    """Add a layer that predicts further, as random as the others, and write it as those write it who publish it."""
+def with_mtp(model: Any, folder: Path, joined: Callable[[Tensor], Tensor] | None = None) -> Both:
+    """Add a layer that predicts further, as random as the others, and write it as those write it who publish it.
+
+    joined  makes the matrix that joins tokens and results
+    """
     config = model.config
     config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
     if not hasattr(config, "num_nextn_predict_layers"):
@@ -69,6 +72,9 @@ def with_mtp(model: Any, folder: Path) -> Both:
                 tensor.uniform_(0, 0.2)
             else:
                 tensor.add_(0.2 * torch.randn(tensor.shape))
+        if joined is not None:
+            joint = further.layers[0].eh_proj.weight
+            joint.copy_(joined(joint))
     save(model, folder)
     qwen = config.model_type.startswith("qwen")
     named = {_published(name, qwen, config.num_hidden_layers): value for name, value in further.layers.state_dict().items()}
@@ -88,15 +94,15 @@ def _published(name: str, qwen: bool, layers: int) -> str:
     return f"mtp.{names[part]}.{rest}"
 
 
-def loaded(folder: Path, mtp: bool = True, **options: Any) -> tuple[Any, Any]:
-    """This package's model of the same folder, and the shape of what its further layer keeps."""
+def family_of(folder: Path, mtp: bool = True, **options: Any) -> tuple[Any, list[Any], Place]:
+    """This package's model of the same folder, the shapes of its layers, and where the further one is."""
     checkpoint = open_checkpoint(folder)
     module = family(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config)
     weights = Weights(checkpoint, module.rename, mtp=mtp, **options)
     model = module.Model(config, weights)
     weights.done()
-    return model, module.make_caches(config)[module.Model.mtp_place(config).like]
+    return model, module.make_caches(config), module.Model.mtp_place(config)
 
 
 def predicted(model: Any, shape: Any, ids: list[int], hidden: Tensor, piece: int, kv: str = "none") -> Tensor:
@@ -130,7 +136,8 @@ def test_a_further_layer_is_that_of_transformers(name: str, tmp_path: Path):
     ids = tokens(both.model, COUNT + 1)
     hidden = both.hidden(ids[:-1])
     wanted = both.predicted(ids[1:], hidden)
-    model, shape = loaded(tmp_path)
+    model, shapes, place = family_of(tmp_path)
+    shape = shapes[place.like]
     whole = predicted(model, shape, ids[1:], hidden, COUNT)
     assert error(whole, wanted) < 2e-4
     with exact(True):
