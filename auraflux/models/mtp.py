@@ -33,6 +33,10 @@ class Place:
     norm: str
     beyond: tuple[str, ...]
 
+    def is_in(self, checkpoint: Checkpoint, rename: Rename) -> bool:
+        """Whether a checkpoint has it: many are published without."""
+        return any(ours(name, rename, True) == f"{self.joint}.weight" for name in checkpoint.sizes())
+
 
 def after_last(layers: int, extra: int, like: int) -> Place | None:
     """Where DeepSeek V3 and those after it have `extra` of them: numbered on from the last layer. The first is used."""
@@ -42,13 +46,6 @@ def after_last(layers: int, extra: int, like: int) -> Place | None:
     token_norm, hidden_norm, joint, norm = (f"{name}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
     beyond = tuple(f"model.layers.{number}." for number in range(layers, layers + extra))
     return Place(name, like, token_norm, hidden_norm, joint, norm, beyond)
-
-
-def is_there(checkpoint: Checkpoint, rename: Rename, place: Place | None) -> bool:
-    """Whether a checkpoint has one: many are published without."""
-    if place is None:
-        return False
-    return any(ours(name, rename, True) == f"{place.joint}.weight" for name in checkpoint.sizes())
 
 
 @dataclass(frozen=True, eq=False)

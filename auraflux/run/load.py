@@ -14,7 +14,6 @@ from auraflux.errors import SettingsError
 from auraflux.machine import cache_folder, free_nbytes, this_machine
 from auraflux.models import family, family_name
 from auraflux.models.config import experts_per_token, has_experts
-from auraflux.models.mtp import is_there
 from auraflux.quant import check_format
 from auraflux.run import calibration
 from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
@@ -116,7 +115,8 @@ def load(
         if lead is not None:
             rooms = [*lead.share(sizes_of(checkpoint, module.rename, config.layers))]
         deal = ALONE if lead is None else lead.deal
-        experts = keep_experts(checkpoint, kept, target, free, rooms[0][0])
+        left_out = () if further or (place := module.Model.mtp_place(config)) is None else place.beyond
+        experts = keep_experts(checkpoint, kept, target, free, rooms[0][0], left_out)
         if experts is not None:
             rooms = [(held, max(each - experts.share.nbytes, each // 2)) for held, each in rooms]
         kept_shapes = [*shapes, *further]
@@ -178,7 +178,7 @@ def load(
 def _further_shapes(checkpoint: Checkpoint, module: Any, config: Any, shapes: list[Any], ranks: Parallel | None) -> list[Any]:
     """The shape of what a model's own layer keeps that predicts further tokens; refused where there is none."""
     place = module.Model.mtp_place(config)
-    if not is_there(checkpoint, module.rename, place):
+    if place is None or not place.is_in(checkpoint, module.rename):
         raise SettingsError(
             f"{checkpoint.path} has no layer that predicts further tokens (MTP), or none that is known here. "
             "Give --speculate ngram or a smaller model."
@@ -248,10 +248,15 @@ def _lead(ranks: Parallel, checkpoint: Checkpoint, device: torch.device, free: i
 
 
 def keep_experts(
-    checkpoint: Checkpoint, settings: ExpertSettings, device: torch.device, free: int, layers: range | None = None
+    checkpoint: Checkpoint,
+    settings: ExpertSettings,
+    device: torch.device,
+    free: int,
+    layers: range | None = None,
+    left_out: tuple[str, ...] = (),
 ) -> ExpertStore | None:
     """How the experts of a packed model, or of some of its layers, are kept, where so much memory is free."""
-    files = None if checkpoint.experts is None else checkpoint.experts.within(layers)
+    files = None if checkpoint.experts is None else checkpoint.experts.within(layers).without(left_out)
     if files is not None and not files.files:
         return None
     if files is None:

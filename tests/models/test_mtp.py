@@ -1,5 +1,6 @@
 """Layers that predict further tokens against those of transformers, which lets a model's own classes make them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,20 @@ from transformers.modeling_layers import MtpModel
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.models import family
+from auraflux.models.config import experts_per_token
 from auraflux.models.mtp import Place
 from auraflux.ops import exact
+from auraflux.ops.simd.vectors import ISA
+from auraflux.run.engine import nbytes
 from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.convert import convert
+from auraflux.weights.expert_settings import share_out
+from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.loader import Weights
-from tests.models.oracles import error, save, tokens
+from auraflux.weights.pack import pack
+from tests.cli.test_models import call
+from tests.models.mlx_oracle import mlx_scores
+from tests.models.oracles import error, save, scores, tokens
 from tests.models.test_deepseek_v3 import deepseek
 from tests.models.test_deepseek_v32 import deepseek as deepseek_v32
 from tests.models.test_glm4_moe import glm
@@ -146,3 +156,52 @@ def test_a_further_layer_is_that_of_transformers(name: str, tmp_path: Path):
         assert torch.equal(predicted(model, shape, ids[1:], hidden, piece), whole)
     # coded keys and values
     assert error(predicted(model, shape, ids[1:], hidden, COUNT, "k8v8"), wanted) < 0.03
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK[:1] else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+def test_a_further_layer_is_converted_and_packed(name: str, tmp_path: Path):
+    torch.manual_seed(0)
+    both = with_mtp(MODELS[name](), tmp_path / "source")
+    ids = tokens(both.model, COUNT + 1)
+    hidden = both.hidden(ids[:-1])
+    checkpoint = open_checkpoint(both.folder)
+    kind = family(checkpoint.config)
+    whole = convert(checkpoint, kind, tmp_path / "whole", bits=8, group=32)
+    model, shapes, place = family_of(whole)
+    # mlx-lm reads the files that are called model, and wants no tensors it does not know there
+    assert (whole / "mtp.safetensors").exists()
+    assert not any(place.joint in each for each in load_file(whole / "model.safetensors"))
+    if name not in ("deepseek_v32", "glm4_moe"):
+        assert error(mlx_scores(whole, ids), scores(whole, ids)) < 2e-2
+    found = predicted(model, shapes[place.like], ids[1:], hidden, COUNT)
+    assert error(found, both.predicted(ids[1:], hidden)) < 0.05
+    assert family_of(whole, mtp=False)[0].mtp is None
+    if name == "qwen3_5":
+        return
+    packed = pack(open_checkpoint(whole), kind, tmp_path / "packed", lanes=ISA.lanes)
+    files = open_checkpoint(packed).experts
+    k = experts_per_token(open_checkpoint(packed).config)
+    share = share_out(files, k, k * sum(file.stride for file in files.files), "direct")
+    streamed = family_of(packed, experts=ExpertStore(files, share))[0]
+    assert torch.equal(predicted(streamed, shapes[place.like], ids[1:], hidden, 7), found)
+    # without it, its experts are left out, too
+    rest = files.without(place.beyond)
+    assert len(rest.files) == len(files.files) - 1
+    assert family_of(packed, mtp=False, experts=ExpertStore(rest, share))[0].mtp is None
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_further_layer_is_counted_by_itself(name: str, tmp_path: Path):
+    torch.manual_seed(0)
+    both = with_mtp(MODELS[name](), tmp_path)
+    if name == "deepseek_v3":
+        # published with copies of what it shares with the model
+        file = tmp_path / "model.safetensors"
+        copy = {"model.layers.3.embed_tokens.weight": both.model.get_input_embeddings().weight.detach().clone()}
+        save_file(load_file(file) | copy, file, metadata={"format": "pt"})
+    found = json.loads(call("inspect", tmp_path, "--json").stdout)
+    without, further = (nbytes(family_of(tmp_path, mtp)[0]) for mtp in (False, True))
+    # a model also holds its rotary frequencies
+    assert 0 <= without - found["total"]["memory_nbytes"] <= 1024
+    assert further - without == found["mtp"]["memory_nbytes"]
+    assert "a layer that predicts further tokens" in call("inspect", tmp_path).stdout

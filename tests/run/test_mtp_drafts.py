@@ -1,6 +1,5 @@
 """Guesses of a model's own further layer: the text is what it is without them, and they are what the layer would guess."""
 
-from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,7 @@ from auraflux.run.sampler import Sampler
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.speculate import Speculation
-from tests.models.oracles import tokens
+from tests.models.oracles import save, tokens
 from tests.models.test_mtp import MODELS, Both, family_of, with_mtp
 from tests.run.test_scheduler import finish, nothing_leaks, submit
 from tests.run.tiny import tiny
@@ -31,13 +30,14 @@ GREEDY = Sampling(max_tokens=TOKENS)
 
 @cache
 def both(name: str, right: bool = True) -> Both:
-    """A tiny model whose layer is often right: it passes the next token on, whose neighbour both heads then prefer."""
+    """A tiny model; where its layer is right now and then, it passes the next token on, whose neighbour both heads prefer."""
     torch.manual_seed(0)
     return with_mtp(MODELS[name](), Path(mkdtemp(prefix="auraflux-tiny-")), joined=_passing if right else None)
 
 
 def _passing(matrix: torch.Tensor) -> torch.Tensor:
-    return torch.eye(*matrix.shape)
+    noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(5))
+    return torch.eye(*matrix.shape) + 0.2 * noise
 
 
 @cache
@@ -93,7 +93,7 @@ def test_a_text_is_what_it_is_without_guesses(name: str, kv: str, right: bool, h
     assert finish(made, jobs) == plain(name, kv, right, heat)
     assert made.speculation.drafted > 0
     if right and not heat:
-        assert made.speculation.accepted > 40
+        assert made.speculation.drafted > made.speculation.accepted > 40
         assert all(job.steps < TOKENS for job in jobs)
     # again, with prompts that are found: the layer begins where the model does
     again = submit(made, prompts_of(name), Sampling(max_tokens=TOKENS, temperature=heat, seed=3))
@@ -196,7 +196,7 @@ def test_texts_that_wait_for_pages_go_on_with_guesses(name: str):
     made = scheduler_for(name, tokens=256, context=128)
     assert finish(made, submit(made, prompts, GREEDY)) == wanted
     assert made.counts.preemptions > 0
-    assert made.speculation.accepted > 40
+    assert made.speculation.accepted > 20
     assert nothing_is_left(made)
 
 
@@ -207,7 +207,7 @@ def test_a_layer_without_pages_begins_anew(name: str):
     _, shapes, place = loaded(name)
     small.cache = Cache([shapes[place.like]], CacheSettings("k8v4"), context=300, sequences=4, tokens=128, chunk=64)
     assert finish(made, submit(made, prompts_of(name), GREEDY)) == plain(name)
-    assert 0 < made.speculation.accepted
+    assert made.speculation.accepted > 0
     assert nothing_is_left(made)
 
 
@@ -215,7 +215,7 @@ def test_a_gpu_is_not_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Replayer, "ahead", True)
     made = scheduler_for("deepseek_v3")
     assert finish(made, submit(made, prompts_of("deepseek_v3"), GREEDY)) == plain("deepseek_v3")
-    assert made.speculation.accepted > 40
+    assert made.speculation.accepted > 20
 
 
 def test_a_step_ahead_is_heard_too(monkeypatch: pytest.MonkeyPatch):
@@ -228,4 +228,37 @@ def test_a_step_ahead_is_heard_too(monkeypatch: pytest.MonkeyPatch):
     assert made.speculation.drafted == 0
     made.speculation.costs.ratio = lambda texts, more: 0.5
     assert finish(made, jobs) == plain("deepseek_v3")
-    assert made.speculation.accepted > 20
+    assert made.speculation.accepted > 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loaded_model_guesses_with_its_own_layer(name: str):
+    prompt, settings = prompts_of(name)[0], {"max_tokens": 40, "temperature": 0.0}
+    options = {"context": 160, "device": "cpu", "sequences": 2}
+    wanted = list(auraflux.load(both(name).folder, **options).tokens(prompt, **settings))
+    model = auraflux.load(both(name).folder, **options, speculate="mtp")
+    speculation = model.scheduler.speculation
+    speculation.costs.ratio, speculation.costs.reach = lambda texts, more: 0.5, lambda texts: 15
+    assert list(model.tokens(prompt, **settings)) == wanted
+    assert model.stats.drafted > model.stats.accepted > 10
+    assert model.stats.steps == 40 - model.stats.accepted
+    assert drafts_of(model.scheduler).cache.nbytes == 0
+
+
+def test_the_layer_is_loaded_only_where_it_is_wanted():
+    assert family_of(both("deepseek_v3").folder, mtp=False)[0].mtp is None
+    assert auraflux.load(both("qwen3_5_moe").folder, context=64, device="cpu", speculate="ngram").engine.model.mtp is None
+
+
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"has no layer that predicts further tokens \(MTP\).*--speculate ngram"):
+        auraflux.load(tiny(), context=64, device="cpu", speculate="mtp")
+    # the config of a model that was published without it may still speak of it
+    bare = save(MODELS["deepseek_v3"](), tmp_path)
+    with pytest.raises(SettingsError, match="has no layer that predicts further tokens"):
+        auraflux.load(bare, context=64, device="cpu", speculate="mtp")
+
+
+def test_ranks_have_no_such_layer():
+    with pytest.raises(SettingsError, match="cannot guess with its own layer"):
+        auraflux.load(both("deepseek_v3").folder, context=64, device="cpu", speculate="mtp", parallel="pipeline=2")

@@ -299,10 +299,9 @@ def another() -> Path:
     return path
 
 
-@pytest.mark.parametrize(("what", "sentence"), [("mtp", "is not there yet"), ("nothing-like-it", "nothing-like-it")])
-def test_what_cannot_guess_is_refused(what: str, sentence: str):
-    with pytest.raises(AurafluxError, match=sentence):
-        auraflux.load(tiny(), context=64, device="cpu", speculate=what)
+def test_what_cannot_guess_is_refused():
+    with pytest.raises(AurafluxError, match="nothing-like-it"):
+        auraflux.load(tiny(), context=64, device="cpu", speculate="nothing-like-it")
 
 
 def test_a_model_of_other_tokens_cannot_guess(tmp_path: Path):
