@@ -19,6 +19,7 @@ from auraflux.ops import exact
 from auraflux.run.device import device_memory, sent
 from auraflux.run.engine import Engine
 from auraflux.run.speculate import MOST, Asked, Told
+from auraflux.weights.traffic import guessing
 
 WAITING = 64  # results of a text's tokens that wait, from which on they are read
 
@@ -170,7 +171,8 @@ class MTPDrafts:
         """Give the layer pairs of texts, ids [T] and hidden [T, H]: its results [T, H]."""
         before = [sequence.length for sequence in batch.sequences]
         try:
-            with device_memory(), exact(self.exact):
+            # all that the layer's experts are read for
+            with device_memory(), exact(self.exact), guessing(range(len(ids))):
                 batch.extend(counts)
                 return self.model.mtp(self.model.embedded(ids), hidden, batch, self.cache)
         except BaseException:

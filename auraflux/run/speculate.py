@@ -278,21 +278,25 @@ class Speculation:
         offers = [(0.0, 0) if text.guesses is None else text.guesses.offer(text.ids, text.room) for text in texts]
         chances = [(share**at, number) for number, (share, count) in enumerate(offers) for at in range(1, count + 1)]
         chances.sort(key=lambda chance: -chance[0])
-        chosen = chances[: self._best([chance for chance, _ in chances], len(texts))]
+        costly = any(text.guesses is not None and not text.guesses.draft.free for text in texts)
+        chosen = chances[: self._best([chance for chance, _ in chances], len(texts), costly)]
         counts = [0] * len(texts)
         for _, number in chosen:
             counts[number] += 1
         return counts
 
-    def _best(self, chances: list[float], texts: int) -> int:
+    def _best(self, chances: list[float], texts: int, costly: bool) -> int:
         best, most = 0, MARGIN
-        for more in sizes(min(len(chances), self._limit - texts, self.costs.reach(texts))):
+        for more in sizes(min(len(chances), self._limit - texts, self.costs.reach(texts)), costly):
             worth = (texts + sum(chances[:more])) / texts / self.costs.ratio(texts, more)
             if worth > most:
                 best, most = more, worth
         return best
 
 
-def sizes(most: int) -> list[int]:
-    """How many tokens more than texts a step may have: few numbers, so that what steps take is soon known and they recur."""
-    return [more for more in (3, *range(7, most + 1, 8)) if more <= most]
+def sizes(most: int, costly: bool) -> list[int]:
+    """How many tokens more than texts a step may have: few numbers, so that what steps take is soon known and they recur.
+
+    costly  guesses take time to make, so that a single one may be the best
+    """
+    return [more for more in (*([1] if costly else []), SMALL, *range(7, most + 1, 8)) if more <= most]

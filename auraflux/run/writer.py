@@ -4,7 +4,7 @@ tokens are known."""
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from auraflux.run.job import Job
 from auraflux.run.request import Scored
 from auraflux.run.sampler import Sampler
 from auraflux.run.speculate import Speculation
+from auraflux.weights.traffic import guessing
 
 Chosen = list[tuple[Job, int, Scored | None]]
 
@@ -89,7 +90,9 @@ class Writer:
         if together.checked is None:
             together.checked = self.engine.cache.batch([job.held for job in together.jobs])
         pieces = [[job.ids[-1], *draft] for job, draft in zip(together.jobs, drafts, strict=True)]
-        return self.engine.verify(together.checked, pieces)
+        firsts = {0, *accumulate(map(len, pieces))}
+        with guessing(row for row in range(max(firsts)) if row not in firsts):
+            return self.engine.verify(together.checked, pieces)
 
     def _fall_backs(self, drafts: list[list[int]]) -> list[list[int]]:
         """Let jobs whose states cannot be cut come back to where they are; guesses only where they can."""

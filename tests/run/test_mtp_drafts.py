@@ -11,7 +11,10 @@ import torch
 
 import auraflux
 from auraflux.cache import Cache, CacheSettings
+from auraflux.cli.generate import figures
 from auraflux.errors import CacheFull, SettingsError
+from auraflux.models import family
+from auraflux.ops.simd.vectors import ISA
 from auraflux.run.engine import Engine
 from auraflux.run.graph import Replayer
 from auraflux.run.mtp_drafts import MTPDrafts
@@ -19,6 +22,10 @@ from auraflux.run.sampler import Sampler
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.speculate import Speculation
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.convert import convert
+from auraflux.weights.expert_settings import ExpertSettings
+from auraflux.weights.pack import pack
 from tests.models.oracles import save, tokens
 from tests.models.test_mtp import MODELS, Both, family_of, with_mtp
 from tests.run.test_scheduler import finish, nothing_leaks, submit
@@ -262,3 +269,43 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path):
 def test_ranks_have_no_such_layer():
     with pytest.raises(SettingsError, match="cannot guess with its own layer"):
         auraflux.load(both("deepseek_v3").folder, context=64, device="cpu", speculate="mtp", parallel="pipeline=2")
+
+
+@cache
+def packed(name: str) -> tuple[Path, int]:
+    """A model whose experts are in files, and the bytes of half of them."""
+    source = open_checkpoint(both(name).folder)
+    folder, kind = Path(mkdtemp(prefix="auraflux-packed-")), family(source.config)
+    convert(source, kind, folder / "whole", bits=4, group=32)
+    pack(open_checkpoint(folder / "whole"), kind, folder / "packed", lanes=ISA.lanes)
+    return folder / "packed", open_checkpoint(folder / "packed").experts.nbytes // 2
+
+
+def streaming(name: str, **options: Any) -> Any:
+    folder, nbytes = packed(name)
+    settings = ExpertSettings(memory=nbytes, io="direct", disk=options.pop("disk", None))
+    return auraflux.load(folder, context=256, device="cpu", sequences=2, expert_memory=settings, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_that_only_guesses_ask_for_are_counted(name: str):
+    settings = {"max_tokens": 40, "temperature": 0.0}
+    without, model = streaming(name), streaming(name, speculate="mtp")
+    wanted = list(without.tokens(prompts_of(name)[0], **settings))
+    assert without.stats.experts.total.guessed == 0
+    speculation = model.scheduler.speculation
+    speculation.costs.ratio, speculation.costs.reach = lambda texts, more: 0.5, lambda texts: 15
+    assert list(model.tokens(prompts_of(name)[0], **settings)) == wanted
+    found = model.stats.experts
+    further = next(traffic for module, traffic in found.layers.items() if module.startswith(loaded(name)[2].beyond))
+    assert 0 < further.guessed == further.misses < found.total.guessed < found.total.misses
+    assert f"{found.total.guessed} of {found.total.misses} reads for guesses" in figures(model.stats, "k4v4")
+
+
+@pytest.mark.slow
+def test_guesses_stop_where_reading_their_experts_takes_too_long():
+    """A slow disk, and guesses that are right too seldom to be worth their experts."""
+    settings = {"max_tokens": 100, "temperature": 0.0}
+    model = streaming("deepseek_v3", speculate="mtp", disk="5MB")
+    list(model.tokens(prompts_of("deepseek_v3")[0], **settings))
+    assert 0 < model.stats.drafted < 60
