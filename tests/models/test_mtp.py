@@ -28,7 +28,7 @@ from auraflux.weights.pack import pack
 from tests.cli.test_models import call
 from tests.models.mlx_oracle import mlx_scores
 from tests.models.oracles import error, save, scores, tokens
-from tests.models.test_deepseek_v3 import deepseek
+from tests.models.test_deepseek_v3 import deepseek, glm_lite
 from tests.models.test_deepseek_v32 import deepseek as deepseek_v32
 from tests.models.test_glm4_moe import glm
 from tests.models.test_qwen3_5_moe import qwen3_5, qwen3_5_moe, qwen3_next
@@ -133,6 +133,7 @@ MODELS = {
     "qwen3_5": lambda: outspoken(qwen3_5(tie_word_embeddings=True)),
     "qwen3_next": lambda: outspoken(qwen3_next()),
     "glm4_moe": lambda: glm(num_mtp_layers=1),
+    "glm4_moe_lite": lambda: glm_lite(),
     "deepseek_v32": lambda: deepseek_v32(),
 }
 QUICK = ("qwen3_5_moe", "deepseek_v3")
@@ -171,7 +172,7 @@ def test_a_further_layer_is_converted_and_packed(name: str, tmp_path: Path):
     # mlx-lm reads the files that are called model, and wants no tensors it does not know there
     assert (whole / "mtp.safetensors").exists()
     assert not any(place.joint in each for each in load_file(whole / "model.safetensors"))
-    if name not in ("deepseek_v32", "glm4_moe"):
+    if name not in ("deepseek_v32", "glm4_moe", "glm4_moe_lite"):
         assert error(mlx_scores(whole, ids), scores(whole, ids)) < 2e-2
     found = predicted(model, shapes[place.like], ids[1:], hidden, COUNT)
     assert error(found, both.predicted(ids[1:], hidden)) < 0.05
