@@ -54,10 +54,13 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
     kind = family(checkpoint.config)
     config = kind.Config.from_hf(checkpoint.config)
     shapes = kind.make_caches(config)
-    tensors = survey(checkpoint, kind.rename, bits)
+    further = kind.Model.mtp_place(config)
+    beyond = () if further is None else further.beyond
+    tensors = survey(checkpoint, kind.rename, bits, beyond=beyond)
     memory, free = this_machine().memory_nbytes, free_nbytes()
     weights = tensors.total.memory_nbytes
-    experts, k = checkpoint.experts, 0 if checkpoint.experts is None else experts_per_token(checkpoint.config)
+    experts = None if checkpoint.experts is None else checkpoint.experts.without(beyond)
+    k = 0 if experts is None else experts_per_token(checkpoint.config)
     return {
         "path": path,
         "form": checkpoint.form,
@@ -67,6 +70,7 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
         "context": config.context,
         "notes": checkpoint.notes,
         "total": vars(tensors.total),
+        "mtp": vars(tensors.mtp) if further is not None and further.is_in(checkpoint, kind.rename) else None,
         "unused": vars(tensors.unused),
         "parts": {name: vars(share) for name, share in _largest_first(tensors.kinds)},
         "formats": {name: vars(share) for name, share in _largest_first(tensors.formats)},
@@ -119,6 +123,9 @@ def _show(found: dict[str, Any]) -> None:
         console.print(f"[yellow]note[/yellow] {escape(note)}")
     console.print(_shares("part", found["parts"], total))
     console.print(_shares("format", found["formats"], total))
+    if found["mtp"] is not None:
+        size = _size(found["mtp"]["memory_nbytes"])
+        console.print(f"a layer that predicts further tokens: {size} more in memory with --speculate mtp")
     if found["unused"]["tensors"]:
         console.print(f"not used: {found['unused']['tensors']} tensors, {_size(found['unused']['nbytes'])}")
     if found["experts"] is not None:

@@ -72,7 +72,8 @@ LOADING = [
     click.option(
         "--speculate",
         metavar="WHAT",
-        help="Guess tokens and check several at once: ngram guesses from the text so far; or a smaller MODEL does.",
+        help="Guess tokens and check several at once: ngram guesses from the text so far, mtp with the model's own further "
+        "layer; or a smaller MODEL does.",
     ),
     *EXPERTS,
 ]

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 def summary(total: "Traffic") -> str:
     """A few words for the line of figures."""
-    return f"experts {total.hit_rate:.0%} there, {total.nbytes / 1e9:.2f} GB read, {total.bandwidth / 1e9:.2f} GB/s"
+    found = f"experts {total.hit_rate:.0%} there, {total.nbytes / 1e9:.2f} GB read, {total.bandwidth / 1e9:.2f} GB/s"
+    return f"{found}, {total.guessed} of {total.misses} reads for guesses" if total.guessed else found
 
 
 def show_traffic(found: "ExpertTraffic | None") -> None:

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache
+from auraflux.models.mtp import MTP, Place
 from auraflux.ops import add_rms_norm, combine, embed, linear, rms_norm
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
@@ -114,6 +115,7 @@ class Decoder(ABC, Generic[ConfigT]):
     shift  of the norms' weights, see `Weights.vector`
     span   the numbers of its layers
     whole  why its layers cannot be on several ranks; None where they can
+    mtp    the layer that predicts further tokens; None where it is not wanted
     """
 
     norms = "input_layernorm", "post_attention_layernorm"
@@ -127,13 +129,19 @@ class Decoder(ABC, Generic[ConfigT]):
             weights.skip_under(f"model.layers.{index}.")
         if self.span.start == 0:
             self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
-        self.layers = [self._layer(weights, index) for index in self.span]
+        self.layers = [self._layer(weights, f"model.layers.{index}", index) for index in self.span]
         if self.span.start == 0:
             self.norm = self.make_norm(weights, "model.norm")
             self.head = self._head(weights)
         else:
             weights.skip("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
         self._announce()
+        self.mtp = self._mtp(weights, self.mtp_place(config))
+
+    @classmethod
+    def mtp_place(cls, config: ConfigT) -> Place | None:
+        """Where checkpoints have the layer that predicts further tokens; None where there is none that is known."""
+        return None
 
     @abstractmethod
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
@@ -147,11 +155,25 @@ class Decoder(ABC, Generic[ConfigT]):
         """The weight of a norm over the stream, [H]."""
         return weights.vector(f"{name}.weight", self.config.hidden, shift=self.shift)
 
-    def _layer(self, weights: Weights, index: int) -> Layer:
-        name = f"model.layers.{index}"
+    def _layer(self, weights: Weights, name: str, index: int) -> Layer:
         mixer_norm, mlp_norm = (self.make_norm(weights, f"{name}.{norm}") for norm in self.norms)
         mixer, mlp = self.make_mixer(weights, name, index), self.make_mlp(weights, name, index)
         return Layer(mixer_norm, mixer, mlp_norm, mlp, self.config.eps)
+
+    def _mtp(self, weights: Weights, place: Place | None) -> MTP | None:
+        if place is None:
+            return None
+        made = None
+        if weights.mtp:
+            token_norm, hidden_norm, norm = (
+                self.make_norm(weights, name) for name in (place.token_norm, place.hidden_norm, place.norm)
+            )
+            joint = weights.matrix(place.joint, self.config.hidden, 2 * self.config.hidden)
+            layer = self._layer(weights, place.layer, place.like)
+            made = MTP(token_norm, hidden_norm, joint, layer, norm, self.config.eps)
+        for prefix in place.beyond:
+            weights.skip_under(prefix)
+        return made
 
     def _head(self, weights: Weights) -> Stored:
         """The matrix that scores the next token: the embedding's own where the two are tied."""

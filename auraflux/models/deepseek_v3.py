@@ -18,6 +18,7 @@ from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, FeedForward, Mixer, Stream, text_name
 from auraflux.models.mixture import MixtureConfig, biased_mixture
 from auraflux.models.mlp import AddedMLP
+from auraflux.models.mtp import Place, after_last
 from auraflux.models.rotation import Growth, Rotation, growth, rope_settings, rotation
 from auraflux.ops import Routing, add_norm_linears, latent_output, latent_query, linear
 from auraflux.quant import QTensor
@@ -50,7 +51,7 @@ class Config:
     """hidden, inner, vocab are widths.
 
     sparse    which layers have experts
-    extra     layers after the last, which predict more than one token and are not used
+    extra     layers after the last, which predict further tokens
     scale     of the scores
     growth    of queries with their positions
     """
@@ -137,10 +138,9 @@ def _groups(keys: Keys, scoring: str) -> int:
 class Model(Decoder[Config]):
     """Latent attention, then an MLP in the first layers and experts in the others."""
 
-    def __init__(self, config: Config, weights: Weights):
-        super().__init__(config, weights)
-        for index in range(config.layers, config.layers + config.extra):
-            weights.skip_under(f"model.layers.{index}.")
+    @classmethod
+    def mtp_place(cls, config: Config) -> Place | None:
+        return after_last(config.layers, config.extra, config.layers - 1)
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         return Attention(self.config, weights, f"{name}.self_attn")

@@ -15,6 +15,7 @@ from auraflux.models import deepseek_v3
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Mixer, Stream
 from auraflux.models.deepseek_v3 import LATENT_EPS, LowRank, Projection, rename
+from auraflux.models.mtp import Place, after_last
 from auraflux.models.rotation import Rotation
 from auraflux.ops import Chosen, add_norm_linears, layer_norm
 from auraflux.weights.loader import Weights
@@ -88,6 +89,11 @@ class Model(deepseek_v3.Model):
         if not all(config.index.layers):
             self.whole = "its layers go by positions that earlier ones choose."
         super().__init__(config, weights)
+
+    @classmethod
+    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
+        # one that chooses its positions itself
+        return after_last(config.layers, config.extra, max(i for i, own in enumerate(config.index.layers) if own))
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config, name = self.config, f"{name}.self_attn"

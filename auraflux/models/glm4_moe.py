@@ -7,6 +7,7 @@ from auraflux.models import deepseek_v3, llama, qwen3_moe
 from auraflux.models.config import Keys
 from auraflux.models.decoder import FeedForward
 from auraflux.models.mixture import MixtureConfig, biased_mixture
+from auraflux.models.mtp import Place, after_last
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing
 from auraflux.weights.loader import Weights
@@ -17,7 +18,7 @@ class Config(qwen3_moe.Config):
     """As Qwen3's.
 
     bias   what checkpoints call the bias in the choice of experts, within a mixture
-    extra  layers after the last, which predict more than one token and are not used
+    extra  layers after the last, which predict further tokens
     """
 
     bias: str
@@ -68,10 +69,9 @@ class Model(qwen3_moe.Model):
 
     config: Config
 
-    def __init__(self, config: Config, weights: Weights):
-        super().__init__(config, weights)
-        for index in range(config.layers, config.layers + config.extra):
-            weights.skip_under(f"model.layers.{index}.")
+    @classmethod
+    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
+        return after_last(config.layers, config.extra, config.layers - 1)
 
     def make_mixture(self, weights: Weights, name: str, mixture: MixtureConfig) -> FeedForward:
         return biased_mixture(weights, name, self.config.hidden, mixture, self.config.bias)

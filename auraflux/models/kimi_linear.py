@@ -16,6 +16,7 @@ from auraflux.errors import FormatError
 from auraflux.models import deepseek_v3
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Mixer, Stream
+from auraflux.models.mtp import Place, after_last
 from auraflux.models.qwen3_5_moe import ATTENTION, DELTA, TAPS, UNIT_EPS, taps_of
 from auraflux.models.qwen3_moe import PARTS
 from auraflux.models.rotation import Rotation
@@ -76,6 +77,11 @@ class Model(deepseek_v3.Model):
     """DeepSeek V3's, with a delta rule in place of most attention."""
 
     config: Config
+
+    @classmethod
+    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
+        attends = [index for index, kind in enumerate(config.kinds) if kind == ATTENTION]
+        return after_last(config.layers, config.extra, attends[-1]) if attends else None
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         if self.config.kinds[index] == ATTENTION:

@@ -4,7 +4,6 @@ Hugging Face stores the weights of all norms but the delta layer's own as w of (
 As mlx-lm does, we tell the two apart by the layout of the convolutions, which it turns at the same time.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,15 @@ from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Mixer, Stream, text_name
 from auraflux.models.mixture import MixtureConfig
+from auraflux.models.mtp import Place
 from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing, add_norm_linears, delta_gates, gated_rms_norm, linear, qk_norm
-from auraflux.weights.loader import Weights, dense
+from auraflux.weights.loader import MTP, Weights, dense
 
 TAPS = 4  # of the short convolution
 UNIT_EPS = 1e-6  # added to the sum of squares of a delta layer's query or key
 DELTA, ATTENTION = "linear_attention", "full_attention"
-FURTHER = re.compile(r"(^|\.)mtp\.")  # what predicts more than one token
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,14 @@ class Model(qwen3_moe.Model):
         self.shift = _norm_shift(config, weights)
         super().__init__(config, weights)
 
+    @classmethod
+    def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
+        like = max((index for index, kind in enumerate(config.kinds) if kind == ATTENTION), default=None)
+        if like is None:
+            return None
+        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
+        return Place("mtp.layers.0", like, *norms, "mtp.fc", "mtp.norm", ("mtp.",))
+
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
         if config.kinds[index] == DELTA:
@@ -193,7 +200,7 @@ def taps_of(weights: Weights, name: str, channels: int) -> Tensor:
 
 
 def rename(name: str) -> str | None:
-    return None if FURTHER.search(name) else text_name(name)
+    return None if MTP.search(name) else text_name(name)
 
 
 def make_caches(config: Config) -> list[AttentionShape | RecurrentShape]:

@@ -13,7 +13,7 @@ from auraflux.errors import CacheFull
 from auraflux.quant import QTensor
 from auraflux.run.device import device_memory, sent
 from auraflux.run.graph import Replayer
-from auraflux.run.runner import Model, Ranks, Runner
+from auraflux.run.runner import HiddenRunner, Model, Ranks, Runner
 
 # tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
 SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -34,6 +34,7 @@ class Engine:
     exact      multiply float32 activations, see `Runner`
     graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
     ranks      that have the rest of the model; None where all of it is here
+    hidden     keep what the model makes of tokens, of prompts too, for whoever guesses from it
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Engine:
         exact: bool = False,
         graphs: bool = True,
         ranks: Ranks | None = None,
+        hidden: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
@@ -61,7 +63,9 @@ class Engine:
             known: dict[str, Any] = {"vectors": vectors, "held": here, "deal": deal, "dtype": dtype, "device": device}
             self.cache = Cache(shapes, settings, context=context, **sizes, **known)
         self.device, self.graphs = torch.device(device), graphs
-        self.runner = (Runner if ranks is None else ranks.runner)(model, self.cache, exact)
+        self.keeps_hidden = hidden
+        alone = HiddenRunner if hidden else Runner
+        self.runner = (alone if ranks is None else ranks.runner)(model, self.cache, exact)
         self.replayer = Replayer(self.runner, graphs)
 
     def check(self) -> None:
@@ -134,11 +138,16 @@ class Engine:
         self.replayer.settling = False
         return self.score(self.step(batch, ids))
 
-    def read(self, sequences: list[Sequence], pieces: list[list[int]]) -> None:
-        """Take in the next tokens of prompts, no more than `chunk` together."""
-        one = len(sequences) == 1
-        batch = self._batch_for(sequences[0], pieces[0], True) if one else self.cache.batch(sequences, silent=True)
-        self.step(batch, pieces)
+    @property
+    def hidden(self) -> Tensor | None:
+        """What the last scores were made of, [N, H]; None where it is not kept."""
+        return self.runner.hidden
+
+    def read(self, sequences: list[Sequence], pieces: list[list[int]]) -> Tensor:
+        """Take in the next tokens of prompts, no more than `chunk` together: the final hidden states, where these are kept."""
+        one, silent = len(sequences) == 1, not self.keeps_hidden
+        batch = self._batch_for(sequences[0], pieces[0], silent) if one else self.cache.batch(sequences, silent=silent)
+        return self.step(batch, pieces)
 
     def sooner_apart(self, tokens: int) -> bool:
         """Whether prompts with so many tokens are read sooner one by one: steps of one are replayed, those of several not."""

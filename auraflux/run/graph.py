@@ -112,7 +112,8 @@ class Replayer:
 
     def _verify(self, batch: Batch, ids: list[int]) -> Tensor:
         batch.extend([len(ids)])
-        return self._replayed(batch, torch.tensor(ids), lambda step: self.runner.score(self.runner.forward(step.ids, batch)))
+        found = self._replayed(batch, torch.tensor(ids), lambda step: self.runner.repeated(step.ids, batch))
+        return self.runner.after(found, batch)
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""

@@ -20,6 +20,7 @@ from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_ke
 from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
+from auraflux.run.mtp_drafts import MTPDrafts
 from auraflux.run.ngrams import NGrams
 from auraflux.run.prepare import compile_kernels
 from auraflux.run.progress import Report, on_terminal
@@ -82,8 +83,9 @@ def load(
                   texts of full context need
     waiting       most texts that wait; None for any number
     prefix_disk   "20GB": for texts on disk that memory has no room for, below `prefix_folder`; by default none
-    speculate     what guesses at the next tokens, which are then checked together: "ngram" for the text so far, or a smaller
-                  model with the same tokens; the text is the same without, see docs/speculation.md
+    speculate     what guesses at the next tokens, which are then checked together: "ngram" for the text so far, "mtp" for
+                  the model's own further layer, or a smaller model with the same tokens; the text is the same without, see
+                  docs/speculation.md
     parallel      "pipeline=2": that many processes of this machine have a part of the layers each; or settings in full,
                   which may name other machines. See docs/distributed.md
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
@@ -105,6 +107,7 @@ def load(
         settings = settings.for_family(family_name(checkpoint.config))
         config = module.Config.from_hf(checkpoint.config)
         shapes = module.make_caches(config)
+        further = _further_shapes(checkpoint, module, config, shapes, ranks) if speculate == "mtp" else []
         dtype = activation_dtype(target)
         free = free_nbytes() if target.type == "cpu" else free_device_nbytes(target) - sum(checkpoint.sizes().values())
         lead = None if ranks is None else callers.enter_context(_lead(ranks, checkpoint, target, free, prefix_disk))
@@ -112,15 +115,17 @@ def load(
         if lead is not None:
             rooms = [*lead.share(sizes_of(checkpoint, module.rename, config.layers))]
         deal = ALONE if lead is None else lead.deal
-        experts = keep_experts(checkpoint, kept, target, free, rooms[0][0])
+        left_out = () if further or (place := module.Model.mtp_place(config)) is None else place.beyond
+        experts = keep_experts(checkpoint, kept, target, free, rooms[0][0], left_out)
         if experts is not None:
             rooms = [(held, max(each - experts.share.nbytes, each // 2)) for held, each in rooms]
-        longest = min(_context(context, config.context, shapes, settings, dtype, each, held, deal) for held, each in rooms)
+        kept_shapes = [*shapes, *further]
+        longest = min(_context(context, config.context, kept_shapes, settings, dtype, each, held, deal) for held, each in rooms)
         options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
         # one place more is for scores of whole texts
         options |= {"sequences": sequences + 1, "kept": sequences}
         limits = [(_cache_nbytes(cache_memory, each), held, deal) for held, each in rooms]
-        tokens = min(pool_tokens(shapes, settings, *limit, **options) for limit in limits)
+        tokens = min(pool_tokens(kept_shapes, settings, *limit, **options) for limit in limits)
         wanted = calibration.is_wanted(calibrate, shapes, settings)
         # what is read depends on the tokens, so their steps cannot be repeated blindly
         graphs = graphs and (experts is None or experts.share.mapped) and (lead is None or not lead.whole)
@@ -131,7 +136,7 @@ def load(
         fetch_kernels(target)
         with device_memory():
             part = rooms[0][0], None if lead is None else lead.division
-            model = make_model(module, config, checkpoint, quantize, dtype, target, experts, tell, *part)
+            model = make_model(module, config, checkpoint, quantize, dtype, target, experts, tell, *part, mtp=bool(further))
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
             if target.type == "cpu" and lead is None and experts is None:
                 compile_kernels(model, shapes, settings, exact=exact, calibrate=wanted, dtype=dtype, report=tell)
@@ -148,9 +153,10 @@ def load(
             lead.ready(vectors)
         callers.pop_all()
 
-    how: dict[str, Any] = {"exact": exact, "graphs": graphs, "vectors": vectors, "ranks": lead}
+    how: dict[str, Any] = {"exact": exact, "graphs": graphs, "vectors": vectors, "ranks": lead, "hidden": bool(further)}
     with device_memory():
         engine = Engine(model, shapes, settings, **options, tokens=tokens, **how, device=target)
+        drafts = MTPDrafts.beside(engine, further[0]) if further else None
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
     ends = _ends(checkpoint, tokenizer)
     kind = str(checkpoint.config.get("model_type", ""))
@@ -163,18 +169,33 @@ def load(
     if speculate is not None:
         same: dict[str, Any] = {"device": str(target), "kv": kv, "exact": exact, "graphs": graphs, "calibrate": calibrate}
         same |= {"context": longest, "sequences": sequences, "chunk": chunk, "report": report}
-        speculation = _speculation(speculate, engine, tokenizer, same)
+        speculation = _speculation(speculate, engine, drafts, tokenizer, same)
     how = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": watch, "speculation": speculation}
     scheduler = Scheduler(engine, tokenizer, ends, **how)
     return LanguageModel(scheduler, checkpoint.path, notes, experts, model_type=kind)
 
 
-def _speculation(what: str | Path, engine: Engine, tokenizer: Tokenizer | None, same: dict[str, Any]) -> Speculation:
+def _further_shapes(checkpoint: Checkpoint, module: Any, config: Any, shapes: list[Any], ranks: Parallel | None) -> list[Any]:
+    """The shape of what a model's own layer keeps that predicts further tokens; refused where there is none."""
+    place = module.Model.mtp_place(config)
+    if place is None or not place.is_in(checkpoint, module.rename):
+        raise SettingsError(
+            f"{checkpoint.path} has no layer that predicts further tokens (MTP), or none that is known here. "
+            "Give --speculate ngram or a smaller model."
+        )
+    if ranks is not None:
+        raise SettingsError("a model that is divided among ranks cannot guess with its own layer: leave --speculate mtp out.")
+    return [shapes[place.like]]
+
+
+def _speculation(
+    what: str | Path, engine: Engine, drafts: MTPDrafts | None, tokenizer: Tokenizer | None, same: dict[str, Any]
+) -> Speculation:
     """What guesses at texts; `same` is how a second model is loaded."""
     if what == "ngram":
         return Speculation(NGrams, engine.chunk)
-    if what == "mtp":
-        raise SettingsError("speculate='mtp' is not there yet: a model's own extra layers are left out when it is loaded.")
+    if drafts is not None:
+        return Speculation(drafts.begin, engine.chunk, drafts.propose, drafts.hear)
     small, vocab = load(what, **same), engine.model.config.vocab
     check_tokens(tokenizer, small.tokenizer, (vocab, small.engine.model.config.vocab), str(what))
     return Speculation(lambda: ModelDraft(small.engine, vocab), engine.chunk)
@@ -227,10 +248,15 @@ def _lead(ranks: Parallel, checkpoint: Checkpoint, device: torch.device, free: i
 
 
 def keep_experts(
-    checkpoint: Checkpoint, settings: ExpertSettings, device: torch.device, free: int, layers: range | None = None
+    checkpoint: Checkpoint,
+    settings: ExpertSettings,
+    device: torch.device,
+    free: int,
+    layers: range | None = None,
+    left_out: tuple[str, ...] = (),
 ) -> ExpertStore | None:
     """How the experts of a packed model, or of some of its layers, are kept, where so much memory is free."""
-    files = None if checkpoint.experts is None else checkpoint.experts.within(layers)
+    files = None if checkpoint.experts is None else checkpoint.experts.within(layers).without(left_out)
     if files is not None and not files.files:
         return None
     if files is None:
@@ -256,8 +282,9 @@ def make_model(
     report: Report,
     layers: range | None = None,
     division: Division | None = None,
+    mtp: bool = False,
 ) -> Any:
-    """Load a model, or some of its layers, or some experts of each."""
+    """Load a model, or some of its layers, or some experts of each; `mtp` with the layer that predicts further tokens."""
     total, done = sum(checkpoint.sizes().values()), 0
 
     def advance(nbytes: int) -> None:
@@ -265,7 +292,7 @@ def make_model(
         done += nbytes
         report("loading", done, total)
 
-    form: dict[str, Any] = {"bits": bits, "dtype": dtype, "device": device, "span": layers, "division": division}
+    form: dict[str, Any] = {"bits": bits, "dtype": dtype, "device": device, "span": layers, "division": division, "mtp": mtp}
     weights = Weights(checkpoint, module.rename, **form, experts=experts, advance=advance)
     model = module.Model(config, weights)
     weights.done()

@@ -47,8 +47,11 @@ class Ranks(Protocol):
 class Runner:
     """A model with its cache.
 
-    exact  multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    exact   multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    hidden  what the last scores were made of, [N, H]; None where it is not kept
     """
+
+    hidden: Tensor | None = None
 
     def __init__(self, model: Model, cache: Cache, exact: bool):
         self.model, self.cache, self.exact = model, cache, exact
@@ -74,3 +77,20 @@ class Runner:
     def after(self, found: Tensor, batch: Batch) -> Tensor:
         """Make scores of what was recorded."""
         return found
+
+
+class HiddenRunner(Runner):
+    """One that keeps what scores are made of. They are not part of what is recorded, which gives that instead."""
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V] float32."""
+        self.hidden = hidden
+        return super().score(hidden)
+
+    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
+        """The final hidden states, [T, H]."""
+        return self.forward(given, batch)
+
+    def after(self, found: Tensor, batch: Batch) -> Tensor:
+        """[T, H] -> [T, V] float32."""
+        return self.score(found)

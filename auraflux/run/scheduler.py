@@ -307,8 +307,12 @@ class Scheduler:
 
     def _take_in(self, chosen: list[tuple[Job, int]]) -> None:
         pieces = [job.ids[job.held.length : job.held.length + share] for job, share in chosen]
+        starts = [job.held.length for job, _ in chosen]
         with self.pace.measured(sum(share for _, share in chosen)):
-            self.engine.read([job.held for job, _ in chosen], pieces)
+            hidden = self.engine.read([job.held for job, _ in chosen], pieces)
+            if self.speculation is not None and self.engine.keeps_hidden:
+                rows = hidden.split([share for _, share in chosen])
+                self.speculation.hear([(job, at, row) for (job, _), at, row in zip(chosen, starts, rows, strict=True)])
         for job, _ in chosen:
             if job.held.length in job.marks:
                 job.held.checkpoint()

@@ -12,7 +12,9 @@ text which does not repeat itself are never tried.
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from auraflux.cache.radix import common_length
 
@@ -45,6 +47,16 @@ class Draft(Protocol):
 
     def close(self) -> None:
         """Give back what is held for the text."""
+
+
+DraftT = TypeVar("DraftT")
+Asked = tuple[DraftT, list[int], int]  # a text's draft, its tokens, and how many guesses are wanted
+Told = tuple[DraftT, list[int], int, Tensor]  # a text's draft, its tokens, and what the model made of those from a place on
+
+
+def one_by_one(asked: list[Asked[Draft]]) -> list[list[int]]:
+    """Guess at each text by itself."""
+    return [draft.propose(tokens, count) for draft, tokens, count in asked]
 
 
 class Text(Protocol):
@@ -92,10 +104,10 @@ class Guesses:
             count = len(self._watch(ids, count))
         return self._of(self.draft.kind).share, count
 
-    def take(self, ids: list[int], count: int) -> list[int]:
-        """Give so many guesses, to be checked."""
+    def ask(self, ids: list[int], count: int) -> Asked[Draft]:
+        """Ask for so many guesses, to be checked."""
         self._watched = None
-        return self.draft.propose(ids, count)
+        return self.draft, ids, count
 
     def note(self, drafted: int, accepted: int) -> None:
         """Learn how many of the guesses given last were right."""
@@ -184,12 +196,21 @@ class Speculation:
 
     begin     makes a draft for a text
     limit     most tokens of a step
+    propose   guesses at several texts
+    hear      is told what the model makes of tokens; None where nobody wants to know
     drafted   tokens that were checked
     accepted  of them that were kept
     """
 
-    def __init__(self, begin: Callable[[], Draft], limit: int):
+    def __init__(
+        self,
+        begin: Callable[[], Draft],
+        limit: int,
+        propose: Callable[[list[Asked[Any]]], list[list[int]]] = one_by_one,
+        hear: Callable[[list[Told[Any]]], None] | None = None,
+    ):
         self._begin, self._limit, self.costs = begin, limit, Costs()
+        self._propose, self._hear = propose, hear
         self.drafted = self.accepted = 0
         self._pooled = {kind: Odds(share) for kind, share in enumerate(PRIORS)}
         self._plain_steps = self._steps = 0
@@ -214,10 +235,19 @@ class Speculation:
             self._wait(texts)
             return [[] for _ in texts]
         self._steps, self._plain_steps = self._steps + 1, 0
-        found = []
-        for text, count in zip(texts, counts, strict=True):
-            found.append(text.guesses.take(text.ids, count) if text.guesses is not None and count else [])
-        return found
+        asked = {
+            number: text.guesses.ask(text.ids, count)
+            for number, (text, count) in enumerate(zip(texts, counts, strict=True))
+            if text.guesses is not None and count
+        }
+        found = dict(zip(asked, self._propose(list(asked.values())), strict=True))
+        return [found.get(number, []) for number in range(len(texts))]
+
+    def hear(self, texts: Sequence[tuple[Text, int, Tensor]]) -> None:
+        """Learn what the model made of tokens of texts, from a place in each on: [T, H]."""
+        told = [(text.guesses.draft, text.ids, start, rows) for text, start, rows in texts if text.guesses is not None]
+        if self._hear is not None and told:
+            self._hear(told)
 
     def note(self, texts: Sequence[Text], drafts: list[list[int]], kept: list[int], seconds: float | None) -> None:
         """Learn what a step took, None where that says nothing of others, and how many guesses of each text were kept."""
@@ -248,21 +278,25 @@ class Speculation:
         offers = [(0.0, 0) if text.guesses is None else text.guesses.offer(text.ids, text.room) for text in texts]
         chances = [(share**at, number) for number, (share, count) in enumerate(offers) for at in range(1, count + 1)]
         chances.sort(key=lambda chance: -chance[0])
-        chosen = chances[: self._best([chance for chance, _ in chances], len(texts))]
+        costly = any(text.guesses is not None and not text.guesses.draft.free for text in texts)
+        chosen = chances[: self._best([chance for chance, _ in chances], len(texts), costly)]
         counts = [0] * len(texts)
         for _, number in chosen:
             counts[number] += 1
         return counts
 
-    def _best(self, chances: list[float], texts: int) -> int:
+    def _best(self, chances: list[float], texts: int, costly: bool) -> int:
         best, most = 0, MARGIN
-        for more in sizes(min(len(chances), self._limit - texts, self.costs.reach(texts))):
+        for more in sizes(min(len(chances), self._limit - texts, self.costs.reach(texts)), costly):
             worth = (texts + sum(chances[:more])) / texts / self.costs.ratio(texts, more)
             if worth > most:
                 best, most = more, worth
         return best
 
 
-def sizes(most: int) -> list[int]:
-    """How many tokens more than texts a step may have: few numbers, so that what steps take is soon known and they recur."""
-    return [more for more in (3, *range(7, most + 1, 8)) if more <= most]
+def sizes(most: int, costly: bool) -> list[int]:
+    """How many tokens more than texts a step may have: few numbers, so that what steps take is soon known and they recur.
+
+    costly  guesses take time to make, so that a single one may be the best
+    """
+    return [more for more in (*([1] if costly else []), SMALL, *range(7, most + 1, 8)) if more <= most]

@@ -4,7 +4,7 @@ tokens are known."""
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from auraflux.run.job import Job
 from auraflux.run.request import Scored
 from auraflux.run.sampler import Sampler
 from auraflux.run.speculate import Speculation
+from auraflux.weights.traffic import guessing
 
 Chosen = list[tuple[Job, int, Scored | None]]
 
@@ -51,6 +52,8 @@ class Writer:
         # guesses that the step checks, for each live job
         self._drafts: list[list[int]] = []
         self._scores: Tensor | None = None
+        # what they were made of; None where that is not kept
+        self._hidden: Tensor | None = None
         self._together: Together | None = None
         self._began = self._ended = 0.0
 
@@ -60,7 +63,7 @@ class Writer:
 
     def forget(self) -> None:
         """Give up a step whose tokens are not known, and the batch."""
-        self.live, self._scores, self._together = [], None, None
+        self.live, self._scores, self._hidden, self._together = [], None, None, None
 
     def step(self, jobs: list[Job]) -> None:
         """Give jobs whose last token is known here that token, and guesses at those after it where they promise to pay."""
@@ -71,21 +74,25 @@ class Writer:
         together = self._with(self.live)
         if self.speculation is not None and any(drafts := self._fall_backs(self.speculation.plan(self.live))):
             try:
-                self._scores, self._drafts = self._check(together, drafts), drafts
+                self._scored(self._check(together, drafts), drafts)
             except CacheFull:
                 # there may be room for the texts alone
                 pass
             else:
                 return
-        self._scores = self.engine.decode(together.batch, [job.ids[-1] for job in self.live])
-        self._drafts = [[] for _ in self.live]
+        self._scored(self.engine.decode(together.batch, [job.ids[-1] for job in self.live]), [[] for _ in self.live])
+
+    def _scored(self, scores: Tensor, drafts: list[list[int]]) -> None:
+        self._scores, self._drafts, self._hidden = scores, drafts, self.engine.hidden
 
     def _check(self, together: Together, drafts: list[list[int]]) -> Tensor:
         """The scores after each job's last token and each of its guesses, [T, V]."""
         if together.checked is None:
             together.checked = self.engine.cache.batch([job.held for job in together.jobs])
         pieces = [[job.ids[-1], *draft] for job, draft in zip(together.jobs, drafts, strict=True)]
-        return self.engine.verify(together.checked, pieces)
+        firsts = {0, *accumulate(map(len, pieces))}
+        with guessing(row for row in range(max(firsts)) if row not in firsts):
+            return self.engine.verify(together.checked, pieces)
 
     def _fall_backs(self, drafts: list[list[int]]) -> list[list[int]]:
         """Let jobs whose states cannot be cut come back to where they are; guesses only where they can."""
@@ -100,7 +107,7 @@ class Writer:
         """
         assert self._together is not None
         assert self._scores is not None
-        live, drafts, began = self.live, self._drafts, max(self._began, self._ended)
+        live, drafts, hidden, began = self.live, self._drafts, self._hidden, max(self._began, self._ended)
         sampler = self._sampler(drafts)
         chosen = sampler(self._scores)
         arriving, likelihoods = Arriving(chosen), sampler.likelihoods
@@ -113,14 +120,19 @@ class Writer:
         scored = {} if likelihoods is None else likelihoods.read(tokens)
         found: Chosen = []
         kept: list[int] = []
+        firsts: list[int] = []
         lines = iter(range(len(tokens)))
         for job, draft in zip(live, drafts, strict=True):
             mine = [next(lines), *islice(lines, len(draft))]
             kept.append(common_length(draft, [tokens[line] for line in mine[:-1]]))
+            firsts.append(mine[0])
             found += [(job, tokens[line], scored.get(line)) for line in mine[: kept[-1] + 1]]
             job.steps += 1
             if draft:
                 self._cut(job, draft[: kept[-1]])
+        if self.speculation is not None and hidden is not None:
+            rights = zip(live, firsts, kept, strict=True)
+            self.speculation.hear([(job, len(job.ids) - 1, hidden[at : at + right + 1]) for job, at, right in rights])
         self._ended = time.perf_counter()
         if self.speculation is not None:
             self.speculation.note(live, drafts, kept, None if self.engine.replayer.settling else self._ended - began)
@@ -163,7 +175,8 @@ class Writer:
         except CacheFull:
             # the tokens are given out first; then it is met again, unless some text ended and made room
             return
-        self.live, self._scores, self._drafts = jobs, scores, [[] for _ in jobs]
+        self.live = jobs
+        self._scored(scores, [[] for _ in jobs])
 
     def _in_places(self, jobs: list[Job]) -> list[Job]:
         """The same jobs, each where it was in the last batch if it can be: states are then not moved about."""

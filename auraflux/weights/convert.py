@@ -32,6 +32,8 @@ INNER = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "gemma3", "mistral3", "kimi_k25
 ALONE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 EMBEDDINGS = re.compile(r"(embed_tokens|lm_head)\.weight$")
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# files, by what is in them: mlx-lm reads those called model, and stops at tensors it has no use for
+MODEL, MTP = "model", "mtp"
 OWN = ("config.json", "model.safetensors.index.json")
 
 
@@ -49,17 +51,22 @@ class Shards:
     def __init__(self, folder: Path, limit: int = SHARD_NBYTES):
         self.folder, self.limit = folder, limit
         self._waiting: dict[str, Tensor] = {}
-        self._written: list[tuple[Path, list[str]]] = []
+        self._written: dict[str, list[tuple[Path, list[str]]]] = {MODEL: []}
+        self._stem = MODEL
         self.nbytes = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._waiting and sum(each.nbytes for each in self._waiting.values()) + tensor.nbytes > self.limit:
+    def add(self, name: str, tensor: Tensor, stem: str = MODEL) -> None:
+        """Put a tensor into the files whose names begin so."""
+        waiting = sum(each.nbytes for each in self._waiting.values())
+        if self._waiting and (stem != self._stem or waiting + tensor.nbytes > self.limit):
             self._flush()
+        self._stem = stem
         self._waiting[name] = tensor.contiguous()
         self.nbytes += tensor.nbytes
 
     def _flush(self) -> None:
-        path = self.folder / f"part-{len(self._written)}"
+        written = self._written.setdefault(self._stem, [])
+        path = self.folder / f"part-{self._stem}-{len(written)}"
         try:
             save_file(self._waiting, path, metadata={"format": "mlx"})
         except SafetensorError as err:
@@ -67,18 +74,19 @@ class Shards:
             raise OSError(str(err)) from err
         # safetensors lets only the owner read what it writes
         path.chmod(self.folder.stat().st_mode & 0o666)
-        self._written.append((path, list(self._waiting)))
+        written.append((path, list(self._waiting)))
         self._waiting = {}
 
     def close(self) -> None:
         """Write what is left, and the index."""
         self._flush()
-        count = len(self._written)
         homes: dict[str, str] = {}
-        for i, (path, names) in enumerate(self._written, 1):
-            final = "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-            path.rename(self.folder / final)
-            homes |= dict.fromkeys(names, final)
+        for stem, written in self._written.items():
+            count = len(written)
+            for i, (path, names) in enumerate(written, 1):
+                final = f"{stem}.safetensors" if count == 1 else f"{stem}-{i:05d}-of-{count:05d}.safetensors"
+                path.rename(self.folder / final)
+                homes |= dict.fromkeys(names, final)
         index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(homes.items()))}
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
 
@@ -87,11 +95,14 @@ class Writing(Weights):
     """Weights that are written to files as they are taken.
 
     formats  how each matrix was written: what mlx-lm wants to know of it
+    beyond   what names of a layer begin with that predicts further tokens: it has files of its own. None where there is none
     """
 
-    def __init__(self, checkpoint: Checkpoint, rename: Rename, shards: Shards, **options: Any):
-        super().__init__(checkpoint, rename, **options)
-        self.shards, self.written = shards, set[str]()
+    def __init__(
+        self, checkpoint: Checkpoint, rename: Rename, shards: Shards, beyond: tuple[str, ...] | None = None, **options: Any
+    ):
+        super().__init__(checkpoint, rename, mtp=beyond is not None, **options)
+        self.shards, self.beyond, self.written = shards, beyond or (), set[str]()
         self.prefix = INNER.get(_model_type(checkpoint.config), "")
         self.formats: dict[str, dict[str, Any]] = {}
 
@@ -147,16 +158,17 @@ class Writing(Weights):
         return blank(*value.shape)
 
     def _write(self, name: str, value: Stored) -> None:
+        stem = MTP if name.startswith(self.beyond) else MODEL
         name = self.prefix + name
         if not isinstance(value, QTensor):
-            self.shards.add(name, value)
+            self.shards.add(name, value, stem)
             return
         module = name.removesuffix(".weight")
         self.formats[module] = {"group_size": value.group, "bits": value.bits, "mode": value.kind}
-        self.shards.add(name, value.packed.view(torch.uint32))
-        self.shards.add(f"{module}.scales", value.scales)
+        self.shards.add(name, value.packed.view(torch.uint32), stem)
+        self.shards.add(f"{module}.scales", value.scales, stem)
         if value.biases is not None:
-            self.shards.add(f"{module}.biases", value.biases)
+            self.shards.add(f"{module}.biases", value.biases, stem)
 
 
 def blank(*shape: int) -> Tensor:
@@ -191,22 +203,30 @@ def convert(
             folder = aside / NEW
             folder.mkdir()
             shards = Shards(folder)
-            weights = Writing(checkpoint, family.rename, shards, bits=bits, group=group, advance=advance)
-            family.Model(family.Config.from_hf(checkpoint.config), weights)
+            config = family.Config.from_hf(checkpoint.config)
+            form: dict[str, Any] = {"bits": bits, "group": group, "beyond": further(checkpoint, family, config)}
+            weights = Writing(checkpoint, family.rename, shards, **form, advance=advance)
+            family.Model(config, weights)
             weights.done()
             if not weights.formats:
                 raise FormatError(
                     f"groups of {group} divide the width of no weight in {checkpoint.path}; try a smaller --group."
                 )
             shards.close()
-            config = mlx_config(checkpoint.config, weights.formats)
-            (folder / "config.json").write_text(json.dumps(config, indent=4))
+            written = mlx_config(checkpoint.config, weights.formats)
+            (folder / "config.json").write_text(json.dumps(written, indent=4))
             copy_others(checkpoint.path, folder)
             add(folder)
             put_in_place(folder, target, aside, lambda: check_paths(checkpoint, target, force))
     except OSError as err:
         raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
     return target
+
+
+def further(checkpoint: Checkpoint, family: Family, config: Any) -> tuple[str, ...] | None:
+    """What names of a checkpoint's layer begin with that predicts further tokens; None where it has none."""
+    place = family.Model.mtp_place(config)
+    return place.beyond if place is not None and place.is_in(checkpoint, family.rename) else None
 
 
 def check_paths(checkpoint: Checkpoint, target: Path, force: bool) -> None:

@@ -117,6 +117,10 @@ class ExpertFiles:
         prefixes = tuple(f"model.layers.{number}." for number in layers)
         return replace(self, files=tuple(file for file in self.files if file.module.startswith(prefixes)))
 
+    def without(self, prefixes: tuple[str, ...]) -> "ExpertFiles":
+        """Those of layers whose names begin otherwise."""
+        return replace(self, files=tuple(file for file in self.files if not file.module.startswith(prefixes)))
+
     @cached_property
     def _by_module(self) -> dict[str, ExpertFile]:
         return {file.module: file for file in self.files}

@@ -94,7 +94,8 @@ class ExpertStore:
         if self.reader is None:
             return ExpertTraffic()
         found = self.reader.meter.traffic()
-        summed = {name: sum(getattr(each, name) for each in layers.values()) for name in ("hits", "ahead", "misses", "stall_s")}
+        counted = ("hits", "ahead", "misses", "guessed", "stall_s")
+        summed = {name: sum(getattr(each, name) for each in layers.values()) for name in counted}
         return ExpertTraffic(type(found)(nbytes=found.nbytes, read_s=found.read_s, **summed), layers)
 
 

@@ -22,6 +22,7 @@ from auraflux.weights.stored import Checkpoint, Stored
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
 Rename = Callable[[str], str | None]
 SHOWN = 12  # names of a kind in an error
+MTP = re.compile(r"(?:^|\.)(mtp\..*)")  # what Qwen calls what predicts further tokens
 # small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
 ROUTERS = re.compile(r"((mlp|block_sparse_moe)\.gate|shared_expert_gate|router(\.proj)?)\.weight$")
 
@@ -42,6 +43,14 @@ class Source:
         return Source(lambda expert: self.matrix(first + expert), lambda expert: self.release(first + expert))
 
 
+def ours(stored: str, rename: Rename, mtp: bool) -> str | None:
+    """The model's name for a tensor of the checkpoint; None for those it has no use for."""
+    name = rename(stored)
+    if name is None and mtp and (found := MTP.search(stored)):
+        return found[1]
+    return name
+
+
 class Weights:
     """Tensors of a checkpoint under a model's own names, made ready for a device.
 
@@ -52,6 +61,7 @@ class Weights:
     experts   how those of a packed model are kept; by default their files are mapped
     span      the numbers of the layers that are wanted; None for all
     division  which of every layer's experts are wanted; None for all
+    mtp       whether the layer that predicts further tokens is wanted, see `models/mtp.py`
     advance   called with the bytes of each tensor that was taken
     """
 
@@ -67,11 +77,12 @@ class Weights:
         experts: ExpertStore | None = None,
         span: range | None = None,
         division: Division | None = None,
+        mtp: bool = False,
         advance: Callable[[int], None] = lambda nbytes: None,
     ):
         if experts is None and checkpoint.experts is not None:
             experts = map_experts(checkpoint.experts, device)
-        self.experts, self.span, self.division = experts, span, division
+        self.experts, self.span, self.division, self.mtp = experts, span, division, mtp
         self.checkpoint, self.bits, self.group = checkpoint, bits, group
         self.dtype, self.device, self._advance = dtype, torch.device(device), advance
         # whose kernels read the weights
@@ -79,9 +90,9 @@ class Weights:
         self._sizes = checkpoint.sizes()
         self._stored: dict[str, str] = {}
         for stored in self._sizes:
-            ours = rename(stored)
-            if ours is not None:
-                self._stored[ours] = stored
+            name = ours(stored, rename, mtp)
+            if name is not None:
+                self._stored[name] = stored
         self._left = set(self._stored)
         self._missing: list[str] = []
         self._wrong: list[str] = []

@@ -17,7 +17,7 @@ import numpy as np
 from auraflux.errors import FormatError
 from auraflux.quant import check_format
 from auraflux.weights import expert_files
-from auraflux.weights.convert import Family, Shards, check_paths, copy_others, mlx_config
+from auraflux.weights.convert import Family, Shards, check_paths, copy_others, further, mlx_config
 from auraflux.weights.destination import put_in_place, working_folder
 from auraflux.weights.disk import sync
 from auraflux.weights.expert_files import write_format, write_layer
@@ -64,7 +64,8 @@ def pack(
         raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
     options: dict[str, Any] = {"bits": bits, "group": group, "lanes": lanes}
     config = family.Config.from_hf(checkpoint.config)
-    plan = Packing(checkpoint, family.rename, None, **options)
+    beyond = further(checkpoint, family, config)
+    plan = Packing(checkpoint, family.rename, None, **options, beyond=beyond)
     family.Model(config, plan)
     plan.done()
     if not plan.layers:
@@ -79,7 +80,8 @@ def pack(
         try:
             run = _Run(folder, plan, journal, report)
             run.check_room()
-            run.write_rest(lambda shards, advance: _construct(family, config, checkpoint, shards, advance, options))
+            wanted = {**options, "beyond": beyond}
+            run.write_rest(lambda shards, advance: _construct(family, config, checkpoint, shards, advance, wanted))
             run.write_experts()
             run.write_manifest(checkpoint)
             copy_others(checkpoint.path, folder)

@@ -53,7 +53,8 @@ class Layer:
 
     @property
     def file(self) -> str:
-        return f"layer_{int(re.findall(r'[0-9]+', self.module)[0]):03d}.bin"
+        stem = "mtp" if self.module.startswith("mtp.") else "layer"
+        return f"{stem}_{int(re.findall(r'[0-9]+', self.module)[0]):03d}.bin"
 
     @property
     def expert_nbytes(self) -> int:

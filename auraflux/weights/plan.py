@@ -16,6 +16,7 @@ from auraflux.quant.gguf_blocks import memory_bits
 from auraflux.weights.folder import Folder
 from auraflux.weights.gguf import DENSE, GGUFFile
 from auraflux.weights.loader import ROUTERS, Rename
+from auraflux.weights.loader import ours as our_name
 from auraflux.weights.stored import Checkpoint
 
 KV = ("none", "k8v8", "k8v4", "k4v4", "k4v2", "k3v3")
@@ -31,6 +32,10 @@ KINDS = {
     "recurrent": r"linear_attn\.",
     "mlp": r"\.mlp\.",
 }
+
+
+# of embedding and head, which a layer that predicts further tokens has in common with the model
+COPIES = re.compile(r"(embed_tokens|shared_head\.head)\.weight$")
 
 
 @dataclass
@@ -57,31 +62,39 @@ class Share:
 class Survey:
     """What the tensors of a model are.
 
+    mtp     those of a layer that predicts further tokens, which are loaded only for guesses
     unused  those that it has no use for, such as those of vision
     """
 
     kinds: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
     formats: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
     total: Share = field(default_factory=Share)
+    mtp: Share = field(default_factory=Share)
     unused: Share = field(default_factory=Share)
 
 
-def survey(checkpoint: Checkpoint, rename: Rename, bits: int | None = None, group: int = 64) -> Survey:
+def survey(
+    checkpoint: Checkpoint, rename: Rename, bits: int | None = None, group: int = 64, beyond: tuple[str, ...] = ()
+) -> Survey:
     """Add up a checkpoint's tensors.
 
     bits, group  to which dense matrices are rounded when they are loaded; None leaves them as they are
+    beyond       what names begin with of a layer that predicts further tokens
     """
     found = Survey()
     for name, nbytes in checkpoint.sizes().items():
-        shape, ours = checkpoint.shape(name), rename(name)
+        shape, ours = checkpoint.shape(name), our_name(name, rename, bool(beyond))
         count = math.prod(shape)
-        if ours is None:
+        if ours is None or (ours.startswith(beyond) and COPIES.search(ours)):
             found.unused.add(count, nbytes, 0)
             continue
         label, per_weight = _format(checkpoint, name)
         if bits is not None and label in DTYPES and len(shape) > 1 and shape[-1] % group == 0 and not ROUTERS.search(ours):
             per_weight = bits + 2 * DTYPES[label].itemsize * 8 / group
         memory = round(count * per_weight / 8)
+        if ours.startswith(beyond):
+            found.mtp.add(count, nbytes, memory)
+            continue
         for share in (found.kinds[_kind(ours)], found.formats[label], found.total):
             share.add(count, nbytes, memory)
     return found

@@ -31,7 +31,7 @@ from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.bank import Bank
 from auraflux.weights.expert_files import ExpertFile
 from auraflux.weights.reader import Reader
-from auraflux.weights.traffic import Meter
+from auraflux.weights.traffic import Meter, guesses
 
 FEW = 64  # pairs whose places are looked up in Python
 GUESSED = 8  # tokens; a longer prompt asks for most experts anyway
@@ -221,10 +221,12 @@ class Streamed:
         flat = ids.flatten().tolist()
         wanted = list(_each(reversed(flat)))[::-1]
         self._last = list(_each(flat[-ids.shape[1] :]))
+        certain = _certain(flat, ids.shape[1])
         for expert in wanted:
             held = self.bank.get(expert)
             if held is None:
                 self.meter.misses += 1
+                self.meter.guessed += expert not in certain
             elif held.ahead:
                 self.meter.ahead += 1
             else:
@@ -285,6 +287,12 @@ class Streamed:
         table = torch.full((self.file.count + 1,), -1, dtype=torch.int32)
         table[list(slots)] = torch.tensor(list(slots.values()), dtype=torch.int32)
         return table.to(ids.device)[ids.view(-1).long()].view(ids.shape)
+
+
+def _certain(flat: list[int], k: int) -> set[int]:
+    """Those of a step's experts, k of each row, that rows ask for which are no guesses."""
+    rows = guesses()
+    return set(flat) if not rows else {expert for at, expert in enumerate(flat) if at // k not in rows}
 
 
 def _each(experts: Iterable[int]) -> dict[int, None]:

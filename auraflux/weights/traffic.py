@@ -1,7 +1,27 @@
 """What reading experts from disk took: how often they were there, how much was read, how long anyone waited."""
 
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+_guesses: ContextVar[frozenset[int]] = ContextVar("guesses", default=frozenset())
+
+
+@contextmanager
+def guessing(rows: Iterable[int]) -> Iterator[None]:
+    """Inside the block these rows of a step are guesses: experts that only they ask for are counted."""
+    token = _guesses.set(frozenset(rows))
+    try:
+        yield
+    finally:
+        _guesses.reset(token)
+
+
+def guesses() -> frozenset[int]:
+    """The rows of the step that are guesses."""
+    return _guesses.get()
 
 
 @dataclass(frozen=True)
@@ -11,6 +31,7 @@ class Traffic:
     hits     that were in memory
     ahead    that were read, or being read, before anyone asked
     misses   that had to be read
+    guessed  of these, that only guesses asked for, see `run/speculate.py`
     nbytes   read, those that nobody then asked for too
     read_s   in which at least one read was under way
     stall_s  in which nothing could be computed for want of experts
@@ -19,6 +40,7 @@ class Traffic:
     hits: int = 0
     ahead: int = 0
     misses: int = 0
+    guessed: int = 0
     nbytes: int = 0
     read_s: float = 0.0
     stall_s: float = 0.0
@@ -54,7 +76,7 @@ class Meter:
     """Counts the traffic of a layer. The reader's threads call `begin` and `end`, under a lock of theirs."""
 
     def __init__(self) -> None:
-        self.hits = self.ahead = self.misses = self.nbytes = 0
+        self.hits = self.ahead = self.misses = self.guessed = self.nbytes = 0
         self.stall_s = 0.0
         self._read_s = 0.0
         self._flying = 0
@@ -74,4 +96,5 @@ class Meter:
 
     def traffic(self) -> Traffic:
         going = time.perf_counter() - self._since if self._flying else 0.0
-        return Traffic(self.hits, self.ahead, self.misses, self.nbytes, self._read_s + going, self.stall_s)
+        counts = self.hits, self.ahead, self.misses, self.guessed, self.nbytes
+        return Traffic(*counts, self._read_s + going, self.stall_s)
