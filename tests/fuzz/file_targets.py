@@ -27,10 +27,8 @@ from tests.run.tiny import tiny
 from tests.weights.gguf_files import llama_tensors, write_gguf
 from tests.weights.quantized_folders import FOLDERS, rewrite
 
-METHODS = {
-    kind: FOLDERS[kind]
-    for kind in ("awq", "gptq-4", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "fp8-powers", "ct-fp8-rows", "ct-mxfp4")
-}
+FUZZED = ("awq", "gptq-4", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "fp8-powers", "ct-fp8-rows", "ct-mxfp4")
+METHODS = {kind: FOLDERS[kind] for kind in (*FUZZED, "ct-nvfp4", "nvfp4", "modelopt-fp8")}
 SCRATCH = Path(mkdtemp(prefix="auraflux-fuzz-"))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")

@@ -157,6 +157,7 @@ EXPERT_CASES = [
     case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),
     case("gelu", lambda: routed(9, 3, gemma(6, 64, 128))),
     case("many-gelu", lambda: routed(40, 3, gemma(6, 64, 128))),
+    case("nvfp4", lambda: routed(9, 3, layer(6, 64, 96, 4, group=16, kind="nvfp4"))),
     case("q6k", lambda: routed(9, 3, layer(6, 64, 96, 6, group=16, kind="centred"))),
     case("fp8", lambda: routed(9, 3, layer(6, 64, 128, 8, kind="fp8"))),
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
