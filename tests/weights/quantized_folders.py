@@ -156,7 +156,7 @@ def nvfp4(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = rng.integers(0, 16, shape)
     numbers = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
     scales = rng.choice(numbers[numbers < 0x48], (*shape[:-1], shape[-1] // 16))
-    scales.reshape(-1)[: len(numbers)] = numbers
+    scales.reshape(-1)[: len(numbers)] = numbers[: scales.size]
     octets = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
     return torch.from_numpy(octets), torch.from_numpy(scales).view(torch.float8_e4m3fn), torch.from_numpy(E2M1[codes])
 
