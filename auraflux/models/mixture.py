@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from auraflux.models.decoder import FeedForward, Residual, Stream
-from auraflux.models.mlp import MLP
-from auraflux.ops import Routing, SharedExpert, add_norm_scores, linear, rms_norm, route
+from auraflux.models.mlp import MLP, SquareMLP
+from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, add_norm_scores, linear, rms_norm, route
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
@@ -58,16 +58,19 @@ class Mixture(FeedForward):
         return route(linear(x, self.router, self.router_bias), self.routing, self.choice_bias)[0]
 
 
-def biased_mixture(weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str | None) -> Mixture:
+def biased_mixture(
+    weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str | None, activation: Activation | None = None
+) -> Mixture:
     """The mixture of DeepSeek V3 and of those who took it over: a bias in the choice, a shared expert that is added as it is.
 
     bias  its name within the mixture; None where there is none
     """
-    shared = None if config.shared is None else MLP(weights, f"{name}.shared_experts", hidden, config.shared).as_expert()
+    kind = SquareMLP if isinstance(activation, ReluSquare) else MLP
+    shared = None if config.shared is None else kind(weights, f"{name}.shared_experts", hidden, config.shared).as_expert()
     return Mixture(
         config.routing,
         weights.matrix(f"{name}.gate", config.count, hidden),
-        load_experts(weights, name, config.count, hidden, config.inner),
+        load_experts(weights, name, config.count, hidden, config.inner, activation),
         choice_bias=None if bias is None else _flat(weights, f"{name}.{bias}", config.count),
         shared=shared,
     )
