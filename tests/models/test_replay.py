@@ -21,6 +21,7 @@ from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
 from tests.models.test_kimi_linear import kimi_linear
 from tests.models.test_llama import llama, qwen2
+from tests.models.test_nemotron_h import nemotron_h
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
 from tests.models.test_qwen3_moe import qwen3_moe
 
@@ -30,6 +31,7 @@ LATER = {"glm4_moe": glm, "minimax_m2": minimax, "mistral4": mistral4, "gemma4":
 MODELS |= LATER
 # on a GPU some of their ops run by the reference and steps are not recorded, or nobody has run them there
 ON_CPU = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared, "kimi_linear": kimi_linear}
+ON_CPU |= {"nemotron_h": nemotron_h}
 NAMES = [*(pytest.param(n, marks=pytest.mark.slow) if n in LATER else n for n in MODELS)]
 NAMES += [pytest.param(n, marks=pytest.mark.slow) for n in ON_CPU]
 PROMPT, STEPS = 50, 90  # past two pages, and past 64 and 128 tokens, where steps are recorded anew
