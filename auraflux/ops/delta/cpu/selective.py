@@ -1,57 +1,86 @@
-"""Mamba-2's rule, token by token: the state of a head is read and written once."""
+"""Mamba-2's rule, token by token: a strip of a state's columns is taken through all tokens, its sums in registers."""
 
 import numpy as np
 import torch
+from numba.core import cgutils
 from torch import Tensor
 
 from auraflux.ops.delta.cpu.softplus import softplus
+from auraflux.ops.delta.cpu.strips import LANES, STRIP, STRIP_VECTORS
 from auraflux.ops.delta.reference_scan import groups_of
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads, workspace
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, share, threads
 from auraflux.ops.simd.math import exp
+from auraflux.ops.simd.vectors import F32, at, fma, kernel, load, splat, spread, store, variable, vector
 
 # below these, waking the threads costs more than the work
 STATE_PARALLEL_FROM = 1 << 16  # elements of state, times tokens
 PARALLEL_FROM = 1 << 13  # elements that need an exponential
 
 
+@kernel(2)
+def _scan(
+    b, vectors, lanes, state, value, key, query, decay, step, skip, out, n, depth, row_bytes, token_step, out_step, gate_step
+):
+    """Take `vectors` vectors of `lanes` columns through n tokens; steps in bytes, between tokens."""
+    kind, size = vector(F32, lanes), 4 * lanes
+    scaled, sums = ([variable(b, splat(kind, 0.0)) for _ in range(vectors)] for _ in range(2))
+    kept = spread(b, load(b, skip, 0, F32), lanes)
+
+    def one(address, index):
+        return spread(b, load(b, address, b.mul(index, at(4)), F32), lanes)
+
+    with cgutils.for_range(b, n) as tokens:
+        token, gate = b.mul(tokens.index, token_step), b.mul(tokens.index, gate_step)
+        fade, strength = (spread(b, load(b, base, gate, F32), lanes) for base in (decay, step))
+        keys, queries = b.add(key, token), b.add(query, token)
+        for i in range(vectors):
+            own = load(b, value, b.add(token, at(i * size)), kind)
+            b.store(b.fmul(own, strength), scaled[i])
+            b.store(b.fmul(own, kept), sums[i])
+        with cgutils.for_range(b, depth) as rows:
+            row = b.add(state, b.mul(rows.index, row_bytes))
+            k, q = one(keys, rows.index), one(queries, rows.index)
+            for i in range(vectors):
+                written = fma(b, k, b.load(scaled[i]), b.fmul(load(b, row, i * size, kind), fade))
+                store(b, written, row, i * size)
+                b.store(fma(b, q, written, b.load(sums[i])), sums[i])
+        for i in range(vectors):
+            store(b, b.load(sums[i]), out, b.add(b.mul(tokens.index, out_step), at(i * size)))
+
+
 @jit
-def _step(state, inputs, gates, out_at, scaled_at, key_width, value_width):
-    """Take one head's state through one token."""
-    value_at, key_at, query_at = inputs
-    fade, step, skip = gates
-    value, key, query = floats(value_at, value_width), floats(key_at, key_width), floats(query_at, key_width)
-    out, scaled = floats(out_at, value_width), floats(scaled_at, value_width)
-    for j in range(value_width):
-        scaled[j] = value[j] * step
-        out[j] = value[j] * skip
-    for i in range(key_width):
-        row, k, q = floats(state + 4 * i * value_width, value_width), key[i], query[i]
-        for j in range(value_width):
-            written = row[j] * fade + k * scaled[j]
-            row[j] = written
-            out[j] += q * written
+def _head(state, inputs, out, n, key_width, value_width, steps):
+    """Take one head's state through n tokens; inputs are values, keys, queries, decays, steps and what is skipped."""
+    value, key, query, decay, step, skip = inputs
+    strips, whole, row = value_width - value_width % STRIP, value_width - value_width % LANES, 4 * value_width
+    for column in range(0, strips, STRIP):
+        here = 4 * column
+        mine = value + here, key, query, decay, step, skip
+        _scan((STRIP_VECTORS, LANES, state + here, mine, out + here, n, key_width, row, steps))
+    for column in range(strips, whole, LANES):
+        here = 4 * column
+        mine = value + here, key, query, decay, step, skip
+        _scan((1, LANES, state + here, mine, out + here, n, key_width, row, steps))
+    for column in range(whole, value_width):
+        here = 4 * column
+        mine = value + here, key, query, decay, step, skip
+        _scan((1, 1, state + here, mine, out + here, n, key_width, row, steps))
 
 
 @Kernel
 def _run(args, job, jobs):
-    starts, batch, heads, groups, key_width, value_width, state, xbc, decay_at, step_at, skip_at, out, space = arguments(
-        args, 13
-    )
-    places, scaled = int32s(starts, batch + 1), space + 4 * value_width * job
-    values, keys = heads * value_width, groups * key_width
-    channels = values + 2 * keys
-    skips = floats(skip_at, heads)
+    starts, batch, heads, groups, key_width, value_width, state, xbc, decay, step, skip, out = arguments(args, 12)
+    places, values, keys = int32s(starts, batch + 1), heads * value_width, groups * key_width
+    steps = 4 * (values + 2 * keys), 4 * values, 4 * heads
     # sequences vary fastest: threads take contiguous runs of jobs, and lengths differ where heads do not
     for part in share(batch * heads, job, jobs):
         b, head = part % batch, part // batch
+        first, n = np.int64(places[b]), np.int64(places[b + 1]) - np.int64(places[b])
+        row, gate = xbc + first * steps[0], first * steps[2] + 4 * head
+        key = row + 4 * (values + head // (heads // groups) * key_width)
+        inputs = row + 4 * head * value_width, key, key + 4 * keys, decay + gate, step + gate, skip + 4 * head
         memory = state + 4 * (b * heads + head) * key_width * value_width
-        key = 4 * (values + head // (heads // groups) * key_width)
-        for t in range(places[b], places[b + 1]):
-            token, gate = np.int64(t), 4 * (np.int64(t) * heads + head)
-            row = xbc + 4 * token * channels
-            inputs = row + 4 * head * value_width, row + key, row + key + 4 * keys
-            gates = floats(decay_at + gate, 1)[0], floats(step_at + gate, 1)[0], skips[head]
-            _step(memory, inputs, gates, out + gate * value_width, scaled, key_width, value_width)
+        _head(memory, inputs, out + gate * value_width, n, key_width, value_width, steps)
 
 
 def selective_scan(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip: Tensor, starts: Tensor) -> Tensor:
@@ -63,7 +92,7 @@ def selective_scan(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip
     jobs = threads() if out.numel() * key_width >= STATE_PARALLEL_FROM else 1
     sizes = starts.data_ptr(), batch, heads, groups_of(state, xbc.shape[1]), key_width, value_width
     addresses = state.data_ptr(), *(x.data_ptr() for x in wide), out.data_ptr()
-    _run(jobs, *sizes, *addresses, workspace(4 * value_width * jobs))
+    _run(jobs, *sizes, *addresses)
     return like(out, xbc)
 
 
