@@ -71,7 +71,7 @@ class Scan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """blocks  of each layer; inner  of MLPs; latent  width in which experts work, None for the stream's."""
+    """blocks  of each layer; inner  of MLPs."""
 
     hidden: int
     inner: int
@@ -93,10 +93,6 @@ class Config:
         keys = Keys(config)
         for key, accepted in {**PLAIN, **dict.fromkeys(UNBIASED, False)}.items():
             keys.refuse(key, accepted)
-        if "moe_latent_size" in keys:
-            raise FormatError(
-                f"config.json has moe_latent_size {keys['moe_latent_size']}; experts in a latent are not supported."
-            )
         _check_limit(keys)
         hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
         width = keys.get("head_dim", keys.get("attention_head_dim", hidden // heads))
@@ -131,7 +127,8 @@ def _scan(keys: Keys) -> Scan:
 
 def _mixture(keys: Keys) -> MixtureConfig:
     found = mixture(keys)
-    return MixtureConfig(found.count, found.inner, found.routing, keys["moe_shared_expert_intermediate_size"])
+    shared, latent = keys["moe_shared_expert_intermediate_size"], keys.get("moe_latent_size", None)
+    return MixtureConfig(found.count, found.inner, found.routing, shared, latent)
 
 
 def _layers(keys: Keys) -> tuple[Blocks, ...]:

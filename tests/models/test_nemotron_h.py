@@ -63,6 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small": {},
     "groups-of-experts": {"n_group": 4, "topk_group": 2, "norm_topk_prob": False},
     "odd-heads": {"mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 33, "use_conv_bias": False},
+    "experts-in-a-latent": {"moe_latent_size": 96},
     "dense": {"hybrid_override_pattern": "M-*-MM*-", "num_key_value_heads": 1},
     "attention-last": {"hybrid_override_pattern": "M*", "n_groups": 8},
 }
@@ -112,9 +113,10 @@ def test_experts_of_one_tensor_are_the_same(tmp_path: Path):
     assert torch.equal(scores(tmp_path, ids), wanted)
 
 
-def test_nvfp4_is_packed_and_converted(tmp_path: Path):
+@pytest.mark.parametrize("latent", [None, pytest.param(96, marks=pytest.mark.slow)])
+def test_nvfp4_is_packed_and_converted(latent: int | None, tmp_path: Path):
     """As NVIDIA publishes it: experts one each in NVFP4."""
-    source = save(nemotron_h(), tmp_path / "hf")
+    source = save(nemotron_h(moe_latent_size=latent), tmp_path / "hf")
     kept = ("embeddings", "lm_head", "norm", "gate.", "conv1d")
     meant = rewrite(source, tmp_path / "q", *FOLDERS["nvfp4"], skip=kept)
     plain = tmp_path / "plain"
@@ -140,7 +142,6 @@ def test_nvfp4_is_packed_and_converted(tmp_path: Path):
         ({"use_bias": True}, "use_bias True; only False"),
         ({"conv_kernel": 3}, "conv_kernel 3; only 4"),
         ({"time_step_limit": [0.1, 1.0]}, r"time_step_limit \[0.1, 1.0\]; only steps without limits"),
-        ({"moe_latent_size": 64}, "moe_latent_size 64; experts in a latent are not supported"),
         ({"n_groups": 3}, "8 mamba_num_heads, which 3 n_groups cannot share"),
         ({"layers_block_type": ["mlp", "moe"]}, "block 0 in config.json is mlp and follows no block of Mamba"),
         ({"layers_block_type": ["mamba", "moe", "mlp"]}, "block 2 in config.json is mlp and follows no"),
