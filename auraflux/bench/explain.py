@@ -187,7 +187,7 @@ def _shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return "x".join(map(str, value.shape)) if value.dim() > 1 else ""
     if isinstance(value, Experts | SharedExpert):
-        return _shape(value.gate)
+        return _shape(value.up)
     if isinstance(value, list | tuple):
         return " + ".join(text for each in value if (text := _shape(each)))
     return ""

@@ -23,7 +23,7 @@ from auraflux.weights.loader import ROUTERS, Source, Weights
 from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")
-THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.gate_proj\.weight$")
+THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.up_proj\.weight$")
 SPREAD = 0.1  # of vectors that are no norms
 
 
@@ -48,6 +48,10 @@ class RandomWeights(Weights):
 
     def has(self, name: str) -> bool:
         return THERE.search(name) is not None
+
+    def matrix(self, name: str, rows: int, width: int, take: Tensor | None = None, in_order: bool = False) -> Stored:
+        # some rows are like any others
+        return super().matrix(name, rows, width, None, in_order)
 
     def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
         sizes = [size or 1 for size in (shape if index is None else shape[1:])]

@@ -1,5 +1,6 @@
 """Shapes of real models, to be filled with random weights: what a model costs does not depend on what it says."""
 
+import re
 from typing import Any
 
 from auraflux.bench.more_shapes import MORE_SHAPES
@@ -102,6 +103,10 @@ def shape_of(name: str, layers: int | None = None) -> dict[str, Any]:
         return found
     if "layer_types" in found:
         found["layer_types"] = found["layer_types"][-layers:]
+    if "hybrid_override_pattern" in found:
+        # a layer is one or two blocks; the first few have all kinds
+        blocks = "".join(re.findall(r"[M*][E-]?", found["hybrid_override_pattern"])[:layers])
+        return found | {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
     if "num_kv_shared_layers" in found:
         gone = found["num_hidden_layers"] - layers
         found["num_kv_shared_layers"] = max(0, found["num_kv_shared_layers"] - gone)

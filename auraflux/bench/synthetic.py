@@ -107,7 +107,7 @@ def _write(path: Path, like: dict[str, QTensor], shape: Shape, seed: int, advanc
     form = write_format(like)
     blob = np.zeros(form["stride"], np.uint8)
     blob[: form["nbytes"]] = blob_of(like).numpy()
-    codes = [(form[kind]["offsets"]["packed"], like[kind].packed.nbytes) for kind in expert_files.KINDS]
+    codes = [(form[kind]["offsets"]["packed"], like[kind].packed.nbytes) for kind in like]
     sums = np.zeros(shape.count, np.uint32)
     with path.open("wb", buffering=0) as file:
         for expert in range(shape.count):

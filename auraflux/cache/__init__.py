@@ -4,7 +4,7 @@ from auraflux.cache.batch import Batch
 from auraflux.cache.cache import Cache
 from auraflux.cache.sequence import Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import AttentionShape, ChannelDeltaShape, LatentShape, RecurrentShape, SparseLatentShape
+from auraflux.cache.shapes import AttentionShape, ChannelDeltaShape, LatentShape, RecurrentShape, ScanShape, SparseLatentShape
 
 __all__ = [
     "AttentionShape",
@@ -14,6 +14,7 @@ __all__ = [
     "ChannelDeltaShape",
     "LatentShape",
     "RecurrentShape",
+    "ScanShape",
     "Sequence",
     "Snapshot",
     "SparseLatentShape",

@@ -1,4 +1,4 @@
-"""The state of recurrent layers: the last inputs of a short convolution and the memory of a gated delta rule.
+"""The state of recurrent layers: the last inputs of a short convolution and the memory of a delta rule or of Mamba-2's.
 
 Such a state is as large after one token as after a million, and cannot be cut back: only a copy made earlier can be restored.
 """
@@ -16,7 +16,14 @@ from auraflux.cache.deal import ALONE
 from auraflux.cache.index import Note, StepIndex, unheard
 from auraflux.cache.pages import reserve
 from auraflux.errors import CacheFull
-from auraflux.ops.delta.reference import CONV_WIDTH, channel_delta, delta_layer_step, gated_delta_prefill, short_conv
+from auraflux.ops.delta.reference import (
+    CONV_WIDTH,
+    channel_delta,
+    delta_layer_step,
+    gated_delta_prefill,
+    selective_scan,
+    short_conv,
+)
 
 
 class StateGroup:
@@ -281,18 +288,18 @@ class RecurrentLayer(Layer):
         with self._chosen(batch, self.conv) as conv, self._chosen(batch, self.delta) as state:
             return delta_layer_step(qkv, z, a, b, conv, state, *weights, batch.starts, unit_eps, eps)
 
-    def convolve(self, batch: Batch, x: Tensor, weight: Tensor) -> Tensor:
+    def convolve(self, batch: Batch, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run the new tokens through the short convolution, see `short_conv`: [T, C] -> [T, C]."""
-        return self._convolve(batch, x, weight, self.conv)
+        return self._convolve(batch, x, weight, self.conv, bias)
 
-    def _convolve(self, batch: Batch, x: Tensor, weight: Tensor, store: Tensor) -> Tensor:
+    def _convolve(self, batch: Batch, x: Tensor, weight: Tensor, store: Tensor, bias: Tensor | None = None) -> Tensor:
         if batch.extra is None:
             with self._chosen(batch, store) as state:
-                return short_conv(x, state, weight, batch.starts)
+                return short_conv(x, state, weight, batch.starts, bias)
         # extra tokens go as a sequence of their own, whose state is dropped
         slots = batch.index.slots
         states = store.index_select(0, slots)
-        out = short_conv(x, states, weight, batch.index.parts)
+        out = short_conv(x, states, weight, batch.index.parts, bias)
         store.index_copy_(0, slots[:1], states[:1])
         return out
 
@@ -337,3 +344,15 @@ class ChannelDeltaLayer(RecurrentLayer):
             decay, beta = decay.maximum(beyond.unsqueeze(2)), torch.addcmul(beta, beta, beyond, value=-1)
         with self._chosen(batch, self.delta) as state:
             return channel_delta(state, q, k, v, decay, beta, batch.starts)
+
+
+class ScanLayer(RecurrentLayer):
+    """A memory that is written to without a look at what it holds."""
+
+    def scan(self, batch: Batch, xbc: Tensor, decay: Tensor, step: Tensor, skip: Tensor) -> Tensor:
+        """Write the new tokens to the memory and read it, see `selective_scan`: [T, H V]."""
+        if batch.extra is not None:
+            # a memory that neither fades nor is written to stays what it is to the bit
+            decay, step = decay.maximum(batch.beyond), torch.addcmul(step, step, batch.beyond, value=-1)
+        with self._chosen(batch, self.delta) as state:
+            return selective_scan(state, xbc, decay, step, skip, batch.starts)

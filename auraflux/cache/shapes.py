@@ -9,7 +9,7 @@ from auraflux.cache.dealt import DealtCodedLatentLayer, DealtCodedLayer, DealtDe
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.recurrent import ChannelDeltaLayer, RecurrentLayer, StateGroup
+from auraflux.cache.recurrent import ChannelDeltaLayer, RecurrentLayer, ScanLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
 from auraflux.cache.sparse import CodedIndexKeys, IndexKeys, SparseLatentLayer
 from auraflux.cache.turboquant import CodedLayer
@@ -205,3 +205,12 @@ class ChannelDeltaShape(RecurrentShape):
     def build(self, room: Room, bits: Bits | None, number: int) -> ChannelDeltaLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
         return ChannelDeltaLayer(room.states, *sizes, self.dtype or room.dtype)
+
+
+@dataclass(frozen=True)
+class ScanShape(RecurrentShape):
+    """A short convolution over `channels` and a memory of Mamba-2's rule."""
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> ScanLayer:
+        sizes = self.channels, self.heads, self.key_width, self.value_width
+        return ScanLayer(room.states, *sizes, self.dtype or room.dtype)

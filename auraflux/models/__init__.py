@@ -35,6 +35,7 @@ FAMILIES = {
     "deepseek_v32": "deepseek_v32",
     "glm_moe_dsa": "deepseek_v32",
     "kimi_linear": "kimi_linear",
+    "nemotron_h": "nemotron_h",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "glm4_moe",
     "ernie4_5_moe": "ernie4_5_moe",

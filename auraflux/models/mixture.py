@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from auraflux.models.decoder import FeedForward, Residual, Stream
-from auraflux.models.mlp import MLP
-from auraflux.ops import Routing, SharedExpert, add_norm_scores, linear, rms_norm, route
+from auraflux.models.mlp import MLP, SquareMLP
+from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, add_norm_scores, combine, linear, rms_norm, route
+from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
@@ -15,12 +16,16 @@ from auraflux.weights.streamed import Guess, LayerExperts, Mix
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """count experts of width `inner`, and one of width `shared` that all tokens go to, or None."""
+    """count experts of width `inner`, and one of width `shared` that all tokens go to, or None.
+
+    latent  how wide the vectors are that experts take and give, where that is not the stream's width
+    """
 
     count: int
     inner: int
     routing: Routing
     shared: int | None = None
+    latent: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +63,45 @@ class Mixture(FeedForward):
         return route(linear(x, self.router, self.router_bias), self.routing, self.choice_bias)[0]
 
 
-def biased_mixture(weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str | None) -> Mixture:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LatentMixture(Mixture):
+    """A mixture whose experts take a narrower vector than the stream has, and give one.
+
+    narrow  [L, H], wide  [H, L]
+    """
+
+    narrow: Stored
+    wide: Stored
+
+    def __call__(self, stream: Stream) -> Residual:
+        """Give the stream with all that is added to it, [T, H]."""
+        h, residual, (scores,) = add_norm_scores(*stream, (self.router,), (self.router_bias,))
+        ids, weights = route(scores, self.routing, self.choice_bias)
+        found = linear(self.experts(linear(h, self.narrow), ids, weights), self.wide)
+        return combine(residual, found, shared_result(h, self.shared)), None
+
+
+def biased_mixture(
+    weights: Weights, name: str, hidden: int, config: MixtureConfig, bias: str | None, activation: Activation | None = None
+) -> Mixture:
     """The mixture of DeepSeek V3 and of those who took it over: a bias in the choice, a shared expert that is added as it is.
 
     bias  its name within the mixture; None where there is none
     """
-    shared = None if config.shared is None else MLP(weights, f"{name}.shared_experts", hidden, config.shared).as_expert()
-    return Mixture(
+    kind = SquareMLP if isinstance(activation, ReluSquare) else MLP
+    shared = None if config.shared is None else kind(weights, f"{name}.shared_experts", hidden, config.shared).as_expert()
+    width = config.latent or hidden
+    made = Mixture(
         config.routing,
         weights.matrix(f"{name}.gate", config.count, hidden),
-        load_experts(weights, name, config.count, hidden, config.inner),
+        load_experts(weights, name, config.count, width, config.inner, activation),
         choice_bias=None if bias is None else _flat(weights, f"{name}.{bias}", config.count),
         shared=shared,
     )
+    if config.latent is None:
+        return made
+    narrow = weights.matrix(f"{name}.fc1_latent_proj", width, hidden)
+    return LatentMixture(**vars(made), narrow=narrow, wide=weights.matrix(f"{name}.fc2_latent_proj", hidden, width))
 
 
 def _flat(weights: Weights, name: str, count: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The gated MLP that most families have."""
+"""The gated MLP that most families have, and one without a gate."""
 
 from auraflux.models.decoder import FeedForward, Residual, Stream
-from auraflux.ops import SharedExpert, add_norm_gate_up, combine, linear
+from auraflux.ops import SharedExpert, add_norm_gate_up, add_norm_linears, combine, linear, relu_square
 from auraflux.weights.loader import Weights
 
 
@@ -29,3 +29,27 @@ class AddedMLP(MLP):
     def __call__(self, stream: Stream) -> Residual:
         """Give the stream with all that is added to it, [T, H]."""
         return combine(*super().__call__(stream)), None
+
+
+class SquareMLP(FeedForward):
+    """down(relu(up x) ** 2)."""
+
+    def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
+        self.up = weights.matrix(f"{name}.up_proj", inner, hidden)
+        self.down = weights.matrix(f"{name}.down_proj", hidden, inner)
+
+    def as_expert(self) -> SharedExpert:
+        """The weights, for a mixture to add it to its experts."""
+        return SharedExpert(None, self.up, self.down)
+
+    def __call__(self, stream: Stream) -> Residual:
+        """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
+        total, (inner,) = add_norm_linears(*stream, [self.up])
+        return total, linear(relu_square(inner), self.down)
+
+
+class NoMLP(FeedForward):
+    """What a mixer gives goes on to the next layer as it is."""
+
+    def __call__(self, stream: Stream) -> Residual:
+        return stream.x, stream.delta

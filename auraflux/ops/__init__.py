@@ -1,7 +1,7 @@
 """Operations on tensors. Each name here is an `Op`: call it, and the first argument's device chooses the kernel."""
 
 from auraflux.ops._dispatch import Declined, Op, all_ops, exact, use_backend
-from auraflux.ops.activation.reference import clamped_swiglu, geglu, sigmoid_gate, split_q_gate, swiglu
+from auraflux.ops.activation.reference import clamped_swiglu, geglu, relu_square, sigmoid_gate, split_q_gate, swiglu
 from auraflux.ops.attention.pages import KVPages, LatentPages, RowPages
 from auraflux.ops.attention.reference import (
     append_keys,
@@ -26,6 +26,8 @@ from auraflux.ops.delta.reference import (
     delta_layer_step,
     gated_delta_prefill,
     gated_delta_step,
+    scan_gates,
+    selective_scan,
     short_conv,
 )
 from auraflux.ops.linear.reference import (
@@ -37,10 +39,18 @@ from auraflux.ops.linear.reference import (
     linear,
     linears,
 )
-from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, SharedExpert
+from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, layer_norm, per_layer_inputs, qk_norm, rms_norm
+from auraflux.ops.norm.reference import (
+    add_rms_norm,
+    gated_rms_norm,
+    group_rms_norm,
+    layer_norm,
+    per_layer_inputs,
+    qk_norm,
+    rms_norm,
+)
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
 from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
@@ -74,6 +84,7 @@ __all__ = [
     "LatentCodes",
     "LatentPages",
     "Op",
+    "ReluSquare",
     "Routing",
     "RowCodes",
     "RowPages",
@@ -110,6 +121,7 @@ __all__ = [
     "gated_delta_step",
     "gated_rms_norm",
     "geglu",
+    "group_rms_norm",
     "grow_queries",
     "latent_attention",
     "latent_output",
@@ -126,6 +138,7 @@ __all__ = [
     "penalize",
     "per_layer_inputs",
     "qk_norm",
+    "relu_square",
     "rms_norm",
     "rope",
     "rope_append_codes",
@@ -135,6 +148,8 @@ __all__ = [
     "rotate",
     "route",
     "sample",
+    "scan_gates",
+    "selective_scan",
     "short_conv",
     "sigmoid_gate",
     "split_latent",

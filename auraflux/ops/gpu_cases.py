@@ -187,7 +187,7 @@ def ids_of(args: Args) -> Tensor:
 def moe_nbytes(args: Args) -> int:
     """The experts that are met once, tokens and results."""
     layer = args["experts"]
-    size = sum(stack.nbytes for stack in (layer.gate, layer.up, layer.down)) // layer.count
+    size = sum(stack.nbytes for stack in layer.stacks) // layer.count
     return len(ids_of(args).unique()) * size + 2 * args["x"].nbytes
 
 

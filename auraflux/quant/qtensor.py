@@ -8,7 +8,7 @@ CPU kernels meets as many rows as the vector has 32-bit lanes. The bytes are the
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,26 @@ from auraflux.quant import affine, levels, mxfp4
 from auraflux.quant.packing import CHUNK, unpack
 
 CODES = torch.float8_e4m3fn
-# formats without biases, by their scales' dtype and their bits
+
+
+class Unbiased(NamedTuple):
+    """A format without biases: how it is called in words, its scales' dtype, its bits and its groups of inputs."""
+
+    title: str
+    scales: torch.dtype
+    bits: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
 UNBIASED = {
-    (torch.uint8, mxfp4.BITS): "mxfp4",
-    (torch.float32, 8): "fp8",
-    (torch.float32, levels.IQ4_BITS): "iq4",
-    **{(torch.float32, bits): "centred" for bits in levels.CENTRED_BITS},
+    "mxfp4": Unbiased("MXFP4", torch.uint8, (mxfp4.BITS,), (mxfp4.GROUP,)),
+    "fp8": Unbiased("FP8", torch.float32, (8,), affine.GROUPS),
+    "centred": Unbiased("centred codes", torch.float32, levels.CENTRED_BITS, (16,)),
+    "iq4": Unbiased("IQ4", torch.float32, (4,), (32,)),
+    "nvfp4": Unbiased("NVFP4", torch.float32, (4,), (16,)),
 }
-KINDS = ("affine", *dict.fromkeys(UNBIASED.values()))
-ONLY_CPU = ("fp8", "iq4", "centred")
+KINDS = ("affine", *UNBIASED)
+ONLY_CPU = ("fp8", *levels.KINDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +92,11 @@ class QTensor:
             if tensor is not None and tensor.device != self.packed.device:
                 raise FormatError(f"{name} are on {tensor.device}, the codes on {self.packed.device}.")
 
-    @property
+    @cached_property
     def kind(self) -> str:
         if self.biases is not None:
             return "affine"
-        return UNBIASED.get((self.scales.dtype, self.bits), "mxfp4" if self.scales.dtype is torch.uint8 else "fp8")
+        return _unbiased(self.scales.dtype, self.bits, self.group)
 
     @cached_property
     def device(self) -> torch.device:
@@ -164,7 +175,7 @@ class QTensor:
         if self.kind == "mxfp4":
             return mxfp4.decode(codes, rows.scales, dtype or torch.bfloat16)
         if rows.biases is None:
-            return levels.decode(codes, rows.scales, self.bits, dtype or torch.float32)
+            return levels.decode(codes, rows.scales, self.kind, self.bits, dtype or torch.float32)
         return affine.decode(codes, rows.scales, rows.biases, dtype or rows.scales.dtype)
 
     def interleave(self, lanes: int) -> "QTensor":
@@ -203,28 +214,22 @@ def check_format(bits: int, group: int, kind: str = "affine", groups: tuple[int,
 
     groups  of the affine format
     """
-    if kind == "mxfp4":
-        if (bits, group) != (mxfp4.BITS, mxfp4.GROUP):
-            raise FormatError(
-                f"MXFP4 has {mxfp4.BITS} bits and groups of {mxfp4.GROUP}; {bits} bits and groups of {group} were asked for."
-            )
-    elif kind == "fp8":
-        if bits != 8 or group not in affine.GROUPS:
-            raise FormatError(
-                f"FP8 has 8 bits and groups of {affine.GROUPS}; {bits} bits and groups of {group} were asked for."
-            )
-    elif kind == "centred":
-        if bits not in levels.CENTRED_BITS or group != levels.CENTRED_GROUP:
-            wanted = f"{levels.CENTRED_BITS} bits and groups of {levels.CENTRED_GROUP}"
-            raise FormatError(f"centred codes have {wanted}; {bits} bits and groups of {group} were asked for.")
-    elif kind == "iq4":
-        if (bits, group) != (levels.IQ4_BITS, levels.IQ4_GROUP):
-            wanted = f"{levels.IQ4_BITS} bits and groups of {levels.IQ4_GROUP}"
-            raise FormatError(f"IQ4 has {wanted}; {bits} bits and groups of {group} were asked for.")
-    elif kind != "affine":
+    if kind == "affine":
+        if bits not in affine.BITS or group not in groups:
+            raise FormatError(f"{bits} bits in groups of {group} is not a format. Bits: {affine.BITS}; groups: {groups}.")
+    elif kind not in UNBIASED:
         raise FormatError(f"there is no weight format {kind!r}. Those there are: {', '.join(KINDS)}.")
-    elif bits not in affine.BITS or group not in groups:
-        raise FormatError(f"{bits} bits in groups of {group} is not a format. Bits: {affine.BITS}; groups: {groups}.")
+    elif bits not in UNBIASED[kind].bits or group not in UNBIASED[kind].groups:
+        one = UNBIASED[kind]
+        wanted = f"{' or '.join(map(str, one.bits))} bits and groups of {' or '.join(map(str, one.groups))}"
+        raise FormatError(f"{one.title} has {wanted}; {bits} bits and groups of {group} were asked for.")
+
+
+def _unbiased(scales: torch.dtype, bits: int, group: int) -> str:
+    """The format without biases that has such scales; one of several by its bits, then by its groups."""
+    found = [kind for kind, one in UNBIASED.items() if one.scales == scales] or ["fp8"]
+    found = [kind for kind in found if bits in UNBIASED[kind].bits] or found
+    return next((kind for kind in found if group in UNBIASED[kind].groups), found[0])
 
 
 def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str = "affine") -> QTensor:
@@ -243,8 +248,8 @@ def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str 
         raise FormatError(f"groups of {group} do not divide the input width {weight.shape[-1]}.")
     if kind == "fp8":
         return QTensor(*_encode_fp8(weight, group), None, bits, group, tuple(weight.shape))
-    if kind in ("centred", "iq4"):
-        return QTensor(*levels.encode(weight, bits, group), None, bits, group, tuple(weight.shape))
+    if kind in levels.KINDS:
+        return QTensor(*levels.encode(weight, kind, bits, group), None, bits, group, tuple(weight.shape))
     if kind == "mxfp4":
         return QTensor(*mxfp4.encode(weight), None, bits, group, tuple(weight.shape))
     return QTensor(*affine.encode(weight, bits, group), bits, group, tuple(weight.shape))

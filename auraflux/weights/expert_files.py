@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from auraflux.errors import FormatError
+from auraflux.ops.moe.experts import KINDS
 from auraflux.quant import QTensor
 from auraflux.weights.boundary import read_json, regular
 
 FOLDER, MANIFEST = "experts", "manifest.json"
 NAME, VERSION = "auraflux-experts", 1
 ALIGNMENT = 4096
-KINDS, PARTS = ("gate", "up", "down"), ("packed", "scales", "biases")
+PARTS = ("packed", "scales", "biases")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 # no model comes near these; they keep products of what a manifest says within 64 bits
 MOST = {"count": 1 << 16, "hidden": 1 << 20, "inner": 1 << 20, "lanes": 64, "bits": 8, "group": 1 << 10}
@@ -36,7 +37,7 @@ class ExpertFile:
     """The experts of one layer.
 
     module     the mixture's name in the model, such as model.layers.3.mlp
-    like       one expert's gate, up and down without memory (device meta), for `Experts.from_blobs`
+    like       one expert's gate, if there is one, up and down without memory (device meta), for `Experts.from_blobs`
     stride     bytes from one expert to the next in the file
     checksums  uint32 [E], the CRC-32 of each expert's first `nbytes` bytes
     """
@@ -59,7 +60,7 @@ class ExpertFile:
 
     @property
     def lanes(self) -> int:
-        return self.like["gate"].lanes
+        return self.like["up"].lanes
 
     def offset(self, expert: int) -> int:
         return expert * self.stride
@@ -161,8 +162,7 @@ def write_format(like: Mapping[str, QTensor]) -> dict[str, Any]:
     """What the manifest says of layers whose experts look like these."""
     formats: dict[str, Any] = {}
     offset = 0
-    for kind in KINDS:
-        matrix = like[kind]
+    for kind, matrix in like.items():
         offsets = {}
         for part in PARTS:
             if (array := getattr(matrix, part)) is not None:
@@ -200,9 +200,10 @@ class _Reading:
 
     def form(self, entry: dict[str, Any], hidden: int, inner: int, lanes: int) -> tuple[dict[str, QTensor], int]:
         shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        like = {kind: self.matrix(self.object(entry, kind), *shape, lanes) for kind, shape in shapes.items()}
+        kinds = [kind for kind in KINDS if kind in entry or kind != "gate"]
+        like = {kind: self.matrix(self.object(entry, kind), *shapes[kind], lanes) for kind in kinds}
         wanted = write_format(like)
-        for key in ("nbytes", "stride", *KINDS):
+        for key in ("nbytes", "stride", *kinds):
             have = entry.get(key)
             if have != wanted[key]:
                 raise self.wrong(f"'{key}' of a format is {have!r}; {wanted[key]!r} is what its shapes make")

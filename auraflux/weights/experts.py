@@ -4,6 +4,8 @@ one each     experts.7.gate_proj.weight [I, H]                Hugging Face until
 fused        experts.gate_up_proj [E, 2I, H]                  Hugging Face 5.x
 alternating  experts.gate_up_proj [E, H, 2I], gate and up in turn; as MXFP4 [E, 2I, H]      gpt-oss
 stacks       switch_mlp.gate_proj.weight [E, I, H]            mlx-lm; `experts` for its gpt-oss, `switch_glu` for Gemma 4
+
+Experts without a gate have up and down alone; those of one tensor are experts.up_proj [E, I, H].
 """
 
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu
+from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare
 from auraflux.quant import QTensor
 from auraflux.weights.divided import Divided
 from auraflux.weights.loader import Source, Weights, dense
@@ -30,14 +32,17 @@ def load_experts(
     """
     home, alone = f"{name}.{stacks_of(activation)}", f"{name}.experts"
     clamped, division = isinstance(activation, Clamp), weights.division
+    gated = not isinstance(activation, ReluSquare)
     if weights.experts is not None:
         biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
         kept = weights.experts.layer(name, count, hidden, inner, biases, activation)
         return kept if division is None else Divided(kept, division.share(count), 0, division.join)
-    if weights.has(f"{home}.gate_proj.weight"):
-        sources = _stacks(weights, home, count, hidden, inner)
+    if weights.has(f"{home}.up_proj.weight"):
+        sources = _stacks(weights, home, count, hidden, inner, gated)
+    elif not gated and weights.has(f"{alone}.up_proj"):
+        sources = _fused_ungated(weights, alone, count, hidden, inner)
     elif not weights.has(f"{alone}.gate_up_proj"):
-        sources = _one_each(weights, alone, hidden, inner)
+        sources = _one_each(weights, alone, hidden, inner, gated)
     elif not clamped:
         sources = _fused(weights, alone, count, hidden, inner)
     else:
@@ -47,13 +52,13 @@ def load_experts(
         kind: weights.stack(f"{home}.{kind}_proj.weight", len(share), source.after(share.start))
         for kind, source in sources.items()
     }
-    weights.release(f"{alone}.gate_up_proj", f"{alone}.down_proj")
+    weights.release(f"{alone}.gate_up_proj", f"{alone}.up_proj", f"{alone}.down_proj")
     biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
     biases = {kind: value[share.start : share.stop].contiguous() for kind, value in biases.items()}
     if division is not None:
         # other ranks have the others
         weights.skip_under(f"{alone}.")
-    resident = Resident(Experts(made["gate"], made["up"], made["down"], **biases, activation=activation))
+    resident = Resident(Experts(made.get("gate"), made["up"], made["down"], **biases, activation=activation))
     return resident if division is None else Divided(resident, share, share.start, division.join)
 
 
@@ -67,26 +72,35 @@ def stacks_of(activation: Activation | None) -> str:
     return "switch_mlp"
 
 
-def _stacks(weights: Weights, home: str, count: int, hidden: int, inner: int) -> dict[str, Source]:
+def _stacks(weights: Weights, home: str, count: int, hidden: int, inner: int, gated: bool) -> dict[str, Source]:
     def source(kind: str, rows: int, width: int) -> Source:
         name = f"{home}.{kind}_proj.weight"
         return Source(lambda e: weights.one_of(name, e, count, rows, width), lambda e: weights.release(name))
 
-    return _projections(source, hidden, inner)
+    return _projections(source, hidden, inner, gated)
 
 
-def _projections(source: Callable[[str, int, int], Source], hidden: int, inner: int) -> dict[str, Source]:
-    return {"gate": source("gate", inner, hidden), "up": source("up", inner, hidden), "down": source("down", hidden, inner)}
+def _projections(source: Callable[[str, int, int], Source], hidden: int, inner: int, gated: bool) -> dict[str, Source]:
+    first = {kind: source(kind, inner, hidden) for kind in (("gate", "up") if gated else ("up",))}
+    return {**first, "down": source("down", hidden, inner)}
 
 
-def _one_each(weights: Weights, alone: str, hidden: int, inner: int) -> dict[str, Source]:
+def _one_each(weights: Weights, alone: str, hidden: int, inner: int, gated: bool) -> dict[str, Source]:
     def source(kind: str, rows: int, width: int) -> Source:
         def name(expert: int) -> str:
             return f"{alone}.{expert}.{kind}_proj.weight"
 
         return Source(lambda e: weights.stored(name(e), rows, width), lambda e: weights.release(name(e)))
 
-    return _projections(source, hidden, inner)
+    return _projections(source, hidden, inner, gated)
+
+
+def _fused_ungated(weights: Weights, alone: str, count: int, hidden: int, inner: int) -> dict[str, Source]:
+    def source(kind: str, rows: int, width: int) -> Source:
+        name = f"{alone}.{kind}_proj"
+        return Source(lambda e: weights.one_of(name, e, count, rows, width), lambda e: weights.release(name))
+
+    return _projections(source, hidden, inner, gated=False)
 
 
 def _fused(weights: Weights, alone: str, count: int, hidden: int, inner: int) -> dict[str, Source]:

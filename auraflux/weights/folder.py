@@ -15,12 +15,13 @@ from auraflux.quant import KINDS, QTensor
 from auraflux.weights.boundary import brief, listed, named, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.methods import Header, Held, method_of
-from auraflux.weights.model_keys import check_config, check_index
+from auraflux.weights.model_keys import check_beside, check_config, check_index
 from auraflux.weights.stored import Stored
 
 PARTS = (".scales", ".biases")
 # gpt-oss as OpenAI published it: nibbles and exponents of MXFP4, both as bytes
 BLOCKS, EXPONENTS = "_blocks", "_scales"
+BESIDE = "hf_quant_config.json"  # what ModelOpt says of its weights, in older folders there alone
 DONTNEED, PAGE = 4, 4096
 
 
@@ -37,9 +38,13 @@ class Folder:
         self.experts: ExpertFiles | None = open_experts(path) if has_experts(path) else None
         # what is packed was written as convert writes it
         self.form = "mlx" if self.quantization or self.experts else "hf"
-        self.method = method_of(self.config)
+        self.method = method_of(self.config, self._beside())
         self._plans: dict[str, Held] = {}
         self._files: dict[Path, Any] = {}
+
+    def _beside(self) -> dict[str, Any] | None:
+        path = self.path / BESIDE
+        return check_beside(path, read_json(path, self.path)) if path.exists() else None
 
     @cached_property
     def _homes(self) -> dict[str, Path]:
@@ -84,32 +89,49 @@ class Folder:
         return dot + part in PARTS and stem + ".weight" in self._homes and stem + ".scales" in self._homes
 
     @cached_property
-    def _coded(self) -> dict[str, list[str]]:
-        """The weights that are of the folder's method, and what they consist of."""
+    def _coded(self) -> dict[str, dict[str, str]]:
+        """The weights that are of the folder's method, and the tensors that they consist of, by what these are."""
         if self.method is None:
             return {}
-        modules: dict[str, list[str]] = defaultdict(list)
+        modules: dict[str, dict[str, str]] = defaultdict(dict)
         for name in self._homes:
             module, _, part = name.rpartition(".")
-            modules[module].append(part)
+            modules[f"{module}.weight"][part] = name
+            fused = self._fused(name)
+            if fused is not None:
+                modules[fused[0]] |= {"weight": fused[0], fused[1]: name}
         return {
-            f"{module}.weight": [part for part in self.method.parts if part in found]
-            for module, found in modules.items()
+            weight: {part: found[part] for part in self.method.parts if part in found}
+            for weight, found in modules.items()
             if self.method.claims(found)
         }
 
+    def _fused(self, name: str) -> tuple[str, str] | None:
+        """The stack of experts that a tensor lies beside, such as experts.down_proj_weight_scale, and what it is of that."""
+        assert self.method is not None
+        for part in (*self.method.parts, *self.method.unused):
+            stem = name.removesuffix(f"_{part}")
+            if stem != name and stem in self._homes:
+                return stem, part
+        return None
+
     def _of_method(self, name: str) -> bool:
         """Whether a tensor is part of a weight of the folder's method, or lies beside it and is not used."""
+        if self.method is None:
+            return False
         module, _, part = name.rpartition(".")
-        parts = self._coded.get(f"{module}.weight")
-        return parts is not None and self.method is not None and (part in parts or part in self.method.unused)
+        weight, fused = f"{module}.weight", self._fused(name)
+        beside = part in self.method.unused and (weight in self._homes or weight in self._coded)
+        return name in self._named or beside or (fused is not None and fused[0] in self._coded)
+
+    @cached_property
+    def _named(self) -> set[str]:
+        return {name for parts in self._coded.values() for name in parts.values()}
 
     @cached_property
     def _parts(self) -> dict[str, list[str]]:
         """The tensors that each weight consists of."""
-        parts = {
-            weight: [f"{weight.removesuffix('.weight')}.{part}" for part in found] for weight, found in self._coded.items()
-        }
+        parts = {weight: list(found.values()) for weight, found in self._coded.items()}
         for name in self._homes:
             if self._of_method(name):
                 continue
@@ -128,7 +150,8 @@ class Folder:
 
     def files(self) -> list[Path]:
         packed = [] if self.experts is None else self.experts.paths
-        return [self.path / "config.json", *sorted(set(self._homes.values())), *packed]
+        configs = [path for name in ("config.json", BESIDE) if (path := self.path / name).exists()]
+        return [*configs, *sorted(set(self._homes.values())), *packed]
 
     def sizes(self) -> dict[str, int]:
         return {name: sum(map(self._nbytes, parts)) for name, parts in self._parts.items()}
@@ -154,7 +177,7 @@ class Folder:
         if self.method is None or name not in self._coded:
             return None
         if name not in self._plans:
-            slices = {part: self._slice(f"{name.removesuffix('weight')}{part}") for part in self._coded[name]}
+            slices = {part: self._slice(tensor) for part, tensor in self._coded[name].items()}
             headers = {part: Header(tuple(each.get_shape()), each.get_dtype()) for part, each in slices.items()}
             try:
                 self._plans[name] = self.method.plan(headers, lambda part: slices[part][:])
@@ -212,6 +235,8 @@ class Folder:
         if mode not in KINDS:
             raise FormatError(f"{name} is quantized in mode {mode!r}; auraflux reads {', '.join(KINDS)}.")
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
+        if mode == "nvfp4" and scales.dtype is torch.uint8:
+            scales = scales.view(torch.float8_e4m3fn).float()
         try:
             made = QTensor(codes.view(torch.int32), scales, biases, bits, group, shape)
         except FormatError as err:

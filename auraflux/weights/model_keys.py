@@ -35,6 +35,16 @@ CONFIG: dict[str, Kind] = {
     "index_head_dim": HEAD,
     "index_topk": WINDOW,
     "index_skip_topk_offset": LAYERS,
+    **dict.fromkeys(("mamba_num_heads", "n_groups"), COUNT),
+    **dict.fromkeys(("mamba_head_dim", "ssm_state_size", "attention_head_dim"), HEAD),
+    "conv_kernel": whole(1, 64),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size"), WIDTH),
+    "layers_block_type": list_of(NAME, MOST_LAYERS),
+    "hybrid_override_pattern": text(MOST_LAYERS),
+    **dict.fromkeys(("use_conv_bias", "mlp_bias", "mamba_proj_bias"), FLAG),
+    **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act"), NAME),
+    "layer_norm_epsilon": number(0, 1),
+    "time_step_limit": list_of(either(number(0, float("inf")), OBJECT), 2),
     "index_topk_pattern": either(text(MOST_LAYERS), list_of(NAME, MOST_LAYERS)),
     "indexer_types": list_of(NAME, MOST_LAYERS),
     "linear_conv_kernel_dim": whole(1, 64),
@@ -122,7 +132,7 @@ METHOD: dict[str, Kind] = {
     **dict.fromkeys(("sym", "zero_point", "desc_act"), FLAG),
     "dynamic": either(OBJECT, FLAG),
     "weight_block_size": list_of(WIDTH, 2),
-    **dict.fromkeys(("fmt", "expert_dtype"), NAME),
+    **dict.fromkeys(("fmt", "expert_dtype", "quant_algo", "kv_cache_quant_algo"), NAME),
     "config_groups": mapping_of(OBJECT, 1024),
 }
 CONFIG_GROUP: dict[str, Kind] = {"weights": OBJECT, "input_activations": OBJECT, "format": NAME}
@@ -186,7 +196,7 @@ def check_config(where: str | Path, config: dict[str, Any]) -> None:
         for key in ("rope_scaling", "rope_parameters"):
             _check_rope(where, part.get(key) or {})
         for key in ("quantization_config", "compression_config"):
-            _check_method(where, part.get(key) or {})
+            check_method(where, part.get(key) or {})
     _check_quantization(where, config.get("quantization") or {})
     _check_counts(where, {**config, **(inner or {})})
 
@@ -199,11 +209,19 @@ def _check_rope(where: str | Path, found: dict[str, Any]) -> None:
             check(where, each, ROPE)
 
 
-def _check_method(where: str | Path, found: dict[str, Any]) -> None:
+def check_method(where: str | Path, found: dict[str, Any]) -> None:
+    """Refuse a quantization_config of which a value is not of its kind."""
     check(where, found, METHOD)
     for name, group in (found.get("config_groups") or {}).items():
         check(f"{where}: {name}", group, CONFIG_GROUP)
         check(f"{where}: {name}", group.get("weights") or {}, GROUP_WEIGHTS)
+
+
+def check_beside(where: str | Path, found: dict[str, Any]) -> dict[str, Any]:
+    """What hf_quant_config.json says of the weights, refused where a value is not of its kind."""
+    check(where, found, {"quantization": OBJECT}, ["quantization"])
+    check_method(where, found["quantization"])
+    return found["quantization"]
 
 
 def _check_quantization(where: str | Path, found: dict[str, Any]) -> None:

@@ -202,7 +202,7 @@ class _Run:
                 name = f"{self.plan.prefix}{layer.home}.{kind}_proj"
                 formats[name] = {"group_size": matrix.group, "bits": matrix.bits, "mode": matrix.kind}
         first = self.plan.layers[0]
-        inner, hidden = first.like["gate"].shape
+        inner, hidden = first.like["up"].shape
         config = mlx_config(checkpoint.config, formats)
         found = {
             "format": expert_files.NAME,

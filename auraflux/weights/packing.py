@@ -23,7 +23,7 @@ from auraflux.ops.moe.experts import Activation, Experts
 from auraflux.quant import QTensor
 from auraflux.weights.convert import Shards, Writing, blank
 from auraflux.weights.disk import forget
-from auraflux.weights.expert_files import KINDS, PARTS, ExpertFile, ExpertFiles, stride_of
+from auraflux.weights.expert_files import PARTS, ExpertFile, ExpertFiles, stride_of
 from auraflux.weights.experts import stacks_of
 from auraflux.weights.loader import Rename, Source, is_blank
 from auraflux.weights.rounding import for_gpu, one_thread_each
@@ -38,7 +38,7 @@ class Layer:
     """The experts of one layer, and how they will be written.
 
     home     what mlx-lm calls them, such as model.layers.3.mlp.switch_mlp
-    sources  of gate, up and down
+    sources  of gate, if there is one, up and down
     like     one expert's matrices without memory
     """
 
@@ -90,7 +90,7 @@ class Packing(Writing):
         made = []
         for home, kinds in self._experts.items():
             sources = {kind: source for kind, (_, source, _) in kinds.items()}
-            made.append(Layer(home, kinds["gate"][0], sources, {kind: like for kind, (_, _, like) in kinds.items()}))
+            made.append(Layer(home, kinds["up"][0], sources, {kind: like for kind, (_, _, like) in kinds.items()}))
         return made
 
     def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
@@ -167,9 +167,9 @@ class Repacking:
         home, mapped = f"{module}.{stacks_of(activation)}", MappedFile(file)
         made: dict[str, Any] = {
             kind: self.plan.stack(f"{home}.{kind}_proj.weight", count, Source(partial(mapped.matrix, kind), mapped.release))
-            for kind in KINDS
+            for kind in file.like
         }
-        return Resident(Experts(**made, **biases, activation=activation))
+        return Resident(Experts(**{"gate": None, **made}, **biases, activation=activation))
 
 
 class MappedFile:
@@ -185,7 +185,7 @@ class MappedFile:
     def matrix(self, kind: str, expert: int) -> Stored:
         file = self.file
         blob = self._blobs[expert, : file.nbytes].numpy().data
-        if kind == KINDS[0] and zlib.crc32(blob) != file.checksum(expert):
+        if kind == next(iter(file.like)) and zlib.crc32(blob) != file.checksum(expert):
             raise FormatError(f"expert {expert} of {file.module} is damaged: {file.path} holds other bytes than were packed.")
         return getattr(self._stacks, kind)[expert]
 
@@ -218,8 +218,8 @@ def _blob(plan: Packing, layer: Layer, expert: int) -> Tensor:
     """One expert's bytes, filled up with zeros."""
     blob = torch.zeros(layer.stride, dtype=torch.uint8)
     offset = 0
-    for kind in KINDS:
-        source, like = layer.sources[kind], layer.like[kind]
+    for kind, like in layer.like.items():
+        source = layer.sources[kind]
         made = plan.expert(source.matrix(expert), f"{layer.home}.{kind}_proj.weight")
         if (made.format, made.kind) != (like.format, like.kind):
             raise FormatError(f"expert {expert} of {layer.module} is {made!r} in {kind}, and expert 0 is {like!r}.")

@@ -18,6 +18,7 @@ BILLIONS = {
     "minimax-m2": 228.7,
     "glm-4.7-flash": 29.9,
     "kimi-linear-48b-a3b": 49.1,
+    "nemotron-3-nano-30b-a3b": 31.6,
     "mistral-small-4": 118.0,
     "ernie-4.5-21b-a3b": 21.9,
     "ministral-3-8b": 8.5,

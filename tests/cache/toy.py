@@ -15,11 +15,12 @@ from auraflux.cache import (
     ChannelDeltaShape,
     LatentShape,
     RecurrentShape,
+    ScanShape,
     Sequence,
     SparseLatentShape,
 )
 from auraflux.cache.calibration import LayerVectors, ModelVectors
-from auraflux.ops import delta_gates
+from auraflux.ops import delta_gates, scan_gates
 
 VOCABULARY = 11
 FULL, WINDOW = AttentionShape(2, 16), AttentionShape(1, 8, window=7)
@@ -73,12 +74,21 @@ def recur_by_channels(layer: Any, shape: ChannelDeltaShape, batch: Batch, tokens
     return torch.cat([out.flatten(1), *mixed], 1)
 
 
+def scan(layer: Any, shape: ScanShape, batch: Batch, tokens: Tensor) -> Tensor:
+    mixed = layer.convolve(
+        batch, vectors(8, shape.channels)[tokens], vectors(9, shape.channels)[:4], vectors(17, shape.channels)[0]
+    )
+    decay, step = (gate[tokens] for gate in scan_gates(vectors(12, shape.heads), *torch.zeros(2, shape.heads)))
+    return torch.cat([layer.scan(batch, mixed, decay, step, vectors(13, shape.heads)[0]), mixed], 1)
+
+
 WAYS = {
     AttentionShape: attend,
     LatentShape: attend_latent,
     SparseLatentShape: attend_chosen,
     RecurrentShape: recur,
     ChannelDeltaShape: recur_by_channels,
+    ScanShape: scan,
 }
 
 
@@ -150,6 +160,7 @@ TOYS = {
     "coded-sparse": Toy([SPARSE], CacheSettings("k8v4")),
     "recurrent": Toy([RECURRENT, RECURRENT]),
     "channels": Toy([ChannelDeltaShape(12, 2, 4, 6), LATENT], CacheSettings("k8v4", first=1, newest=3, checkpoint_stride=6)),
+    "scan": Toy([ScanShape(20, 2, 4, 6), FULL], CacheSettings("k8v4", first=1, newest=3, checkpoint_stride=6)),
     "hybrid": Toy([RECURRENT, FULL, RECURRENT, WINDOW, LATENT], CacheSettings("k4v4", protect_last=1, checkpoint_stride=6)),
     "calibrated-hybrid": Toy([RECURRENT, FULL, WINDOW], CacheSettings("k3v3", first=2, newest=3), calibrated=True),
 }

@@ -30,6 +30,7 @@ from tests.models import (
     test_glm4_moe,
     test_gpt_oss,
     test_kimi_linear,
+    test_nemotron_h,
     test_llama,
     test_qwen3_5_moe,
     test_qwen3_moe,
@@ -63,6 +64,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "deepseek_v32": test_deepseek_v32.deepseek,
     "glm_moe_dsa": test_deepseek_v32.glm_shared,
     "kimi_linear": test_kimi_linear.kimi_linear,
+    "nemotron_h": test_nemotron_h.nemotron_h,
     "glm4_moe": test_glm4_moe.glm,
     "minimax_m2": test_glm4_moe.minimax,
     "ernie4_5_moe": test_ernie4_5_moe.ernie,
@@ -78,6 +80,8 @@ METHODS = {
     "fp8": ("fp8", "fp8-powers", "fp8-tensor", "fp8-rows"),
     "compressed-fp8": ("ct-fp8-rows", "ct-fp8-tensor", "ct-fp8-blocks", "ct-fp8-groups"),
     "compressed-mxfp4": ("ct-mxfp4",),
+    "nvfp4": ("nvfp4", "ct-nvfp4"),
+    "modelopt-fp8": ("modelopt-fp8", "modelopt-fp8-rows", "modelopt-fp8-blocks"),
 }
 
 

@@ -21,13 +21,14 @@ from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
 from tests.models.test_kimi_linear import kimi_linear
 from tests.models.test_llama import llama, qwen2
+from tests.models.test_nemotron_h import nemotron_h
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
 from tests.models.test_qwen3_moe import qwen3_moe
 
 MODELS = {"llama": llama, "qwen2": qwen2, "qwen3_moe": qwen3_moe, "qwen3_5_moe": qwen3_5_moe, "gpt_oss": gpt_oss}
 MODELS |= {"deepseek_v3": deepseek, "gemma3": gemma}
 LATER = {"glm4_moe": glm, "minimax_m2": minimax, "mistral4": mistral4, "gemma4": little, "gemma4_moe": mixture}
-LATER |= {"kimi_linear": kimi_linear}
+LATER |= {"kimi_linear": kimi_linear, "nemotron_h": nemotron_h}
 MODELS |= LATER
 # on a GPU some of their ops run by the reference, and steps are not recorded
 UNRECORDED = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared}

@@ -27,11 +27,12 @@ from tests.models.test_deepseek_v3 import deepseek
 from tests.models.test_gemma4_text import mixture
 from tests.models.test_glm4_moe import glm, minimax
 from tests.models.test_gpt_oss import gpt_oss
+from tests.models.test_nemotron_h import nemotron_h
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
 from tests.models.test_qwen3_moe import qwen3_moe
 
 MODELS = {"qwen3_5_moe": qwen3_5_moe, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek, "gpt_oss": gpt_oss}
-LATER = {"glm4_moe": glm, "minimax_m2": minimax, "gemma4": mixture}
+LATER = {"glm4_moe": glm, "minimax_m2": minimax, "gemma4": mixture, "nemotron_h": nemotron_h}
 PROMPT, STEPS, CHUNK = 40, 20, 16
 
 

@@ -101,7 +101,8 @@ def test_mxfp4_exponent_255_means_nan():
         (lambda: quantize(torch.randn(64), 4, 64), r"shape \[64\] cannot be quantized"),
         (lambda: quantize(torch.ones(4, 64, dtype=torch.int8)), "dtype torch.int8 cannot be quantized"),
         (lambda: quantize(torch.randn(4, 64), 8, kind="mxfp4"), "MXFP4 has 4 bits and groups of 32"),
-        (lambda: quantize(torch.randn(4, 64), kind="nvfp4"), "no weight format 'nvfp4'"),
+        (lambda: quantize(torch.randn(4, 64), kind="nvfp8"), "no weight format 'nvfp8'"),
+        (lambda: quantize(torch.randn(4, 64), kind="nvfp4"), "NVFP4 has 4 bits and groups of 16"),
         (lambda: quantize(torch.randn(4, 64))[0], "only a stack of matrices can be indexed"),
     ],
 )

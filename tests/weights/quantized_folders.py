@@ -1,4 +1,4 @@
-"""Folders of AWQ, GPTQ, compressed-tensors and FP8 weights, packed here bit by bit from the formats' descriptions.
+"""Folders of AWQ, GPTQ, compressed-tensors, ModelOpt and FP8 weights, packed here bit by bit from the formats' descriptions.
 
 Codes, scales and zeros are drawn near a model's own weights; what they stand for is computed in double precision.
 """
@@ -147,18 +147,76 @@ def fp8_folder(
     return config, make
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nvfp4(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random codes, and scales of which each that is a number occurs: octets, scales in e4m3, what the codes stand for."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, shape)
+    numbers = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
+    scales = rng.choice(numbers[numbers < 0x48], (*shape[:-1], shape[-1] // 16))
+    scales.reshape(-1)[: len(numbers)] = numbers[: scales.size]
+    octets = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    return torch.from_numpy(octets), torch.from_numpy(scales).view(torch.float8_e4m3fn), torch.from_numpy(E2M1[codes])
+
+
+def nvfp4_meant(levels: Tensor, scales: Tensor) -> Tensor:
+    """Level * scale, computed in double precision and rounded to single precision once."""
+    spread = np.repeat(scales.numpy().astype(np.float64), 16, -1)
+    return torch.from_numpy((levels.numpy() * spread).astype(np.float32))
+
+
+def modelopt_folder(algorithm: str = "NVFP4", **config: Any) -> tuple[dict[str, Any], Make]:
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "exclude_modules": ["lm_head", "*norm*"], **config}
+
+    def make(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        octets, scales, levels = nvfp4(tuple(weight.shape), number)
+        factor = torch.tensor(0.0113 / (number + 1))
+        product = torch.from_numpy((scales.double().numpy() * factor.double().numpy()).astype(np.float32))
+        parts = {"weight": octets, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.tensor(0.3)}
+        return parts, nvfp4_meant(levels, product)
+
+    return config, make
+
+
+def modelopt_fp8_folder(block: tuple[int, int], algorithm: str) -> tuple[dict[str, Any], Make]:
+    inner = fp8_folder(block, part="weight_scale")[1]
+
+    def make(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        parts, meant = inner(weight, number)
+        scales = parts["weight_scale"]
+        shape = (scales.shape[0], 1, scales.shape[1], 1) if block[0] > 1 else (-1,) if block[0] else ()
+        return parts | {"weight_scale": scales.view(shape), "input_scale": torch.tensor(0.3)}, meant
+
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}, make
+
+
+def ct_nvfp4_folder() -> tuple[dict[str, Any], Make]:
+    config = ct_config(4, 16, True, "nvfp4-pack-quantized")
+    config["config_groups"]["group_0"]["weights"] |= {"type": "float", "strategy": "tensor_group"}
+
+    def make(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
+        octets, scales, levels = nvfp4(tuple(weight.shape), number)
+        factor = torch.tensor([97.3 * (number + 1)])
+        quotient = torch.from_numpy((scales.double().numpy() / factor.double().numpy()).astype(np.float32))
+        parts = {"weight_packed": octets, "weight_scale": scales, "weight_global_scale": factor}
+        return parts, nvfp4_meant(levels, quotient)
+
+    return config, make
+
+
 def mxfp4_folder() -> tuple[dict[str, Any], Make]:
     """compressed-tensors' MXFP4: random codes, and exponents near those of a weight."""
     config = ct_config(4, 32, True, "mxfp4-pack-quantized")
     config["config_groups"]["group_0"]["weights"] |= {"type": "float", "scale_dtype": "torch.uint8"}
-    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
     def make(weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
         rng = np.random.default_rng(number)
         rows, width = weight.shape
         codes, exponents = rng.integers(0, 16, (rows, width)), rng.integers(118, 124, (rows, width // 32))
         exponents[0, 0], exponents[1, 0] = 0, 130
-        meant = levels[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, 1)
+        meant = E2M1[codes] * np.repeat(2.0 ** (exponents - 127.0), 32, 1)
         octets = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
         parts = {"weight_packed": torch.from_numpy(octets), "weight_scale": torch.from_numpy(exponents.astype(np.uint8))}
         return parts, torch.from_numpy(meant)
@@ -232,6 +290,11 @@ FOLDERS = {
     "ct-fp8-tensor": ct_fp8_folder((0, 0), strategy="tensor"),
     "ct-fp8-blocks": ct_fp8_folder((128, 128), strategy="block", block_structure=[128, 128]),
     "ct-mxfp4": mxfp4_folder(),
+    "ct-nvfp4": ct_nvfp4_folder(),
+    "nvfp4": modelopt_folder(),
+    "modelopt-fp8": modelopt_fp8_folder((0, 0), "FP8"),
+    "modelopt-fp8-rows": modelopt_fp8_folder((1, 0), "FP8_PER_CHANNEL_PER_TOKEN"),
+    "modelopt-fp8-blocks": modelopt_fp8_folder((128, 128), "fp8_pb_wo"),
     "ct-fp8-groups": ct_fp8_folder((1, 64), strategy="group", group_size=64),
 }
 

@@ -1,4 +1,4 @@
-"""AWQ, GPTQ, compressed-tensors and FP8 folders: weights to the bit, whole models, and what is refused."""
+"""AWQ, GPTQ, compressed-tensors, ModelOpt and FP8 folders: weights to the bit, whole models, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -20,10 +20,23 @@ from auraflux.quant.fp8 import from_blocks
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert
 from auraflux.weights.folder import Folder
-from auraflux.weights.loader import dense
+from auraflux.weights.loader import Weights, dense
+from auraflux.weights.methods import Header, nvfp4
 from auraflux.weights.pack import pack
 from tests.models.oracles import error, save, scores, tokens, truth
-from tests.weights.quantized_folders import FOLDERS, Codes, ct_config, draw, gptq, gptq_folder, packed, rewrite
+from tests.weights.quantized_folders import (
+    E2M1,
+    FOLDERS,
+    Codes,
+    ct_config,
+    draw,
+    gptq,
+    gptq_folder,
+    nvfp4_meant,
+    packed,
+    rewrite,
+)
+from tests.weights.quantized_folders import nvfp4 as some_nvfp4
 
 F16, BF16 = torch.float16, torch.bfloat16
 LLAMA = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -88,6 +101,9 @@ def test_weights_are_those_of_the_format_to_the_bit(kind: str, llama: Path, tmp_
         ("ct-int8", 64, BF16),
         ("fp8", 64, torch.float32),
         ("ct-fp8-rows", 64, torch.float32),
+        ("nvfp4", 16, torch.float32),
+        ("ct-nvfp4", 16, torch.float32),
+        ("modelopt-fp8", 64, torch.float32),
     ],
 )
 def test_codes_stay_codes(kind: str, group: int, dtype: torch.dtype, llama: Path, tmp_path: Path):
@@ -103,7 +119,7 @@ def test_codes_stay_codes(kind: str, group: int, dtype: torch.dtype, llama: Path
 
 
 @pytest.mark.parametrize(
-    "kind", ["awq", "gptq-4", "gptq-8-zeros-rows", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "ct-fp8-rows"]
+    "kind", ["awq", "gptq-4", "gptq-8-zeros-rows", "gptq-act-order", "ct-4-zeros", "ct-int8", "fp8", "ct-fp8-rows", "nvfp4"]
 )
 @pytest.mark.parametrize("model", ["llama", "mixture"])
 def test_logits_are_those_of_transformers(kind: str, model: str, request, tmp_path: Path):
@@ -118,7 +134,9 @@ def test_logits_are_those_of_transformers(kind: str, model: str, request, tmp_pa
     assert error(scores(tmp_path / "q", ids, chunk=1), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["ct-4", "ct-4-zeros", "ct-8", "ct-int8-zeros", "ct-fp8-rows", "ct-fp8-blocks", "ct-mxfp4"])
+@pytest.mark.parametrize(
+    "kind", ["ct-4", "ct-4-zeros", "ct-8", "ct-int8-zeros", "ct-fp8-rows", "ct-fp8-blocks", "ct-mxfp4", "ct-nvfp4"]
+)
 def test_compressed_tensors_unpacks_the_same_weights(kind: str, llama: Path, tmp_path: Path):
     pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
     from compressed_tensors.compressors import BaseCompressor
@@ -159,13 +177,109 @@ def test_convert_writes_the_same_codes(kind: str, llama: Path, tmp_path: Path):
         assert torch.equal(dense(written.load(name)).double(), meant[name])
 
 
-@pytest.mark.parametrize("kind", ["awq", "gptq-8", "ct-4", "fp8"])
+@pytest.mark.parametrize("kind", ["awq", "gptq-8", "ct-4", "fp8", "nvfp4"])
 def test_experts_are_packed_one_by_one(kind: str, mixture: Path, tmp_path: Path):
     rewrite(mixture, tmp_path / "q", *FOLDERS[kind])
     checkpoint = open_checkpoint(tmp_path / "q")
     target = pack(checkpoint, family(checkpoint.config), tmp_path / "packed", lanes=ISA.lanes)
     ids = list(range(1, 30))
     assert error(scores(target, ids), scores(tmp_path / "q", ids)) < 1e-6
+
+
+def test_nvfp4_is_rounded_to_eight_bits_where_no_kernel_reads_it(mixture: Path, tmp_path: Path):
+    meant = rewrite(mixture, tmp_path / "q", *FOLDERS["nvfp4"])
+    checkpoint, name = open_checkpoint(tmp_path / "q"), "model.layers.0.self_attn.o_proj.weight"
+    weights = Weights(checkpoint, lambda name: name)
+    weights.layout = "cuda"
+    on_gpu = weights.ready(checkpoint.load(name))
+    packed_for_gpu = pack(checkpoint, family(checkpoint.config), tmp_path / "gpu", lanes=1)
+    written = open_checkpoint(convert(checkpoint, family(checkpoint.config), tmp_path / "mlx", bits=8, group=32)).load(name)
+    for found in (on_gpu, written):
+        assert isinstance(found, QTensor)
+        assert (found.kind, found.bits) == ("affine", 8)
+        assert 1e-4 < error(dense(found), meant[name]) < 1e-2
+    ids = list(range(1, 20))
+    assert 1e-6 < error(scores(packed_for_gpu, ids), scores(tmp_path / "q", ids)) < 0.02
+
+
+def test_modelopt_may_say_so_in_a_file_of_its_own(llama: Path, tmp_path: Path):
+    config, make = FOLDERS["nvfp4"]
+    meant = rewrite(llama, tmp_path / "q", config, make)
+    found = json.loads((tmp_path / "q" / "config.json").read_text())
+    (tmp_path / "q" / "config.json").write_text(json.dumps({**found, "quantization_config": None}))
+    beside = tmp_path / "q" / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    checkpoint = open_checkpoint(tmp_path / "q")
+    assert beside in checkpoint.files()
+    assert all(torch.equal(dense(checkpoint.load(name)).double(), weight.double()) for name, weight in meant.items())
+    beside.write_text(json.dumps({"quantization": {"quant_algo": 7}}))
+    with pytest.raises(FormatError, match="has quant_algo = 7"):
+        open_checkpoint(tmp_path / "q")
+
+
+def test_fused_experts_of_modelopt_and_scales_of_a_cache(tmp_path: Path):
+    from tests.models.test_qwen3_5_moe import qwen3_5_moe
+
+    source = save(qwen3_5_moe(), tmp_path / "hf")
+    files = load_file(source / "model.safetensors")
+    make, fused = FOLDERS["nvfp4"][1], {}
+    meant = dict(files)
+    for name in [name for name in files if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        made = [make(matrix, number) for number, matrix in enumerate(files[name])]
+        parts = {part: torch.stack([parts[part] for parts, _ in made]) for part in made[0][0]}
+        meant[name] = torch.stack([weight for _, weight in made])
+        files[name] = parts.pop("weight")
+        fused |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
+    scale = next(name for name in files if name.endswith("self_attn.k_proj.weight")).removesuffix("weight") + "k_scale"
+    target = tmp_path / "q"
+    target.mkdir()
+    save_file(files | fused | {scale: torch.tensor(1.0)}, target / "model.safetensors", {"format": "pt"})
+    found = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**found, "quantization_config": FOLDERS["nvfp4"][0]}))
+    checkpoint = open_checkpoint(target)
+    assert set(checkpoint.sizes()) == set(meant)
+    assert all(torch.equal(dense(checkpoint.load(name)).double(), weight.double()) for name, weight in meant.items())
+    ids = list(range(1, 30))
+    assert error(scores(target, ids), scores(plain(source, tmp_path / "plain", meant), ids)) < 1e-5
+
+
+def test_every_nvfp4_scale_and_code_is_the_number_it_stands_for():
+    """All 254 scales that are numbers with all 16 codes, times factors of every size, in each of the ways they are read."""
+    numbers = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    scales = torch.nn.functional.pad(numbers, (0, 2)).view(torch.float8_e4m3fn).repeat(ISA.lanes, 1)
+    nibbles = torch.arange(16, dtype=torch.uint8).repeat(ISA.lanes, 256)
+    octets = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    for factor in (1.0, 0.0113, 3e-30, 1e-40, 1e35, 0.0):
+        wide = torch.from_numpy((scales.double().numpy() * np.float64(np.float32(factor))).astype(np.float32))
+        wanted = torch.from_numpy((E2M1[nibbles] * np.repeat(wide.numpy().astype(np.float64), 16, 1)).astype(np.float32))
+        made = nvfp4.load(octets, scales, torch.tensor(factor))
+        assert isinstance(made, QTensor)
+        assert torch.equal(made.dequantize().view(torch.int32), wanted.view(torch.int32))
+        assert torch.equal(embed(torch.arange(ISA.lanes), made.interleave(ISA.lanes)), wanted)
+
+
+@pytest.mark.parametrize("width", [48, 64])
+def test_nvfp4_of_odd_widths_is_held_in_single_precision(width: int):
+    octets, scales, levels = some_nvfp4((100, width), 0)
+    made = nvfp4.load(octets, scales, torch.ones(()))
+    assert isinstance(made, QTensor) == (width == 64)
+    assert torch.equal(dense(made), nvfp4_meant(levels, scales.float()))
+    headers = {"w": Header(tuple(octets.shape), "U8"), "s": Header(tuple(scales.shape), "F8_E4M3"), "f": Header((), "F32")}
+    held = nvfp4.plan(headers, nvfp4.Names("w", "s", "f"))
+    assert (held.shape, held.bits) == (tuple(made.shape), 6 if width == 64 else 32)
+
+
+def test_mlx_has_nvfp4_without_a_factor(tmp_path: Path):
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    config = {"model_type": "llama", "quantization": {"bits": 4, "group_size": 16, "mode": "nvfp4"}}
+    codes, scales = mx.quantize(mx.random.normal((40, 96)), group_size=16, bits=4, mode="nvfp4")
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a.weight": codes, "a.scales": scales})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = open_checkpoint(tmp_path).load("a.weight")
+    assert isinstance(found, QTensor)
+    assert found.kind == "nvfp4"
+    theirs = np.array(mx.dequantize(codes, scales, None, 16, 4, "nvfp4").astype(mx.float32))
+    assert np.array_equal(dense(found).numpy(), theirs)
 
 
 def test_fp8_is_rounded_where_mlx_has_no_codes_for_it(llama: Path, tmp_path: Path):
@@ -237,6 +351,8 @@ def test_notes_say_what_is_kept(llama: Path, tmp_path: Path):
     for kind, notes in {
         "awq": ["AWQ: 14 weights are kept to the bit: scale * (code - zero)."],
         "gptq-16": ["GPTQ: 14 weights are exact, but held in float32: 4 bits in groups of 16 which no kernel has groups for."],
+        "nvfp4": ["ModelOpt: 14 weights are kept to the bit on a CPU", "Activations are not rounded"],
+        "modelopt-fp8": ["to the bit", "Activations are not", "not rounded to FP8, as the config asks", "On a GPU, FP8"],
         "ct-int8": ["to the bit", "asks for activations of fewer bits; they are not rounded"],
     }.items():
         rewrite(llama, tmp_path / kind, *FOLDERS[kind])
@@ -349,6 +465,19 @@ def poisoned_first(found: Tensor) -> Tensor:
         ("ct-mxfp4", put("weight_scale", lambda t: t[1:]), r"weight_scale has shape \[191, 4\]; \[192, 4\] is needed"),
         ("ct-mxfp4", put("weight_scale", lambda t: torch.full_like(t, 255)), "some of its scales are not numbers"),
         ("ct-mxfp4", put("weight_packed", lambda t: t[:, 1:]), "126 inputs; MXFP4 has them in groups of 32"),
+        ("nvfp4", drop("weight_scale_2"), "its weight_scale_2 is not there; one F32 for all of it is needed"),
+        ("nvfp4", put("weight_scale_2", lambda t: t.expand(3)), r"weight_scale_2 is F32 of shape \[3\]; one F32"),
+        ("nvfp4", put("weight_scale_2", lambda t: t * float("inf")), "some of its scales are not finite"),
+        ("nvfp4", put("weight_scale_2", lambda t: t * 0 + 3e38), "some of its scales are not finite, or too large"),
+        ("nvfp4", put("weight_scale", lambda t: t[:, 1:]), r"weight_scale has shape \[192, 7\]; \[192, 8\] is needed"),
+        ("nvfp4", put("weight_scale", lambda t: torch.full_like(t, float("nan"))), "some of its scales are not finite"),
+        ("nvfp4", put("weight_scale", lambda t: t.float()), "weight_scale is F32; F8_E4M3 is needed"),
+        ("nvfp4", put("weight", lambda t: t[:, 1:]), "126 inputs; NVFP4 has them in groups of 16"),
+        ("nvfp4", put("weight", lambda t: t[0]), "2 dimensions that are not empty are needed"),
+        ("nvfp4", lambda files: files.update({f"{NAME}.pre_quant_scale": torch.ones(128)}), "multiplied by a pre_quant_scale"),
+        ("ct-nvfp4", put("weight_global_scale", lambda t: t * 0), "some of its scales are not finite"),
+        ("ct-nvfp4", lambda files: files.update({f"{NAME}.weight_zero_point": torch.ones(3)}), "goes with no four-bit floats"),
+        ("modelopt-fp8-blocks", put("weight_scale", lambda t: torch.cat([t, t])), r"scales have shape \[4, 1\]"),
         ("fp8", put("weight_scale_inv", lambda t: t[None].expand(3, -1, -1)), "weight_scale_inv has shape"),
         ("fp8", put("weight_scale_inv", lambda t: t[:1]), r"scales have shape \[1, 1\]; a weight of \[192, 128\]"),
         ("fp8", put("weight_scale_inv", poisoned_first), "some of its scales are not finite"),
@@ -379,7 +508,10 @@ def test_what_is_no_such_weight_is_refused(kind: str, change, message: str, llam
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\] is not read"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "has weight_block_size"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts in 'fp4' is not read"),
-        (ct_config(4, 32, True, "nvfp4-pack-quantized"), "in format 'nvfp4-pack-quantized' is not read"),
+        (ct_config(4, 32, True, "mxfp8-quantized"), "in format 'mxfp8-quantized' is not read"),
+        ({"quant_method": "modelopt"}, "ModelOpt with quant_algo None is not read. Those that are: NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not read"),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "NVFP4 in groups of 32 is not read"),
         ({"quant_method": "compressed-tensors"}, "without weights in its config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": "4"}}}}, "has num_bits = '4'"),

@@ -3,7 +3,7 @@
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.activation.reference import clamped_swiglu, geglu, sigmoid_gate, split_q_gate, swiglu
+from auraflux.ops.activation.reference import clamped_swiglu, geglu, relu_square, sigmoid_gate, split_q_gate, swiglu
 
 BF16 = torch.bfloat16
 
@@ -42,6 +42,10 @@ CASES = [
     Case(clamped_swiglu, "odd-width", lambda: clamped(5, 333)),
     Case(clamped_swiglu, "far-out", lambda: clamped(3, 100, scale=200.0)),
     Case(clamped_swiglu, "bf16", lambda: clamped(3, 63, dtype=BF16), tol=4e-3),
+    Case(relu_square, "one-token", lambda: {"x": torch.randn(1, 3712)}, bench=True),
+    Case(relu_square, "many-tokens", lambda: {"x": torch.randn(40, 1856)}),
+    Case(relu_square, "odd-width", lambda: {"x": torch.randn(3, 333) * 100}),
+    Case(relu_square, "bf16", lambda: {"x": torch.randn(3, 63).to(BF16)}, tol=4e-3),
     Case(sigmoid_gate, "one-token", lambda: pair("x", "gate", 1, 16, 256), bench=True),
     Case(sigmoid_gate, "many-tokens", lambda: pair("x", "gate", 63, 16, 256)),
     Case(sigmoid_gate, "odd-width", lambda: pair("x", "gate", 3, 333, scale=30.0)),

@@ -10,7 +10,7 @@ from auraflux.ops.simd.math import sigmoid, silu
 PARALLEL_FROM = 1 << 15  # elements; below this, waking the threads costs more than the work
 PARALLEL_COPY_FROM = 1 << 20  # bytes
 
-ONE = np.float32(1)
+ZERO, ONE = np.float32(0), np.float32(1)
 # gelu's tanh form: x * sigmoid(x * (GELU_SLOPE + GELU_CUBE * x * x)), as (1 + tanh(y)) / 2 = sigmoid(2 * y)
 GELU_SLOPE = np.float32(2 * np.sqrt(2 / np.pi))
 GELU_CUBE = np.float32(2 * np.sqrt(2 / np.pi) * 0.044715)
@@ -79,6 +79,19 @@ def _clamped_swiglu(args, job, jobs):
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     return _each(_clamped_swiglu, gate, up, float(alpha), float(limit))
+
+
+@Kernel
+def _relu_square(args, job, jobs):
+    x, _, out = _part(args, job, jobs)
+    for i in range(len(out)):
+        # this way round NaN comes through, as in torch
+        positive = ZERO if x[i] < ZERO else x[i]
+        out[i] = positive * positive
+
+
+def relu_square(x: Tensor) -> Tensor:
+    return _each(_relu_square, x, x)
 
 
 @Kernel

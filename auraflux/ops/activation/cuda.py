@@ -32,6 +32,8 @@ def _elements(a, b, out, n, width, apart, alpha, limit, KIND: tl.constexpr, BLOC
         result = silu(x) * y
     elif KIND == "geglu":
         result = gelu(x) * y
+    elif KIND == "relu2":
+        result = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * x
     elif KIND == "clamped":
         result = _clamped(x, y, alpha, limit)
     else:
@@ -58,6 +60,10 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     return _run("clamped", gate, up, float(alpha), float(limit))
+
+
+def relu_square(x: Tensor) -> Tensor:
+    return _run("relu2", x, x)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:

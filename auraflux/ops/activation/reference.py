@@ -52,6 +52,21 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return ((up.float().clamp(-limit, limit) + 1) * wide * torch.sigmoid(alpha * wide)).to(gate.dtype)
 
 
+def _check_relu_square(x: Tensor) -> None:
+    check_dense(x=x)
+    check_floating(x=x)
+
+
+@op(check=_check_relu_square)
+def relu_square(x: Tensor) -> Tensor:
+    """Square what is positive, and make the rest zero.
+
+    x       [...]
+    returns [...]  in x's dtype
+    """
+    return x.float().relu().square().to(x.dtype)
+
+
 def _check_sigmoid_gate(x: Tensor, gate: Tensor) -> None:
     check_floating(x=x, gate=gate)
     check_shape("gate", gate, *x.shape)

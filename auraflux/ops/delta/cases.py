@@ -12,6 +12,8 @@ from auraflux.ops.delta.reference import (
     delta_layer_step,
     gated_delta_prefill,
     gated_delta_step,
+    scan_gates,
+    selective_scan,
     short_conv,
 )
 
@@ -61,6 +63,10 @@ def conv(*lengths: int, channels: int, dtype: torch.dtype = torch.float32) -> Ar
     return {"x": x, "state": state, "weight": torch.randn(4, channels), "starts": starts(list(lengths))}
 
 
+def biased(args: Args) -> Args:
+    return {**args, "bias": torch.randn(args["x"].shape[1])}
+
+
 def gates(tokens: int, heads: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Args:
     a, b = (torch.randn(tokens, heads) * scale).to(dtype), (torch.randn(tokens, heads) * scale).to(dtype)
     return {"a": a, "b": b, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads)}
@@ -75,6 +81,32 @@ def channels(*lengths: int, **sizes: int | torch.dtype) -> Args:
 def channel_gate(tokens: int, heads: int, width: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Args:
     f, b = (torch.randn(tokens, heads, width) * scale).to(dtype), (torch.randn(tokens, heads) * scale).to(dtype)
     return {"f": f, "b": b, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads, width)}
+
+
+def scan(
+    *lengths: int,
+    heads: int = 8,
+    groups: int = 2,
+    key_width: int = 128,
+    value_width: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> Args:
+    """Values, keys and queries of Mamba-2's heads, and gates near those that models have."""
+    tokens, channels = sum(lengths), heads * value_width + 2 * groups * key_width
+    step = torch.rand(tokens, heads)
+    return {
+        "state": torch.randn(len(lengths), heads, key_width, value_width),
+        "xbc": torch.randn(tokens, channels).to(dtype),
+        "decay": torch.exp(-step * (torch.rand(heads) + 0.01)),
+        "step": step,
+        "skip": torch.randn(heads),
+        "starts": starts(list(lengths)),
+    }
+
+
+def scan_gate(tokens: int, heads: int, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> Args:
+    dt = (torch.randn(tokens, heads) * scale).to(dtype)
+    return {"dt": dt, "a_log": (torch.rand(heads) * 16).log(), "dt_bias": torch.randn(heads)}
 
 
 def whole(batch: int, heads: int, key_heads: int, width: int = 128, dtype: torch.dtype = BF16) -> Args:
@@ -113,6 +145,10 @@ def state_nbytes(args: Args) -> int:
     return every + args["state"].numel() * 4 + args["v"].numel() * args["v"].element_size()
 
 
+def scan_nbytes(args: Args) -> int:
+    return sum(x.numel() * x.element_size() for x in args.values()) + args["state"].numel() * 4
+
+
 CASES = [
     Case(gated_delta_step, "one-token", lambda: step(1, 32, 16), bench=True, flops=state_flops, nbytes=state_nbytes),
     Case(gated_delta_step, "batch", lambda: step(8, 32, 16), bench=True, flops=state_flops, nbytes=state_nbytes),
@@ -149,6 +185,8 @@ CASES = [
     Case(short_conv, "batch", lambda: conv(*[1] * 12, channels=1100)),
     Case(short_conv, "long", lambda: conv(40, 3, channels=70)),
     Case(short_conv, "empty", lambda: conv(0, 0, channels=63)),
+    Case(short_conv, "bias", lambda: biased(conv(2, 9, 1, channels=1100))),
+    Case(short_conv, "bias-long", lambda: biased(conv(40, 3, channels=70))),
     Case(short_conv, "bf16", lambda: conv(2, 9, channels=100, dtype=BF16), tol=4e-3),
     Case(delta_gates, "one-token", lambda: gates(1, 32), bench=True),
     Case(delta_gates, "512-tokens", lambda: gates(512, 32), bench=True),
@@ -175,4 +213,20 @@ CASES = [
     Case(channel_gates, "odd", lambda: channel_gate(7, 3, 63)),
     Case(channel_gates, "large", lambda: channel_gate(5, 4, 16, scale=60.0)),
     Case(channel_gates, "bf16", lambda: channel_gate(5, 4, 100, dtype=BF16)),
+    Case(selective_scan, "one-token", lambda: scan(1, heads=64, groups=8), bench=True, nbytes=scan_nbytes),
+    Case(selective_scan, "512-tokens", lambda: scan(512, heads=64, groups=8), tol=2e-5, bench=True),
+    Case(selective_scan, "ragged", lambda: scan(17, 0, 1, 5, 40, key_width=32), tol=2e-5),
+    Case(selective_scan, "around-a-chunk", lambda: scan(31, 32, 33, 63, 65, heads=2, key_width=16, value_width=16), tol=2e-5),
+    Case(selective_scan, "odd-widths", lambda: scan(3, 37, heads=6, groups=3, key_width=63, value_width=100), tol=2e-5),
+    Case(selective_scan, "narrow", lambda: scan(2, 19, heads=3, groups=1, key_width=5, value_width=3)),
+    # logarithms of such decays add up to hundreds
+    Case(selective_scan, "closed-gates", lambda: closing(scan(100, 3, heads=4, key_width=32, value_width=32)), tol=2e-4),
+    Case(selective_scan, "empty", lambda: scan(0, 0)),
+    Case(selective_scan, "bf16", lambda: scan(70, 4, heads=4, groups=4, key_width=64, dtype=BF16), tol=4e-3),
+    Case(selective_scan, "bf16-wide", lambda: scan(40, heads=2, groups=1, dtype=BF16), tol=4e-3),
+    Case(scan_gates, "one-token", lambda: scan_gate(1, 64), bench=True),
+    Case(scan_gates, "many-tokens", lambda: scan_gate(65, 128)),
+    Case(scan_gates, "odd", lambda: scan_gate(7, 63)),
+    Case(scan_gates, "large", lambda: scan_gate(5, 16, scale=60.0)),
+    Case(scan_gates, "bf16", lambda: scan_gate(5, 100, dtype=BF16)),
 ]

@@ -1,5 +1,5 @@
 """Gated DeltaNet: a linear attention whose memory is one matrix per head, decayed and corrected at every token.
-Kimi Linear's rule, whose channels fade by themselves, is in `reference_channels`.
+Kimi Linear's rule, whose channels fade by themselves, is in `reference_channels`, Mamba-2's in `reference_scan`.
 
 Ragged batches stack the tokens of all sequences in one axis T; those of sequence b are `starts[b]` to `starts[b + 1]`.
 The memory and all sums are float32 whatever the dtype of the inputs.
@@ -15,6 +15,7 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
 from auraflux.ops.delta.reference_channels import FLOATS, channel_delta, channel_gates, check_starts
+from auraflux.ops.delta.reference_scan import scan_gates, selective_scan
 from auraflux.ops.norm.reference import check_eps, gated_rms_norm, qk_norm
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "delta_layer_step",
     "gated_delta_prefill",
     "gated_delta_step",
+    "scan_gates",
+    "selective_scan",
     "short_conv",
 ]
 
@@ -105,8 +108,8 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
     return out
 
 
-def _check_short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) -> None:
-    check_dense(x=x, state=state, weight=weight)
+def _check_short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> None:
+    check_dense(x=x, state=state, weight=weight, bias=bias)
     if x.dim() != 2 or state.dim() != 3:
         raise InputError(f"'x' has shape {list(x.shape)} and 'state' {list(state.shape)}; [T, C] and [B, 3, C] are needed.")
     check_shape("state", state, state.shape[0], CONV_WIDTH - 1, x.shape[1])
@@ -114,25 +117,29 @@ def _check_short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) 
     check_dtype("x", x, *FLOATS)
     check_dtype("state", state, x.dtype)
     check_dtype("weight", weight, *FLOATS)
+    if bias is not None:
+        check_shape("bias", bias, x.shape[1])
+        check_dtype("bias", bias, *FLOATS)
     check_starts(starts, state.shape[0], x.shape[0], x)
 
 
 @op(origins=("conv1d_step", "conv1d_state_update"), check=_check_short_conv)
-def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve each channel with its last four inputs, then apply SiLU.
 
     x       [T, C]
     state   [B, 3, C]  in x's dtype: the inputs before the first of x, oldest first; updated in place to the last three
     weight  [4, C]     tap 3 meets the newest input
     starts  [B + 1]    int32, where each sequence's tokens begin; a sequence may have none
+    bias    [C]        or None, added before SiLU
     returns [T, C]     in x's dtype
     """
     out = torch.empty_like(x)
-    taps = weight.float()
+    taps, shift = weight.float(), 0.0 if bias is None else bias.float()
     for b, (start, end) in enumerate(pairwise(starts.tolist())):
         inputs = torch.cat([state[b], x[start:end]])
         windows = torch.stack([inputs[i : i + end - start] for i in range(CONV_WIDTH)])  # [4, N, C]
-        out[start:end] = torch.nn.functional.silu((windows.float() * taps.unsqueeze(1)).sum(0))
+        out[start:end] = torch.nn.functional.silu((windows.float() * taps.unsqueeze(1)).sum(0) + shift)
         state[b] = inputs[-3:]
     return out
 

@@ -104,12 +104,13 @@ TILED_LARGE = [
     (520, 200, 2112, 8, 64),
     (520, 2100, 128, 8, 32),
 ]
-# blocks of GGUF that have formats of their own
+# formats that only the CPU's kernels read
 BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
     ("q6k", 6, {"group": 16, "kind": "centred"}),
     ("q3k", 3, {"group": 16, "kind": "centred"}),
     ("q2k", 2, {"group": 16, "scales": F32}),
     ("iq4", 4, {"group": 32, "kind": "iq4"}),
+    ("nvfp4", 4, {"group": 16, "kind": "nvfp4"}),
 ]
 
 CASES = [

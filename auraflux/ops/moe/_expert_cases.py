@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, SharedExpert, blob_of
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, SharedExpert, blob_of
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.simd.vectors import ISA
@@ -31,6 +31,11 @@ def matrices(
 def layer(*shape: int, **options) -> Experts:
     made = matrices(*shape, **options)
     return Experts(made["gate"], made["up"], made["down"])
+
+
+def ungated(made: Experts) -> Experts:
+    """The same without its gate."""
+    return replace(made, gate=None, activation=ReluSquare())
 
 
 def uneven(experts: int, hidden: int, inner: int) -> Experts:
@@ -84,12 +89,12 @@ def dense_stack(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Ex
 def touched(args: Args) -> int:
     """Bytes of the experts that are met, and of the tokens."""
     experts = args["experts"]
-    size = sum(s.nbytes for s in (experts.gate, experts.up, experts.down)) // experts.count
+    size = sum(s.nbytes for s in experts.stacks) // experts.count
     return len(_met(args).unique()) * size + 2 * args["x"].nbytes
 
 
 def flops(args: Args) -> int:
-    return 6 * _met(args).numel() * args["experts"].hidden * args["experts"].inner
+    return 2 * len(args["experts"].stacks) * _met(args).numel() * args["experts"].hidden * args["experts"].inner
 
 
 def _met(args: Args) -> torch.Tensor:
@@ -126,10 +131,11 @@ def of_chosen(args: Args) -> Args:
     return {**args, "routing": Routing(args["routing"].k, "chosen", True)}
 
 
-def shared_by_weights(args: Args, inner: int) -> Args:
+def shared_by_weights(args: Args, inner: int, ungated: bool = False) -> Args:
     """The same with a shared expert whose weights are given, and not what it gave."""
     one = layer(1, args["experts"].hidden, inner)
-    return {**args, "shared": SharedExpert(one.gate[0], one.up[0], one.down[0])}
+    gate, up, down = (stack[0] for stack in one.stacks)
+    return {**args, "shared": SharedExpert(None if ungated else gate, up, down)}
 
 
 def case(name: str, make, **options) -> Case:
@@ -157,6 +163,11 @@ EXPERT_CASES = [
     case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),
     case("gelu", lambda: routed(9, 3, gemma(6, 64, 128))),
     case("many-gelu", lambda: routed(40, 3, gemma(6, 64, 128))),
+    case("ungated", lambda: routed(9, 3, ungated(layer(6, 64, 128)))),
+    case("ungated-one-token", lambda: routed(1, 3, ungated(layer(6, 64, 96, group=32)))),
+    case("many-ungated", lambda: routed(40, 3, ungated(layer(6, 64, 128, down_bits=8)))),
+    case("ungated-dense", lambda: routed(9, 3, ungated(dense_stack(6, 63, 100, BF16)))),
+    case("nvfp4", lambda: routed(9, 3, layer(6, 64, 96, 4, group=16, kind="nvfp4"))),
     case("q6k", lambda: routed(9, 3, layer(6, 64, 96, 6, group=16, kind="centred"))),
     case("fp8", lambda: routed(9, 3, layer(6, 64, 128, 8, kind="fp8"))),
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
@@ -191,6 +202,7 @@ EXPERT_CASES = [
     part("nobody", lambda: some(routed(9, 3, layer(6, 64, 128)), list(range(6)))),
     part("blobs", lambda: some(routed(40, 3, from_blobs(6, 64, 128)), [2, 3])),
     part("mxfp4-biases-clamp", lambda: some(routed(40, 3, gpt_oss(6, 64, 96)), [5])),
+    part("ungated", lambda: some(routed(40, 3, ungated(layer(6, 64, 128))), [5])),
     part("dense-bf16", lambda: some(routed(9, 3, dense_stack(6, 63, 100, BF16)), [0])),
     part("bf16", lambda: some(routed(3, 2, layer(4, 64, 128), BF16), [0])),
     part("many-bf16", lambda: some(routed(40, 2, layer(4, 64, 128), BF16), [3]), tol=6e-3),
@@ -220,6 +232,7 @@ EXPERT_CASES = [
     Case(mixture, "one-token-bf16", lambda: scored(1, 8, layer(16, 2048, 768), BF16, shared=False), tol=8e-3),
     Case(mixture, "sigmoid-bf16", lambda: by_sigmoid(scored(2, 3, layer(40, 512, 256), BF16)), tol=8e-3),
     Case(mixture, "shared-weights", lambda: shared_by_weights(scored(3, 2, layer(8, 128, 128)), 64)),
+    Case(mixture, "ungated", lambda: shared_by_weights(scored(3, 2, ungated(layer(8, 128, 64))), 128, ungated=True)),
     Case(mixture, "shared-weights-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 256), tol=8e-3),
     Case(mixture, "wide-shared-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 512), tol=8e-3),
     Case(mixture, "widest-bf16", lambda: scored(1, 2, layer(8, 7168, 2048), BF16, shared=False), tol=8e-3, slow=True),

@@ -36,36 +36,51 @@ class Gelu:
     """The tanh form of gelu replaces silu, see `geglu`."""
 
 
-Activation = Clamp | Gelu
+@dataclass(frozen=True)
+class ReluSquare:
+    """relu(up) ** 2, see `relu_square`: there is no gate."""
+
+
+Activation = Clamp | Gelu | ReluSquare
+KINDS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """The weights of an MLP that every token goes to, down(silu(gate x) * up x).
+    """The weights of an MLP that every token goes to, down(silu(gate x) * up x), or without a gate down(relu(up x) ** 2).
 
-    gate, up  [I, H]
+    gate, up  [I, H]; gate may be None
     down      [H, I]
     """
 
-    gate: Stack
+    gate: Stack | None
     up: Stack
     down: Stack
 
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def inner(self) -> int:
+        return self.up.shape[0]
+
+    @property
+    def first(self) -> tuple[Stack, ...]:
+        """What is multiplied by x."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
 
 @dataclass(frozen=True, eq=False)
 class Experts:
     """E experts, each down(silu(gate x) * up x).
 
-    gate, up  [E, I, H]
+    gate, up  [E, I, H]; gate is None where the activation has none
     down      [E, H, I]
     gate_bias, up_bias [E, I], down_bias [E, H]  or None
     activation  what replaces silu(gate) * up, or None
     """
 
-    gate: Stack
+    gate: Stack | None
     up: Stack
     down: Stack
     gate_bias: Tensor | None = None
@@ -75,42 +90,50 @@ class Experts:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if len(self.gate.shape) != 3:
-            raise FormatError(f"'gate' has shape {list(self.gate.shape)}; [experts, rows, width] is needed.")
-        count, inner, hidden = self.gate.shape
-        wanted: dict[str, tuple[int, ...]] = {"up": (count, inner, hidden), "down": (count, hidden, inner)}
+        if len(self.up.shape) != 3:
+            raise FormatError(f"'up' has shape {list(self.up.shape)}; [experts, rows, width] is needed.")
+        if (self.gate is None) != isinstance(self.activation, ReluSquare):
+            there = "no gate" if self.gate is None else "a gate"
+            raise FormatError(f"experts with {there} cannot have the activation {self.activation}.")
+        count, inner, hidden = self.up.shape
+        wanted: dict[str, tuple[int, ...]] = {"gate": (count, inner, hidden), "down": (count, hidden, inner)}
         wanted |= {"gate_bias": (count, inner), "up_bias": (count, inner), "down_bias": (count, hidden)}
         for name, shape in wanted.items():
             stack = getattr(self, name)
             if stack is not None and tuple(stack.shape) != shape:
                 raise FormatError(
-                    f"'{name}' has shape {list(stack.shape)}; {list(shape)} is needed beside gate {list(self.gate.shape)}."
+                    f"'{name}' has shape {list(stack.shape)}; {list(shape)} is needed beside up {list(self.up.shape)}."
                 )
-            if stack is not None and stack.device != self.gate.device:
-                raise FormatError(f"'{name}' is on {stack.device}, gate on {self.gate.device}.")
+            if stack is not None and stack.device != self.up.device:
+                raise FormatError(f"'{name}' is on {stack.device}, up on {self.up.device}.")
 
     @property
     def count(self) -> int:
-        return self.gate.shape[0]
+        return self.up.shape[0]
 
     @property
     def hidden(self) -> int:
-        return self.gate.shape[2]
+        return self.up.shape[2]
 
     @property
     def inner(self) -> int:
-        return self.gate.shape[1]
+        return self.up.shape[1]
 
     @property
     def device(self) -> torch.device:
-        return self.gate.device
+        return self.up.device
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Those that there are, down last."""
+        return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, ...]]:
         """Bytes from one expert's codes, scales and biases to the next expert's, by projection; of quantized ones."""
         return {
             name: tuple(0 if a is None else a.stride(0) * a.element_size() for a in (stack.packed, stack.scales, stack.biases))
-            for name in ("gate", "up", "down")
+            for name in KINDS
             if isinstance(stack := getattr(self, name), QTensor)
         }
 
@@ -119,13 +142,14 @@ class Experts:
         """Stacks over blobs of codes, scales and biases of gate, up and down.
 
         bank  uint8 [E, size], one expert a row
-        like  one expert's matrices, for shapes and formats; their arrays lie in a blob one after the other in this order
+        like  one expert's matrices, for shapes and formats; their arrays lie in a blob one after the other in this order.
+              Where there is no gate, the activation is `ReluSquare`
         """
         if bank.dtype != torch.uint8 or bank.dim() != 2 or bank.stride(1) != 1:
             raise FormatError(f"a bank of experts is uint8 [E, size]; this one is {bank.dtype} {list(bank.shape)}.")
-        stacks: dict[str, Any] = {}
+        stacks: dict[str, Any] = {} if "gate" in like else {"gate": None, "activation": ReluSquare()}
         offset = 0
-        for name in ("gate", "up", "down"):
+        for name in (kind for kind in KINDS if kind in like):
             arrays: dict[str, Any] = {}
             for part in ("packed", "scales", "biases"):
                 array = getattr(like[name], part)
@@ -140,7 +164,8 @@ class Experts:
 
 def blob_of(experts: Mapping[str, QTensor]) -> Tensor:
     """One expert's arrays as a row of bytes, in the order `from_blobs` reads them."""
-    arrays = [a for name in ("gate", "up", "down") for a in (experts[name].packed, experts[name].scales, experts[name].biases)]
+    there = [experts[name] for name in KINDS if name in experts]
+    arrays = [a for matrix in there for a in (matrix.packed, matrix.scales, matrix.biases)]
     return torch.cat([a.contiguous().view(-1).view(torch.uint8) for a in arrays if a is not None])
 
 

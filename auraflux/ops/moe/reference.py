@@ -8,9 +8,9 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
-from auraflux.ops.activation.reference import clamped_swiglu, geglu, swiglu
+from auraflux.ops.activation.reference import clamped_swiglu, geglu, relu_square, swiglu
 from auraflux.ops.linear.reference import FLOAT_DTYPES, dense, gate_up_swiglu, linear
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, SharedExpert
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
 
@@ -217,10 +217,11 @@ def _check_mixture(
     check_shape("scores", scores, x.shape[0], experts.count)
     _check_route(scores, routing, bias)
     if isinstance(shared, SharedExpert):
-        inner, hidden = shared.gate.shape[0], experts.hidden
+        inner, hidden = shared.inner, experts.hidden
         for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            if tuple(getattr(shared, name).shape) != shape:
-                raise InputError(f"'{name}' of shared has shape {list(getattr(shared, name).shape)}; {list(shape)} is needed.")
+            found = getattr(shared, name)
+            if found is not None and tuple(found.shape) != shape:
+                raise InputError(f"'{name}' of shared has shape {list(found.shape)}; {list(shape)} is needed.")
         _check_combine(h, x, x, shared_gate)
     else:
         _check_combine(h, x, shared, shared_gate)
@@ -245,7 +246,12 @@ def mixture(
     """
     ids, weights = route.reference(scores, routing, bias)
     if isinstance(shared, SharedExpert):
-        shared = linear.reference(gate_up_swiglu.reference(x, shared.gate, shared.up), shared.down)
+        between = (
+            relu_square.reference(linear.reference(x, shared.up))
+            if shared.gate is None
+            else gate_up_swiglu.reference(x, shared.gate, shared.up)
+        )
+        shared = linear.reference(between, shared.down)
     return combine.reference(h, expert_mlp.reference(x, ids, weights, experts), shared, shared_gate)
 
 
@@ -261,13 +267,16 @@ def mixture_by_steps(
 def shared_result(x: Tensor, shared: Tensor | SharedExpert | None) -> Tensor | None:
     """What the shared expert adds, made of x where only its weights are given."""
     if isinstance(shared, SharedExpert):
+        if shared.gate is None:
+            return linear(relu_square(linear(x, shared.up)), shared.down)
         return linear(gate_up_swiglu(x, shared.gate, shared.up), shared.down)
     return shared
 
 
 def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
     """One expert over its own tokens."""
-    gate, up = x @ dense(experts.gate[expert]).T, x @ dense(experts.up[expert]).T
+    up = x @ dense(experts.up[expert]).T
+    gate = up if experts.gate is None else x @ dense(experts.gate[expert]).T
     if experts.gate_bias is not None:
         gate = gate + experts.gate_bias[expert].float()
     if experts.up_bias is not None:
@@ -277,6 +286,8 @@ def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
             hidden = clamped_swiglu.reference(gate, up, alpha, limit)
         case Gelu():
             hidden = geglu.reference(gate, up)
+        case ReluSquare():
+            hidden = relu_square.reference(up)
         case None:
             hidden = swiglu.reference(gate, up)
     down = hidden @ dense(experts.down[expert]).T

@@ -3,7 +3,15 @@
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, layer_norm, per_layer_inputs, qk_norm, rms_norm
+from auraflux.ops.norm.reference import (
+    add_rms_norm,
+    gated_rms_norm,
+    group_rms_norm,
+    layer_norm,
+    per_layer_inputs,
+    qk_norm,
+    rms_norm,
+)
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Args:
@@ -26,6 +34,10 @@ def heads(*shape: int, key_heads: int, mean: bool = False, dtype: torch.dtype = 
 
 
 BF16 = torch.bfloat16
+
+
+def grouped(*shape: int, dtype: torch.dtype = torch.float32) -> Args:
+    return {**pairs("z", *shape, dtype=dtype), "weight": torch.rand(shape[1:]) + 0.5}
 
 
 def layered(tokens: int, layers: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
@@ -55,6 +67,10 @@ CASES = [
     Case(gated_rms_norm, "many-tokens", lambda: pairs("z", 33, 32, 128)),
     Case(gated_rms_norm, "odd-width", lambda: pairs("z", 3, 5, 63)),
     Case(gated_rms_norm, "bf16", lambda: pairs("z", 3, 4, 64, dtype=BF16), tol=4e-3),
+    Case(group_rms_norm, "one-token", lambda: grouped(1, 8, 512), bench=True),
+    Case(group_rms_norm, "many-tokens", lambda: grouped(33, 4, 128)),
+    Case(group_rms_norm, "odd-width", lambda: grouped(3, 5, 63)),
+    Case(group_rms_norm, "bf16", lambda: grouped(3, 2, 100, dtype=BF16), tol=4e-3),
     Case(per_layer_inputs, "one-token", lambda: layered(1, 35, 256), bench=True),
     Case(per_layer_inputs, "many-tokens", lambda: layered(65, 5, 64), bench=True),
     Case(per_layer_inputs, "odd-width", lambda: layered(3, 7, 63)),

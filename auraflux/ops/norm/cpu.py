@@ -119,6 +119,30 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return like(out, x)
 
 
+@Kernel
+def _group_rows(args, job, jobs):
+    x_at, z_at, weight_at, out_at, rows, groups, width, eps = arguments(args, 8)
+    for row in share(rows, job, jobs):
+        at = 4 * row * width
+        x, z, out = floats(x_at + at, width), floats(z_at + at, width), floats(out_at + at, width)
+        weight = floats(weight_at + 4 * (row % groups) * width, width)
+        for i in range(width):
+            out[i] = x[i] * silu(z[i])
+        factor = _factor(out, 1 / width, real(eps))
+        for i in range(width):
+            out[i] = out[i] * factor * weight[i]
+
+
+def group_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide, gate, scale = as_float(x), as_float(z), as_float(weight)
+    out = torch.empty_like(wide)
+    tokens, groups, width = x.shape
+    jobs = threads() if x.numel() >= PARALLEL_FROM else 1
+    addresses = wide.data_ptr(), gate.data_ptr(), scale.data_ptr(), out.data_ptr()
+    _group_rows(jobs, *addresses, tokens * groups, groups, width, float(eps))
+    return like(out, x)
+
+
 @jit
 def _unit_rows(x_at, out_at, width, inside, length, part):
     for row in part:

@@ -39,6 +39,17 @@ def _rms(x, weight, z, out, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
+def _group(x, z, weight, out, groups, width, eps, WIDTH: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    there, at = column < width, row * width + column
+    gate = tl.load(z + at, mask=there, other=0.0).to(tl.float32)
+    gated = tl.load(x + at, mask=there, other=0.0).to(tl.float32) * silu(gate)
+    unit = gated / tl.sqrt(tl.sum(gated * gated, 0) / width + eps)
+    unit *= tl.load(weight + row % groups * width + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + at, unit, mask=there)
+
+
+@triton.jit
 def _layer(x, weight, bias, out, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     there = (row < rows)[:, None] & (column < width)[None, :]
@@ -103,6 +114,14 @@ def _rms_norm(x: Tensor, weight: Tensor, z: Tensor | None, eps: float) -> Tensor
     out, rows = torch.empty_like(x), _rows(x)
     if rows:
         launch(_rms, (cdiv(rows, block),))(x, weight, z, out, rows, x.shape[-1], eps, block, wide, num_warps=warps)
+    return out
+
+
+def group_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _, wide, warps = _block(x)
+    out, rows = torch.empty_like(x), _rows(x)
+    if rows:
+        launch(_group, (rows,))(x, z, weight, out, x.shape[1], x.shape[2], eps, wide, num_warps=warps)
     return out
 
 

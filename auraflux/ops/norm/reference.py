@@ -114,6 +114,28 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (unit * weight.float() * torch.nn.functional.silu(gate)).to(x.dtype)
 
 
+def _check_group_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> None:
+    check_dense(x=x, z=z, weight=weight)
+    check_eps(eps)
+    check_shape("x", x, None, None, None)
+    check_shape("z", z, *x.shape)
+    check_shape("weight", weight, x.shape[1], _check_rows("x", x))
+    check_floating(weight=weight)
+
+
+@op(check=_check_group_rms_norm)
+def group_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Gate a Mamba layer's output with silu(z), then normalise each group of its channels.
+
+    x, z    [T, G, D]
+    weight  [G, D]
+    returns [T, G, D]  in x's dtype
+    """
+    gated = x.float() * torch.nn.functional.silu(z.float())
+    unit = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return (unit * weight.float()).to(x.dtype)
+
+
 def _check_qk_norm(q: Tensor, k: Tensor, eps: float, mean: bool = False) -> None:
     check_dense(q=q, k=k)
     check_eps(eps)

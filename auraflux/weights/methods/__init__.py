@@ -5,7 +5,7 @@ from typing import Any
 
 from auraflux.errors import FormatError
 from auraflux.weights.boundary import shown
-from auraflux.weights.methods import awq, compressed_tensors, fp8, gptq
+from auraflux.weights.methods import awq, compressed_tensors, fp8, gptq, modelopt
 from auraflux.weights.methods.method import Header, Held, Method
 
 METHODS: dict[str, Callable[[dict[str, Any]], Method]] = {
@@ -14,6 +14,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], Method]] = {
     "compressed-tensors": compressed_tensors.open_method,
     "fp8": fp8.open_method,
     "fbgemm_fp8": fp8.open_method,
+    "modelopt": modelopt.open_method,
 }
 # what a folder reads without a method: gpt-oss's blocks, named by their tensors
 OWN = ("mxfp4",)
@@ -21,12 +22,15 @@ OWN = ("mxfp4",)
 __all__ = ["Header", "Held", "Method", "method_of"]
 
 
-def method_of(config: dict[str, Any]) -> Method | None:
-    """The method that a config.json names; None where weights are dense or MLX's."""
+def method_of(config: dict[str, Any], beside: dict[str, Any] | None = None) -> Method | None:
+    """The method that a config.json names; None where weights are dense or MLX's.
+
+    beside  what ModelOpt says in a file of its own, where config.json does not say it
+    """
     inner = config.get("text_config")
     within = inner.get("quantization_config") if isinstance(inner, dict) else None
-    found = config.get("quantization_config") or config.get("compression_config") or within or {}
-    name = found.get("quant_method")
+    found = config.get("quantization_config") or config.get("compression_config") or within or beside or {}
+    name = found.get("quant_method") or ("modelopt" if "quant_algo" in found else None)
     if config.get("quantization") or name is None or name in OWN:
         return None
     if name not in METHODS:

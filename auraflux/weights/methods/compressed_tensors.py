@@ -1,4 +1,4 @@
-"""compressed-tensors: whole numbers packed at 2 to 8 bits or as int8, FP8 (see `fp8`) and MXFP4.
+"""compressed-tensors: whole numbers packed at 2 to 8 bits or as int8, FP8 (see `fp8`), MXFP4 and NVFP4 (see `nvfp4`).
 
 weight_packed      int32 [N, K*bits/32]  codes plus half their range, a bit stream along the inputs
 weight             int8 [N, K]           instead, in the format "int-quantized"
@@ -9,6 +9,7 @@ weight_g_idx       int32 [K]             the group of each input, with actorder 
 weight[n, k] = weight_scale[n, g] * (code[n, k] - weight_zero_point[n, g])
 
 MXFP4 has weight_packed uint8 [N, K/2], the first of two inputs in the low nibble, and weight_scale uint8 [N, K/32], exponents.
+NVFP4 has the same codes, weight_scale in e4m3 [N, K/16] and weight_global_scale [1], by which that is divided.
 
 A weight's own tensors tell its bits and groups, so that the patterns by which a config picks layers are not needed. What the
 config asks to do to activations is not done: they are not rounded.
@@ -25,12 +26,13 @@ from auraflux.errors import FormatError
 from auraflux.quant import QTensor, mxfp4
 from auraflux.quant.grouped import from_codes, owners_of, unpacked
 from auraflux.weights.boundary import shown
-from auraflux.weights.methods import fp8
+from auraflux.weights.methods import fp8, nvfp4
 from auraflux.weights.methods.method import DTYPES, Header, Held, check_width, expect, group_count, held_codes, part
 from auraflux.weights.stored import Stored
 
-MXFP4 = "mxfp4-pack-quantized"
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MXFP4, "dense", "mixed-precision")
+MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+NAMES = nvfp4.Names("weight_packed", "weight_scale", "weight_global_scale")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MXFP4, NVFP4, "dense", "mixed-precision")
 NOT_A_NUMBER = 255  # of MXFP4's exponents
 ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 WHOLE = ("I32", "I64")
@@ -58,6 +60,7 @@ class CompressedTensors:
         "weight_zero_point",
         "weight_shape",
         "weight_g_idx",
+        "weight_global_scale",
     )
     unused: ClassVar[tuple[str, ...]] = ACTIVATIONS
 
@@ -67,8 +70,10 @@ class CompressedTensors:
     def plan(self, headers: Mapping[str, Header], read: Callable[[str], Tensor]) -> Held:
         if "weight_packed" not in headers and headers["weight"].dtype == fp8.CODES:
             return fp8.plan(headers, "weight_scale", self.blocks)
-        if "weight_packed" in headers and headers["weight_packed"].dtype == "U8":
-            return _plan_mxfp4(headers)
+        if "weight_packed" in headers and headers["weight_packed"].dtype == nvfp4.OCTETS:
+            if "weight_zero_point" in headers:
+                raise FormatError("its weight_zero_point goes with no four-bit floats.")
+            return nvfp4.plan(headers, NAMES) if NAMES.factor in headers else _plan_mxfp4(headers)
         shape, bits = self._packed(headers, read) if "weight_packed" in headers else (part(headers, "weight", ("I8",)), 8)
         (rows, width), scales = shape, headers.get("weight_scale", Header((), ""))
         check_width(width)
@@ -119,6 +124,8 @@ class CompressedTensors:
         if "weight" in parts and parts["weight"].is_floating_point():
             return fp8.load(parts["weight"], scales, self.blocks)
         if "weight_packed" in parts and parts["weight_packed"].dtype is torch.uint8:
+            if NAMES.factor in parts:
+                return nvfp4.load(parts["weight_packed"], scales, parts[NAMES.factor], divided=True)
             return _mxfp4(parts["weight_packed"], scales)
         if "weight_packed" in parts:
             packed, shape = parts["weight_packed"], tuple(map(int, parts["weight_shape"]))

@@ -28,7 +28,7 @@ def _experts(stack: Stack) -> list[Any]:
 
 
 def _weights(experts: Experts) -> tuple[Tensor, Tensor]:
-    gate, up = _written_out(experts.gate), _written_out(experts.up)
+    gate, up = (_written_out(stack) for stack in experts.stacks[:-1])
     return torch.cat([gate.mT, up.mT], 1).mT, _written_out(experts.down)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.delta.cpu.channels import channel_delta, channel_gates
+from auraflux.ops.delta.cpu.selective import scan_gates, selective_scan
 from auraflux.ops.delta.cpu.softplus import softplus
 from auraflux.ops.delta.cpu.strips import LANES, STRIP, overlap, step_column, step_strip, step_vector
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
@@ -25,6 +26,8 @@ __all__ = [
     "delta_layer_step",
     "gated_delta_prefill",
     "gated_delta_step",
+    "scan_gates",
+    "selective_scan",
     "short_conv",
 ]
 
@@ -128,7 +131,7 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
 
 
 @jit
-def _conv_row(row0, row1, row2, row3, weight, out, width, channels):
+def _conv_row(row0, row1, row2, row3, weight, bias, out, width, channels):
     """One token's outputs from four rows of inputs, oldest first."""
     x0, x1, x2, x3 = floats(row0, channels), floats(row1, channels), floats(row2, channels), floats(row3, channels)
     w0, w1 = floats(weight, channels), floats(weight + 4 * width, channels)
@@ -136,12 +139,16 @@ def _conv_row(row0, row1, row2, row3, weight, out, width, channels):
     outs = floats(out, channels)
     for c in range(channels):
         outs[c] = x0[c] * w0[c] + x1[c] * w1[c] + x2[c] * w2[c] + x3[c] * w3[c]
+    if bias:
+        shift = floats(bias, channels)
+        for c in range(channels):
+            outs[c] += shift[c]
     for c in range(channels):
         outs[c] = silu(outs[c])
 
 
 @jit
-def _conv_job(job, x, state, weight, starts, out, batch, width):
+def _conv_job(job, x, state, weight, bias, starts, out, batch, width):
     """One sequence's tokens in CHANNELS channels; nobody else touches their state."""
     b, first = job % batch, job // batch * CHANNELS
     channels = min(CHANNELS, width - first)
@@ -149,11 +156,12 @@ def _conv_job(job, x, state, weight, starts, out, batch, width):
     start, n = np.int64(places[b]), np.int64(places[b + 1]) - np.int64(places[b])
     row, before = 4 * width, state + 4 * (3 * b * width + first)
     inputs, outs = x + start * row + 4 * first, out + start * row + 4 * first
+    taps, shift = weight + 4 * first, bias + 4 * first if bias else bias
     for t in range(n):
         row0 = inputs + (t - 3) * row if t >= 3 else before + t * row
         row1 = inputs + (t - 2) * row if t >= 2 else before + (t + 1) * row
         row2 = inputs + (t - 1) * row if t >= 1 else before + (t + 2) * row
-        _conv_row(row0, row1, row2, inputs + t * row, weight + 4 * first, outs + t * row, width, channels)
+        _conv_row(row0, row1, row2, inputs + t * row, taps, shift, outs + t * row, width, channels)
     if n > 0:
         for i in range(3):
             # with n < 3 the source is a later row of the state itself, not yet overwritten
@@ -165,17 +173,23 @@ def _conv_job(job, x, state, weight, starts, out, batch, width):
 
 @Kernel
 def _conv(args, job, jobs):
-    parts, x, state, weight, starts, out, batch, width = arguments(args, 8)
+    parts, x, state, weight, bias, starts, out, batch, width = arguments(args, 9)
     for part in share(parts, job, jobs):
-        _conv_job(part, x, state, weight, starts, out, batch, width)
+        _conv_job(part, x, state, weight, bias, starts, out, batch, width)
 
 
-def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> Tensor:
     inputs, before, taps = as_float(x), as_float(state), as_float(weight)
+    shift = None if bias is None else as_float(bias)
     batch, width = state.shape[0], x.shape[1]
     out = torch.empty_like(inputs)
     jobs = threads() if x.numel() >= PARALLEL_FROM else 1
-    addresses = inputs.data_ptr(), before.data_ptr(), taps.data_ptr(), starts.data_ptr(), out.data_ptr()
+    addresses = (
+        *(t.data_ptr() for t in (inputs, before, taps)),
+        0 if shift is None else shift.data_ptr(),
+        starts.data_ptr(),
+        out.data_ptr(),
+    )
     _conv(jobs, batch * -(-width // CHANNELS), *addresses, batch, width)
     if before is not state:
         state.copy_(before)

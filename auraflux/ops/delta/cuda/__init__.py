@@ -6,7 +6,8 @@ from torch import Tensor
 from auraflux.ops._dispatch import Declined
 from auraflux.ops.delta.cuda.channels import make_channel_gates, take_channels
 from auraflux.ops.delta.cuda.gates import make_gates
-from auraflux.ops.delta.cuda.routes import CONV, LAYER, PREFILL, WIDEST_KEY, Convolve, LayerStep, Prompt
+from auraflux.ops.delta.cuda.routes import CONV, LAYER, PREFILL, SCAN, WIDEST_KEY, Convolve, LayerStep, Prompt, Scan
+from auraflux.ops.delta.cuda.selective import make_scan_gates
 from auraflux.ops.delta.cuda.step import take_step
 from auraflux.ops.hopper.device import ready
 
@@ -17,6 +18,8 @@ __all__ = [
     "delta_layer_step",
     "gated_delta_prefill",
     "gated_delta_step",
+    "scan_gates",
+    "selective_scan",
     "short_conv",
 ]
 
@@ -40,11 +43,11 @@ def gated_delta_prefill(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: T
     return out
 
 
-def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+def short_conv(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> Tensor:
     ready(x)
     out = torch.empty_like(x)
     if x.numel():
-        CONV(Convolve(x, state, weight, starts.to(x.device, non_blocking=True), out))
+        CONV(Convolve(x, state, weight, bias, starts.to(x.device, non_blocking=True), out))
     return out
 
 
@@ -77,4 +80,21 @@ def channel_delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
     out = torch.empty_like(v)
     if out.numel():
         take_channels(state, q, k, v, decay, beta, starts.to(v.device, non_blocking=True), out)
+    return out
+
+
+def scan_gates(dt: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    ready(dt)
+    decay, step = (torch.empty(dt.shape, dtype=torch.float32, device=dt.device) for _ in range(2))
+    make_scan_gates(dt, a_log, dt_bias, decay, step)
+    return decay, step
+
+
+def selective_scan(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip: Tensor, starts: Tensor) -> Tensor:
+    ready(state)
+    if state.shape[2] > WIDEST_KEY:
+        raise Declined(f"keys of {state.shape[2]} channels, wider than {WIDEST_KEY}")
+    out = xbc.new_empty(len(xbc), state.shape[1] * state.shape[3])
+    if out.numel():
+        SCAN(Scan(state, xbc, decay, step, skip, starts.to(xbc.device, non_blocking=True), out))
     return out

@@ -10,16 +10,18 @@ from auraflux.ops.hopper.sizes import cdiv
 
 
 @triton.jit
-def _convolve(x0, x1, x2, x3, weight, column, inside, channels):
+def _convolve(x0, x1, x2, x3, weight, bias, column, inside, channels):
     total = x0.to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     total += x1.to(tl.float32) * tl.load(weight + channels + column, mask=inside, other=0.0).to(tl.float32)
     total += x2.to(tl.float32) * tl.load(weight + 2 * channels + column, mask=inside, other=0.0).to(tl.float32)
     total += x3.to(tl.float32) * tl.load(weight + 3 * channels + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     return silu(total)
 
 
 @triton.jit
-def _serial_kernel(x, state, weight, starts, out, tokens, channels, BC: tl.constexpr):
+def _serial_kernel(x, state, weight, bias, starts, out, tokens, channels, BC: tl.constexpr):
     b, column = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
     inside = column < channels
     start, end = tl.load(starts + b), tl.minimum(tl.load(starts + b + 1), tokens)
@@ -30,7 +32,7 @@ def _serial_kernel(x, state, weight, starts, out, tokens, channels, BC: tl.const
     where = start.to(tl.int64) * channels + column
     for _ in range(start, end):
         x3 = tl.load(x + where, mask=inside, other=0.0)
-        y = _convolve(x0, x1, x2, x3, weight, column, inside, channels)
+        y = _convolve(x0, x1, x2, x3, weight, bias, column, inside, channels)
         tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
         x0, x1, x2 = x1, x2, x3
         where += channels
@@ -52,7 +54,7 @@ def _input(x, state, b, age, token, start, column, inside, channels):
 
 @triton.jit
 def _tile_kernel(
-    x, state, weight, starts, out, sequences, tokens, channels, STEPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+    x, state, weight, bias, starts, out, sequences, tokens, channels, STEPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -63,7 +65,7 @@ def _tile_kernel(
     x1 = _input(x, state, b, 2, token, start, column, inside, channels)
     x2 = _input(x, state, b, 1, token, start, column, inside, channels)
     x3 = _input(x, state, b, 0, token, start, column, inside, channels)
-    y = _convolve(x0, x1, x2, x3, weight, column[None, :], (column < channels)[None, :], channels)
+    y = _convolve(x0, x1, x2, x3, weight, bias, column[None, :], (column < channels)[None, :], channels)
     where = token.to(tl.int64)[:, None] * channels + column[None, :]
     tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
 
@@ -92,16 +94,18 @@ def _keep_kernel(x, state, starts, tokens, channels, BC: tl.constexpr):
     tl.store(state + where, last, mask=(place < 3)[:, None] & inside[None, :])
 
 
-def convolve_serially(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, out: Tensor) -> None:
+def convolve_serially(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, out: Tensor) -> None:
     """One program walks along a sequence's tokens."""
     (tokens, channels), batch = x.shape, len(state)
-    launch(_serial_kernel, (batch, cdiv(channels, 256)))(x, state, weight, starts, out, tokens, channels, 256, num_warps=2)
+    launch(_serial_kernel, (batch, cdiv(channels, 256)))(
+        x, state, weight, bias, starts, out, tokens, channels, 256, num_warps=2
+    )
 
 
-def convolve_tiles(x: Tensor, state: Tensor, weight: Tensor, starts: Tensor, out: Tensor) -> None:
+def convolve_tiles(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, out: Tensor) -> None:
     """All tokens at once; a second launch keeps the last inputs."""
     (tokens, channels), batch = x.shape, len(state)
     grid = (cdiv(tokens, 16), cdiv(channels, 128))
     steps = (batch - 1).bit_length()
-    launch(_tile_kernel, grid)(x, state, weight, starts, out, batch, tokens, channels, steps, 16, 128, num_warps=4)
+    launch(_tile_kernel, grid)(x, state, weight, bias, starts, out, batch, tokens, channels, steps, 16, 128, num_warps=4)
     launch(_keep_kernel, (batch, cdiv(channels, 256)))(x, state, starts, tokens, channels, 256, num_warps=4)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from auraflux.ops.delta.cuda import chunks, conv, decode, prefill
+from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 from auraflux.ops.hopper.device import not_hopper
 from auraflux.ops.routes import Route, Routes
@@ -35,6 +35,19 @@ class Convolve(NamedTuple):
     x: Tensor
     state: Tensor
     weight: Tensor
+    bias: Tensor | None
+    starts: Tensor
+    out: Tensor
+
+
+class Scan(NamedTuple):
+    """`selective_scan`: what it is called with, and where results go."""
+
+    state: Tensor
+    xbc: Tensor
+    decay: Tensor
+    step: Tensor
+    skip: Tensor
     starts: Tensor
     out: Tensor
 
@@ -79,6 +92,11 @@ def _refuses_serial(call: Convolve) -> str | None:
     return f"{tokens} tokens of {sequences} sequences" if tokens > SERIAL_TOKENS * sequences else None
 
 
+def _refuses_one_by_one(call: Scan) -> str | None:
+    tokens, sequences = len(call.xbc), len(call.state)
+    return f"{tokens} tokens of {sequences} sequences" if tokens > SERIAL_TOKENS * sequences else None
+
+
 def _refuses_decode(call: LayerStep) -> str | None:
     if {call.qkv.dtype, call.z.dtype, call.a.dtype, call.b.dtype, call.conv.dtype} != {BF16}:
         return "not all in bf16"
@@ -113,8 +131,12 @@ CONV: Routes[Convolve, None] = Routes(
     Route("conv, token by token", _refuses_serial, lambda call: conv.convolve_serially(*call)),
     Route("conv, all tokens at once", _never, lambda call: conv.convolve_tiles(*call)),
 )
+SCAN: Routes[Scan, None] = Routes(
+    Route("scan, token by token", _refuses_one_by_one, lambda call: selective.scan_one_by_one(*call)),
+    Route("scan, in chunks", _never, lambda call: selective.scan_in_chunks(*call)),
+)
 LAYER: Routes[LayerStep, Tensor] = Routes(
     Route("decode", _refuses_decode, _decode),
     Route("step by step", _never, _step_by_step),
 )
-ROUTES = {"gated_delta_prefill": PREFILL, "short_conv": CONV, "delta_layer_step": LAYER}
+ROUTES = {"gated_delta_prefill": PREFILL, "short_conv": CONV, "selective_scan": SCAN, "delta_layer_step": LAYER}

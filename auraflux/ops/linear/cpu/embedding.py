@@ -18,8 +18,8 @@ LEVELS = {
     **{("affine", bits): torch.arange(2.0**bits) for bits in affine.BITS},
     ("mxfp4", mxfp4.BITS): mxfp4.levels(),
     ("fp8", 8): torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
-    **{("centred", bits): levels.levels(bits) for bits in levels.CENTRED_BITS},
-    ("iq4", levels.IQ4_BITS): levels.levels(levels.IQ4_BITS),
+    **{("centred", bits): levels.levels("centred", bits) for bits in levels.CENTRED_BITS},
+    **{(kind, 4): found for kind, found in levels.FOUR_BITS.items()},
 }
 RAISED = np.float32(2.0**112)
 SMALLEST = np.uint32(1 << 22)

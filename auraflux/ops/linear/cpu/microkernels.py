@@ -47,7 +47,7 @@ class Form(NamedTuple):
     fast   int8 activations and the byte dot product, or float32
     bits, group  of the codes
     kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
-           e4m3 (FP8 codes), centred and iq4 (see `quant/levels.py`)
+           e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`)
     """
 
     fast: bool
@@ -95,7 +95,7 @@ FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
 MXFP4_TABLE = [12 + sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12)]
 MXFP4_OFFSET = -12.0
 # what is looked up for a code, as signed bytes
-TABLES = {"e8m0": MXFP4_TABLE, "iq4": [(v - IQ4[0] + 128) % 256 - 128 for v in IQ4]}
+TABLES = {"e8m0": MXFP4_TABLE, "nvfp4": MXFP4_TABLE, "iq4": [(v - IQ4[0] + 128) % 256 - 128 for v in IQ4]}
 
 
 def activation_order(bits: int) -> list[int]:
@@ -174,6 +174,9 @@ def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Val
         value = b.fmul(b.bitcast(b.shl(exponents, splat(INTS, 23)), FLOATS), splat(FLOATS, 0.5))
         broken = b.icmp_signed("==", exponents, splat(INTS, 255))
         value = b.select(broken, splat(FLOATS, float("nan")), value)
+        return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
+    if kind == "nvfp4":
+        value = b.fmul(load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS), splat(FLOATS, 0.5))
         return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
     if kind in ("e4m3", "centred", "iq4"):
         value = load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)

@@ -17,7 +17,7 @@ from torch import Tensor
 from auraflux.ops.linear.cpu.microkernels import BLOCK, Form, prepare_token, rows_times_tokens, unpack_rows
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
-from auraflux.quant import QTensor
+from auraflux.quant import QTensor, levels
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
@@ -33,8 +33,7 @@ KINDS: dict[torch.dtype | str, str] = {
     torch.float32: "f32",
     torch.uint8: "e8m0",
     "fp8": "e4m3",
-    "centred": "centred",
-    "iq4": "iq4",
+    **{kind: kind for kind in levels.KINDS},
 }
 
 # a product is eight numbers: addresses of codes, scales and biases, address of its token indices, how many; where results go,

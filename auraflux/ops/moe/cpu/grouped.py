@@ -14,7 +14,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._recording import recorder
-from auraflux.ops.activation.cpu import clamped_swiglu, geglu, swiglu
+from auraflux.ops.activation.cpu import clamped_swiglu, geglu, relu_square, swiglu
 from auraflux.ops.linear.cpu import linear
 from auraflux.ops.linear.cpu.products import (
     BIASES,
@@ -30,7 +30,7 @@ from auraflux.ops.linear.cpu.products import (
     token_indices,
 )
 from auraflux.ops.linear.cpu.routes import DRIVERS
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Stack
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, Stack
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
 
@@ -142,7 +142,7 @@ def _spread(args, job, jobs):
 class Steps(NamedTuple):
     """How pairs go through their experts.
 
-    gate_up  tokens, experts, the plan of pairs, how many: gate's and up's products, [pairs, I] both
+    gate_up  tokens, experts, the plan of pairs, how many: gate's and up's products, [pairs, I] both; up's twice without a gate
     down     hidden vectors, experts, the plan of pairs: results [pairs, H], or wider where rows are padded
     """
 
@@ -227,6 +227,8 @@ def _activated(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
             return clamped_swiglu(gate, up, alpha, limit)
         case Gelu():
             return geglu(gate, up)
+        case ReluSquare():
+            return relu_square(up)
     return swiglu(gate, up)
 
 
@@ -239,19 +241,20 @@ def _add(bias: Tensor | None, products: Tensor, experts: Experts, plan: Tensor) 
 def _coded_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int, together: bool) -> tuple[Tensor, Tensor]:
     inner, count, starts = experts.inner, experts.count, plan.data_ptr()
     index, wide, most = starts + 8 * (count + 1), padded(inner), min(count, pairs)
-    both = torch.empty(2, pairs, wide)
-    products = torch.empty(2, most * FIELDS, dtype=torch.int64)
-    for number, name in enumerate(("gate", "up")):
+    names = ("up",) if experts.gate is None else ("gate", "up")
+    found = torch.empty(len(names), pairs, wide)
+    products = torch.empty(len(names), most * FIELDS, dtype=torch.int64)
+    for number, name in enumerate(names):
         stack, to = coded(getattr(experts, name)), products.data_ptr() + 8 * FIELDS * most * number
-        where = (index, both.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
+        where = (index, found.data_ptr() + 4 * number * pairs * wide, inner, 4 * wide, to)
         _list_products(1, starts, count, most, *stack.addresses, *experts.strides[name], *where)
         if not together:
             DRIVERS(stack)(x.data_ptr(), len(x), stack, to, most)
     if together:
-        gate = coded(experts.gate)
-        DRIVERS(gate)(x.data_ptr(), len(x), gate, products.data_ptr(), 2 * most)
-    gate_part, up_part = both if wide == inner else both[..., :inner].contiguous()
-    return gate_part, up_part
+        up = coded(experts.up)
+        DRIVERS(up)(x.data_ptr(), len(x), up, products.data_ptr(), len(names) * most)
+    results = found if wide == inner else found[..., :inner].contiguous()
+    return results[0], results[-1]
 
 
 def gate_up_together(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
@@ -284,7 +287,8 @@ def coded(stack: Stack) -> QTensor:
 def dense_gate_up(x: Tensor, experts: Experts, plan: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     """Gate and up, one expert after the other."""
     rows = x[plan[experts.count + 1 : experts.count + 1 + pairs]]
-    return _dense(rows, experts.gate, plan), _dense(rows, experts.up, plan)
+    up = _dense(rows, experts.up, plan)
+    return up if experts.gate is None else _dense(rows, experts.gate, plan), up
 
 
 def dense_down(hidden: Tensor, experts: Experts, plan: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from auraflux.ops.moe.cpu.grouped import (
     gate_up_apart,
     gate_up_together,
 )
-from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
+from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import mixture_by_steps
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.routes import Route, Routes
@@ -43,17 +43,13 @@ class Mixture(NamedTuple):
     shared_gate: Tensor | None = None
 
 
-def _stacks(experts: Experts) -> tuple[Stack, Stack, Stack]:
-    return experts.gate, experts.up, experts.down
-
-
 def _misplaced(experts: Experts) -> str | None:
-    reasons = (misplaced(stack) for stack in _stacks(experts) if isinstance(stack, QTensor))
+    reasons = (misplaced(stack) for stack in experts.stacks if isinstance(stack, QTensor))
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def _refuses_apart(experts: Experts) -> str | None:
-    for stack in _stacks(experts):
+    for stack in experts.stacks:
         if not isinstance(stack, QTensor):
             return "a projection is dense"
     return _misplaced(experts)
@@ -62,19 +58,19 @@ def _refuses_apart(experts: Experts) -> str | None:
 def _refuses_together(experts: Experts) -> str | None:
     if reason := _refuses_apart(experts):
         return reason
-    alike = coded(experts.gate).format == coded(experts.up).format
+    alike = coded(experts.stacks[0]).format == coded(experts.up).format
     return None if alike else "gate and up are not of one format"
 
 
 def _refuses_dense(experts: Experts) -> str | None:
-    if all(isinstance(stack, Tensor) for stack in _stacks(experts)):
+    if all(isinstance(stack, Tensor) for stack in experts.stacks):
         return None
-    some = any(isinstance(stack, Tensor) for stack in _stacks(experts))
+    some = any(isinstance(stack, Tensor) for stack in experts.stacks)
     return "some projections are quantized, others dense" if some else _misplaced(experts) or "experts are quantized"
 
 
 def _then_drivers(experts: Experts) -> Next:
-    return [(DRIVERS, stack) for stack in _stacks(experts)]
+    return [(DRIVERS, stack) for stack in experts.stacks]
 
 
 def _never(call: Mixture) -> None:
@@ -84,8 +80,8 @@ def _never(call: Mixture) -> None:
 def _then_experts(call: Mixture) -> Next:
     tables: Next = [(EXPERTS, call.experts)]
     if isinstance(call.shared, SharedExpert):
-        inside = call.x.new_empty(call.x.shape[0], call.shared.gate.shape[0])
-        tables.append((PRODUCTS, Product(call.x, (call.shared.gate, call.shared.up))))
+        inside = call.x.new_empty(call.x.shape[0], call.shared.inner)
+        tables.append((PRODUCTS, Product(call.x, call.shared.first)))
         tables.append((PRODUCTS, Product(inside, (call.shared.down,))))
     return tables
 

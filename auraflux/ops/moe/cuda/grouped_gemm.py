@@ -13,7 +13,7 @@ from torch import Tensor
 from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, passed
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, gate_of, passed
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor
 
@@ -109,8 +109,9 @@ def up_many(
     g, u = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, hidden, BK):
         value = _tokens(x, token, tokens, start, hidden, BK)
-        w = _weights(gate, gate_scales, gate_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
-        g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
+        if KIND != "relu2":
+            w = _weights(gate, gate_scales, gate_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+            g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
         w = _weights(up, up_scales, up_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
         u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
     g = add_bias(g, gate_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
@@ -172,9 +173,9 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     rows, warps = UP_TILE
     shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
     launch(up_many, (cdiv(inner, rows), len(owner)))(
-        x, placed, owner, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias),
+        x, placed, owner, *passed(gate_of(experts)), *passed(experts.up), dense_bias(experts.gate_bias),
         dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *activation_of(experts),
-        **form(experts.gate), **shape, BK=_group(experts.gate),
+        **form(gate_of(experts)), **shape, BK=_group(gate_of(experts)),
     )  # fmt: skip
     rows, warps = DOWN_TILE
     shape |= {"ROWS": rows, "num_warps": warps}

@@ -12,6 +12,7 @@ from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.grouped_gemm import grouped
 from auraflux.ops.moe.cuda.grouped_wgmma import expert_tiles, find_places, order_hidden, order_pairs, spread_parts
+from auraflux.ops.moe.cuda.stacks import gate_of
 from auraflux.ops.moe.experts import Experts, Stack
 
 INPUTS, GROUP, STAGES = 256, 64, 2  # of a block of K, of a scale; blocks in flight
@@ -81,7 +82,7 @@ def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, T
     ordered = x.new_empty(places * hidden // 64, 64)
     launch(order_pairs, (places, cdiv(hidden, MOVED)))(x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
     gate, up, between = x.new_empty(places, inner), x.new_empty(places, inner), x.new_empty(places * inner // 64, 64)
-    _multiplied(ordered, owner, placed, pairs, (experts.gate, experts.up), (gate, up), tile)
+    _multiplied(ordered, owner, placed, pairs, (gate_of(experts), experts.up), (gate, up), tile)
     launch(order_hidden, (places, cdiv(inner, MOVED)))(gate, up, placed, between, pairs, inner, *sizes, num_warps=4)
     # what was read for gate and up is no longer needed
     found = ordered.view(places, hidden)

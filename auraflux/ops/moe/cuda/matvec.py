@@ -14,7 +14,7 @@ from auraflux.ops.hopper.codes import HALF_SHIFT, code_value, unit_bits, weight_
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, passed, unit
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, gate_of, passed, unit
 from auraflux.ops.moe.experts import Experts
 
 # of a tile; a program of the interpreter takes milliseconds, so there they are few
@@ -64,12 +64,13 @@ def up_few(
     expert = tl.load(ids + pair).to(tl.int64)
     there = (row < inner) & (expert >= 0) & (expert < experts)
     x += (pair // k).to(tl.int64) * hidden
-    at = expert * gate_scale_step
-    g = _sums(
-        x, gate + expert * gate_step, gate_scales + at, gate_biases + at, row, there, hidden, BITS, GROUP, AFFINE, ROWS, COLUMNS
-    )
     at = expert * up_scale_step
     u = _sums(x, up + expert * up_step, up_scales + at, up_biases + at, row, there, hidden, BITS, GROUP, AFFINE, ROWS, COLUMNS)
+    g = u
+    if KIND != "relu2":
+        at = expert * gate_scale_step
+        gate, gate_scales, gate_biases = gate + expert * gate_step, gate_scales + at, gate_biases + at
+        g = _sums(x, gate, gate_scales, gate_biases, row, there, hidden, BITS, GROUP, AFFINE, ROWS, COLUMNS)
     g = add_bias(g, gate_bias, expert * inner + row, there)
     u = add_bias(u, up_bias, expert * inner + row, there)
     # in the order of down's units
@@ -97,11 +98,12 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     tokens, k = ids.shape
     inner, hidden = experts.inner, experts.hidden
     between = torch.empty(tokens * k, inner, dtype=torch.float32, device=x.device)
-    ordered = x.view(tokens, -1, unit(experts.gate)).transpose(1, 2).contiguous()
+    gate = gate_of(experts)
+    ordered = x.view(tokens, -1, unit(gate)).transpose(1, 2).contiguous()
     launch(up_few, (cdiv(inner, UP_ROWS), tokens * k))(
-        ordered, ids, *passed(experts.gate), *passed(experts.up), dense_bias(experts.gate_bias), dense_bias(experts.up_bias),
+        ordered, ids, *passed(gate), *passed(experts.up), dense_bias(experts.gate_bias), dense_bias(experts.up_bias),
         between, experts.count, k, inner, hidden, *activation_of(experts), unit(experts.down),
-        **form(experts.gate), ROWS=UP_ROWS, COLUMNS=min(UP_UNITS, power_of_two(hidden // unit(experts.gate))),
+        **form(gate), ROWS=UP_ROWS, COLUMNS=min(UP_UNITS, power_of_two(hidden // unit(gate))),
     )  # fmt: skip
     launch(down_few, (cdiv(hidden, DOWN_ROWS), tokens * k))(
         between, ids, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count, inner, hidden,

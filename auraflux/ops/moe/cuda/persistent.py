@@ -20,7 +20,7 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, SYNC, WAIT, from_lane, run, shared
 from auraflux.ops.moe.cuda.assign import Blocks, assign_given
 from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
-from auraflux.ops.moe.cuda.stacks import passed
+from auraflux.ops.moe.cuda.stacks import gate_of, passed
 from auraflux.ops.moe.experts import Experts
 
 FEW_PAIRS, MOST_PAIRS, MOST_EACH = 1024, 2048, 14  # up to so many in all; more, if of each expert on average no more
@@ -274,7 +274,7 @@ def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor)
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
     (programs, depth), (down_programs, down_depth) = ring_sizes(hidden, octets), ring_sizes(inner, octets)
     launch(up_stream, (programs * processors,))(
-        x, placed, owner, *passed(experts.gate), *passed(experts.up), between, pairs, k, most,
+        x, placed, owner, *passed(gate_of(experts)), *passed(experts.up), between, pairs, k, most,
         hidden, inner, depth, octets,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip

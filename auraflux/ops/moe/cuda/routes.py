@@ -27,7 +27,7 @@ from auraflux.ops.moe.cuda import (
     slots_launch,
 )
 from auraflux.ops.moe.cuda.call import Choice, Mixture, Pairs
-from auraflux.ops.moe.cuda.stacks import not_served, summed, summed_by_scores
+from auraflux.ops.moe.cuda.stacks import gate_of, not_served, summed, summed_by_scores
 from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
 from auraflux.ops.routes import Route, Routes
 from auraflux.quant import QTensor
@@ -82,7 +82,7 @@ def _not_int4(x: Tensor, experts: Experts) -> str | None:
         return "experts have biases or another activation than silu"
     if reason := not_hopper(x.device) or (UNALIGNED if x.data_ptr() % 16 else None):
         return reason
-    return _not_copied(experts.gate) or _not_copied(experts.up) or _not_copied(experts.down)
+    return _not_copied(gate_of(experts)) or _not_copied(experts.up) or _not_copied(experts.down)
 
 
 def _not_in_slots(call: Pairs | Mixture) -> str | None:
@@ -225,8 +225,10 @@ def _not_beside(call: Mixture) -> str | None:
     shared, inner = call.shared, call.experts.inner
     if not isinstance(shared, SharedExpert):
         return "there are no weights of a shared expert"
-    if shared.gate.shape[0] != inner:
-        return f"the shared expert is {shared.gate.shape[0]} wide inside, the others {inner}"
+    if shared.gate is None:
+        return "the shared expert has no gate"
+    if shared.inner != inner:
+        return f"the shared expert is {shared.inner} wide inside, the others {inner}"
     return _not_copied(shared.gate) or _not_copied(shared.up) or _not_copied(shared.down)
 
 
@@ -278,8 +280,8 @@ def _then_shared(call: Mixture, refused: str | None = "") -> Next:
     shared = call.shared
     if refused is None or not isinstance(shared, SharedExpert):
         return []
-    inside = call.x.new_empty(call.tokens, shared.gate.shape[0])
-    first, second = Product(call.x, (shared.gate, shared.up), gated=True), Product(inside, [shared.down])
+    inside = call.x.new_empty(call.tokens, shared.inner)
+    first, second = Product(call.x, shared.first, gated=shared.gate is not None), Product(inside, [shared.down])
     return [(PRODUCTS, first), (PRODUCTS, second)]
 
 

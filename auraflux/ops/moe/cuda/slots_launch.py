@@ -9,7 +9,7 @@ from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.slots import down_slots, up_slots
-from auraflux.ops.moe.cuda.stacks import passed
+from auraflux.ops.moe.cuda.stacks import gate_of, passed
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
@@ -50,10 +50,10 @@ def _launch(
     tokens, inner, hidden, slots = x.shape[0], experts.inner, experts.hidden, k if own is None else k + 1
     ids, weights, scores, bias, *more = choice
     between = x.new_empty(tokens * slots, inner)
-    own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (own.gate, own.up, own.down))
+    own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (gate_of(own), own.up, own.down))
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
     launch(up_slots, (programs, tokens))(
-        x, ids, scores, bias, *passed(experts.gate), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
+        x, ids, scores, bias, *passed(gate_of(experts)), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
         hidden, k, *rule[:2], most, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
     launch(down_slots, (hidden // 16, tokens))(

@@ -17,7 +17,7 @@ from auraflux.ops.hopper.device import FLOATS
 from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Stack
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, SharedExpert, Stack
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
 
@@ -30,7 +30,7 @@ Added = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @triton.jit
 def activate(gate, up, alpha, limit, KIND: tl.constexpr):
-    """silu(gate) * up, the clamped form, or the tanh form of gelu(gate) * up."""
+    """silu(gate) * up, the clamped form, the tanh form of gelu(gate) * up, or relu(up) ** 2."""
     if KIND == "clamped":
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
@@ -38,6 +38,8 @@ def activate(gate, up, alpha, limit, KIND: tl.constexpr):
         return (up + 1.0) * gate * sigmoid(alpha * gate)
     elif KIND == "gelu":  # noqa: RET505
         return gelu(gate) * up
+    elif KIND == "relu2":
+        return tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL) * up
     else:
         return silu(gate) * up
 
@@ -163,7 +165,7 @@ def summed_by_scores(
 @once_for_each
 def not_served(experts: Experts) -> str | None:
     """Why no kernel reads these experts."""
-    for stack in (experts.gate, experts.up, experts.down):
+    for stack in experts.stacks:
         if isinstance(stack, QTensor):
             if stack.only_cpu:
                 return f"{stack.kind} codes in groups of {stack.group}, which only the CPU's kernels read"
@@ -173,7 +175,7 @@ def not_served(experts: Experts) -> str | None:
             return f"experts of {stack.dtype}"
         if not stack[0].is_contiguous():
             return "the arrays of one expert are not contiguous"
-    return "gate and up are held in different formats" if form(experts.gate) != form(experts.up) else None
+    return "gate and up are held in different formats" if form(experts.stacks[0]) != form(experts.up) else None
 
 
 def form(stack: Stack) -> dict[str, int | bool]:
@@ -191,6 +193,11 @@ def passed(stack: Stack) -> tuple[Any, ...]:
     return *parts, parts[0].stride(0), parts[1].stride(0)
 
 
+def gate_of(experts: Experts | SharedExpert) -> Stack:
+    """The gate, or what stands in its place and is not read where there is none."""
+    return experts.up if experts.gate is None else experts.gate
+
+
 def activation_of(experts: Experts) -> tuple[float, float, str]:
     """What `activate` takes: alpha, limit and kind."""
     match experts.activation:
@@ -198,6 +205,8 @@ def activation_of(experts: Experts) -> tuple[float, float, str]:
             return alpha, limit, "clamped"
         case Gelu():
             return 0.0, 0.0, "gelu"
+        case ReluSquare():
+            return 0.0, 0.0, "relu2"
     return 0.0, 0.0, "silu"
 
 
