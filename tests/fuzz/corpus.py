@@ -30,8 +30,8 @@ from tests.models import (
     test_glm4_moe,
     test_gpt_oss,
     test_kimi_linear,
-    test_nemotron_h,
     test_llama,
+    test_nemotron_h,
     test_qwen3_5_moe,
     test_qwen3_moe,
 )
