@@ -172,7 +172,7 @@ class Model(decoder.Decoder[Config]):
             weights, f"{name}.mlp", config.hidden, config.mixture, "gate.e_score_correction_bias", ReluSquare()
         )
 
-    def _layer(self, weights: Weights, index: int) -> Layer:
+    def _layer(self, weights: Weights, name: str, index: int) -> Layer:
         first, second = (f"model.layers.{number}" for number in self.config.blocks[index][1::2])
         norm, mixer = self.make_norm(weights, f"{first}.norm"), self.make_mixer(weights, first, index)
         if self.config.blocks[index].mlp is None:
