@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from auraflux.errors import SettingsError
+
 
 @click.command()
 @click.argument("model")
@@ -40,7 +42,10 @@ def _look(model: str, hosts: str, wire: str, memory_speed: str | None) -> list[d
     with on_terminal() as report:
         checkpoint = open_checkpoint(locate(model, report))
     weights = weights_of(checkpoint, family(checkpoint.config))
-    rate = float(parse_nbytes(memory_speed)) if memory_speed else read_ceiling()["all_threads"]
+    given = None if memory_speed is None else float(parse_nbytes(memory_speed))
+    if given is not None and given <= 0:
+        raise SettingsError(f"--memory-speed {memory_speed!r} is none. Write it like 40GB.")
+    rate = given or read_ceiling()["all_threads"]
     return [
         {"way": each.way, "parts": each.parts, "tokens_per_s": each.rate, "seconds": each.terms, "reason": each.reason}
         | {"bound": None if each.reason else each.bound}

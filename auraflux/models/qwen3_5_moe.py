@@ -146,11 +146,15 @@ class Delta:
         self.config, self.eps, self.parts = config, eps, config.parts
         heads, values = config.value_heads, self.parts[2]
         rows = {"qkv": sum(self.parts), "z": values, "b": heads, "a": heads}
-        if weights.has(f"{name}.in_proj_qkvz.weight"):
+        grouped = {"in_proj_qkvz": 2 * sum(self.parts[1:]), "in_proj_ba": 2 * heads}
+        if not weights.has(f"{name}.in_proj_qkvz.weight"):
+            made = {part: weights.matrix(f"{name}.in_proj_{part}", n, hidden) for part, n in rows.items()}
+        elif weights.shape(f"{name}.in_proj_qkvz.weight")[0] == grouped["in_proj_qkvz"]:
             order = grouped_rows(config)
             made = {part: weights.matrix(f"{name}.{_pair(part)}", n, hidden, take=order[part]) for part, n in rows.items()}
         else:
-            made = {part: weights.matrix(f"{name}.in_proj_{part}", n, hidden) for part, n in rows.items()}
+            # the order of rows that are not there would take memory; which tensors do not fit is told at the end
+            made = {pair: weights.stored(f"{name}.{pair}.weight", n, hidden) for pair, n in grouped.items()}
         self.projections = list(made.values())
         self.taps = taps_of(weights, f"{name}.conv1d.weight", rows["qkv"])
         self.a_log, self.dt_bias = weights.vector(f"{name}.A_log", heads), weights.vector(f"{name}.dt_bias", heads)

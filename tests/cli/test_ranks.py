@@ -51,3 +51,6 @@ def test_a_plan_says_what_fits_and_what_bounds_it():
     refused = CliRunner().invoke(main, ["plan", str(tiny()), "--hosts", "some"])
     assert refused.exit_code == 1
     assert "not a size" in refused.output
+    refused = CliRunner().invoke(main, ["plan", str(tiny()), "--hosts", "1GB", "--memory-speed", "0"])
+    assert refused.exit_code == 1
+    assert "--memory-speed '0' is none" in refused.output

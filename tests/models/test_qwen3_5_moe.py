@@ -1,5 +1,6 @@
 """Qwen3-Next and Qwen3.5, dense and with mixtures, against transformers and mlx-lm."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,13 @@ def test_prediction_of_further_tokens_is_passed_over(tmp_path: Path):
     plain = scores(folder, ids)
     change_tensors(folder, **{"mtp.layers.0.input_layernorm.weight": torch.ones(128), "mtp.fc.weight": torch.ones(128, 256)})
     assert torch.equal(scores(folder, ids), plain)
+
+
+def test_heads_that_tensors_do_not_confirm_take_no_memory(tmp_path: Path):
+    config = json.loads((save(qwen3_next(), tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "linear_num_value_heads": 1 << 16}))
+    with pytest.raises(FormatError, match=r"in_proj_qkvz\.weight has shape \[\d+, 128\], \[\d{7}, 128\] is needed"):
+        scores(tmp_path, [1])
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path):
