@@ -132,7 +132,8 @@ class Writer:
                 self._cut(job, draft[: kept[-1]])
         if self.speculation is not None and hidden is not None:
             rights = zip(live, firsts, kept, strict=True)
-            self.speculation.hear([(job, len(job.ids) - 1, hidden[at : at + right + 1]) for job, at, right in rights])
+            going = [(job, len(job.ids) - 1, hidden[at : at + right + 1]) for job, at, right in rights if job.finish is None]
+            self.speculation.hear(going)
         self._ended = time.perf_counter()
         if self.speculation is not None:
             self.speculation.note(live, drafts, kept, None if self.engine.replayer.settling else self._ended - began)
