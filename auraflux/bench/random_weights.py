@@ -23,7 +23,7 @@ from auraflux.weights.loader import ROUTERS, Source, Weights
 from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")
-THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.up_proj\.weight$")
+THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.(gate|up)_proj\.weight$")
 SPREAD = 0.1  # of vectors that are no norms
 
 

@@ -37,7 +37,7 @@ def load_experts(
         biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
         kept = weights.experts.layer(name, count, hidden, inner, biases, activation)
         return kept if division is None else Divided(kept, division.share(count), 0, division.join)
-    if weights.has(f"{home}.up_proj.weight"):
+    if weights.has(f"{home}.{'gate' if gated else 'up'}_proj.weight"):
         sources = _stacks(weights, home, count, hidden, inner, gated)
     elif not gated and weights.has(f"{alone}.up_proj"):
         sources = _fused_ungated(weights, alone, count, hidden, inner)
