@@ -14,7 +14,7 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache
 from auraflux.cache import Sequence as Held
-from auraflux.errors import AurafluxError
+from auraflux.errors import AurafluxError, CacheFull
 from auraflux.ops import exact
 from auraflux.run.device import device_memory, sent
 from auraflux.run.engine import Engine
@@ -30,24 +30,23 @@ class MTPDraft:
     free   False: guesses take steps of the layer
     kind   all are alike
     heard  where in the text the results end that are known
+    last   the layer's result for the last pair it was given, [1, H]
     """
 
     free, kind = False, 1
 
     def __init__(self, drafts: "MTPDrafts"):
-        self._drafts = drafts
-        self.close()
-
-    def close(self) -> None:
-        """Give back what is held for the text."""
-        if (sequence := getattr(self, "_sequence", None)) is not None:
-            sequence.close()
+        self._drafts, self.heard = drafts, 0
         self._sequence: Held | None = None
-        self.heard = 0
         # results of tokens, and where they begin in the text
         self._waiting: list[tuple[int, Tensor]] = []
-        # the layer's result for the last pair it was given
         self.last: Tensor | None = None
+
+    def close(self) -> None:
+        """Give back what is held for the text; the layer may begin anew with it."""
+        if self._sequence is not None:
+            self._sequence.close()
+        self.heard, self._sequence, self._waiting, self.last = 0, None, [], None
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
         """Guess up to `count` tokens after these."""
@@ -163,6 +162,9 @@ class MTPDrafts:
             for _ in range(1, max(count for _, _, count in asked)):
                 hidden = self._step(batch, [1] * len(drafts), found[-1], hidden)
                 found.append(self._likeliest(hidden))
+        except CacheFull:
+            # those so far are of use
+            pass
         finally:
             batch.cut_back(before)
         return dict(zip(drafts, torch.stack(found, 1).tolist(), strict=True))

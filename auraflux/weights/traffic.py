@@ -31,19 +31,19 @@ class Traffic:
     hits     that were in memory
     ahead    that were read, or being read, before anyone asked
     misses   that had to be read
-    guessed  of these, that only guesses asked for, see `run/speculate.py`
     nbytes   read, those that nobody then asked for too
     read_s   in which at least one read was under way
     stall_s  in which nothing could be computed for want of experts
+    guessed  of the misses those that only guesses asked for, see `run/speculate.py`
     """
 
     hits: int = 0
     ahead: int = 0
     misses: int = 0
-    guessed: int = 0
     nbytes: int = 0
     read_s: float = 0.0
     stall_s: float = 0.0
+    guessed: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -96,5 +96,5 @@ class Meter:
 
     def traffic(self) -> Traffic:
         going = time.perf_counter() - self._since if self._flying else 0.0
-        counts = self.hits, self.ahead, self.misses, self.guessed, self.nbytes
-        return Traffic(*counts, self._read_s + going, self.stall_s)
+        times = self._read_s + going, self.stall_s
+        return Traffic(self.hits, self.ahead, self.misses, self.nbytes, *times, self.guessed)
