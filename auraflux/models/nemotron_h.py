@@ -160,7 +160,7 @@ class Model(decoder.Decoder[Config]):
         if config.blocks[index].mixer == SCAN:
             return Mamba(weights, f"{name}.linear_attn", config)
         # a rotation by nothing
-        still = Rotation(torch.zeros(config.heads.width // 2))
+        still = Rotation(torch.zeros(config.heads.width // 2, device=weights.device))
         return Attention(weights, f"{name}.self_attn", config.hidden, config.heads, still)
 
     def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:

@@ -14,7 +14,7 @@ from auraflux.weights.convert import convert
 from auraflux.weights.expert_files import ExpertFile, ExpertFiles, open_experts
 from auraflux.weights.pack import pack
 from tests.models.oracles import save
-from tests.weights.test_convert import tiny
+from tests.weights.tiny_models import tiny
 
 
 def hf_folder(folder: Path, kind: str = "qwen3_moe") -> Path:
