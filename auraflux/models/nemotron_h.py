@@ -153,7 +153,7 @@ def _layers(keys: Keys) -> tuple[Blocks, ...]:
 class Model(decoder.Decoder[Config]):
     """One norm before each block, nothing rotated."""
 
-    whole = "its layers are blocks of a checkpoint two by two"
+    whole = "its layers are pairs of blocks, which have numbers of their own."
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config

@@ -37,7 +37,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     step = np.abs(x.reshape(tokens, groups, group)).max(2, keepdims=True) / 127
     rounded = (np.rint(x.reshape(tokens, groups, group) / step) * step).reshape(tokens, width)
     bias = bias if kind == "f32" else np.zeros_like(bias)
-    meant = codes if kind == "f32" else levels(bits).numpy()[codes]
+    meant = codes if kind == "f32" else levels(kind, bits).numpy()[codes]
     expected = rounded @ (meant * scale.T.repeat(group, 1) + bias.T.repeat(group, 1)).T
 
     code_at = machine.put(packed(codes, bits).T)
@@ -162,7 +162,7 @@ def main(name: str) -> None:
         for bits, tile in ((4, 4), (4, 1), (8, 2)):
             check_values(machine, bits, tile)
         check_softmax(machine)
-        for bits, group, kind in ((6, 16, "centred"), (3, 16, "centred"), (2, 16, "f32"), (4, 32, "iq4")):
+        for bits, group, kind in ((6, 16, "centred"), (3, 16, "centred"), (2, 16, "f32"), (4, 32, "iq4"), (4, 16, "nvfp4")):
             check_linear(machine, bits, group, kind)
 
 

@@ -14,8 +14,16 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._cases import Args, relative_rms
-from auraflux.ops.delta.cases import closing, conv, gates, prefill, starts, step, whole
-from auraflux.ops.delta.reference import delta_gates, delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
+from auraflux.ops.delta.cases import closing, conv, gates, prefill, scan, scan_gate, starts, step, whole
+from auraflux.ops.delta.reference import (
+    delta_gates,
+    delta_layer_step,
+    gated_delta_prefill,
+    gated_delta_step,
+    scan_gates,
+    selective_scan,
+    short_conv,
+)
 from auraflux.ops.simd.vectors import ISA, ISAS, cpu_features
 
 LENGTHS = [1, 6, 7, 16, 33, 100]
@@ -60,6 +68,25 @@ def test_step_is_the_rule_of_transformers():
     out, state = transformers_rule("torch_recurrent_gated_delta_rule", copy.deepcopy(args))
     assert close(gated_delta_step(**args), out)
     assert close(args["state"], state)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_scan_is_that_of_transformers(length: int):
+    """Mamba-2's, by its gates: transformers takes them and the scan together."""
+    module = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    heads, groups, key_width, width = 6, 2, 16, 24
+    sizes = {"heads": heads, "groups": groups, "key_width": key_width, "value_width": width}
+    args, gate = scan(length, **sizes), scan_gate(length, heads, scale=1.0)
+    args["decay"], args["step"] = scan_gates(**gate)
+    wide, keys = heads * width, groups * key_width
+    x, b, c = (part[None].contiguous() for part in args["xbc"].split([wide, keys, keys], 1))
+    out, state = module.mamba2_chunk_scan(
+        x.view(1, length, heads, width), gate["dt"][None], -gate["a_log"].exp(), b.view(1, length, groups, -1),
+        c.view(1, length, groups, -1), chunk_size=32, D=args["skip"], dt_bias=gate["dt_bias"], dt_softplus=True,
+        initial_states=args["state"].transpose(2, 3).contiguous(), return_final_states=True,
+    )  # fmt: skip
+    assert close(selective_scan(**args), out.reshape(length, wide))
+    assert close(args["state"], state.transpose(2, 3))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 20])

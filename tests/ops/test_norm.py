@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated, l2norm
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import use_backend
-from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, qk_norm, rms_norm
+from auraflux.ops.norm.reference import add_rms_norm, gated_rms_norm, group_rms_norm, qk_norm, rms_norm
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 2880), (3, 5, 63), (2, 1), (70, 1024)], ids=str)
 
@@ -49,6 +50,16 @@ def test_gated_rms_norm_is_that_of_qwen3_next(shape):
     theirs.weight.copy_(torch.randn(shape[-1]))
     x, z = torch.randn(shape), torch.randn(shape) * 4
     torch.testing.assert_close(gated_rms_norm(x, z, theirs.weight.data, 1e-6), theirs(x, z))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 64), (7, 3, 63)])
+def test_group_rms_norm_is_that_of_nemotron_h(shape):
+    _, groups, width = shape
+    theirs = NemotronHRMSNormGated(groups * width, group_size=width, eps=1e-6).requires_grad_(False)
+    theirs.weight.copy_(torch.randn(groups * width))
+    x, z = torch.randn(shape), torch.randn(shape) * 4
+    found = group_rms_norm(x, z, theirs.weight.data.view(groups, width), 1e-6)
+    torch.testing.assert_close(found.flatten(1), theirs(x.flatten(1), z.flatten(1)))
 
 
 @SHAPES

@@ -92,9 +92,11 @@ def _refuses_serial(call: Convolve) -> str | None:
     return f"{tokens} tokens of {sequences} sequences" if tokens > SERIAL_TOKENS * sequences else None
 
 
-def _refuses_one_by_one(call: Scan) -> str | None:
+def _refuses_scan_chunks(call: Scan) -> str | None:
     tokens, sequences = len(call.xbc), len(call.state)
-    return f"{tokens} tokens of {sequences} sequences" if tokens > SERIAL_TOKENS * sequences else None
+    if tokens <= SERIAL_TOKENS * sequences:
+        return f"{tokens} tokens of {sequences} sequences; it is for more than {SERIAL_TOKENS} of each"
+    return "values are float32, and its products are not" if call.xbc.dtype is torch.float32 else None
 
 
 def _refuses_decode(call: LayerStep) -> str | None:
@@ -132,8 +134,8 @@ CONV: Routes[Convolve, None] = Routes(
     Route("conv, all tokens at once", _never, lambda call: conv.convolve_tiles(*call)),
 )
 SCAN: Routes[Scan, None] = Routes(
-    Route("scan, token by token", _refuses_one_by_one, lambda call: selective.scan_one_by_one(*call)),
-    Route("scan, in chunks", _never, lambda call: selective.scan_in_chunks(*call)),
+    Route("scan, in chunks", _refuses_scan_chunks, lambda call: selective.scan_in_chunks(*call)),
+    Route("scan, token by token", _never, lambda call: selective.scan_one_by_one(*call)),
 )
 LAYER: Routes[LayerStep, Tensor] = Routes(
     Route("decode", _refuses_decode, _decode),

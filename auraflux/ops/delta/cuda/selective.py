@@ -1,7 +1,8 @@
 """Mamba-2's rule in plain Triton: a program takes some columns of a head through all tokens, one by one or in chunks.
 
 In a chunk, what token t reads of what s wrote fades by exp(reach[t] - reach[s]), where reach sums the logarithms of decays: the
-reads of all tokens are two products, and so is what the chunk leaves in the memory.
+reads of all tokens are two products, and so is what the chunk leaves in the memory. Products are of ten bits, more
+than bf16's eight.
 """
 
 import triton
@@ -50,7 +51,6 @@ def _in_chunks(
     V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     CHANNELS: tl.constexpr = HEADS * V + 2 * GROUPS * K
-    PRECISION: tl.constexpr = "tf32x3" if xbc.dtype.element_ty == tl.float32 else "tf32"
     b, head = tl.program_id(0), tl.program_id(1)
     i, j, t = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     there = (i < K)[:, None] & (j < V)[None, :]
@@ -71,12 +71,12 @@ def _in_chunks(
         written = value * tl.load(step + gate, mask=inside, other=0.0).to(tl.float32)[:, None]
         reach, whole = tl.cumsum(fading, 0), tl.sum(fading, 0)
         seen = tl.where(t[:, None] >= t[None, :], tl.exp(reach[:, None] - reach[None, :]), 0.0)
-        seen *= tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        read = tl.dot(query, memory, input_precision=PRECISION) * tl.exp(reach)[:, None] + kept * value
-        read = tl.dot(seen, written, read, input_precision=PRECISION)
+        seen *= tl.dot(query, tl.trans(key), input_precision="tf32")
+        read = tl.dot(query, memory, input_precision="tf32") * tl.exp(reach)[:, None] + kept * value
+        read = tl.dot(seen, written, read, input_precision="tf32")
         tl.store(out + (gate * V)[:, None] + j[None, :], read, mask=inside[:, None] & (j < V)[None, :])
         late = key * tl.exp(whole - reach)[:, None]
-        memory = tl.dot(tl.trans(late), written, memory * tl.exp(whole), input_precision=PRECISION)
+        memory = tl.dot(tl.trans(late), written, memory * tl.exp(whole), input_precision="tf32")
     tl.store(place, memory, mask=there)
 
 
@@ -95,7 +95,7 @@ def scan_in_chunks(state: Tensor, xbc: Tensor, decay: Tensor, step: Tensor, skip
     """`selective_scan` into `out`, tokens of a chunk together."""
     grid = len(state), state.shape[1], cdiv(state.shape[3], COLUMNS)
     sizes = *_sizes(state, xbc), CHUNK
-    launch(_in_chunks, grid)(state, xbc, decay, step, skip, starts, out, len(xbc), *sizes, num_warps=8)
+    launch(_in_chunks, grid)(state, xbc, decay, step, skip, starts, out, len(xbc), *sizes, num_warps=4)
 
 
 @triton.jit
