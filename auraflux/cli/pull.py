@@ -1,5 +1,7 @@
 """`auraflux pull`: fetch a model and say where it is."""
 
+import os
+
 import click
 
 
@@ -17,4 +19,5 @@ def pull(name: str | None) -> None:
 
     with on_terminal() as report:
         path = locate(name, report)
-    click.echo(path)
+    # as it is: a name need not be text
+    click.echo(os.fsencode(path))

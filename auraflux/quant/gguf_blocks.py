@@ -284,7 +284,9 @@ def requantized_group(width: int) -> int:
 def to_dense(octets: Array, kind: str) -> NDArray[np.float32]:
     """The plain numbers that blocks of a type stand for."""
     try:
-        return quants.dequantize(octets, GGMLQuantizationType[kind])
+        # scales that are not numbers give weights that are none
+        with np.errstate(over="ignore", invalid="ignore"):
+            return quants.dequantize(octets, GGMLQuantizationType[kind])
     except NotImplementedError as err:
         known = ", ".join(LAYOUTS)
         raise FormatError(f"weights of GGUF type {kind} cannot be decoded. Types that can, among others: {known}.") from err

@@ -220,6 +220,8 @@ class Weights:
             }
             for expert in range(count):
                 one = first if expert == 0 else made(expert)
+                if is_blank(one):
+                    continue
                 if not isinstance(one, QTensor) or (one.format, one.kind) != (first.format, first.kind):
                     raise FormatError(f"expert {expert} in {name} is {_form(one)}, and expert 0 is {_form(first)}.")
                 for part, array in arrays.items():
@@ -228,7 +230,10 @@ class Weights:
             return self.keep(name, replace(first, **arrays, shape=(count, *first.shape)))
         whole = torch.empty(count, *first.shape, dtype=first.dtype, device=first.device)
         for expert in range(count):
-            whole[expert] = dense(first if expert == 0 else made(expert))
+            one = first if expert == 0 else made(expert)
+            # one that is missing is not written, so that a config may name any number of them
+            if not is_blank(one):
+                whole[expert] = dense(one)
             source.release(expert)
         return self.keep(name, whole)
 

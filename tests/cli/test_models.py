@@ -1,6 +1,7 @@
 """`auraflux pull`, `inspect` and `convert`: what they print, and how they fail."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def test_pull_prints_the_path(model: Path, monkeypatch):
     for words in ([], ["smollm2-135m-instruct"]):
         done = call("pull", *words)
         assert (done.exit_code, done.stdout) == (0, f"{model}\n")
+
+
+def test_pull_prints_a_path_that_is_no_text(tmp_path):
+    folder = tmp_path / "\udc80"
+    folder.mkdir()
+    assert call("pull", folder).stdout_bytes == os.fsencode(folder) + b"\n"
 
 
 def test_pull_of_nothing_fails_in_one_sentence():

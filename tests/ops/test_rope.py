@@ -171,3 +171,8 @@ def test_yarn_frequencies(width, theta, factor, context, settings):
     found, mscale = yarn_frequencies(width, theta, factor, context, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert mscale == pytest.approx(expected_mscale, rel=1e-12)
+
+
+def test_yarn_needs_a_base_above_1():
+    with pytest.raises(InputError, match="YaRN slows rotations of a base above 1 down; it is 1"):
+        yarn_frequencies(64, 1.0, 40.0, 4096)

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, quants
 from auraflux.errors import FormatError
 from auraflux.ops import embed
 from auraflux.ops.simd.vectors import ISA
-from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, from_blocks, memory_bits
+from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, from_blocks, memory_bits, to_dense
 
 WIDTH = 512
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "MXFP4": 4, "TQ1_0": 2, "TQ2_0": 2}
@@ -50,6 +50,12 @@ def test_scales_that_are_no_numbers_are_rounded_without_a_warning(scale: float):
     found = from_blocks(octets, "IQ3_S").dequantize(torch.float32)
     assert not found[0, :256].isfinite().any()
     assert torch.equal(found[1], decoded(octets, "IQ3_S")[1])
+
+
+def test_scales_that_are_no_numbers_are_decoded_without_a_warning():
+    octets = np.zeros((1, 20), np.uint8)
+    octets.view(np.float16)[0, 0] = np.inf
+    assert np.isnan(to_dense(octets, "Q4_1")).all()
 
 
 @pytest.mark.parametrize("kind", sorted(ONLY_CPU))

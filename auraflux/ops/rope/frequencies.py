@@ -57,6 +57,8 @@ def yarn_frequencies(
     truncate                                  whether the two borders are rounded outwards to whole channels
     returns                                   (frequencies, mscale: what `rope` multiplies cosine and sine by)
     """
+    if not theta > 1:
+        raise InputError(f"YaRN slows rotations of a base above 1 down; it is {theta:g}.")
     plain = rope_frequencies(width, theta)
     low, high = (_channel_turning(turns, width, theta, original_context) for turns in (beta_fast, beta_slow))
     if truncate:
