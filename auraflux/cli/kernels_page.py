@@ -1,6 +1,8 @@
-"""The page about kernels: which routes each op has, which of them its cases take, and which the steps of known models."""
+"""The page about kernels: which routes each op has, which of them its cases and known models take, and what they are worth."""
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from auraflux.bench.explain import explain_model
@@ -22,6 +24,14 @@ Below are the routes of every such op in their order: on an H200, with the quick
 CPU, whose cases `auraflux ops --explain OP all --device cpu` shows, since they depend on its vectors; and those that known
 models take. A route in brackets is one that another asks in its turn. Written by `make docs`.
 """
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "routes-nvidia-h200.json"
+WORTH = """\
+## What they are worth
+
+Where several routes serve a case of the benchmark on an H200: the one that is taken, and the one that would be without it.
+`auraflux bench ops --device cuda --routes` measures it; `bench/results/routes-nvidia-h200.json` has this run. A route that is
+not here serves what no other does, or no case of the benchmark takes it.
+"""
 MODELS = """\
 ## Models
 
@@ -32,7 +42,8 @@ and when a prompt of 1024 tokens is read. Ops with one kernel are left out.
 
 def kernels_page(verdicts: Mapping[Case, Verdict]) -> str:
     """The page; `verdicts` on the cases of ops on an H200."""
-    return "\n".join([HEAD, "## On an H200\n", *_on_cuda(verdicts), "## On a CPU\n", *_on_cpu(), MODELS, *_models()])
+    routes = ["## On an H200\n", *_on_cuda(verdicts), "## On a CPU\n", *_on_cpu()]
+    return "\n".join([HEAD, *routes, WORTH, _worth(), MODELS, *_models()])
 
 
 def _on_cuda(verdicts: Mapping[Case, Verdict]) -> Iterator[str]:
@@ -58,6 +69,17 @@ def _on_cpu() -> Iterator[str]:
 
 def _listed(table: Routes[Any, Any] | None) -> str:
     return "\n".join(f"{number}. {route.name}" for number, route in enumerate(table or (), 1)) + "\n"
+
+
+def _worth() -> str:
+    """Each route with the cases it is timed on and, of each, what takes how many times as long."""
+    rows = [
+        [*peer["name"].removeprefix("without ").split(": ", 1), f"{row['op']} {row['case']}", row["time_us"], peer["ratio"]]
+        for row in json.loads(RESULTS.read_text())["results"]
+        for peer in row["peers"]
+    ]
+    shown = [[route, case, f"{time:.1f}", other, f"{ratio:.2f} times"] for route, other, case, time, ratio in rows]
+    return _table(("route", "case", "µs", "without it", "time"), shown)
 
 
 def _models() -> Iterator[str]:

@@ -179,9 +179,9 @@ def tile_at(shared, i, NP: gl.constexpr, ST: gl.constexpr):
 
 
 @gluon.jit
-def is_kept(position, seen, KEPT: gl.constexpr):
-    """Tell which positions the newest of `seen` tokens reads as they are."""
-    return (position < KEPT.first) | (position + KEPT.newest >= seen)
+def is_kept(position, first, seen, KEPT: gl.constexpr):
+    """Tell which positions of a tile that begins at `first` the newest of `seen` tokens reads as they are."""
+    return (position < KEPT.first - first) | (position >= seen - KEPT.newest - first)
 
 
 @gluon.jit

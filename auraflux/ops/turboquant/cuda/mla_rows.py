@@ -117,7 +117,7 @@ def _score(
             tma.async_copy_global_to_shared(source.ropes, [origin, 0], memory.more.index(1), memory.R)
         weight, live = norm * unit, position < left
         if KEPT.first + KEPT.newest > 0:
-            weight = gl.where(is_kept(first + position, seen, KEPT), 1.0, weight)
+            weight = gl.where(is_kept(position, first, seen, KEPT), 1.0, weight)
         s = gl.where(live[None, :], (c * weight[None, :] + s) * scale, float("-inf"))
         norm = gl.load(norms + origin.to(gl.int64) + position)
         top = gl.maximum(m, gl.max(s, 1))
