@@ -105,10 +105,14 @@ def score_block(seen, desk, base, first, last, softcap, threshold, more, more_st
 
     more  address of what is added to the first row's scores, the next `more_step` bytes on; or 0
     """
-    step = 4 * desk.room
-    batches = (last - base + LANES - 1) // LANES
-    lay_quarters((desk.block, step, batches, desk.laid))
-    score_rows(seen.size, desk.queries, step, desk.laid, step, batches, desk.scores, LINE)
+    step, skipped = 4 * desk.room, (first - base) // LANES
+    batches = (last - base + LANES - 1) // LANES - skipped
+    keys, place = desk.block + step * LANES * skipped, base + LANES * skipped
+    # what others have left there may be so small that products with it take a hundred times as long
+    fill(keys, (first - place) * desk.room, ZERO)
+    fill(keys + step * (last - place), (batches * LANES - (last - place)) * desk.room, ZERO)
+    lay_quarters((keys, step, batches, desk.laid))
+    score_rows(seen.size, desk.queries, step, desk.laid, step, batches, desk.scores + 4 * LANES * skipped, LINE)
     for r in range(seen.size):
         scores, added = desk.scores + r * LINE, ZERO
         if more:
