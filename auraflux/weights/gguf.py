@@ -18,7 +18,8 @@ from auraflux.errors import FormatError
 from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
 from auraflux.weights.boundary import brief, listed, regular
 from auraflux.weights.expert_files import ExpertFiles
-from auraflux.weights.gguf_words import FREQUENCIES, architecture, make_config, tensor_name
+from auraflux.weights.gguf_families import architecture
+from auraflux.weights.gguf_words import FREQUENCIES, make_config, tensor_name
 from auraflux.weights.model_keys import check_config, check_gguf
 from auraflux.weights.stored import Stored
 

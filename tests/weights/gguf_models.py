@@ -1,0 +1,186 @@
+"""Tiny transformers models of the architectures of GGUF files, and their tensors as llama.cpp's converter makes them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.models.test_deepseek_v3 import clear
+from tests.weights.gguf_files import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": HEADS,
+    "rms_norm_eps": 1e-6,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": WIDTH,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 64,
+}
+
+
+def tiny(kind: str):
+    """A transformers model whose sizes are those that `write_gguf` tells."""
+    import transformers as hf
+
+    shared = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": WIDTH,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    experts: dict = {"num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    torch.manual_seed(0)
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**shared, intermediate_size=INNER))
+    if kind == "qwen3moe":
+        config = hf.Qwen3MoeConfig(**shared, **experts, moe_intermediate_size=64, num_experts=5, norm_topk_prob=True)
+        return hf.Qwen3MoeForCausalLM(config)
+    if kind == "gemma3":
+        bases = {"sliding_attention": 10000.0, "full_attention": 1000000.0}
+        ropes = {name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()}
+        sizes = {"intermediate_size": INNER, "sliding_window": 16, "query_pre_attn_scalar": WIDTH}
+        kinds = list(bases)
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shared, **sizes, layer_types=kinds, rope_parameters=ropes))
+    if kind == "glm4moe":
+        experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+        sizes = {"intermediate_size": INNER, "moe_intermediate_size": 64, "n_routed_experts": 5, "num_mtp_layers": 0}
+        options = {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}
+        return clear(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**shared, **experts, **sizes, **options)))
+    if kind == "minimax-m2":
+        experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+        config = hf.MiniMaxM2Config(**shared, **experts, intermediate_size=64, num_local_experts=5)
+        return clear(hf.MiniMaxM2ForCausalLM(config))
+    if kind == "deepseek2":
+        return clear(hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**shared | DEEPSEEK | {"rope_parameters": YARN})))
+    config = hf.GptOssConfig(**shared, **experts, intermediate_size=96, num_local_experts=5, sliding_window=16)
+    return hf.GptOssForCausalLM(config)
+
+
+def written(model: Any, kind: str) -> dict[str, np.ndarray]:
+    """All tensors of a model, as a file has them."""
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in model.state_dict().items():
+        found |= unpacked(name, tensor.detach().numpy(), kind)
+    return found
+
+
+def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """The tensors that llama.cpp's converter makes of one of transformers'."""
+    if kind == "minimax-m2":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if kind == "deepseek2" and name.endswith(".kv_b_proj.weight"):
+        home, rows = name.removesuffix(".kv_b_proj.weight"), array.reshape(HEADS, -1, array.shape[1])
+        keys, values = np.split(rows, [DEEPSEEK["qk_nope_head_dim"]], axis=1)
+        return {f"{home}.embed_q.weight": keys.swapaxes(1, 2).copy(), f"{home}.unembed_out.weight": values.copy()}
+    stem, _, part = name.rpartition(".experts.")
+    if not stem:
+        return {name: array}
+    if kind != "gpt-oss":
+        home = f"{stem}.switch_mlp"
+        if part == "down_proj":
+            return {f"{home}.down_proj.weight": array}
+        gate, up = np.split(array, 2, axis=1)
+        return {f"{home}.gate_proj.weight": gate.copy(), f"{home}.up_proj.weight": up.copy()}
+    module, end = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
+    turned = array if end == "bias" else array.swapaxes(1, 2)
+    home = f"{stem}.experts"
+    if module == "down_proj":
+        return {f"{home}.down_proj.{end}": turned.copy()}
+    return {f"{home}.gate_proj.{end}": turned[:, 0::2].copy(), f"{home}.up_proj.{end}": turned[:, 1::2].copy()}
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3moe": {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 64,
+        "attention.key_length": WIDTH,
+    },
+    "glm4moe": {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": 64,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 1.5,
+        "expert_weights_norm": True,
+        "leading_dense_block_count": 1,
+        "attention.key_length": WIDTH,
+        "rope.dimension_count": WIDTH // 2,
+    },
+    "deepseek2": {
+        "attention.head_count_kv": 1,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.key_length": 96 + 16,
+        "attention.value_length": 96,
+        "attention.key_length_mla": WIDTH + 16,
+        "attention.value_length_mla": 64,
+        "attention.q_lora_rank": 64,
+        "attention.kv_lora_rank": 96,
+        "rope.dimension_count": 16,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+        "rope.scaling.yarn_log_multiplier": 0.1,
+        "leading_dense_block_count": 1,
+        "vocab_size": VOCAB,
+        "expert_count": 8,
+        "expert_used_count": 2,
+        "expert_shared_count": 2,
+        "expert_feed_forward_length": 64,
+        "expert_weights_scale": 2.5,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+    },
+    "minimax-m2": {
+        "feed_forward_length": 64,
+        "expert_gating_func": 2,
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 64,
+        "attention.key_length": WIDTH,
+        "rope.dimension_count": WIDTH // 2,
+    },
+    "gpt-oss": {
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 96,
+        "attention.key_length": WIDTH,
+        "attention.sliding_window": 16,
+    },
+    "gemma3": {
+        "attention.key_length": WIDTH,
+        "attention.sliding_window": 16,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base": 1000000.0,
+    },
+}

@@ -1,0 +1,68 @@
+"""GGUF files of every architecture, held to transformers and to llama.cpp."""
+
+import numpy as np
+import pytest
+
+from auraflux.errors import FormatError
+from auraflux.ops import use_backend
+from auraflux.weights.checkpoint import open_checkpoint
+from tests.models.oracles import error, save, scores, tokens, truth
+from tests.weights.gguf_files import HEADS, HIDDEN, LAYERS, VOCAB, WIDTH, write_gguf
+from tests.weights.gguf_models import WORDS, tiny, written
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_a_model_says_the_same_as_in_transformers(kind: str, tmp_path):
+    model = tiny(kind)
+    ids = tokens(model, 40)
+    save(model, tmp_path / "hf")
+    path = write_gguf(tmp_path / "m.gguf", written(model, kind), "F32", kind, WORDS[kind])
+    with use_backend("reference"):
+        found = scores(path, ids)
+    assert error(found, truth(model, ids)) < 1e-5
+
+
+def test_layers_that_predict_further_are_passed_over(tmp_path):
+    model = tiny("glm4moe")
+    save(model, tmp_path / "hf")
+    tensors = written(model, "glm4moe")
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
+    words = WORDS["glm4moe"] | {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
+    path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", "glm4moe", words), tokens(model, 20)
+    assert open_checkpoint(path).config["num_hidden_layers"] == LAYERS
+    assert error(scores(path, ids), truth(model, ids)) < 1e-5
+
+
+def test_another_scoring_of_experts_is_refused(tmp_path):
+    tensors = written(tiny("minimax-m2"), "minimax-m2")
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", "minimax-m2", WORDS["minimax-m2"] | {"expert_gating_func": 1})
+    with pytest.raises(FormatError, match="scoring_func 'softmax'; only 'sigmoid'"):
+        scores(path, [1, 2])
+
+
+def test_deepseek_files_of_before_their_keys_and_values_were_taken_apart(tmp_path):
+    model = tiny("deepseek2")
+    save(model, tmp_path / "hf")
+    kept = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items() if "kv_b_proj" in name}
+    apart = ("embed_q.weight", "unembed_out.weight")
+    tensors = {name: array for name, array in written(model, "deepseek2").items() if not name.endswith(apart)} | kept
+    words = {key: value for key, value in WORDS["deepseek2"].items() if not key.endswith("_mla")}
+    words |= {"attention.key_length": WIDTH + 16, "attention.value_length": 64, "attention.head_count_kv": HEADS}
+    path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", "deepseek2", words), tokens(model, 20)
+    with use_backend("reference"):
+        assert error(scores(path, ids), truth(model, ids)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_gating_func": 1}, "scoring_func 'softmax'; only 'sigmoid'"),
+        ({"attention.temperature_scale": 0.1}, "whose queries grow with their positions are not supported"),
+        ({"attention.key_length_mla": 16}, "rotates 16 of 16 channels of a head; less than all is needed"),
+    ],
+)
+def test_deepseek_files_of_other_bodies_are_refused(tmp_path, changes, message: str):
+    tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", "deepseek2", WORDS["deepseek2"] | changes)
+    with pytest.raises(FormatError, match=message):
+        scores(path, [1, 2])
