@@ -4,8 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from auraflux.errors import FormatError
+from auraflux.weights.gguf_order import Order, grouped, halves
+
+Shape = tuple[int, ...]
 
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ATTENTION = {
@@ -53,6 +57,28 @@ LATENT = {
     "attn_output": "self_attn.o_proj",
 }
 MINIMAX_M2 = {name: module.replace("mlp.", "block_sparse_moe.", 1) for name, module in EXPERTS.items()}
+# older files have qkv and z as Hugging Face does, in ssm_in
+HYBRID = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+QWEN_SHARED = {
+    **EXPERTS,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
@@ -91,17 +117,29 @@ class Architecture(NamedTuple):
     model_type  Hugging Face's name
     layer       names of modules within a layer
     vectors     whole names of tensors within a layer that are no module's weight or bias
-    permuted    whether rows of q and k are in the order that rotates neighbouring channels
-    norms_plus  what the file has added to the weights of norms
+    order       of the file, by name, config and shape of a tensor
+    values      what undoes the converter's changes to numbers, by the ends of names; the first that fits
+    shapes      the same of shapes that it made smaller
     more        config keys that only this one has
+    beyond      what layers after the last are called, which predict further tokens; None where models know them as layers
     """
 
     model_type: str
     layer: dict[str, str]
-    permuted: bool = False
-    norms_plus: float = 0.0
+    order: Callable[[str, dict[str, Any], Shape], Order] = lambda name, config, shape: Order()
+    values: Mapping[str, Callable[[Tensor], Tensor]] = {}
+    shapes: Mapping[str, Callable[[Shape], Shape]] = {}
     more: Callable[[Words], dict[str, Any]] = lambda words: {}
     vectors: Mapping[str, str] = {}
+    beyond: str | None = None
+
+    def restored(self, name: str, found: Tensor) -> Tensor:
+        """The numbers of a dense tensor as Hugging Face has them."""
+        return next((undo(found) for end, undo in self.values.items() if name.endswith(end)), found)
+
+    def shape(self, name: str, found: Shape) -> Shape:
+        """The shape of a tensor as Hugging Face has it."""
+        return next((undo(found) for end, undo in self.shapes.items() if name.endswith(end)), found)
 
 
 def _qwen3_moe(words: Words) -> dict[str, Any]:
@@ -216,14 +254,58 @@ def _gemma3(words: Words) -> dict[str, Any]:
     }
 
 
+def _qwen3_next(words: Words) -> dict[str, Any]:
+    further, heads = words.get("nextn_predict_layers", 0), words["ssm.time_step_rank"]
+    if heads % words["ssm.group_count"]:
+        raise FormatError(f"the GGUF file has {heads} value heads, which {words['ssm.group_count']} key heads cannot share.")
+    if words["ssm.inner_size"] % heads:
+        raise FormatError(f"the GGUF file has values of {words['ssm.inner_size']} channels, which {heads} heads cannot share.")
+    return {
+        "num_hidden_layers": words["block_count"] - further,
+        "partial_rotary_factor": words.get("rope.dimension_count", 64) / words["attention.key_length"],
+        "full_attention_interval": words.get("full_attention_interval", 4),
+        "linear_num_key_heads": words["ssm.group_count"],
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": words["ssm.state_size"],
+        "linear_value_head_dim": words["ssm.inner_size"] // heads,
+        "linear_conv_kernel_dim": words["ssm.conv_kernel"],
+    }
+
+
+def _qwen3_next_moe(words: Words) -> dict[str, Any]:
+    return {
+        **_qwen3_moe(words),
+        **_qwen3_next(words),
+        "shared_expert_intermediate_size": words["expert_shared_feed_forward_length"],
+    }
+
+
 def _biased(home: str) -> dict[str, str]:
     """Where the bias in the choice of experts is."""
     return {"exp_probs_b.bias": f"{home}.e_score_correction_bias"}
 
 
+def _less_one(weight: Tensor) -> Tensor:
+    return weight - 1
+
+
 SINKS = {"attn_sinks.weight": "self_attn.sinks"}
+GEMMA_NORMS = {"norm.weight": _less_one}
+DELTA: dict[str, Any] = {
+    "vectors": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    "values": {
+        "linear_attn.norm.weight": lambda weight: weight,
+        "norm.weight": _less_one,
+        # it has the -exp of it
+        "A_log": lambda rate: (-rate).log(),
+    },
+    "shapes": {
+        "conv1d.weight": lambda shape: (shape[0], 1, *shape[1:]),
+        "shared_expert_gate.weight": lambda shape: (1, shape[-1]),
+    },
+}
 ARCHITECTURES = {
-    "llama": Architecture("llama", ATTENTION | MLP, permuted=True),
+    "llama": Architecture("llama", ATTENTION | MLP, order=halves),
     "qwen2": Architecture("qwen2", ATTENTION | MLP),
     "qwen3": Architecture("qwen3", ATTENTION | HEAD_NORMS | MLP),
     "qwen3moe": Architecture("qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS, more=_qwen3_moe),
@@ -233,7 +315,12 @@ ARCHITECTURES = {
     "minimax-m2": Architecture(
         "minimax_m2", ATTENTION | HEAD_NORMS | MINIMAX_M2, more=_minimax_m2, vectors=_biased("block_sparse_moe")
     ),
-    "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, norms_plus=1.0, more=_gemma3),
+    "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, more=_gemma3),
+    "qwen3next": Architecture("qwen3_next", QWEN_SHARED | HYBRID, more=_qwen3_next_moe, **DELTA),
+    "qwen35": Architecture("qwen3_5_text", MLP | HYBRID, more=_qwen3_next, **DELTA, order=grouped, beyond="mtp"),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", QWEN_SHARED | HYBRID, more=_qwen3_next_moe, **DELTA, order=grouped, beyond="mtp"
+    ),
 }
 
 

@@ -33,6 +33,13 @@ def tensor_name(name: str, form: Architecture) -> str:
     return f"{layer}.{form.layer[module]}.{part}" if module in form.layer else name
 
 
+def further(name: str, config: Mapping[str, Any], form: Architecture) -> str:
+    """The name of a tensor where layers after the last have one of their own."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    beyond = form.beyond is not None and found is not None and int(found[1]) >= config["num_hidden_layers"]
+    return f"{form.beyond}.{name}" if beyond else name
+
+
 def make_config(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], frequencies: NDArray[np.float32] | None
 ) -> dict[str, Any]:

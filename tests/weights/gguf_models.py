@@ -37,6 +37,34 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 
+QWENS = "qwen3next", "qwen35", "qwen35moe"
+KEY_HEADS, VALUE_HEADS = 2, 6
+HYBRID: dict[str, Any] = {
+    "intermediate_size": INNER,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": KEY_HEADS,
+    "linear_num_value_heads": VALUE_HEADS,
+    "linear_key_head_dim": WIDTH,
+    "linear_value_head_dim": WIDTH,
+}
+
+
+def _qwen(kind: str, **options: Any) -> Any:
+    import transformers as hf
+
+    mixed = {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+    }
+    if kind == "qwen3next":
+        return hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**options, **mixed, norm_topk_prob=True))
+    if kind == "qwen35":
+        return hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**options))
+    return hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**options, **mixed))
+
+
 def tiny(kind: str):
     """A transformers model whose sizes are those that `write_gguf` tells."""
     import transformers as hf
@@ -76,6 +104,9 @@ def tiny(kind: str):
         experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
         config = hf.MiniMaxM2Config(**shared, **experts, intermediate_size=64, num_local_experts=5)
         return clear(hf.MiniMaxM2ForCausalLM(config))
+    if kind in QWENS:
+        plain = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        return _qwen(kind, **shared | HYBRID | {"rope_parameters": plain})
     if kind == "deepseek2":
         return clear(hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**shared | DEEPSEEK | {"rope_parameters": YARN})))
     config = hf.GptOssConfig(**shared, **experts, intermediate_size=96, num_local_experts=5, sliding_window=16)
@@ -98,6 +129,8 @@ def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
         home, rows = name.removesuffix(".kv_b_proj.weight"), array.reshape(HEADS, -1, array.shape[1])
         keys, values = np.split(rows, [DEEPSEEK["qk_nope_head_dim"]], axis=1)
         return {f"{home}.embed_q.weight": keys.swapaxes(1, 2).copy(), f"{home}.unembed_out.weight": values.copy()}
+    if kind in QWENS and ".experts." not in name:
+        return _hybrid(name, array, kind)
     stem, _, part = name.rpartition(".experts.")
     if not stem:
         return {name: array}
@@ -115,6 +148,51 @@ def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     return {f"{home}.gate_proj.{end}": turned[:, 0::2].copy(), f"{home}.up_proj.{end}": turned[:, 1::2].copy()}
 
 
+def _hybrid(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """What becomes of a tensor of a delta layer, of a norm, or of any other."""
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return {name: array + 1}
+    if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
+        return {name: array}
+    shared = VALUE_HEADS // KEY_HEADS
+    if name.endswith("in_proj_qkvz.weight"):
+        each = array.reshape(KEY_HEADS, -1, HIDDEN)
+        q, k, v, z = np.split(each, np.cumsum([WIDTH, WIDTH, shared * WIDTH]), axis=1)
+        qkv = np.concatenate([part.reshape(-1, HIDDEN) for part in (q, k, v)])
+        home = name.removesuffix("in_proj_qkvz.weight")
+        return {f"{home}in_proj_qkv.weight": qkv, f"{home}in_proj_z.weight": z.reshape(-1, HIDDEN).copy()}
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    if "conv1d" in name:
+        array = array.squeeze()
+    if kind != "qwen3next":
+        axis = 1 if "out_proj" in name else 0
+        first = 2 * KEY_HEADS * WIDTH if "in_proj_qkv" in name or "conv1d" in name else 0
+        kept, values = np.split(array, [first], axis=axis)
+        # the values of a key head are neighbours; in the file they are as far apart as there are key heads
+        parts = values.reshape(*values.shape[:axis], KEY_HEADS, shared, -1, *values.shape[axis + 1 :])
+        array = np.concatenate([kept, parts.swapaxes(axis, axis + 1).reshape(values.shape)], axis)
+    return {name: array}
+
+
+HYBRID_WORDS: dict[str, Any] = {
+    "attention.key_length": WIDTH,
+    "attention.value_length": WIDTH,
+    "rope.dimension_count": WIDTH // 2,
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": WIDTH,
+    "ssm.group_count": KEY_HEADS,
+    "ssm.time_step_rank": VALUE_HEADS,
+    "ssm.inner_size": VALUE_HEADS * WIDTH,
+}
+MIXED_WORDS: dict[str, Any] = {
+    "expert_count": 5,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 64,
+    "expert_shared_feed_forward_length": 96,
+}
+SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
 WORDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3moe": {
@@ -183,4 +261,7 @@ WORDS: dict[str, dict[str, Any]] = {
         "attention.sliding_window_pattern": 2,
         "rope.freq_base": 1000000.0,
     },
+    "qwen3next": HYBRID_WORDS | MIXED_WORDS,
+    "qwen35": HYBRID_WORDS | SECTIONS,
+    "qwen35moe": HYBRID_WORDS | MIXED_WORDS | SECTIONS,
 }

@@ -2,13 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 
 from auraflux.errors import FormatError
 from auraflux.ops import use_backend
 from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.loader import dense
 from tests.models.oracles import error, save, scores, tokens, truth
-from tests.weights.gguf_files import HEADS, HIDDEN, LAYERS, VOCAB, WIDTH, write_gguf
+from tests.weights.gguf_files import HEADS, HIDDEN, LAYERS, VOCAB, WIDTH, rounded, write_gguf
 from tests.weights.gguf_models import WORDS, tiny, written
+
+# as llama.cpp keeps it, whatever the type of the others
+CONVOLUTION = {"model.layers.0.linear_attn.conv1d.weight": "F32"}
 
 
 @pytest.mark.parametrize("kind", WORDS)
@@ -66,3 +71,57 @@ def test_deepseek_files_of_other_bodies_are_refused(tmp_path, changes, message: 
     path = write_gguf(tmp_path / "m.gguf", tensors, "F32", "deepseek2", WORDS["deepseek2"] | changes)
     with pytest.raises(FormatError, match=message):
         scores(path, [1, 2])
+
+
+def test_delta_layers_in_blocks_are_put_back_into_their_order(tmp_path):
+    model = tiny("qwen35")
+    path = write_gguf(tmp_path / "m.gguf", written(model, "qwen35"), "Q8_0", "qwen35", WORDS["qwen35"], kinds=CONVOLUTION)
+    found = open_checkpoint(path)
+    for part in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"):
+        name = f"model.layers.0.linear_attn.{part}.weight"
+        # heads are as wide as blocks, so that rounding comes out the same before and after they change places
+        assert torch.equal(dense(found.load(name)), rounded(model.state_dict()[name].numpy(), "Q8_0"))
+    for name in ("model.layers.0.linear_attn.conv1d.weight", "model.layers.0.linear_attn.dt_bias"):
+        assert torch.equal(found.load(name), model.state_dict()[name])
+
+
+def test_older_files_of_qwen3next(tmp_path):
+    """Their projections are as in Hugging Face's, and what weighs the shared expert has one axis."""
+    model = tiny("qwen3next")
+    save(model, tmp_path / "hf")
+    apart = ("in_proj_qkv.weight", "in_proj_z.weight")
+    tensors = {name: array for name, array in written(model, "qwen3next").items() if not name.endswith(apart)}
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    tensors[name] = model.state_dict()[name].numpy()
+    tensors |= {name: array[0] for name, array in tensors.items() if name.endswith("shared_expert_gate.weight")}
+    path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", "qwen3next", WORDS["qwen3next"]), tokens(model, 20)
+    with use_backend("reference"):
+        assert error(scores(path, ids), truth(model, ids)) < 1e-5
+
+
+def test_the_layer_of_qwen35_that_predicts_further_is_passed_over(tmp_path):
+    model = tiny("qwen35")
+    save(model, tmp_path / "hf")
+    tensors = written(model, "qwen35")
+    last = f"model.layers.{LAYERS - 1}."
+    tensors |= {name.replace(last, f"model.layers.{LAYERS}."): tensors[name] for name in list(tensors) if name.startswith(last)}
+    tensors[f"blk.{LAYERS}.nextn.eh_proj.weight"] = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
+    words = WORDS["qwen35"] | {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
+    path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", "qwen35", words), tokens(model, 20)
+    with use_backend("reference"):
+        assert error(scores(path, ids), truth(model, ids)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssm.group_count": 4}, "6 value heads, which 4 key heads cannot share"),
+        ({"ssm.inner_size": 100}, "values of 100 channels, which 6 heads cannot share"),
+        ({"ssm.state_size": 16}, r"in_proj_qkv\.weight has 320 channels; 256 are needed"),
+    ],
+)
+def test_delta_layers_of_other_sizes_are_refused(tmp_path, changes, message: str):
+    tensors = written(tiny("qwen35"), "qwen35")
+    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", "qwen35", WORDS["qwen35"] | changes)
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(path).load("model.layers.0.linear_attn.in_proj_qkv.weight")
