@@ -19,7 +19,8 @@ from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, REQUANTIZED_BITS, from
 from auraflux.weights.boundary import brief, listed, regular
 from auraflux.weights.expert_files import ExpertFiles
 from auraflux.weights.gguf_families import architecture
-from auraflux.weights.gguf_words import FREQUENCIES, further, make_config, tensor_name
+from auraflux.weights.gguf_settings import FREQUENCIES
+from auraflux.weights.gguf_words import further, make_config, tensor_name
 from auraflux.weights.model_keys import check_config, check_gguf
 from auraflux.weights.stored import Stored
 

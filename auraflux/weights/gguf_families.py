@@ -3,15 +3,33 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.weights.gguf_order import Order, grouped, halves
+from auraflux.weights.gguf_settings import (
+    Words,
+    deepseek2,
+    gemma3,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    minimax_m2,
+    qwen3_moe,
+    qwen3_next,
+    qwen3_next_moe,
+)
 
 Shape = tuple[int, ...]
 
-ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -91,24 +109,23 @@ GEMMA3 = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-
-
-class Words:
-    """The metadata of one architecture, by keys without its name."""
-
-    def __init__(self, metadata: Mapping[str, Any], architecture: str):
-        self._metadata, self._architecture = metadata, architecture
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self._metadata.get(f"{self._architecture}.{key}", default)
-        # the file holds single precision; 1e-5 is meant where it says 9.999999747e-6
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def __getitem__(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise FormatError(f"the GGUF file has no {self._architecture}.{key}.")
-        return value
+GEMMA4 = {
+    **GEMMA3,
+    "ffn_gate_inp": "router.proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GEMMA4_VECTORS = {
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
+}
 
 
 class Architecture(NamedTuple):
@@ -142,144 +159,6 @@ class Architecture(NamedTuple):
         return next((undo(found) for end, undo in self.shapes.items() if name.endswith(end)), found)
 
 
-def _qwen3_moe(words: Words) -> dict[str, Any]:
-    return {
-        "moe_intermediate_size": words["expert_feed_forward_length"],
-        "num_experts": words["expert_count"],
-        "num_experts_per_tok": words["expert_used_count"],
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _shared(words: Words) -> dict[str, Any]:
-    """What is said of mixtures with an expert beside them, in all layers but the first."""
-    further = words.get("nextn_predict_layers", 0)
-    return {
-        "num_hidden_layers": words["block_count"] - further,
-        "num_nextn_predict_layers": further,
-        "moe_intermediate_size": words["expert_feed_forward_length"],
-        "n_routed_experts": words["expert_count"],
-        "num_experts_per_tok": words["expert_used_count"],
-        "first_k_dense_replace": words.get("leading_dense_block_count", 0),
-        "routed_scaling_factor": words.get("expert_weights_scale", 1.0),
-    }
-
-
-def _glm4_moe(words: Words) -> dict[str, Any]:
-    return {
-        **_partial(words),
-        **_shared(words),
-        "n_shared_experts": words.get("expert_shared_count", 1),
-        "norm_topk_prob": words.get("expert_weights_norm", True),
-    }
-
-
-def _deepseek2(words: Words) -> dict[str, Any]:
-    if words.get("attention.temperature_scale"):
-        raise FormatError("GGUF files of architecture 'deepseek2' whose queries grow with their positions are not supported.")
-    heads, rope = words["attention.head_count"], words["rope.dimension_count"]
-    # newer files give the widths of what is cached as key_length and value_length
-    key = words.get("attention.key_length_mla") or words["attention.key_length"]
-    if key <= rope:
-        raise FormatError(f"the GGUF file rotates {rope} of {key} channels of a head; less than all is needed.")
-    return {
-        **_shared(words),
-        "n_shared_experts": words.get("expert_shared_count", 0),
-        # it is said only where it is so
-        "norm_topk_prob": words.get("expert_weights_norm", False),
-        # DeepSeek V2's files do not say it
-        "scoring_func": _scoring(words, 1),
-        "n_group": words.get("expert_group_count", 1),
-        "topk_group": words.get("expert_group_used_count", 1),
-        "num_key_value_heads": heads,
-        "head_dim": rope,
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": key - rope,
-        "v_head_dim": words.get("attention.value_length_mla") or words["attention.value_length"],
-        "q_lora_rank": words.get("attention.q_lora_rank"),
-        "kv_lora_rank": words["attention.kv_lora_rank"],
-    }
-
-
-def _minimax_m2(words: Words) -> dict[str, Any]:
-    return {
-        **_partial(words),
-        "intermediate_size": words["expert_feed_forward_length"],
-        "num_local_experts": words["expert_count"],
-        "num_experts_per_tok": words["expert_used_count"],
-    }
-
-
-def _partial(words: Words) -> dict[str, Any]:
-    """What is said of heads of which a part is rotated, and of scores."""
-    width = words["attention.key_length"]
-    return {
-        "partial_rotary_factor": words.get("rope.dimension_count", width) / width,
-        "scoring_func": _scoring(words, 2),
-    }
-
-
-def _scoring(words: Words, default: int) -> str:
-    found = words.get("expert_gating_func", default)
-    return {1: "softmax", 2: "sigmoid"}.get(found, str(found))
-
-
-def _gpt_oss(words: Words) -> dict[str, Any]:
-    layers = words["block_count"]
-    return {
-        "intermediate_size": words["expert_feed_forward_length"],
-        "num_local_experts": words["expert_count"],
-        "num_experts_per_tok": words["expert_used_count"],
-        "sliding_window": words["attention.sliding_window"],
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
-        "swiglu_limit": 7.0,
-    }
-
-
-def _gemma3(words: Words) -> dict[str, Any]:
-    layers, heads = words["block_count"], words["attention.head_count"]
-    every = words.get("attention.sliding_window_pattern", 6)
-    return {
-        "sliding_window": words["attention.sliding_window"],
-        "sliding_window_pattern": every,
-        "rope_theta": words.get("rope.freq_base", 1000000.0),
-        "rope_local_base_freq": words.get("rope.freq_base_swa", 10000.0),
-        # the file does not say it: the 27B model, and no other, divides its hidden width by its heads
-        "query_pre_attn_scalar": words["embedding_length"] // heads if layers == 62 else words.get("attention.key_length", 256),
-        "head_dim": words.get("attention.key_length", 256),
-        "final_logit_softcapping": words.get("final_logit_softcapping"),
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-
-
-def _qwen3_next(words: Words) -> dict[str, Any]:
-    further, heads = words.get("nextn_predict_layers", 0), words["ssm.time_step_rank"]
-    if heads % words["ssm.group_count"]:
-        raise FormatError(f"the GGUF file has {heads} value heads, which {words['ssm.group_count']} key heads cannot share.")
-    if words["ssm.inner_size"] % heads:
-        raise FormatError(f"the GGUF file has values of {words['ssm.inner_size']} channels, which {heads} heads cannot share.")
-    return {
-        "num_hidden_layers": words["block_count"] - further,
-        "partial_rotary_factor": words.get("rope.dimension_count", 64) / words["attention.key_length"],
-        "full_attention_interval": words.get("full_attention_interval", 4),
-        "linear_num_key_heads": words["ssm.group_count"],
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": words["ssm.state_size"],
-        "linear_value_head_dim": words["ssm.inner_size"] // heads,
-        "linear_conv_kernel_dim": words["ssm.conv_kernel"],
-    }
-
-
-def _qwen3_next_moe(words: Words) -> dict[str, Any]:
-    return {
-        **_qwen3_moe(words),
-        **_qwen3_next(words),
-        "shared_expert_intermediate_size": words["expert_shared_feed_forward_length"],
-    }
-
-
 def _biased(home: str) -> dict[str, str]:
     """Where the bias in the choice of experts is."""
     return {"exp_probs_b.bias": f"{home}.e_score_correction_bias"}
@@ -308,18 +187,19 @@ ARCHITECTURES = {
     "llama": Architecture("llama", ATTENTION | MLP, order=halves),
     "qwen2": Architecture("qwen2", ATTENTION | MLP),
     "qwen3": Architecture("qwen3", ATTENTION | HEAD_NORMS | MLP),
-    "qwen3moe": Architecture("qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS, more=_qwen3_moe),
-    "gpt-oss": Architecture("gpt_oss", ATTENTION | GPT_OSS, more=_gpt_oss, vectors=SINKS),
-    "glm4moe": Architecture("glm4_moe", ATTENTION | HEAD_NORMS | GLM4_MOE, more=_glm4_moe, vectors=_biased("mlp.gate")),
-    "deepseek2": Architecture("deepseek_v3", LATENT | SHARED, more=_deepseek2, vectors=_biased("mlp.gate")),
+    "qwen3moe": Architecture("qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS, more=qwen3_moe),
+    "gpt-oss": Architecture("gpt_oss", ATTENTION | GPT_OSS, more=gpt_oss, vectors=SINKS),
+    "glm4moe": Architecture("glm4_moe", ATTENTION | HEAD_NORMS | GLM4_MOE, more=glm4_moe, vectors=_biased("mlp.gate")),
+    "deepseek2": Architecture("deepseek_v3", LATENT | SHARED, more=deepseek2, vectors=_biased("mlp.gate")),
     "minimax-m2": Architecture(
-        "minimax_m2", ATTENTION | HEAD_NORMS | MINIMAX_M2, more=_minimax_m2, vectors=_biased("block_sparse_moe")
+        "minimax_m2", ATTENTION | HEAD_NORMS | MINIMAX_M2, more=minimax_m2, vectors=_biased("block_sparse_moe")
     ),
-    "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, more=_gemma3),
-    "qwen3next": Architecture("qwen3_next", QWEN_SHARED | HYBRID, more=_qwen3_next_moe, **DELTA),
-    "qwen35": Architecture("qwen3_5_text", MLP | HYBRID, more=_qwen3_next, **DELTA, order=grouped, beyond="mtp"),
+    "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, more=gemma3),
+    "gemma4": Architecture("gemma4_text", ATTENTION | HEAD_NORMS | MLP | GEMMA4, more=gemma4, vectors=GEMMA4_VECTORS),
+    "qwen3next": Architecture("qwen3_next", QWEN_SHARED | HYBRID, more=qwen3_next_moe, **DELTA),
+    "qwen35": Architecture("qwen3_5_text", MLP | HYBRID, more=qwen3_next, **DELTA, order=grouped, beyond="mtp"),
     "qwen35moe": Architecture(
-        "qwen3_5_moe_text", QWEN_SHARED | HYBRID, more=_qwen3_next_moe, **DELTA, order=grouped, beyond="mtp"
+        "qwen3_5_moe_text", QWEN_SHARED | HYBRID, more=qwen3_next_moe, **DELTA, order=grouped, beyond="mtp"
     ),
 }
 

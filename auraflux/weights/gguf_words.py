@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from auraflux.errors import FormatError
 from auraflux.ops import llama3_frequencies, rope_frequencies
-from auraflux.weights.gguf_families import ENDS, Architecture, Words, architecture
+from auraflux.weights.gguf_families import ENDS, Architecture, architecture
+from auraflux.weights.gguf_settings import FREQUENCIES, Words
 
 # what every Llama 3 release says of its slow frequencies; the file holds only the factors that follow
 LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-FREQUENCIES = "rope_freqs.weight"
 
 
 def tensor_name(name: str, form: Architecture) -> str:
@@ -49,7 +49,7 @@ def make_config(
     frequencies  by which each rotary frequency is divided; None where the file does not say
     """
     form = architecture(metadata)
-    words = Words(metadata, metadata["general.architecture"])
+    words = Words(metadata, metadata["general.architecture"], shapes, frequencies)
     hidden, heads = words["embedding_length"], words["attention.head_count"]
     if "model.embed_tokens.weight" not in shapes:
         raise FormatError("the GGUF file has no token_embd.weight.")
@@ -73,8 +73,8 @@ def make_config(
     for key in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{key}_token_id"] = token
-    if form.model_type == "glm4_moe":
-        config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in shapes
+    if "rope_parameters" in config:
+        return config
     _check_rotary_width(words, config)
     if (scaling := _scaling(words, config, frequencies)) is not None:
         config["rope_scaling"] = scaling

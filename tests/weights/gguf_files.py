@@ -45,13 +45,13 @@ def gguf_name(name: str, architecture: str) -> str:
     ends = {theirs: ours for ours, theirs in ENDS.items()}
     if stem in ends:
         return ends[stem] + dot + part
-    if not stem.startswith("model.layers."):
+    if not name.startswith("model.layers."):
         return name
-    _, _, layer, module = stem.split(".", 3)
-    form = ARCHITECTURES[architecture]
+    _, _, layer, rest = name.split(".", 3)
+    form, module = ARCHITECTURES[architecture], rest.removesuffix(f".{part}")
     vectors = {theirs: ours for ours, theirs in form.vectors.items()}
-    if (vector := f"{module}.{part}") in vectors:
-        return f"blk.{layer}.{vectors[vector]}"
+    if rest in vectors:
+        return f"blk.{layer}.{vectors[rest]}"
     names = {theirs: ours for ours, theirs in form.layer.items()}
     return f"blk.{layer}.{names[module]}.{part}"
 

@@ -6,8 +6,22 @@ import numpy as np
 import torch
 
 from tests.models.test_deepseek_v3 import clear
+from tests.models.test_gemma4_text import uneven
 from tests.weights.gguf_files import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH
 
+SHARED: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": WIDTH,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -65,23 +79,50 @@ def _qwen(kind: str, **options: Any) -> Any:
     return hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**options, **mixed))
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+# layers that read keys of others and are fed from tokens
+LITTLE: dict[str, Any] = {
+    "hidden_size_per_layer_input": 64,
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, FULL] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "enable_moe_block": False,
+    "attention_k_eq_v": False,
+}
+
+
+def gemma4(**changes: Any) -> Any:
+    import transformers as hf
+
+    sizes: dict[str, Any] = {
+        "intermediate_size": INNER,
+        "global_head_dim": 64,
+        "layer_types": [SLIDING, FULL],
+        "sliding_window": 16,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+        "enable_moe_block": True,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 30.0,
+    }
+    torch.manual_seed(0)
+    return uneven(hf.Gemma4ForCausalLM(hf.Gemma4TextConfig(**sizes | changes)))
+
+
+def little() -> Any:
+    return gemma4(**SHARED | LITTLE)
+
+
 def tiny(kind: str):
     """A transformers model whose sizes are those that `write_gguf` tells."""
     import transformers as hf
 
-    shared = {
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": WIDTH,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
+    shared = SHARED
     experts: dict = {"num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     torch.manual_seed(0)
     if kind == "llama":
@@ -104,6 +145,8 @@ def tiny(kind: str):
         experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
         config = hf.MiniMaxM2Config(**shared, **experts, intermediate_size=64, num_local_experts=5)
         return clear(hf.MiniMaxM2ForCausalLM(config))
+    if kind == "gemma4":
+        return gemma4(**shared)
     if kind in QWENS:
         plain = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
         return _qwen(kind, **shared | HYBRID | {"rope_parameters": plain})
@@ -116,6 +159,9 @@ def tiny(kind: str):
 def written(model: Any, kind: str) -> dict[str, np.ndarray]:
     """All tensors of a model, as a file has them."""
     found: dict[str, np.ndarray] = {}
+    if kind == "gemma4":
+        # a quarter of the frequencies of its wide heads turn
+        found["rope_freqs.weight"] = np.repeat(np.float32([1.0, 1e30]), [8, 24])
     for name, tensor in model.state_dict().items():
         found |= unpacked(name, tensor.detach().numpy(), kind)
     return found
@@ -132,7 +178,7 @@ def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     if kind in QWENS and ".experts." not in name:
         return _hybrid(name, array, kind)
     stem, _, part = name.rpartition(".experts.")
-    if not stem:
+    if not stem or kind == "gemma4":
         return {name: array}
     if kind != "gpt-oss":
         home = f"{stem}.switch_mlp"
@@ -191,6 +237,25 @@ MIXED_WORDS: dict[str, Any] = {
     "expert_used_count": 2,
     "expert_feed_forward_length": 64,
     "expert_shared_feed_forward_length": 96,
+}
+GEMMA4_WORDS: dict[str, Any] = {
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+    "attention.key_length_swa": WIDTH,
+    "attention.value_length_swa": WIDTH,
+    "attention.sliding_window": 16,
+    "rope.freq_base": 1000000.0,
+    "rope.freq_base_swa": 10000.0,
+    "rope.dimension_count": 64,
+    "rope.dimension_count_swa": WIDTH,
+    "final_logit_softcapping": 30.0,
+}
+LITTLE_WORDS: dict[str, Any] = GEMMA4_WORDS | {
+    "block_count": 4,
+    "feed_forward_length": [INNER, INNER, 2 * INNER, 2 * INNER],
+    "attention.shared_kv_layers": 2,
+    "attention.sliding_window_pattern": [True, False] * 2,
+    "embedding_length_per_layer_input": 64,
 }
 SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
 WORDS: dict[str, dict[str, Any]] = {
@@ -264,4 +329,14 @@ WORDS: dict[str, dict[str, Any]] = {
     "qwen3next": HYBRID_WORDS | MIXED_WORDS,
     "qwen35": HYBRID_WORDS | SECTIONS,
     "qwen35moe": HYBRID_WORDS | MIXED_WORDS | SECTIONS,
+    "gemma4": {
+        **GEMMA4_WORDS,
+        "attention.head_count_kv": [KV_HEADS, 1],
+        "attention.shared_kv_layers": 0,
+        "attention.sliding_window_pattern": [True, False],
+        "embedding_length_per_layer_input": 0,
+        "expert_count": 5,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 64,
+    },
 }

@@ -10,7 +10,7 @@ from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import dense
 from tests.models.oracles import error, save, scores, tokens, truth
 from tests.weights.gguf_files import HEADS, HIDDEN, LAYERS, VOCAB, WIDTH, rounded, write_gguf
-from tests.weights.gguf_models import WORDS, tiny, written
+from tests.weights.gguf_models import LITTLE_WORDS, WORDS, little, tiny, written
 
 # as llama.cpp keeps it, whatever the type of the others
 CONVOLUTION = {"model.layers.0.linear_attn.conv1d.weight": "F32"}
@@ -125,3 +125,28 @@ def test_delta_layers_of_other_sizes_are_refused(tmp_path, changes, message: str
     path = write_gguf(tmp_path / "m.gguf", tensors, "F32", "qwen35", WORDS["qwen35"] | changes)
     with pytest.raises(FormatError, match=message):
         open_checkpoint(path).load("model.layers.0.linear_attn.in_proj_qkv.weight")
+
+
+def test_gemma4_whose_layers_are_fed_and_read_others(tmp_path):
+    model = little()
+    save(model, tmp_path / "hf")
+    path, ids = write_gguf(tmp_path / "m.gguf", written(model, "gemma4"), "F32", "gemma4", LITTLE_WORDS), tokens(model, 40)
+    with use_backend("reference"):
+        assert error(scores(path, ids), truth(model, ids)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention.head_count_kv": [2, 2, 2]}, "gemma4.attention.head_count_kv for 3 layers, and 4 layers"),
+        ({"feed_forward_length": [64, 96, 64, 64]}, "has MLPs of several widths"),
+        ({"rope.dimension_count_swa": 16}, "rotates 16 of 32 channels of a head"),
+        ({"attention.key_length": 32}, r"rotates 64 of 32 channels of a head"),
+        ({"rope.dimension_count": 32, "attention.key_length": 32}, r"rope_freqs\.weight in the GGUF file is not what Gemma 4"),
+    ],
+)
+def test_gemma4_of_other_layers_is_refused(tmp_path, changes, message: str):
+    tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
+    tensors["rope_freqs.weight"] = np.repeat(np.float32([1.0, 1e30]), [8, 24])
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "F32", "gemma4", LITTLE_WORDS | changes))
