@@ -21,10 +21,12 @@ from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing, add_norm_linears, delta_gates, gated_rms_norm, linear, qk_norm
 from auraflux.weights.loader import MTP, Weights, dense
+from auraflux.weights.stored import Stored
 
 TAPS = 4  # of the short convolution
 UNIT_EPS = 1e-6  # added to the sum of squares of a delta layer's query or key
 DELTA, ATTENTION = "linear_attention", "full_attention"
+PAIRS = {"in_proj_qkvz": ("qkv", "z"), "in_proj_ba": ("b", "a")}
 
 
 @dataclass(frozen=True)
@@ -146,16 +148,7 @@ class Delta:
         self.config, self.eps, self.parts = config, eps, config.parts
         heads, values = config.value_heads, self.parts[2]
         rows = {"qkv": sum(self.parts), "z": values, "b": heads, "a": heads}
-        grouped = {"in_proj_qkvz": 2 * sum(self.parts[1:]), "in_proj_ba": 2 * heads}
-        if not weights.has(f"{name}.in_proj_qkvz.weight"):
-            made = {part: weights.matrix(f"{name}.in_proj_{part}", n, hidden) for part, n in rows.items()}
-        elif weights.shape(f"{name}.in_proj_qkvz.weight")[0] == grouped["in_proj_qkvz"]:
-            order = grouped_rows(config)
-            made = {part: weights.matrix(f"{name}.{_pair(part)}", n, hidden, take=order[part]) for part, n in rows.items()}
-        else:
-            # the order of rows that are not there would take memory; which tensors do not fit is told at the end
-            made = {pair: weights.stored(f"{name}.{pair}.weight", n, hidden) for pair, n in grouped.items()}
-        self.projections = list(made.values())
+        self.projections = _projections(weights, name, hidden, config, rows)
         self.taps = taps_of(weights, f"{name}.conv1d.weight", rows["qkv"])
         self.a_log, self.dt_bias = weights.vector(f"{name}.A_log", heads), weights.vector(f"{name}.dt_bias", heads)
         self.norm = weights.vector(f"{name}.norm.weight", config.value_width)
@@ -181,9 +174,20 @@ class Delta:
     remember = __call__  # a memory is what its result is made of
 
 
-def _pair(part: str) -> str:
-    """Where qwen3_next has a projection."""
-    return "in_proj_qkvz" if part in ("qkv", "z") else "in_proj_ba"
+def _projections(weights: Weights, name: str, hidden: int, config: DeltaConfig, rows: dict[str, int]) -> list[Stored]:
+    """The matrices for qkv, z, b and a; qwen3_next has them in pairs, its GGUF files only the second."""
+    made: list[Stored] = []
+    for pair, parts in PAIRS.items():
+        whole = sum(rows[part] for part in parts)
+        if not weights.has(f"{name}.{pair}.weight"):
+            made += [weights.matrix(f"{name}.in_proj_{part}", rows[part], hidden) for part in parts]
+        elif weights.shape(f"{name}.{pair}.weight")[0] == whole:
+            order = grouped_rows(config)
+            made += [weights.matrix(f"{name}.{pair}", rows[part], hidden, take=order[part]) for part in parts]
+        else:
+            # the order of rows that are not there would take memory; which tensors do not fit is told at the end
+            made += [weights.stored(f"{name}.{pair}.weight", whole, hidden)]
+    return made
 
 
 def grouped_rows(config: DeltaConfig) -> dict[str, Tensor]:

@@ -148,6 +148,12 @@ class QTensor:
         block, lane = rows // self.lanes, rows % self.lanes
         return self._map(lambda t: t[block, :, lane].contiguous(), shape=(len(rows), self.shape[1]), lanes=1)
 
+    def moved(self, order: Tensor, span: int) -> "QTensor":
+        """The matrix with its columns, in runs of `span`, in another order."""
+        if self.lanes != 1 or span % self.group or span * self.bits % 32 or len(order) * span != self.shape[-1]:
+            raise FormatError(f"columns of {self!r} cannot be moved in runs of {span}.")
+        return self._map(lambda t: t.unflatten(-1, (len(order), -1))[..., order, :].flatten(-2))
+
     def part(self, rows: slice) -> "QTensor":
         """The same rows of every matrix of a stack whose rows are in their natural order."""
         if len(self.shape) != 3 or self.lanes != 1:

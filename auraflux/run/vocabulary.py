@@ -2,6 +2,7 @@
 
 "gpt2" is byte-level BPE: tokens and merges are in the file, and `tokenizer.ggml.pre` names the expressions that cut a text into
 words first. "llama" is SentencePiece's BPE: a score says how early two tokens merge, and unknown characters become bytes.
+"gemma4" is the same with its merges in the file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -55,7 +56,7 @@ BOS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken")
 
 def adds_bos(metadata: dict[str, Any]) -> bool:
     """Whether a text begins with the token for the beginning."""
-    usual = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in BOS_FIRST
+    usual = metadata.get("tokenizer.ggml.model") in ("llama", "gemma4") or metadata.get("tokenizer.ggml.pre") in BOS_FIRST
     return bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
 
 
@@ -71,9 +72,11 @@ def read_vocabulary(metadata: dict[str, Any]) -> Tokenizer:
     if kind == "gpt2":
         built = _byte_level(metadata, tokens)
     elif kind == "llama":
-        built = _sentence_piece(metadata, tokens, types)
+        built = _sentence_piece(metadata, tokens, _scored(metadata, tokens, types), prefix=True)
+    elif kind == "gemma4":
+        built = _sentence_piece(metadata, tokens, _listed(metadata, tokens), prefix=False)
     else:
-        raise FormatError(f"The GGUF file has a tokenizer of the kind {kind!r}; those that can be read: gpt2, llama.")
+        raise FormatError(f"The GGUF file has a tokenizer of the kind {kind!r}; those that can be read: gpt2, llama, gemma4.")
     _add_tokens(built, tokens, types)
     return built
 
@@ -84,7 +87,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
         known = ", ".join(sorted(SPLITS))
         raise FormatError(f"The GGUF file wants its text split in the way {pre!r}, which is not known; known are {known}.")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    merges = [_pair(merge, vocabulary) for merge in _strings(metadata, "merges")]
+    merges = _listed(metadata, tokens)
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[pre]]
     built.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -92,7 +95,12 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     return built
 
 
-def _pair(merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
+def _listed(metadata: dict[str, Any], tokens: list[str]) -> list[tuple[str, str]]:
+    vocabulary = set(tokens)
+    return [_pair(merge, vocabulary) for merge in _strings(metadata, "merges")]
+
+
+def _pair(merge: str, vocabulary: set[str]) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     for part in (left, right, left + right):
         if part not in vocabulary:
@@ -100,10 +108,15 @@ def _pair(merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
     return left, right
 
 
-def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+def _scored(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise FormatError(f"The GGUF file has {len(tokens)} tokens, but no score for each of them (tokenizer.ggml.scores).")
+    return _merges(tokens, types, scores)
+
+
+def _sentence_piece(metadata: dict[str, Any], tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Tokenizer:
+    """Merge characters; `prefix` says whether a text begins with a space where the file does not."""
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     bytewise = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
@@ -112,13 +125,13 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
     built = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_merges(tokens, types, scores),
+            merges=merges,
             unk_token=None if bytewise else tokens[unknown],
             byte_fallback=bytewise,
             fuse_unk=not bytewise,
         )
     )
-    first = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    first = metadata.get("tokenizer.ggml.add_space_prefix", prefix)
     steps = [normalizers.Prepend("▁")] if first else []
     built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

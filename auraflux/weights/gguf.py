@@ -18,7 +18,9 @@ from auraflux.errors import FormatError
 from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
 from auraflux.weights.boundary import brief, listed, regular
 from auraflux.weights.expert_files import ExpertFiles
-from auraflux.weights.gguf_words import FREQUENCIES, architecture, make_config, tensor_name
+from auraflux.weights.gguf_families import architecture
+from auraflux.weights.gguf_settings import FREQUENCIES
+from auraflux.weights.gguf_words import further, make_config, tensor_name
 from auraflux.weights.model_keys import check_config, check_gguf
 from auraflux.weights.stored import Stored
 
@@ -109,6 +111,7 @@ class GGUFFile:
         shapes = {name: self.shape(name) for name in self._tensors}
         self.config = make_config(self.metadata, shapes, None if frequencies is None else frequencies[1].data)
         check_config(self.path, self.config)
+        self._tensors = {further(name, self.config, self._architecture): found for name, found in self._tensors.items()}
         self.notes = self._notes()
 
     @cached_property
@@ -146,12 +149,12 @@ class GGUFFile:
         return {name: int(tensor.n_bytes) for name, (_, tensor) in self._tensors.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensors[name][1].shape))
+        return self._architecture.shape(name, tuple(int(size) for size in reversed(self._tensors[name][1].shape)))
 
     def load(self, name: str) -> Stored:
-        order = self._row_order(name)
-        array = self._tensors[name][1].data
-        return self._stored(name, array if order is None else array[order], self.shape(name))
+        shape = self.shape(name)
+        found = self._stored(name, self._tensors[name][1].data, shape)
+        return self._architecture.order(name, self.config, shape).restore(found)
 
     def load_one(self, name: str, index: int) -> Stored:
         return self._stored(name, self._tensors[name][1].data[index], self.shape(name)[1:])
@@ -159,23 +162,10 @@ class GGUFFile:
     def _stored(self, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> Stored:
         kind = self._tensors[name][1].tensor_type.name
         if kind in DENSE:
-            found = _dense(array, kind).view(shape)
-            plus = self._architecture.norms_plus
-            return found - plus if plus and name.endswith("norm.weight") else found
+            return self._architecture.restored(name, _dense(array, kind).view(shape))
         if len(shape) == 1:
             return torch.from_numpy(to_dense(array, kind))
         return from_blocks(array, kind)
-
-    def _row_order(self, name: str) -> NDArray[np.int64] | None:
-        """Where the file has the rows of q and k in pairs that are rotated together: the order in which they are halves."""
-        found = re.search(r"\.([qk])_proj\.", name)
-        if found is None or not self._architecture.permuted:
-            return None
-        rows = self.shape(name)[0]
-        heads = self.config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
-        if rows % (2 * heads):
-            raise FormatError(f"{name} in {self.path} has {rows} rows, which {heads} heads cannot share.")
-        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def release(self, name: str) -> None:
         reader, tensor = self._tensors[name]

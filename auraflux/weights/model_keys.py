@@ -160,6 +160,21 @@ GGUF: dict[str, Kind] = {
     **dict.fromkeys(("embedding_length", "feed_forward_length", "expert_feed_forward_length"), WIDTH),
     **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "expert_count", "expert_used_count"), COUNT),
     **dict.fromkeys(("attention.key_length", "rope.dimension_count"), HEAD),
+    **{f"attention.{key}": HEAD for key in ("value_length", "key_length_mla", "value_length_mla")},
+    "attention.q_lora_rank": WIDTH,
+    "attention.kv_lora_rank": whole(1, 4096),
+    "attention.temperature_scale": number(0, 1e6),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count"), COUNT),
+    "rope.scaling.yarn_log_multiplier": number(0, 1e5),
+    **dict.fromkeys(("attention.key_length_swa", "rope.dimension_count_swa"), HEAD),
+    "attention.shared_kv_layers": LAYERS,
+    "embedding_length_per_layer_input": whole(0, 1 << 20),
+    "expert_shared_feed_forward_length": whole(0, 1 << 20),
+    "full_attention_interval": whole(1, MOST_LAYERS),
+    "ssm.conv_kernel": whole(1, 64),
+    "ssm.state_size": HEAD,
+    **dict.fromkeys(("ssm.group_count", "ssm.time_step_rank"), COUNT),
+    "ssm.inner_size": WIDTH,
     "attention.layer_norm_rms_epsilon": number(0, 1),
     **dict.fromkeys(("nextn_predict_layers", "leading_dense_block_count"), LAYERS),
     **dict.fromkeys(("expert_shared_count", "expert_gating_func"), whole(0, 256)),
@@ -172,6 +187,14 @@ GGUF: dict[str, Kind] = {
     "attention.sliding_window": WINDOW,
     "rope.scaling.type": NAME,
     **dict.fromkeys(("rope.scaling.factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), FACTOR),
+}
+# what an architecture may say of each layer by itself
+GGUF_LISTS: dict[str, dict[str, Kind]] = {
+    "gemma4": {
+        "feed_forward_length": either(WIDTH, list_of(WIDTH, MOST_LAYERS)),
+        "attention.head_count_kv": either(COUNT, list_of(COUNT, MOST_LAYERS)),
+        "attention.sliding_window_pattern": list_of(FLAG, MOST_LAYERS),
+    }
 }
 GGUF_TEXT: dict[str, Kind] = {
     "general.architecture": NAME,
@@ -267,5 +290,6 @@ def check_gguf(where: Path, metadata: dict[str, Any]) -> None:
     """Refuse metadata of a GGUF file of which a value is not of its kind."""
     check(where, metadata, GGUF_TEXT, ("general.architecture",))
     architecture = metadata["general.architecture"]
-    check(where, metadata, {f"{architecture}.{key}": kind for key, kind in GGUF.items()})
+    kinds = GGUF | GGUF_LISTS.get(architecture, {})
+    check(where, metadata, {f"{architecture}.{key}": kind for key, kind in kinds.items()})
     check(where, metadata, {key: text(1 << 22) for key in metadata if key.startswith("tokenizer.chat_template")})

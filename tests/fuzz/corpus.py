@@ -38,10 +38,10 @@ from tests.models import (
 from tests.models.oracles import save
 from tests.run.tiny import tiny
 from tests.weights.gguf_files import HIDDEN, INNER, llama_tensors, write_gguf
+from tests.weights.gguf_models import WORDS, written
+from tests.weights.gguf_models import tiny as gguf_model
 from tests.weights.packed_folders import hf_folder, packed
 from tests.weights.quantized_folders import FOLDERS, rewrite
-from tests.weights.test_gguf import WORDS, unpacked
-from tests.weights.test_gguf import tiny as gguf_model
 
 SCRATCH = Path(mkdtemp(prefix="auraflux-fuzz-"))
 atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
@@ -215,9 +215,7 @@ def gguf_of(architecture: str, kind: str = "F32") -> bytes:
         tensors = llama_tensors() if kind == "F32" else wide_tensors()
         words = {} if kind == "F32" else {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64}
     else:
-        tensors, words = {}, dict(WORDS[architecture])
-        for name, tensor in gguf_model(architecture).state_dict().items():
-            tensors |= unpacked(name, tensor.detach().numpy(), architecture)
+        tensors, words = written(gguf_model(architecture), architecture), dict(WORDS[architecture])
     path = SCRATCH / f"{architecture}-{kind}.gguf"
     return write_gguf(path, tensors, kind, architecture, words, tokenizer=True).read_bytes()
 

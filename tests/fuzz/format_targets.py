@@ -11,13 +11,14 @@ from gguf import GGUFValueType
 
 from auraflux.quant.gguf_blocks import LAYOUTS
 from auraflux.run.tokenizer import Tokenizer
-from auraflux.weights.gguf_words import ARCHITECTURES
+from auraflux.weights.gguf_families import ARCHITECTURES
 from tests.fuzz import corpus
 from tests.fuzz.corpus import SCRATCH, Folder, gguf_of, join, load_all, open_all
 from tests.fuzz.harness import Target
 from tests.fuzz.mutate import as_json, mutated, nearby, octets, odd
 from tests.weights.gguf_files import HIDDEN, OTHERS, VOCAB
-from tests.weights.test_gguf import WORDS, llama3_factors
+from tests.weights.gguf_models import WORDS
+from tests.weights.test_gguf import llama3_factors
 
 DTYPES = ["F64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "BOOL", "U8", "I8", "I16", "I32", "I64", "F32", "F16", "BF16", "C64"]
 HEADER = 8192  # octets of a GGUF file, about as many as it has before its tensors

@@ -43,6 +43,19 @@ def test_values_stay_what_they_were(kind: str, leading: tuple[int, ...]):
     assert torch.equal(found.dequantize(torch.float32), decoded(octets, kind))
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_columns_can_change_places_within_blocks(kind: str):
+    """In runs of half a large block, as heads of a delta layer are."""
+    octets, order = random_blocks(kind, 5), torch.tensor([2, 0, 3, 1])
+    found = from_blocks(octets, kind).moved(order, 128).dequantize(torch.float32)
+    assert torch.equal(found.view(5, 4, 128), decoded(octets, kind).view(5, 4, 128)[:, order])
+
+
+def test_columns_of_a_group_stay_together():
+    with pytest.raises(FormatError, match="cannot be moved in runs of 16"):
+        from_blocks(random_blocks("Q8_0", 5), "Q8_0").moved(torch.arange(32), 16)
+
+
 @pytest.mark.parametrize("scale", [np.nan, np.inf])
 def test_scales_that_are_no_numbers_are_rounded_without_a_warning(scale: float):
     octets = np.zeros((2, 110 * 2), np.uint8)

@@ -339,6 +339,18 @@ def test_scores_without_a_space_before_the_text():
     assert tokenizer.decode(tokenizer.encode(" dog")) == " dog"
 
 
+def test_gemma4_lists_its_merges():
+    """As SentencePiece's tokens in the order of their scores; a text begins with no space."""
+    listed = [f"{left} {right}" for left, right in json.loads(sentence_piece().to_str())["model"]["merges"]]
+    ours = Tokenizer.from_gguf({**spm_metadata(model="gemma4", merges=listed), "tokenizer.ggml.scores": None})
+    plain = Tokenizer.from_gguf(spm_metadata(add_space_prefix=False))
+    for text in ("the dog", " the  dog", "the\n\n\ndog", "brown é 🙂 fox\n"):
+        ids = ours.encode(text)
+        assert ids == plain.encode(text)
+        assert ids[0] == 1
+        assert ours.decode(ids) == text
+
+
 def test_equal_scores_are_refused():
     scores = spm_metadata()["tokenizer.ggml.scores"]
     with pytest.raises(FormatError, match=r"the same score -7.0, so it is not known which of the two merges first"):

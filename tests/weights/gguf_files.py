@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU
-from auraflux.weights.gguf_words import ARCHITECTURES, ENDS
+from auraflux.weights.gguf_families import ARCHITECTURES, ENDS
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
 
@@ -45,14 +45,14 @@ def gguf_name(name: str, architecture: str) -> str:
     ends = {theirs: ours for ours, theirs in ENDS.items()}
     if stem in ends:
         return ends[stem] + dot + part
-    if not stem.startswith("model.layers."):
+    if not name.startswith("model.layers."):
         return name
-    _, _, layer, module = stem.split(".", 3)
-    if part == "sinks":
-        return f"blk.{layer}.attn_sinks.weight"
-    if part == "e_score_correction_bias":
-        return f"blk.{layer}.exp_probs_b.bias"
-    names = {theirs: ours for ours, theirs in ARCHITECTURES[architecture].layer.items()}
+    _, _, layer, rest = name.split(".", 3)
+    form, module = ARCHITECTURES[architecture], rest.removesuffix(f".{part}")
+    vectors = {theirs: ours for ours, theirs in form.vectors.items()}
+    if rest in vectors:
+        return f"blk.{layer}.{vectors[rest]}"
+    names = {theirs: ours for ours, theirs in form.layer.items()}
     return f"blk.{layer}.{names[module]}.{part}"
 
 
@@ -81,7 +81,8 @@ def write_gguf(
         if isinstance(value, list):
             writer.add_array(f"{architecture}.{key}", value)
         else:
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            kinds_of = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add = kinds_of[type(value)]
             add(f"{architecture}.{key}", value)
     writer.add_token_list(["<s>", "é", "ab", "a", "b", "Ġ", *map(str, range(VOCAB - 6))])
     if tokenizer:

@@ -7,19 +7,17 @@ from gguf import GGMLQuantizationType, quants
 
 from auraflux.errors import FormatError
 from auraflux.models.gemma3_text import Config as Gemma3
-from auraflux.ops import llama3_frequencies, rope_frequencies, use_backend
+from auraflux.ops import llama3_frequencies, rope_frequencies
 from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import ONLY_CPU
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.gguf import GGUFFile
 from auraflux.weights.loader import Weights, dense
-from tests.models.oracles import error, save, scores, tokens, truth
-from tests.models.test_deepseek_v3 import clear
+from tests.models.oracles import error, scores
 from tests.weights.gguf_files import (
     HEADS,
     HIDDEN,
     INNER,
-    KV_HEADS,
     LAYERS,
     VOCAB,
     WIDTH,
@@ -256,146 +254,3 @@ def test_another_file_is_refused(tmp_path, content: bytes):
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(FormatError, match="is not a GGUF file: it begins with"):
         open_checkpoint(tmp_path / "m.gguf")
-
-
-def tiny(kind: str):
-    """A transformers model whose sizes are those that `write_gguf` tells."""
-    import transformers as hf
-
-    shared = {
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": WIDTH,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
-    experts: dict = {"num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    torch.manual_seed(0)
-    if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**shared, intermediate_size=INNER))
-    if kind == "qwen3moe":
-        config = hf.Qwen3MoeConfig(**shared, **experts, moe_intermediate_size=64, num_experts=5, norm_topk_prob=True)
-        return hf.Qwen3MoeForCausalLM(config)
-    if kind == "gemma3":
-        bases = {"sliding_attention": 10000.0, "full_attention": 1000000.0}
-        ropes = {name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()}
-        sizes = {"intermediate_size": INNER, "sliding_window": 16, "query_pre_attn_scalar": WIDTH}
-        kinds = list(bases)
-        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**shared, **sizes, layer_types=kinds, rope_parameters=ropes))
-    if kind == "glm4moe":
-        experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
-        sizes = {"intermediate_size": INNER, "moe_intermediate_size": 64, "n_routed_experts": 5, "num_mtp_layers": 0}
-        options = {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}
-        return clear(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**shared, **experts, **sizes, **options)))
-    if kind == "minimax-m2":
-        experts["rope_parameters"] |= {"partial_rotary_factor": 0.5}
-        config = hf.MiniMaxM2Config(**shared, **experts, intermediate_size=64, num_local_experts=5)
-        return clear(hf.MiniMaxM2ForCausalLM(config))
-    config = hf.GptOssConfig(**shared, **experts, intermediate_size=96, num_local_experts=5, sliding_window=16)
-    return hf.GptOssForCausalLM(config)
-
-
-def unpacked(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
-    """The tensors that llama.cpp's converter makes of one of transformers'."""
-    if kind == "minimax-m2":
-        name = name.replace(".mlp.", ".block_sparse_moe.")
-    stem, _, part = name.rpartition(".experts.")
-    if not stem:
-        return {name: array}
-    if kind != "gpt-oss":
-        home = f"{stem}.switch_mlp"
-        if part == "down_proj":
-            return {f"{home}.down_proj.weight": array}
-        gate, up = np.split(array, 2, axis=1)
-        return {f"{home}.gate_proj.weight": gate.copy(), f"{home}.up_proj.weight": up.copy()}
-    module, end = part.removesuffix("_bias"), "bias" if part.endswith("_bias") else "weight"
-    turned = array if end == "bias" else array.swapaxes(1, 2)
-    home = f"{stem}.experts"
-    if module == "down_proj":
-        return {f"{home}.down_proj.{end}": turned.copy()}
-    return {f"{home}.gate_proj.{end}": turned[:, 0::2].copy(), f"{home}.up_proj.{end}": turned[:, 1::2].copy()}
-
-
-WORDS: dict[str, dict[str, object]] = {
-    "llama": {},
-    "qwen3moe": {
-        "expert_count": 5,
-        "expert_used_count": 2,
-        "expert_feed_forward_length": 64,
-        "attention.key_length": WIDTH,
-    },
-    "glm4moe": {
-        "expert_count": 5,
-        "expert_used_count": 2,
-        "expert_shared_count": 1,
-        "expert_feed_forward_length": 64,
-        "expert_gating_func": 2,
-        "expert_weights_scale": 1.5,
-        "leading_dense_block_count": 1,
-        "attention.key_length": WIDTH,
-        "rope.dimension_count": WIDTH // 2,
-    },
-    "minimax-m2": {
-        "expert_count": 5,
-        "expert_used_count": 2,
-        "expert_feed_forward_length": 64,
-        "attention.key_length": WIDTH,
-        "rope.dimension_count": WIDTH // 2,
-    },
-    "gpt-oss": {
-        "expert_count": 5,
-        "expert_used_count": 2,
-        "expert_feed_forward_length": 96,
-        "attention.key_length": WIDTH,
-        "attention.sliding_window": 16,
-    },
-    "gemma3": {
-        "attention.key_length": WIDTH,
-        "attention.sliding_window": 16,
-        "attention.sliding_window_pattern": 2,
-        "rope.freq_base": 1000000.0,
-    },
-}
-
-
-@pytest.mark.parametrize("kind", WORDS)
-def test_a_model_says_the_same_as_in_transformers(kind: str, tmp_path):
-    model = tiny(kind)
-    ids = tokens(model, 40)
-    save(model, tmp_path / "hf")
-    tensors: dict[str, np.ndarray] = {}
-    for name, tensor in model.state_dict().items():
-        tensors |= unpacked(name, tensor.detach().numpy(), kind)
-    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", kind, WORDS[kind])
-    with use_backend("reference"):
-        found = scores(path, ids)
-    assert error(found, truth(model, ids)) < 1e-5
-
-
-def test_layers_that_predict_further_are_passed_over(tmp_path):
-    model = tiny("glm4moe")
-    save(model, tmp_path / "hf")
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors |= unpacked(name, tensor.detach().numpy(), "glm4moe")
-    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
-    words = WORDS["glm4moe"] | {"block_count": LAYERS + 1, "nextn_predict_layers": 1}
-    path, ids = write_gguf(tmp_path / "m.gguf", tensors, "F32", "glm4moe", words), tokens(model, 20)
-    assert open_checkpoint(path).config["num_hidden_layers"] == LAYERS
-    assert error(scores(path, ids), truth(model, ids)) < 1e-5
-
-
-def test_another_scoring_of_experts_is_refused(tmp_path):
-    model = tiny("minimax-m2")
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors |= unpacked(name, tensor.detach().numpy(), "minimax-m2")
-    path = write_gguf(tmp_path / "m.gguf", tensors, "F32", "minimax-m2", WORDS["minimax-m2"] | {"expert_gating_func": 1})
-    with pytest.raises(FormatError, match="scoring_func 'softmax'; only 'sigmoid'"):
-        scores(path, [1, 2])

@@ -1,0 +1,213 @@
+"""The architectures of GGUF files: what llama.cpp calls tensors and settings, and what Hugging Face does."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from auraflux.errors import FormatError
+from auraflux.weights.gguf_order import Order, grouped, halves
+from auraflux.weights.gguf_settings import (
+    Words,
+    deepseek2,
+    gemma3,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    minimax_m2,
+    qwen3_moe,
+    qwen3_next,
+    qwen3_next_moe,
+)
+
+Shape = tuple[int, ...]
+
+ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+MLP = {
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+EXPERTS = {
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
+}
+# one beside every mixture and an MLP in the first layers
+SHARED = {
+    **MLP,
+    **EXPERTS,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+GLM4_MOE = {"post_attention_norm" if name == "ffn_norm" else name: module for name, module in SHARED.items()}
+# newer files have the rows of kv_b_proj as mlx-lm keeps them: those for keys turned over, and those for values
+LATENT = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+    "attn_output": "self_attn.o_proj",
+}
+MINIMAX_M2 = {name: module.replace("mlp.", "block_sparse_moe.", 1) for name, module in EXPERTS.items()}
+# older files have qkv and z as Hugging Face does, in ssm_in
+HYBRID = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+QWEN_SHARED = {
+    **EXPERTS,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+GEMMA3 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA4 = {
+    **GEMMA3,
+    "ffn_gate_inp": "router.proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GEMMA4_VECTORS = {
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
+}
+
+
+class Architecture(NamedTuple):
+    """One value of general.architecture.
+
+    model_type  Hugging Face's name
+    layer       names of modules within a layer
+    vectors     whole names of tensors within a layer that are no module's weight or bias
+    order       of the file, by name, config and shape of a tensor
+    values      what undoes the converter's changes to numbers, by the ends of names; the first that fits
+    shapes      the same of shapes that it made smaller
+    more        config keys that only this one has
+    beyond      what layers after the last are called, which predict further tokens; None where models know them as layers
+    """
+
+    model_type: str
+    layer: dict[str, str]
+    order: Callable[[str, dict[str, Any], Shape], Order] = lambda name, config, shape: Order()
+    values: Mapping[str, Callable[[Tensor], Tensor]] = {}
+    shapes: Mapping[str, Callable[[Shape], Shape]] = {}
+    more: Callable[[Words], dict[str, Any]] = lambda words: {}
+    vectors: Mapping[str, str] = {}
+    beyond: str | None = None
+
+    def restored(self, name: str, found: Tensor) -> Tensor:
+        """The numbers of a dense tensor as Hugging Face has them."""
+        return next((undo(found) for end, undo in self.values.items() if name.endswith(end)), found)
+
+    def shape(self, name: str, found: Shape) -> Shape:
+        """The shape of a tensor as Hugging Face has it."""
+        return next((undo(found) for end, undo in self.shapes.items() if name.endswith(end)), found)
+
+
+def _biased(home: str) -> dict[str, str]:
+    """Where the bias in the choice of experts is."""
+    return {"exp_probs_b.bias": f"{home}.e_score_correction_bias"}
+
+
+def _less_one(weight: Tensor) -> Tensor:
+    return weight - 1
+
+
+SINKS = {"attn_sinks.weight": "self_attn.sinks"}
+GEMMA_NORMS = {"norm.weight": _less_one}
+DELTA: dict[str, Any] = {
+    "vectors": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    "values": {
+        "linear_attn.norm.weight": lambda weight: weight,
+        "norm.weight": _less_one,
+        # it has the -exp of it
+        "A_log": lambda rate: (-rate).log(),
+    },
+    "shapes": {
+        "conv1d.weight": lambda shape: (shape[0], 1, *shape[1:]),
+        "shared_expert_gate.weight": lambda shape: (1, shape[-1]),
+    },
+}
+ARCHITECTURES = {
+    "llama": Architecture("llama", ATTENTION | MLP, order=halves),
+    "qwen2": Architecture("qwen2", ATTENTION | MLP),
+    "qwen3": Architecture("qwen3", ATTENTION | HEAD_NORMS | MLP),
+    "qwen3moe": Architecture("qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS, more=qwen3_moe),
+    "gpt-oss": Architecture("gpt_oss", ATTENTION | GPT_OSS, more=gpt_oss, vectors=SINKS),
+    "glm4moe": Architecture("glm4_moe", ATTENTION | HEAD_NORMS | GLM4_MOE, more=glm4_moe, vectors=_biased("mlp.gate")),
+    "deepseek2": Architecture("deepseek_v3", LATENT | SHARED, more=deepseek2, vectors=_biased("mlp.gate")),
+    "minimax-m2": Architecture(
+        "minimax_m2", ATTENTION | HEAD_NORMS | MINIMAX_M2, more=minimax_m2, vectors=_biased("block_sparse_moe")
+    ),
+    "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, more=gemma3),
+    "gemma4": Architecture("gemma4_text", ATTENTION | HEAD_NORMS | MLP | GEMMA4, more=gemma4, vectors=GEMMA4_VECTORS),
+    "qwen3next": Architecture("qwen3_next", QWEN_SHARED | HYBRID, more=qwen3_next_moe, **DELTA),
+    "qwen35": Architecture("qwen3_5_text", MLP | HYBRID, more=qwen3_next, **DELTA, order=grouped, beyond="mtp"),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", QWEN_SHARED | HYBRID, more=qwen3_next_moe, **DELTA, order=grouped, beyond="mtp"
+    ),
+}
+
+
+def architecture(metadata: Mapping[str, Any]) -> Architecture:
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise FormatError(f"GGUF architecture {name!r} is not supported. Those that are: {', '.join(ARCHITECTURES)}.")
+    if name == "llama" and metadata.get("llama.expert_count"):
+        raise FormatError("GGUF files of architecture 'llama' with experts (Mixtral) are not supported.")
+    return ARCHITECTURES[name]
