@@ -38,6 +38,13 @@ ATTENTION = {
     "attn_output": "self_attn.o_proj",
 }
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+
+def _renamed_norm(names: dict[str, str]) -> dict[str, str]:
+    """The same names where the norm before MLPs is called after what it follows."""
+    return {"post_attention_norm" if name == "ffn_norm" else name: module for name, module in names.items()}
+
+
 MLP = {
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -59,7 +66,7 @@ SHARED = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-GLM4_MOE = {"post_attention_norm" if name == "ffn_norm" else name: module for name, module in SHARED.items()}
+GLM4_MOE = _renamed_norm(SHARED)
 # newer files have the rows of kv_b_proj as mlx-lm keeps them: those for keys turned over, and those for values
 LATENT = {
     "attn_norm": "input_layernorm",
@@ -79,7 +86,6 @@ MINIMAX_M2 = {name: module.replace("mlp.", "block_sparse_moe.", 1) for name, mod
 HYBRID = {
     **ATTENTION,
     **HEAD_NORMS,
-    "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_in": "linear_attn.in_proj_qkvz",
@@ -91,7 +97,7 @@ HYBRID = {
     "ssm_out": "linear_attn.out_proj",
 }
 QWEN_SHARED = {
-    **EXPERTS,
+    **_renamed_norm(EXPERTS),
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -196,10 +202,10 @@ ARCHITECTURES = {
     ),
     "gemma3": Architecture("gemma3_text", ATTENTION | HEAD_NORMS | MLP | GEMMA3, values=GEMMA_NORMS, more=gemma3),
     "gemma4": Architecture("gemma4_text", ATTENTION | HEAD_NORMS | MLP | GEMMA4, more=gemma4, vectors=GEMMA4_VECTORS),
-    "qwen3next": Architecture("qwen3_next", QWEN_SHARED | HYBRID, more=qwen3_next_moe, **DELTA),
-    "qwen35": Architecture("qwen3_5_text", MLP | HYBRID, more=qwen3_next, **DELTA, order=grouped, beyond="mtp"),
+    "qwen3next": Architecture("qwen3_next", HYBRID | QWEN_SHARED, more=qwen3_next_moe, **DELTA),
+    "qwen35": Architecture("qwen3_5_text", HYBRID | _renamed_norm(MLP), more=qwen3_next, **DELTA, order=grouped, beyond="mtp"),
     "qwen35moe": Architecture(
-        "qwen3_5_moe_text", QWEN_SHARED | HYBRID, more=qwen3_next_moe, **DELTA, order=grouped, beyond="mtp"
+        "qwen3_5_moe_text", HYBRID | QWEN_SHARED, more=qwen3_next_moe, **DELTA, order=grouped, beyond="mtp"
     ),
 }
 

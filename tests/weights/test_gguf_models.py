@@ -150,3 +150,13 @@ def test_gemma4_of_other_layers_is_refused(tmp_path, changes, message: str):
     tensors["rope_freqs.weight"] = np.repeat(np.float32([1.0, 1e30]), [8, 24])
     with pytest.raises(FormatError, match=message):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "F32", "gemma4", LITTLE_WORDS | changes))
+
+
+def test_gemma4_with_gate_and_up_apart_is_refused(tmp_path):
+    tensors = written(tiny("gemma4"), "gemma4")
+    both = {name: tensors.pop(name) for name in list(tensors) if name.endswith("experts.gate_up_proj")}
+    for layer, array in enumerate(both.values()):
+        gate, up = np.split(array, 2, axis=1)
+        tensors |= {f"blk.{layer}.ffn_gate_exps.weight": gate.copy(), f"blk.{layer}.ffn_up_exps.weight": up.copy()}
+    with pytest.raises(FormatError, match=r"that the model does not know: .*blk\.0\.ffn_gate_exps\.weight"):
+        scores(write_gguf(tmp_path / "m.gguf", tensors, "F32", "gemma4", WORDS["gemma4"]), [1, 2])
