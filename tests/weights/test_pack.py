@@ -16,9 +16,9 @@ from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import open_checkpoint
 from tests.models.oracles import error, save, scores
 from tests.weights.gguf_files import WIDTH, llama_tensors, write_gguf
+from tests.weights.gguf_models import WORDS, written
+from tests.weights.gguf_models import tiny as tiny_for_gguf
 from tests.weights.packed_folders import contents, converted, experts_of, hf_folder, matrices, packed
-from tests.weights.test_gguf import WORDS, unpacked
-from tests.weights.test_gguf import tiny as tiny_for_gguf
 
 FAMILIES = ["qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v3"]
 LATER = ["glm4_moe", "minimax_m2", "gemma4_text"]
@@ -81,9 +81,7 @@ def test_rows_in_order_for_a_gpu(tmp_path):
 def test_gguf_codes_stay_as_they_are(kind: str, tmp_path):
     model = tiny_for_gguf(kind)
     save(model, tmp_path / "hf")
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors |= unpacked(name, tensor.detach().numpy(), kind)
+    tensors = written(model, kind)
     words = {"expert_count": 5, "expert_used_count": 2, "attention.key_length": WIDTH, "attention.sliding_window": 16}
     words |= {"expert_feed_forward_length": 96 if kind == "gpt-oss" else 64}
     # as in the files people use: some layers' projections have more bits
@@ -99,9 +97,7 @@ def test_gguf_codes_stay_as_they_are(kind: str, tmp_path):
 def test_blocks_that_only_the_cpu_reads_are_rounded_for_others(tmp_path):
     model = tiny_for_gguf("qwen3moe")
     save(model, tmp_path / "hf")
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors |= unpacked(name, tensor.detach().numpy(), "qwen3moe")
+    tensors = written(model, "qwen3moe")
     kinds = {name: "IQ4_NL" for name in tensors if "switch_mlp" in name or "o_proj" in name}
     source = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "qwen3moe", WORDS["qwen3moe"], kinds)
     folder, gpu = packed(source, tmp_path / "packed"), packed(source, tmp_path / "gpu", lanes=1)
