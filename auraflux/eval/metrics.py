@@ -35,7 +35,8 @@ def compare(wanted: Tensor, found: Tensor, targets: Tensor) -> Differences:
     wanted, found  [T, V]  scores of the reference and of what is measured
     targets        [T]     the tokens that came
     """
-    reference, log = torch.log_softmax(wanted.float(), -1), torch.log_softmax(found.float(), -1)
+    # in float64: torch's float32 logarithm is off by 1e-5 on ARM
+    reference, log = torch.log_softmax(wanted.double(), -1), torch.log_softmax(found.double(), -1)
     # a difference of two roundings may come out below zero, the divergence does not
     kl = (reference.exp() * (reference - log)).sum(-1).clamp_min(0)
     nll = -log.gather(-1, targets.to(log.device)[:, None]).squeeze(-1)

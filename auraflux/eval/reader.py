@@ -88,7 +88,7 @@ class EngineReader:
             finally:
                 branch.close()
         targets = torch.tensor(ending, device=scores.device)
-        return float(torch.log_softmax(scores.float(), -1).gather(-1, targets[:, None]).sum())
+        return float(torch.log_softmax(scores.double(), -1).gather(-1, targets[:, None]).sum())
 
     def after(self, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
         self._keep(tuple(prompt))

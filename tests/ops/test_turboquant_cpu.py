@@ -9,6 +9,7 @@ from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
 from auraflux.ops.simd.jit import entry
+from auraflux.ops.simd.vectors import ISA
 from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, quantize_chunks, search_table
 from auraflux.ops.turboquant.pages import CodePages, unpack
@@ -43,7 +44,8 @@ def test_one_key_takes_all_the_weight():
     torch.manual_seed(2)
     pages = filled((8, 4), 500)
     q = torch.randn(1, 8, WIDTH) * 50
-    assert relative_rms(attend(q, pages, False), attend(q, pages, True)) < 3e-2
+    # large scores enlarge the error of a level, which is larger where keys of eight bits are interpolated
+    assert relative_rms(attend(q, pages, False), attend(q, pages, True)) < (6e-2 if ISA.small_tables else 3e-2)
 
 
 @pytest.mark.parametrize("where", ["q", "key_norms", "value_norms"])

@@ -85,14 +85,17 @@ def plainly_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.softmax(-1) @ v).transpose(0, 1).float()
 
 
-@CONTRACTS
 @pytest.mark.parametrize("new", [1, 3, 80])
-def test_eight_bits_are_close_to_attention_on_the_keys_themselves(on, new):
+def test_eight_bits_are_close_to_attention_on_the_keys_themselves(new):
     torch.manual_seed(1)
     k, v, keys = real_looking(300)
     q = torch.randn(new, 4, WIDTH) * 0.3
     pages = appended(made(300, (8, 8), keys, (1, 32)), k, v, [300])
-    assert relative_rms(attended(q, pages, on), plainly_attended(q, k, v)) < 1e-2
+    wanted = plainly_attended(q, k, v)
+    exact, fast = (relative_rms(attended(q, pages, on), wanted) for on in (True, False))
+    assert exact < 1e-2
+    # products of bytes add little to what eight bits leave, whatever the processor's tables
+    assert fast < 1.3 * exact
 
 
 @CONTRACTS

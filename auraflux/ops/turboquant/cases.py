@@ -527,6 +527,8 @@ CASES = [
             rope_append_latent_codes,
             f"kept-w{width}-{new}",
             partial(turned_latent, [121, 40], [new, 1], 3, (20, 16, width), bits=4, cache=BF16, plain=(1, 32)),
+            # a last bit of float32 may send a kept number to its neighbour in bfloat16
+            tol=1e-4,
         )
         for width, new in ((64, 1), (100, 5), (512, 1), (512, 20))
     ),
