@@ -90,7 +90,8 @@ def weights_of(checkpoint: Checkpoint, module: Any) -> Weights:
             chosen[int(layer[1])] += nbytes
     if checkpoint.experts is not None:
         for file in checkpoint.experts.files:
-            experts[int(LAYER.match(f"{file.module}.")[1])] += file.file_nbytes  # type: ignore[index]
+            if file.layer < config.layers:
+                experts[file.layer] += file.file_nbytes
     mixed = has_experts(checkpoint.config) and any(experts)
     if mixed:
         count = _experts_of(config)

@@ -23,6 +23,7 @@ from auraflux.quant import QTensor
 from auraflux.weights.boundary import read_json, regular
 
 FOLDER, MANIFEST = "experts", "manifest.json"
+LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 NAME, VERSION = "auraflux-experts", 1
 ALIGNMENT = 4096
 PARTS = ("packed", "scales", "biases")
@@ -61,6 +62,12 @@ class ExpertFile:
     @property
     def lanes(self) -> int:
         return self.like["up"].lanes
+
+    @property
+    def layer(self) -> int:
+        found = LAYER.match(self.module)
+        assert found is not None, "modules are checked when a manifest is read"
+        return int(found[1])
 
     def offset(self, expert: int) -> int:
         return expert * self.stride
@@ -228,6 +235,8 @@ class _Reading:
 
     def layer(self, entry: dict[str, Any], count: int, forms: list[tuple[dict[str, QTensor], int]]) -> ExpertFile:
         module, name, form = self.text(entry, "module"), self.text(entry, "file"), entry.get("format")
+        if not LAYER.match(module):
+            raise self.wrong(f"'module' is {module!r}; it must be that of a layer, such as model.layers.0.mlp")
         if not re.fullmatch(r"[A-Za-z0-9_]+\.bin", name):
             raise self.wrong(f"'file' is {name!r}; it must be the name of a .bin file beside the manifest")
         if type(form) is not int or not 0 <= form < len(forms):

@@ -1,8 +1,8 @@
 """`Journal`: what of a long piece of writing is done, so that it can go on after it was stopped.
 
 Its first line says what is written from what, with which settings; each further line is a thing that is whole on disk. A line
-is added after the thing itself has reached the disk, and ends with its checksum. One that was cut off or changed counts as not
-there, and so do those after it.
+is added after the thing itself has reached the disk, and ends with a checksum of all up to here. One that was cut off, changed,
+moved or repeated counts as not there, and so do those after it.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         if not self.path.exists() and any(folder.iterdir()):
             raise FormatError(f"{folder} is there, and was not left by an interrupted run. Move it out of the way.")
-        self._file = _locked(self.path)
+        self._file, self._sum = _locked(self.path), 0
         found = self._read()
         self.entries = found[1:]
         if not found:
@@ -49,10 +49,11 @@ class Journal:
         found, end = [], 0
         for line in self._file:
             content, _, rest = line.rpartition(b" ")
-            if rest != _sum(content):
+            total = zlib.crc32(content, self._sum)
+            if rest != _written(total):
                 break
             found.append(json.loads(content))
-            end += len(line)
+            self._sum, end = total, end + len(line)
         self._file.truncate(end)
         return found
 
@@ -66,7 +67,8 @@ class Journal:
     def add(self, found: dict[str, Any], entry: bool = True) -> None:
         """Note that something is whole on disk."""
         content = json.dumps(found).encode()
-        self._file.write(content + b" " + _sum(content))
+        self._sum = zlib.crc32(content, self._sum)
+        self._file.write(content + b" " + _written(self._sum))
         self._file.flush()
         os.fsync(self._file.fileno())
         if entry:
@@ -77,9 +79,9 @@ class Journal:
         self._file.close()
 
 
-def _sum(content: bytes) -> bytes:
-    """What stands after a line's content."""
-    return f"{zlib.crc32(content):08x}\n".encode()
+def _written(total: int) -> bytes:
+    """A checksum as it ends a line."""
+    return f"{total:08x}\n".encode()
 
 
 def discard(folder: Path) -> None:

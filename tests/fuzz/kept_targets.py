@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from auraflux.bench.forecast import weights_of
 from auraflux.cache import AttentionShape
 from auraflux.cache.calibration import LayerVectors, ModelVectors
 from auraflux.cache.pages import PageImage
@@ -15,8 +16,10 @@ from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.cache.recurrent import StateImage
 from auraflux.cache.sequence import Snapshot
 from auraflux.eval.state import State
+from auraflux.models import family
 from auraflux.run import calibration
 from auraflux.weights import verified
+from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_files import FOLDER, MANIFEST
 from auraflux.weights.journal import NAME as JOURNAL
 from auraflux.weights.journal import Journal
@@ -96,7 +99,7 @@ def manifest() -> dict[str, Any]:
 def experts(rng: random.Random) -> None:
     """A packed model whose manifest says something else, or whose experts' files are others."""
     folder = packed_model() / FOLDER
-    (folder / MANIFEST).write_text(json.dumps(manifest()))
+    manifest()
     path = rng.choice(sorted(folder.glob("*.bin")))
     content = path.read_bytes()
     try:
@@ -104,9 +107,12 @@ def experts(rng: random.Random) -> None:
             (folder / MANIFEST).write_bytes(as_json(rng, mutated(rng, manifest())))
         else:
             path.write_bytes(octets(rng, content, 2))
+        checkpoint = open_checkpoint(packed_model())
+        weights_of(checkpoint, family(checkpoint.config))
         load_all(packed_model())
     finally:
         path.write_bytes(content)
+        (folder / MANIFEST).write_text(json.dumps(manifest()))
 
 
 def notes(rng: random.Random) -> None:

@@ -102,6 +102,7 @@ HOSTILE = {
     "path-with-nul": (set_to("layers", 0, "file", to="a\0.bin"), "must be the name of a .bin file"),
     "number-as-file": (set_to("layers", 0, "file", to=7), "'file' is 7, not a text"),
     "same-file-twice": (set_to("layers", 1, "file", to="layer_000.bin"), "two layers have the same 'file'"),
+    "module-of-no-layer": (set_to("layers", 0, "module", to="model.layer.0.mlp"), "must be that of a layer"),
     "same-module-twice": (set_to("layers", 1, "module", to="model.layers.0.mlp"), "two layers have the same 'module'"),
     "huge-count": (set_to("count", to=1 << 60), "'count' is .*; a number from 1 to 65536 is needed"),
     "huge-width": (set_to("hidden", to=1 << 40), "'hidden' is"),

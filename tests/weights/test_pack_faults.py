@@ -134,6 +134,24 @@ def test_a_journal_that_was_changed_is_not_believed(line: bytes, stopped, tmp_pa
     assert contents(packed(source, target, **OPTIONS)) == contents(packed(source, tmp_path / "whole", **OPTIONS))
 
 
+def test_a_line_that_is_repeated_is_not_believed(tmp_path):
+    head, entry = {"source": "a"}, {"file": "layer_000.bin"}
+    journal = Journal(tmp_path / "new", head)
+    journal.add(entry)
+    journal.close()
+    path = tmp_path / "new" / NAME
+    first, second = path.read_bytes().splitlines(keepends=True)
+    for lines in ([first, second, second], [first, second, first]):
+        path.write_bytes(b"".join(lines))
+        found = Journal(tmp_path / "new", head)
+        found.close()
+        assert found.entries == [entry]
+    path.write_bytes(second)
+    found = Journal(tmp_path / "new", head)
+    found.close()
+    assert found.entries == []
+
+
 def test_two_at_once_are_refused(stopped, tmp_path):
     source, target = stopped
     folder = tmp_path / "packed.partial"
