@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     help="With --explain: kernels of an H200, or of this CPU.",
 )
 @click.option("--kv", metavar="KXVY", help="With --explain model: bits of keys and values in the cache, or none.")
-@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="With --explain model: texts that are written at once.")
-@click.option("--at", type=click.IntRange(min=1), metavar="N", help="With --explain model: tokens of a text; by default 1024.")
+@click.option("--batch", type=click.IntRange(1, 1 << 20), metavar="N", help="With --explain model: texts written at once.")
+@click.option("--at", type=click.IntRange(1, 1 << 24), metavar="N", help="With --explain model: tokens of a text; else 1024.")
 @click.option("--quantize", type=int, metavar="BITS", help="With --explain model: bits of weights; by default 4.")
 @click.option("--exact", is_flag=True, default=None, help="With --explain model: multiply float32 activations, not int8 ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -126,7 +126,7 @@ def _heads(keys: Keys, kinds: tuple[str, ...]) -> tuple[Heads, ...]:
         own = usual[kind]
         if listed is not None:
             found = listed.get(str(index), {})
-            own = found.get("num_key_value_heads", kv), found.get("head_dim", width)
+            own = found.get("num_key_value_heads") or kv, found.get("head_dim") or width
         if count % own[0]:
             raise FormatError(f"layer {index} has {own[0]} key heads in config.json, which {count} query heads cannot share.")
         made.append(Heads(count, *own))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch, RecurrentShape
+from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
@@ -37,6 +38,12 @@ class DeltaConfig:
     value_heads: int
     key_width: int
     value_width: int
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise FormatError(
+                f"config.json has linear_num_key_heads {self.key_heads}, which {self.value_heads} value heads cannot share."
+            )
 
     @property
     def parts(self) -> list[int]:

@@ -176,3 +176,10 @@ def test_options_of_models_are_theirs_alone(words: list[str]):
     assert done.exit_code == 1
     assert done.output.startswith("error: ")
     assert len(done.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--batch", "--at"])
+def test_sizes_that_no_machine_has_are_refused(option: str):
+    done = CliRunner().invoke(main, ["ops", "--explain", "model", "llama-8b", option, "1" + 30 * "0"])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}'" in done.output

@@ -194,6 +194,10 @@ def test_layers_that_read_others_have_no_cache_and_no_calibration(tmp_path: Path
             {"per_layer_config": {"0": {"num_key_value_heads": 3}}},
             "layer 0 has 3 key heads in config.json, which 4 query heads",
         ),
+        (
+            {"num_key_value_heads": 3, "per_layer_config": {"0": {"num_key_value_heads": None}}},
+            "layer 0 has 3 key heads in config.json, which 4 query heads",
+        ),
         ({"per_layer_config": {"0": {"head_dim": 16}}}, "sliding_attention layers of several widths"),
     ],
 )

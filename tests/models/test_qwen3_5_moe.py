@@ -206,6 +206,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path):
     ("change", "message"),
     [
         ({"linear_num_key_heads": None}, "has no 'linear_num_key_heads'"),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads 3, which 4 value heads cannot share"),
         ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3; only 4 is supported"),
         ({"attn_output_gate": False}, "attn_output_gate False"),
         ({"layer_types": ["linear_attention", "sliding_attention"] * 2}, "sliding_attention"),
