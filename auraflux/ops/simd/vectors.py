@@ -158,6 +158,13 @@ def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
     return wrap
 
 
+@kernel(constants=0)
+def copy(b: ir.IRBuilder, source: ir.Value, nbytes: ir.Value, target: ir.Value) -> None:
+    """Copy bytes to where they do not overlap."""
+    here, there = (b.inttoptr(address, I8.as_pointer()) for address in (source, target))
+    call(b, "llvm.memcpy.p0.p0.i64", ir.VoidType(), there, here, nbytes, ir.Constant(ir.IntType(1), 0))
+
+
 def is_tuple(kind: types.Type) -> bool:
     return isinstance(kind, types.BaseTuple)
 

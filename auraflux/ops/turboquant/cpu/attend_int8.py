@@ -14,13 +14,16 @@ from auraflux.ops.attention.cpu.row_tiles import fold_row
 from auraflux.ops.simd.jit import call_kernel, floats, int32s, int64s, jit, octets, real
 from auraflux.ops.simd.math import bits_of_float, exp, float_of_bits, rint
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
-from auraflux.ops.turboquant.cpu.attend_int8_softmax import block_top, block_weights
+from auraflux.ops.simd.vectors import copy
+from auraflux.ops.turboquant.cpu.attend_int8_softmax import WAYS, block_top, block_weights
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     BYTES,
     LANES,
     PLUS,
     STRAIGHT,
     Loops,
+    ask_for,
+    list_rows,
     spread_weights,
     turn_values,
 )
@@ -90,29 +93,37 @@ def _spread_query(q_at, width, bits, tile, h, target_at):
 
 @jit
 def _locate(cache, side, first, offset, count, target):
-    """Addresses of the rows of `count` positions from `first` on, `offset` into their block, and their norms.
+    """Addresses of the rows of `count` positions from `first` on, `offset` into their block; their norms are asked for.
 
-    Those before repeat the first, those after the last, with norms of 0. Narrow codes are widened.
+    Those before repeat the first, those after the last. Narrow codes are widened.
     """
-    rows, norms = int64s(target, BLOCK), floats(target + 8 * BLOCK, BLOCK)
     wide, nbytes, widened, j = WIDE_BITS[side.bits], row_nbytes(cache, side), target + SIDE, offset
     step, end = cache.width * wide // 8, offset + count
     while j < end:
         row, some = run_of(cache, first + j - offset, first + count)
-        source, given = side.codes + row * nbytes, floats(side.norms + 4 * row, some)
+        source = side.codes + row * nbytes
+        ask_for((side.norms + 4 * row, 4 * some))
         if wide > side.bits:
             place = widened + j * step
             widen_codes((side.bits, source, some * (cache.width // CHUNK), place))
             source = place
-        for i in range(some):
-            rows[j + i] = source + i * step
-        for i in range(some):
-            norms[j + i] = given[i]
+        list_rows((source, step, some, target + 8 * j))
         j += some
-    for i in range(offset):
-        rows[i], norms[i] = rows[offset], ZERO
-    for i in range(end, BLOCK):
-        rows[i], norms[i] = rows[end - 1], ZERO
+    rows = int64s(target, BLOCK)
+    list_rows((rows[offset], 0, offset, target))
+    list_rows((rows[end - 1], 0, BLOCK - end, target + 8 * end))
+
+
+@jit
+def _copy_norms(cache, side, first, offset, count, target):
+    """The norms of a block's rows; 0 for those before and after."""
+    norms, j, end = target + 8 * BLOCK, offset, offset + count
+    fill(norms, offset, ZERO)
+    while j < end:
+        row, some = run_of(cache, first + j - offset, first + count)
+        copy((side.norms + 4 * row, 4 * some, norms + 4 * j))
+        j += some
+    fill(norms + 4 * end, BLOCK - end, ZERO)
 
 
 @jit
@@ -136,7 +147,7 @@ def _weigh(scores_at, low, high, groups, norms, largest, softcap, threshold, sta
             scores[j] = softcapped(scores[j], softcap)
     for j in range(low):
         scores[j] = NOTHING
-    for j in range(high, groups * LANES):
+    for j in range(high, (groups + WAYS - 1) // WAYS * WAYS * LANES):
         scores[j] = NOTHING
     block_top((scores_at, groups, found_at))
     before, top = state[0], found[0]
@@ -171,13 +182,14 @@ def _live(heads, rounded, groups):
 def _gather(sums_at, tile, h, width, bits, out_at):
     """Add up the quarters of sums, and put the coordinates that shared a byte in their places."""
     out, vectors = floats(out_at, width), 8 // bits
-    for d in range(width):
-        column, side, lane = d // (4 * vectors), d % vectors, d % (4 * vectors) // vectors
-        sums = floats(sums_at + ((column * vectors + side) * tile + h) * BYTES, LANES)
-        total = ZERO
-        for i in range(lane, LANES, 4):
-            total += sums[i]
-        out[d] = total
+    for column in range(width // (4 * vectors)):
+        for side in range(vectors):
+            sums = floats(sums_at + ((column * vectors + side) * tile + h) * BYTES, LANES)
+            for lane in range(4):
+                total = ZERO
+                for i in range(lane, LANES, 4):
+                    total += sums[i]
+                out[(4 * column + lane) * vectors + side] = total
 
 
 @jit
@@ -329,6 +341,8 @@ def _attend_part(item, keys, values, loops, softcap, threshold, desk):
     for base in range(origin, item.last, BLOCK):
         start, end, rest = max(base, item.first), min(base + BLOCK, item.last), min(BLOCK, item.last - base - BLOCK)
         groups = (end - base + LANES - 1) // LANES
+        _copy_norms(cache, keys, start, start - base, end - start, here)
+        _copy_norms(cache, values, start, start - base, end - start, here + place)
         if rest > 0:
             _locate(cache, keys, base + BLOCK, 0, rest, there)
             _locate(cache, values, base + BLOCK, 0, rest, there + place)
@@ -348,7 +362,7 @@ def _attend_part(item, keys, values, loops, softcap, threshold, desk):
             target = desk.units + 4 * h, desk.excess + 4 * h, desk.scores + h * LINE, LINE
             # the first pass over a block asks for the next one
             nbytes = soon if h == 0 else (0, 0)
-            call_kernel(loops.key_scores, (tile, source, target, ahead, nbytes[0], ahead + place, nbytes[1]))
+            call_kernel(loops.key_scores, (tile, source, target, ahead, nbytes[0], here + place, nbytes[1]))
             h += tile
         if item.centres.table:
             block, last = base // SPAN, (item.last - 1) // SPAN

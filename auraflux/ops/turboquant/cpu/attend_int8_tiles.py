@@ -104,6 +104,19 @@ def _group_rows(b, rows, group):
     return [load(b, rows, b.add(b.mul(group, at(8 * LANES)), at(8 * t)), I64) for t in range(LANES)]
 
 
+@kernel(constants=0)
+def list_rows(b, source, step, count, out):
+    """Write the addresses of `count` rows that lie `step` bytes apart."""
+    with cgutils.for_range(b, count) as loop:
+        store(b, b.add(source, b.mul(loop.index, step)), out, b.mul(loop.index, at(8)))
+
+
+@kernel(constants=0)
+def ask_for(b, address, nbytes):
+    """Prefetch so many bytes."""
+    prefetch(b, [address], nbytes)
+
+
 @kernel(constants=1)
 def key_score_loop(
     b,
