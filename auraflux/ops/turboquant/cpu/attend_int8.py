@@ -15,12 +15,13 @@ from auraflux.ops.simd.jit import call_kernel, floats, int32s, int64s, jit, octe
 from auraflux.ops.simd.math import bits_of_float, exp, float_of_bits, rint
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.simd.vectors import copy
-from auraflux.ops.turboquant.cpu.attend_int8_softmax import WAYS, block_top, block_weights
+from auraflux.ops.turboquant.cpu.attend_int8_softmax import block_top, block_weights
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     BYTES,
     LANES,
     PLUS,
     STRAIGHT,
+    WAYS,
     Loops,
     ask_for,
     list_rows,
@@ -147,7 +148,7 @@ def _weigh(scores_at, low, high, groups, norms, largest, softcap, threshold, sta
             scores[j] = softcapped(scores[j], softcap)
     for j in range(low):
         scores[j] = NOTHING
-    for j in range(high, (groups + WAYS - 1) // WAYS * WAYS * LANES):
+    for j in range(high, groups * LANES):
         scores[j] = NOTHING
     block_top((scores_at, groups, found_at))
     before, top = state[0], found[0]
@@ -168,13 +169,14 @@ def _weigh(scores_at, low, high, groups, norms, largest, softcap, threshold, sta
 
 @jit
 def _live(heads, rounded, groups):
-    """The first and the last group of tokens that any head gives a weight, the last excluded."""
+    """The first and the last group of tokens that any head gives a weight, the last excluded; multiples of WAYS."""
     first, last = groups, 0
     for row in range(2 * heads):
         weights = int32s(rounded + row * BLOCK, groups * LANES // 4)
         for i in range(len(weights)):
             if weights[i] != 0:
-                first, last = min(first, 4 * i // LANES), max(last, 4 * i // LANES + 1)
+                turn = 4 * i // (WAYS * LANES)
+                first, last = min(first, turn * WAYS), max(last, (turn + 1) * WAYS)
     return first, last
 
 
@@ -340,7 +342,8 @@ def _attend_part(item, keys, values, loops, softcap, threshold, desk):
     _locate(cache, values, item.first, item.first - origin, some, here + place)
     for base in range(origin, item.last, BLOCK):
         start, end, rest = max(base, item.first), min(base + BLOCK, item.last), min(BLOCK, item.last - base - BLOCK)
-        groups = (end - base + LANES - 1) // LANES
+        # what is beyond the last position has no weight
+        groups = (end - base + WAYS * LANES - 1) // (WAYS * LANES) * WAYS
         _copy_norms(cache, keys, start, start - base, end - start, here)
         _copy_norms(cache, values, start, start - base, end - start, here + place)
         if rest > 0:

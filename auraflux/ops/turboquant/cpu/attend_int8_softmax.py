@@ -6,10 +6,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.simd.vectors import I8, I32, ISA, MAGIC, at, fma, kernel, load, pick, splat, spread, store, variable, vector
+from auraflux.ops.turboquant.cpu.attend_int8_tiles import BYTES, LANES, WAYS
 
-LANES = ISA.lanes
-BYTES = 4 * LANES
-WAYS = 16 // LANES  # vectors at a time: a weight is a long chain of dependent steps
 LOWEST = -87.0  # exponents below this give 0
 
 
@@ -28,6 +26,13 @@ def _larger(b, x, y):
 
 def _sum(b, x, y):
     return b.fadd(x, y)
+
+
+def _added(b, vectors):
+    """The sum of one, two or four vectors."""
+    while len(vectors) > 1:
+        vectors = [b.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
 
 
 def _joined(b, vectors):
@@ -64,33 +69,31 @@ def block_top(b, scores, groups, out):
 def block_weights(b, scores, groups, base, least, norms, factor, high, low, out):
     """Turn scores into weights exp(score - base), and those times norms and `factor` into 14 bits, upper and lower seven.
 
-    groups   of LANES scores; as many more are read and written as make it a multiple of WAYS, and should have no weight
+    groups   of LANES scores, a multiple of WAYS
     least    weights below are counted, but become 0
     out [2]  the sum of the weights, and that of their products with norms
     """
     lowest, zero = splat(ISA.floats, LOWEST), splat(ISA.floats, 0.0)
     wide, gain, bound = (spread(b, x, LANES) for x in (base, factor, least))
-    totals, products = ([variable(b, zero) for _ in range(WAYS)] for _ in range(2))
+    total, products = (variable(b, zero) for _ in range(2))
 
-    def rounded(place, total, products):
+    def weighed(place):
         x = b.fsub(load(b, scores, place, ISA.floats), wide)
         nothing = b.fcmp_ordered("<", x, lowest)
         weight = b.select(nothing, zero, _exp(b, x))
-        b.store(b.fadd(b.load(total), weight), total)
         # 0 times not-a-number: a value without weight must not be seen
         unseen = b.or_(nothing, b.fcmp_ordered("<", weight, bound))
         product = b.select(unseen, zero, b.fmul(weight, load(b, norms, place, ISA.floats)))
-        b.store(b.fadd(b.load(products), product), products)
-        return b.bitcast(fma(b, product, gain, splat(ISA.floats, MAGIC)), ISA.ints)
+        return weight, product, b.bitcast(fma(b, product, gain, splat(ISA.floats, MAGIC)), ISA.ints)
 
-    with cgutils.for_range(b, b.sdiv(b.add(groups, at(WAYS - 1)), at(WAYS))) as loop:
+    with cgutils.for_range(b, b.sdiv(groups, at(WAYS))) as loop:
         place = b.mul(loop.index, at(WAYS * BYTES))
-        steps = _joined(b, [rounded(b.add(place, at(i * BYTES)), totals[i], products[i]) for i in range(WAYS)])
+        weights, parts, found = zip(*(weighed(b.add(place, at(i * BYTES))) for i in range(WAYS)), strict=True)
+        b.store(b.fadd(b.load(total), _added(b, weights)), total)
+        b.store(b.fadd(b.load(products), _added(b, parts)), products)
+        steps = _joined(b, found)
         for address, shift in ((high, 7), (low, 0)):
             part = b.and_(b.lshr(steps, splat(steps.type, shift)), splat(steps.type, 127))
             store(b, b.trunc(part, vector(I8, steps.type.count)), address, b.mul(loop.index, at(WAYS * LANES)))
-    for i, slots in enumerate((totals, products)):
-        found = b.load(slots[0])
-        for slot in slots[1:]:
-            found = b.fadd(found, b.load(slot))
-        store(b, _across(b, _sum, found), out, 4 * i)
+    for i, slot in enumerate((total, products)):
+        store(b, _across(b, _sum, b.load(slot)), out, 4 * i)

@@ -20,6 +20,8 @@ from auraflux.ops.simd.vectors import (
     I32,
     I64,
     ISA,
+    MAGIC,
+    MAGIC_BITS,
     at,
     fma,
     kernel,
@@ -39,6 +41,7 @@ BYTES = 4 * LANES  # of a vector, and how many bytes it holds
 TILES = (4, 2, 1)  # heads that share what is loaded
 PLUS = 0 if ISA.signed_codes else 128
 STRAIGHT = ISA.small_tables
+WAYS = 16 // LANES  # groups of tokens in a turn of a loop: short turns wait for what they begin with
 WEIGHT = 4 if ISA.by_lane else BYTES  # bytes of four tokens' weights, as they are loaded
 
 
@@ -269,6 +272,7 @@ def spread_weights(b, heads, weights, step, groups, out):
 def add_value_loop(b, bits, heads, turned, step, groups, columns, weights, keeps, gains, sums):
     """Scale sums by `keeps` and add `gains` times weights times levels.
 
+    groups        a multiple of WAYS
     turned        as `turn_values` leaves it, rows `step` bytes apart
     weights       as `spread_weights` leaves it
     keeps, gains  [heads]
@@ -280,28 +284,36 @@ def add_value_loop(b, bits, heads, turned, step, groups, columns, weights, keeps
 
     def build(tile):
         with cgutils.for_range(b, columns) as column:
-            totals = {(s, h): [variable(b, splat(ISA.ints, 0)) for _ in range(2)] for s in sides for h in range(tile)}
+            # sums of a block stay below 2**22, so that they become floats by a subtraction
+            start = splat(ISA.ints, MAGIC_BITS)
+            totals = {(s, h): [variable(b, start) for _ in range(2)] for s in sides for h in range(tile)}
             source = b.add(turned, b.mul(column.index, step))
-            with cgutils.for_range(b, groups) as loop:
-                packed = load(b, source, b.mul(loop.index, at(BYTES)), ISA.ints)
-                levels = [code.look_up(b, codes) for codes in code.split(b, packed)]
-                found = _weights(b, b.add(weights, b.mul(loop.index, at(2 * tile * WEIGHT))), 2 * tile)
-                for h in range(tile):
-                    upper, lower = found[2 * h : 2 * h + 2]
-                    for s in sides:
-                        high, low = totals[s, h]
-                        b.store(_dot(b, b.load(high), upper, levels[s][0]), high)
-                        total = _dot(b, b.load(low), lower, levels[s][0])
-                        b.store(_dot(b, total, upper, levels[s][1]) if len(levels[s]) > 1 else total, low)
+            with cgutils.for_range(b, b.sdiv(groups, at(WAYS))) as loop:
+                here, place = b.mul(loop.index, at(WAYS * BYTES)), b.mul(loop.index, at(WAYS * 2 * tile * WEIGHT))
+                packed = [load(b, source, b.add(here, at(n * BYTES)), ISA.ints) for n in range(WAYS)]
+                levels = [[code.look_up(b, codes) for codes in code.split(b, each)] for each in packed]
+                for n in range(WAYS):
+                    found = _weights(b, b.add(weights, b.add(place, at(n * 2 * tile * WEIGHT))), 2 * tile)
+                    for (s, h), sums_of in totals.items():
+                        _add_weighed(b, sums_of, found[2 * h : 2 * h + 2], levels[n][s])
             target = b.add(sums, b.mul(column.index, at(code.vectors * tile * BYTES)))
             for (s, h), (high, low) in totals.items():
-                value = b.sitofp(b.add(b.shl(b.load(high), splat(ISA.ints, 7)), b.load(low)), ISA.floats)
+                upper, lower = (b.fsub(b.bitcast(b.load(v), ISA.floats), splat(ISA.floats, MAGIC)) for v in (high, low))
+                value = fma(b, upper, splat(ISA.floats, HIGH), lower)
                 keep, gain = (spread(b, load(b, address, 4 * h, F32), LANES) for address in (keeps, gains))
                 place = (s * tile + h) * BYTES
                 before = b.fmul(load(b, target, place, ISA.floats), keep)
                 store(b, b.fadd(b.fmul(value, gain), before), target, place)
 
     _choose(b, heads, build)
+
+
+def _add_weighed(b, totals, weights, levels):
+    """Add to the sums of high and of low bytes the products of weights with levels of one or two bytes."""
+    (high, low), (upper, lower) = totals, weights
+    b.store(_dot(b, b.load(high), upper, levels[0]), high)
+    total = _dot(b, b.load(low), lower, levels[0])
+    b.store(_dot(b, total, upper, levels[1]) if len(levels) > 1 else total, low)
 
 
 def _weights(b, address, count):
