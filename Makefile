@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUESTION ?= Why is the sky blue? Answer in two sentences.
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles docs clean
+.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles docs table clean
 
 install: $(INSTALLED)
 
@@ -71,6 +71,13 @@ cycles: $(INSTALLED)
 # docs/cli.md, docs/ops.md and docs/kernels.md
 docs: $(INSTALLED)
 	$(BIN)/python -m auraflux.cli.manual docs
+
+# docs/tested.json, docs/tested.md and the README's table: which families the tests hold to other libraries, in which formats
+TABLE := tests/models tests/weights/test_methods.py tests/weights/test_convert.py tests/weights/test_gguf.py \
+	tests/weights/test_gguf_models.py tests/weights/test_gguf_llama_cpp.py tests/run/test_smollm2.py tests/run/test_gemma3_270m.py
+table: $(INSTALLED)
+	$(PYTEST) -m "not gpu" -p tests.tested --tested build/tested.json $(TABLE)
+	$(BIN)/python -m tests.tested build/tested.json
 
 # what building and testing leave behind; the environment stays
 clean:

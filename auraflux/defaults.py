@@ -4,7 +4,8 @@ AUTO = "auto"
 KV = "k4v4"
 # The tiny models of these families bear four bits, too, but none of the real ones was measured. Others report that gpt-oss
 # reacts to any rounding of keys; a latent is the key and the value of all heads, and latents chosen by others are all coded.
-KV_OF = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_linear", "gpt_oss"), "k8v4")
+# DeepSeek V4's entries have no codes.
+KV_OF = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_linear", "gpt_oss"), "k8v4") | {"deepseek_v4": "none"}
 # positions of coded layers that are read as they are: the first ones, and those nearest to a query
 FIRST, NEWEST = 1, 32
 CALIBRATE = AUTO

@@ -3,6 +3,7 @@
 from typing import Any
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 QWEN38_27B = {
     "model_type": "qwen3_5_text",
     "hidden_size": 5120,
@@ -120,6 +121,37 @@ DEEPSEEK_V32_4LAYER = {
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     },
+}
+DEEPSEEK_V4_FLASH = {
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 1.5,
+    "num_hidden_layers": 43,
+    "num_hash_layers": 3,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "qk_rope_head_dim": 64,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "layer_types": [HEAVY, HEAVY, *([HEAVY, SPARSE] * 21)[:41]],
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-06,
+    "swiglu_limit": 10.0,
+    "vocab_size": 129280,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1},
+    "max_position_embeddings": 1048576,
 }
 # of its 78 layers three that are dense and one with experts
 GLM_5_4LAYER = {
@@ -349,6 +381,7 @@ MORE_SHAPES: dict[str, dict[str, Any]] = {
     "minimax-m2": MINIMAX_M2,
     "kimi-k2-4layer": KIMI_K2_4LAYER,
     "deepseek-v3.2-4layer": DEEPSEEK_V32_4LAYER,
+    "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
     "glm-5-4layer": GLM_5_4LAYER,
     "kimi-linear-48b-a3b": KIMI_LINEAR_48B_A3B,
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO_30B_A3B,

@@ -61,6 +61,10 @@ class RandomWeights(Weights):
             return (self._normal(sizes) * sizes[-1] ** -0.5).to(self.dtype)
         return self._codes(sizes[0], sizes[1])
 
+    def indices(self, name: str, *shape: int, below: int) -> Tensor:
+        """Whole numbers of equal chance."""
+        return torch.randint(0, below, shape, dtype=torch.int32, device=self.device, generator=self._generator)
+
     def number(self, name: str) -> float:
         """One, as numbers multiply something."""
         return 1.0

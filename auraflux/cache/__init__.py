@@ -4,7 +4,15 @@ from auraflux.cache.batch import Batch
 from auraflux.cache.cache import Cache
 from auraflux.cache.sequence import Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import AttentionShape, ChannelDeltaShape, LatentShape, RecurrentShape, ScanShape, SparseLatentShape
+from auraflux.cache.shapes import (
+    AttentionShape,
+    ChannelDeltaShape,
+    CompressedShape,
+    LatentShape,
+    RecurrentShape,
+    ScanShape,
+    SparseLatentShape,
+)
 
 __all__ = [
     "AttentionShape",
@@ -12,6 +20,7 @@ __all__ = [
     "Cache",
     "CacheSettings",
     "ChannelDeltaShape",
+    "CompressedShape",
     "LatentShape",
     "RecurrentShape",
     "ScanShape",

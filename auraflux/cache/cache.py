@@ -15,14 +15,14 @@ from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import StateGroup
 from auraflux.cache.sequence import Checkpoints, Part, Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import AttentionShape, LatentShape, RecurrentShape
+from auraflux.cache.shapes import AttentionShape, CompressedShape, LatentShape, RecurrentShape
 from auraflux.errors import CacheFull, ContextError, InputError, SettingsError
 from auraflux.ops.turboquant.calibration import Calibration
 
 SHORTEST = 64  # tokens; no index is made for less
 PARTED = 4  # texts of each that windows have room for, whose first positions are their own
 
-LayerShape = AttentionShape | LatentShape | RecurrentShape
+LayerShape = AttentionShape | LatentShape | CompressedShape | RecurrentShape
 
 
 class Cache:

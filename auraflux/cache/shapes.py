@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from auraflux.cache.compressed import CompressedLayer, Entries, WindowLayer
 from auraflux.cache.dealt import DealtCodedLatentLayer, DealtCodedLayer, DealtDenseLayer, DealtLatentLayer
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
@@ -171,6 +172,59 @@ class SparseLatentShape(LatentShape):
         latents = CodedLatentLayer(group, self.width, self.rope, bits[0], settings.seed, room.dtype)
         coded = None if self.index is None else CodedIndexKeys(group, self.index, bits[0], settings.seed)
         return SparseLatentLayer(latents, coded, self.most)
+
+
+@dataclass(frozen=True)
+class CompressedShape:
+    """Attention to the newest `window` positions, and to entries that stand for `rate` positions each.
+
+    width  of a position's vector and of an entry, key and value at once
+    rate   None where there are no entries
+    twice  whether an entry is made of the window before its own, too
+    index  width of the keys by which tokens choose entries; None where they attend to all
+    most   entries that a token attends to
+    """
+
+    width: int
+    window: int
+    rate: int | None = None
+    twice: bool = False
+    index: int | None = None
+    most: int = 0
+    attends = True
+
+    @property
+    def title(self) -> str:
+        if self.rate is None:
+            return f"attention to {self.window} positions"
+        return f"attention to {self.window} positions and {self.most or 'all'} entries of {self.rate}"
+
+    @property
+    def span(self) -> int | None:
+        return self.window
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of one token in bf16."""
+        return 2 * self.width
+
+    def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
+        return "a vector that is key and value, of which one stands for a window of tokens, has no codes; use kv='none'."
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> WindowLayer | CompressedLayer:
+        window = WindowLayer(room.group(self.window), self.width, room.dtype)
+        if self.rate is None:
+            return window
+        group, opened = room.group(None), room.group(self.rate * (1 + self.twice), RECENT_PAGE)
+        if group.deal.among_others:
+            raise SettingsError("entries that stand for many positions cannot be dealt to several ranks.")
+        if group.size % self.rate and self.rate % group.size:
+            raise SettingsError(
+                f"entries of {self.rate} tokens have no place in pages of {group.size}; either must divide the other."
+            )
+        sizes = self.rate, self.twice, room.dtype
+        keys = None if self.index is None else Entries(group, opened, self.index, *sizes)
+        return CompressedLayer(window, Entries(group, opened, self.width, *sizes), keys, self.most)
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,10 @@ class SparseLatentLayer(Layer):
         """Attend from the batch's new tokens to what was chosen, None for everything: [T, H, C], [T, H, R] -> [T, H, C]."""
         if chosen is None:
             return self.latents.attend(batch, q_latent, q_rope, scale)
-        return self.latents.attend_rows(*chosen, _counting(len(q_latent), batch.index.device), q_latent, q_rope, scale)
+        return self.latents.attend_rows(*chosen, counting(len(q_latent), batch.index.device), q_latent, q_rope, scale)
 
 
-def _counting(tokens: int, device: torch.device) -> Tensor:
+def counting(tokens: int, device: torch.device) -> Tensor:
     """0, 1, ... up to so many, int32."""
     return _numbers(1 << tokens.bit_length(), device)[: tokens + 1]
 

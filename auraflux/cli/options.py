@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+def _others() -> str:
+    """The families whose caches are kept otherwise, by how they are kept."""
+    kept = {kv: [family for family, own in KV_OF.items() if own == kv] for kv in dict.fromkeys(KV_OF.values())}
+    return ", ".join(f"{kv} for {', '.join(families)}" for kv, families in kept.items())
+
+
 model_argument = click.argument("model", required=False)
 
 EXPERTS = [
@@ -48,7 +55,7 @@ LOADING = [
         default=AUTO,
         show_default=True,
         metavar="KXVY",
-        help=f"Bits of keys and values in the cache, or none; auto is {KV}, k8v4 for {', '.join(KV_OF)}.",
+        help=f"Bits of keys and values in the cache, or none; auto is {KV}, {_others()}.",
     ),
     click.option("--protect-first", type=int, default=0, metavar="N", help="Leave the first N attention layers uncompressed."),
     click.option("--protect-last", type=int, default=0, metavar="N", help="Leave the last N attention layers uncompressed."),

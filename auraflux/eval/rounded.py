@@ -14,7 +14,7 @@ from torch import Tensor
 from auraflux.cache import AttentionShape, Batch
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import LatentLayer
-from auraflux.cache.shapes import LatentShape, Room, SparseLatentShape
+from auraflux.cache.shapes import CompressedShape, LatentShape, Room, SparseLatentShape
 from auraflux.errors import SettingsError
 from auraflux.eval.peers import Peer
 from auraflux.eval.recent import Partials, RecentLayer
@@ -46,7 +46,7 @@ def rounded_shapes(shapes: Sequence[Any], peer: Peer) -> list[Any]:
 def _rounded_shape(shape: Any, peer: Peer, index: int) -> Any:
     if not shape.attends:
         return shape
-    if type(shape) is SparseLatentShape:
+    if type(shape) in (SparseLatentShape, CompressedShape):
         raise SettingsError(f"{peer.title} cannot be simulated in layer {index}: it is {shape.title}.")
     latent = type(shape) is LatentShape
     if latent and (peer.over is not None or peer.newest):

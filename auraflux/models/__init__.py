@@ -34,6 +34,7 @@ FAMILIES = {
     "mistral4": "deepseek_v3",
     "deepseek_v32": "deepseek_v32",
     "glm_moe_dsa": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4",
     "kimi_linear": "kimi_linear",
     "nemotron_h": "nemotron_h",
     "glm4_moe": "glm4_moe",

@@ -1,7 +1,15 @@
 """Operations on tensors. Each name here is an `Op`: call it, and the first argument's device chooses the kernel."""
 
 from auraflux.ops._dispatch import Declined, Op, all_ops, exact, use_backend
-from auraflux.ops.activation.reference import clamped_swiglu, geglu, relu_square, sigmoid_gate, split_q_gate, swiglu
+from auraflux.ops.activation.reference import (
+    clamped_swiglu,
+    geglu,
+    limited_swiglu,
+    relu_square,
+    sigmoid_gate,
+    split_q_gate,
+    swiglu,
+)
 from auraflux.ops.attention.pages import KVPages, LatentPages, RowPages
 from auraflux.ops.attention.reference import (
     append_keys,
@@ -19,6 +27,7 @@ from auraflux.ops.attention.reference import (
     split_latent,
 )
 from auraflux.ops.attention.reference_choice import Chosen
+from auraflux.ops.compress.reference import compress_windows
 from auraflux.ops.delta.reference import (
     channel_delta,
     channel_gates,
@@ -39,8 +48,8 @@ from auraflux.ops.linear.reference import (
     linear,
     linears,
 )
-from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare, SharedExpert
-from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts
+from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
+from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts, weigh_experts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.norm.reference import (
     add_rms_norm,
@@ -54,6 +63,7 @@ from auraflux.ops.norm.reference import (
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
 from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
+from auraflux.ops.streams.reference import collapse_streams, expand_streams, sum_streams
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes
 from auraflux.ops.turboquant.reference import (
     append_codes,
@@ -83,6 +93,7 @@ __all__ = [
     "KVPages",
     "LatentCodes",
     "LatentPages",
+    "Limit",
     "Op",
     "ReluSquare",
     "Routing",
@@ -107,13 +118,16 @@ __all__ = [
     "choose_coded_positions",
     "choose_positions",
     "clamped_swiglu",
+    "collapse_streams",
     "combine",
+    "compress_windows",
     "decode",
     "delta_gates",
     "delta_layer_step",
     "embed",
     "encode",
     "exact",
+    "expand_streams",
     "expert_mlp",
     "expert_parts",
     "gate_up_swiglu",
@@ -128,6 +142,7 @@ __all__ = [
     "latent_partials",
     "latent_query",
     "layer_norm",
+    "limited_swiglu",
     "linear",
     "linear_frequencies",
     "linears",
@@ -155,6 +170,7 @@ __all__ = [
     "split_latent",
     "split_q_gate",
     "sum_parts",
+    "sum_streams",
     "swiglu",
     "turboquant_attention",
     "turboquant_latent_attention",
@@ -162,5 +178,6 @@ __all__ = [
     "turboquant_partials",
     "turboquant_values",
     "use_backend",
+    "weigh_experts",
     "yarn_frequencies",
 ]

@@ -124,6 +124,16 @@ class Weights:
         found = dense(self._take(name, shape)).to(self.device, dtype)
         return self.keep(name, found + shift if shift else found)
 
+    def indices(self, name: str, *shape: int, below: int) -> Tensor:
+        """Whole numbers from 0 up, as int32."""
+        found = dense(self._take(name, shape))
+        if (found.is_floating_point() and not is_blank(found)) or (
+            found.numel() and not 0 <= found.min() <= found.max() < below
+        ):
+            self._wrong.append(f"{self._stored[name]} must hold whole numbers from 0 to {below - 1}")
+            found = torch.zeros(shape)
+        return self.keep(name, found.to(self.device, torch.int32))
+
     def number(self, name: str) -> float:
         """A tensor of one element, as a number."""
         found = dense(self._take(name, (1,)))

@@ -16,6 +16,7 @@ BILLIONS = {
     "qwen3.8-27b": 26.9,
     "glm-4.5-air": 106.9,
     "minimax-m2": 228.7,
+    "deepseek-v4-flash": 284.0,
     "glm-4.7-flash": 29.9,
     "kimi-linear-48b-a3b": 49.1,
     "nemotron-3-nano-30b-a3b": 31.6,

@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from auraflux.cache import Cache, CacheSettings
-from auraflux.models import FAMILIES, family
+from auraflux.models import FAMILIES, family, family_name
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Checkpoint
 from tests.models import (
     test_deepseek_v3,
+    test_deepseek_v4,
     test_deepseek_v32,
     test_ernie4_5_moe,
     test_gemma3_text,
@@ -63,6 +64,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral4": test_deepseek_v3.mistral4,
     "deepseek_v32": test_deepseek_v32.deepseek,
     "glm_moe_dsa": test_deepseek_v32.glm_shared,
+    "deepseek_v4": test_deepseek_v4.deepseek,
     "kimi_linear": test_kimi_linear.kimi_linear,
     "nemotron_h": test_nemotron_h.nemotron_h,
     "glm4_moe": test_glm4_moe.glm,
@@ -89,7 +91,8 @@ def open_all(path: Path) -> Checkpoint:
     """Open a model as far as it can be before weights are read: config, caches, names and sizes of tensors."""
     checkpoint = open_checkpoint(path)
     module = family(checkpoint.config)
-    Cache(module.make_caches(module.Config.from_hf(checkpoint.config)), CacheSettings("k8v4"), context=64, device="meta")
+    settings = CacheSettings("auto").for_family(family_name(checkpoint.config))
+    Cache(module.make_caches(module.Config.from_hf(checkpoint.config)), settings, context=64, device="meta")
     checkpoint.sizes()
     return checkpoint
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models.oracles import error, scores, tokens
+from tests.tested import outside
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -33,6 +34,7 @@ def quantized(folder: Path, target: Path, change: Change, bits: int = 4, group: 
     return target
 
 
+@outside("mlx-lm")
 def mlx_scores(folder: Path, ids: list[int]) -> Tensor:
     """What mlx-lm says after every token, [T, V]."""
     import mlx.core as mx

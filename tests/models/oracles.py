@@ -11,6 +11,7 @@ from auraflux.models import family
 from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
+from tests.tested import outside
 
 TOKENS = 150  # past two pages
 
@@ -38,6 +39,7 @@ def tokens(model: Any, count: int = TOKENS) -> list[int]:
     return torch.randint(0, model.config.get_text_config().vocab_size, (count,), generator=generator).tolist()
 
 
+@outside("transformers")
 def truth(model: Any, ids: list[int]) -> Tensor:
     """What transformers says, [T, V]."""
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Gemma 4 against transformers and mlx-lm."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,7 @@ def unified() -> Gemma4UnifiedForCausalLM:
 def test_the_unified_model_has_the_same_body(tmp_path: Path):
     model = unified()
     check_family(model, save(model, tmp_path))
+    # as released, the text part beside others
+    path, ids = tmp_path / "config.json", tokens(model, 20)
+    path.write_text(json.dumps({"model_type": "gemma4_unified", "text_config": json.loads(path.read_text())}))
+    assert error(scores(tmp_path, ids), truth(model, ids)) < 2e-4

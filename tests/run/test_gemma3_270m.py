@@ -16,6 +16,7 @@ from auraflux.run.load import load
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import dense
 from tests.models.oracles import error, truth
+from tests.tested import outside
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +106,7 @@ def ask(llama: Any, where: str, what: dict[str, Any]) -> dict[str, Any]:
         return json.loads(answer.read())
 
 
+@outside("llama.cpp")
 def likelihood(llama: Any, ids: list[int], wanted: int) -> float | None:
     """The logarithm of a token's probability after others; None if it is not among the likeliest thousands."""
     asked = {"prompt": ids, "n_predict": 1, "n_probs": 20000, "cache_prompt": True}

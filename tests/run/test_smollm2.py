@@ -9,6 +9,7 @@ import torch
 import auraflux
 from auraflux.run.language import LanguageModel
 from auraflux.weights.pull import locate
+from tests.tested import outside
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +42,7 @@ def model() -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
+@outside("llama.cpp")
 def llama():
     module = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     return module.Llama(str(locate()), n_ctx=1024, n_threads=2, logits_all=True, verbose=False)

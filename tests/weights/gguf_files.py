@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType, quants
 
 from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU
 from auraflux.weights.gguf_families import ARCHITECTURES, ENDS
+from tests.tested import outside
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
 
@@ -129,7 +130,13 @@ def any_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     return octets
 
 
+@outside("gguf")
+def decoded(octets: np.ndarray, kind: str) -> np.ndarray:
+    """What the package makes of blocks."""
+    return quants.dequantize(octets, GGMLQuantizationType[kind])
+
+
 def rounded(array: np.ndarray, kind: str) -> torch.Tensor:
     """What is left of a tensor after it was written as `kind`."""
     which = GGMLQuantizationType[kind]
-    return torch.from_numpy(quants.dequantize(quants.quantize(array, which), which).reshape(array.shape).copy())
+    return torch.from_numpy(decoded(quants.quantize(array, which), kind).reshape(array.shape).copy())

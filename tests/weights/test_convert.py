@@ -23,6 +23,7 @@ from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert
 from auraflux.weights.loader import Weights
 from tests.models.oracles import save
+from tests.tested import outside
 from tests.weights.gguf_files import llama_tensors, write_gguf
 from tests.weights.tiny_models import tiny
 
@@ -63,14 +64,15 @@ def scores(path: Path, **options) -> Tensor:
     checkpoint = open_checkpoint(path)
     kind = family(checkpoint.config)
     config = kind.Config.from_hf(checkpoint.config)
-    weights = Weights(checkpoint, kind.rename, **options)
-    model = kind.Model(config, weights)
-    weights.done()
-    engine = Engine(model, kind.make_caches(config), CacheSettings(kv="none"), context=64, exact=True)
     with use_backend("reference"):
+        weights = Weights(checkpoint, kind.rename, **options)
+        model = kind.Model(config, weights)
+        weights.done()
+        engine = Engine(model, kind.make_caches(config), CacheSettings(kv="none"), context=64, exact=True)
         return engine.all_scores(engine.cache.open(), IDS)
 
 
+@outside("mlx-lm")
 def mlx_scores(path: Path) -> Tensor:
     from mlx_lm.utils import load_model
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
 
 from auraflux.errors import FormatError
 from auraflux.models.gemma3_text import Config as Gemma3
@@ -22,6 +21,7 @@ from tests.weights.gguf_files import (
     VOCAB,
     WIDTH,
     any_blocks,
+    decoded,
     llama_tensors,
     rounded,
     write_gguf,
@@ -85,7 +85,7 @@ def test_blocks_that_only_the_cpu_reads_are_exact_there_and_told(tmp_path, kind:
     found = open_checkpoint(path)
     told = f"GGUF type {kind} (2 of {len(tensors)} tensors) is kept to the bit on a CPU; on a GPU it is rounded anew to 8 bits"
     assert found.notes == [f"{told} in groups of 64."]
-    meant = quants.dequantize(any_blocks((HIDDEN, inner), kind), GGMLQuantizationType[kind])
+    meant = decoded(any_blocks((HIDDEN, inner), kind), kind)
     assert np.array_equal(dense(found.load(names[0])).numpy(), meant)
     plain = write_gguf(tmp_path / "plain.gguf", tensors | dict.fromkeys(names, meant), words=words)
     ids = list(range(1, 40))

@@ -9,6 +9,7 @@ import torch
 
 from auraflux.ops import use_backend
 from tests.models.oracles import save, scores, tokens, truth
+from tests.tested import outside
 from tests.weights.gguf_files import VOCAB, write_gguf
 from tests.weights.gguf_models import LITTLE_WORDS, WORDS, little, tiny, written
 
@@ -24,6 +25,7 @@ def server(path: Path) -> Any:
     return xllamacpp.Server(params)
 
 
+@outside("llama.cpp")
 def likelihoods(llama: Any, ids: list[int]) -> torch.Tensor:
     """The logarithms of all tokens' probabilities after others, [V]."""
     asked = {"prompt": ids, "n_predict": 1, "n_probs": VOCAB, "cache_prompt": False, "temperature": 1.0}

@@ -27,6 +27,19 @@ def test_a_model_says_the_same_as_in_transformers(kind: str, tmp_path):
     assert error(found, truth(model, ids)) < 1e-5
 
 
+@pytest.mark.parametrize("blocks", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_blocks_say_what_transformers_says_of_what_they_stand_for(blocks: str, tmp_path):
+    model = tiny("llama")
+    ids = tokens(model, 40)
+    save(model, tmp_path / "hf")
+    path = write_gguf(tmp_path / "m.gguf", written(model, "llama"), blocks)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(rounded(parameter.numpy(), blocks))
+    assert error(scores(path, ids), truth(model, ids)) < 1e-5
+
+
 def test_layers_that_predict_further_are_passed_over(tmp_path):
     model = tiny("glm4moe")
     save(model, tmp_path / "hf")

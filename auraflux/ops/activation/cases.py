@@ -3,7 +3,15 @@
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.activation.reference import clamped_swiglu, geglu, relu_square, sigmoid_gate, split_q_gate, swiglu
+from auraflux.ops.activation.reference import (
+    clamped_swiglu,
+    geglu,
+    limited_swiglu,
+    relu_square,
+    sigmoid_gate,
+    split_q_gate,
+    swiglu,
+)
 
 BF16 = torch.bfloat16
 
@@ -19,6 +27,11 @@ def gate_up(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0)
 def clamped(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 5.0) -> Args:
     args = gate_up(*shape, dtype=dtype, scale=scale)
     return {"gate": args["gate"], "up": args["up"] * scale, "alpha": 1.702, "limit": 7.0}
+
+
+def limited(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 5.0) -> Args:
+    args = gate_up(*shape, dtype=dtype, scale=scale)
+    return {"gate": args["gate"], "up": args["up"] * scale, "limit": 10.0}
 
 
 def heads(tokens: int, heads: int, width: int, dtype: torch.dtype = torch.float32) -> Args:
@@ -42,6 +55,10 @@ CASES = [
     Case(clamped_swiglu, "odd-width", lambda: clamped(5, 333)),
     Case(clamped_swiglu, "far-out", lambda: clamped(3, 100, scale=200.0)),
     Case(clamped_swiglu, "bf16", lambda: clamped(3, 63, dtype=BF16), tol=4e-3),
+    Case(limited_swiglu, "one-token", lambda: limited(6, 2048), bench=True),
+    Case(limited_swiglu, "odd-width", lambda: limited(5, 333)),
+    Case(limited_swiglu, "far-out", lambda: limited(3, 100, scale=200.0)),
+    Case(limited_swiglu, "bf16", lambda: limited(3, 63, dtype=BF16), tol=4e-3),
     Case(relu_square, "one-token", lambda: {"x": torch.randn(1, 3712)}, bench=True),
     Case(relu_square, "many-tokens", lambda: {"x": torch.randn(40, 1856)}),
     Case(relu_square, "odd-width", lambda: {"x": torch.randn(3, 333) * 100}),

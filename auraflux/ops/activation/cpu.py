@@ -10,7 +10,7 @@ from auraflux.ops.simd.math import sigmoid, silu
 PARALLEL_FROM = 1 << 15  # elements; below this, waking the threads costs more than the work
 PARALLEL_COPY_FROM = 1 << 20  # bytes
 
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO, ONE, LOWEST = np.float32(0), np.float32(1), np.float32(-np.inf)
 # gelu's tanh form: x * sigmoid(x * (GELU_SLOPE + GELU_CUBE * x * x)), as (1 + tanh(y)) / 2 = sigmoid(2 * y)
 GELU_SLOPE = np.float32(2 * np.sqrt(2 / np.pi))
 GELU_CUBE = np.float32(2 * np.sqrt(2 / np.pi) * 0.044715)
@@ -60,12 +60,16 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @jit
-def _clamped(g, u, alpha, limit):
+def _clamp(x, least, most):
     # comparisons this way round let NaN through, as torch's clamp does
-    g = limit if g > limit else g
-    u = limit if u > limit else u
-    u = -limit if u < -limit else u
-    return (u + ONE) * g * sigmoid(alpha * g)
+    x = most if x > most else x
+    return least if x < least else x
+
+
+@jit
+def _clamped(g, u, alpha, limit):
+    g = _clamp(g, LOWEST, limit)
+    return (_clamp(u, -limit, limit) + ONE) * g * sigmoid(alpha * g)
 
 
 @Kernel
@@ -79,6 +83,18 @@ def _clamped_swiglu(args, job, jobs):
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     return _each(_clamped_swiglu, gate, up, float(alpha), float(limit))
+
+
+@Kernel
+def _limited_swiglu(args, job, jobs):
+    gate, up, out = _part(args, job, jobs)
+    most = real(arguments(args, 5)[4])
+    for i in range(len(out)):
+        out[i] = silu(_clamp(gate[i], LOWEST, most)) * _clamp(up[i], -most, most)
+
+
+def limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return _each(_limited_swiglu, gate, up, float(limit))
 
 
 @Kernel

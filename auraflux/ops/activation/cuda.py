@@ -22,6 +22,13 @@ def _clamped(gate, up, alpha, limit):
 
 
 @triton.jit
+def _limited(gate, up, limit):
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    return silu(gate) * tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _elements(a, b, out, n, width, apart, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Between rows of `width` elements, those of b lie `apart` further from each other than those of a."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -36,6 +43,8 @@ def _elements(a, b, out, n, width, apart, alpha, limit, KIND: tl.constexpr, BLOC
         result = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * x
     elif KIND == "clamped":
         result = _clamped(x, y, alpha, limit)
+    elif KIND == "limited":
+        result = _limited(x, y, limit)
     else:
         result = x * sigmoid(y)
     tl.store(out + at, result, mask=there)
@@ -60,6 +69,10 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     return _run("clamped", gate, up, float(alpha), float(limit))
+
+
+def limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    return _run("limited", gate, up, 0.0, float(limit))
 
 
 def relu_square(x: Tensor) -> Tensor:

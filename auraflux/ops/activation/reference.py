@@ -52,6 +52,21 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return ((up.float().clamp(-limit, limit) + 1) * wide * torch.sigmoid(alpha * wide)).to(gate.dtype)
 
 
+def _check_limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> None:
+    _check_clamped_swiglu(gate, up, 1.0, limit)
+
+
+@op(check=_check_limited_swiglu)
+def limited_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Multiply `up` by silu(gate), both clamped first: the activation of DeepSeek V4.
+
+    gate    [...]  clamped from above only
+    up      [...]  clamped to -limit ... limit
+    returns [...]  in gate's dtype
+    """
+    return (silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)).to(gate.dtype)
+
+
 def _check_relu_square(x: Tensor) -> None:
     check_dense(x=x)
     check_floating(x=x)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, SharedExpert, blob_of
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert, blob_of
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.simd.vectors import ISA
@@ -162,6 +162,8 @@ EXPERT_CASES = [
     case("blobs", lambda: routed(9, 3, from_blobs(6, 64, 128))),
     case("mxfp4-biases-clamp", lambda: routed(9, 3, gpt_oss(6, 64, 96))),
     case("gelu", lambda: routed(9, 3, gemma(6, 64, 128))),
+    case("limited", lambda: routed(9, 3, replace(layer(6, 64, 128), activation=Limit(0.5)))),
+    case("many-limited", lambda: routed(40, 3, replace(layer(6, 64, 128), activation=Limit(0.5)))),
     case("many-gelu", lambda: routed(40, 3, gemma(6, 64, 128))),
     case("ungated", lambda: routed(9, 3, ungated(layer(6, 64, 128)))),
     case("ungated-one-token", lambda: routed(1, 3, ungated(layer(6, 64, 96, group=32)))),

@@ -4,7 +4,7 @@ import torch
 
 from auraflux.ops._cases import Args, Case
 from auraflux.ops.moe._expert_cases import EXPERT_CASES
-from auraflux.ops.moe.reference import combine, route
+from auraflux.ops.moe.reference import combine, route, weigh_experts
 from auraflux.ops.moe.routing import Routing
 
 BF16 = torch.bfloat16
@@ -16,6 +16,11 @@ def scores(tokens: int, experts: int, routing: Routing, scale: float = 2.0, dtyp
 
 def biased(tokens: int, experts: int, routing: Routing) -> Args:
     return {**scores(tokens, experts, routing), "bias": torch.randn(experts) * 0.1}
+
+
+def given(tokens: int, experts: int, routing: Routing) -> Args:
+    ids = torch.stack([torch.randperm(experts)[: routing.k] for _ in range(tokens)]).int()
+    return {"logits": torch.randn(tokens, experts) * 2, "ids": ids, "routing": routing}
 
 
 def tied(tokens: int, experts: int, routing: Routing) -> Args:
@@ -45,6 +50,7 @@ def residual(*shape: int, shared: bool, gated: bool, dtype: torch.dtype = torch.
 
 DEEPSEEK = Routing(8, "sigmoid", True, groups=8, kept_groups=4, scale=2.5)
 CHOSEN = Routing(4, "chosen", True)
+SQRTSOFTPLUS = Routing(6, "sqrtsoftplus", True, scale=1.5)
 
 CASES = [
     Case(route, "qwen-one-token", lambda: scores(1, 512, softmax(10)), bench=True),
@@ -57,6 +63,10 @@ CASES = [
     Case(route, "softmax-biased-one-token", lambda: biased(1, 64, softmax(6))),
     Case(route, "softmax-biased", lambda: biased(63, 33, softmax(5, False, 2.0))),
     Case(route, "gained", lambda: {**scores(7, 128, softmax(8)), "gain": torch.rand(128)}),
+    Case(route, "deepseek-v4", lambda: biased(7, 256, SQRTSOFTPLUS)),
+    Case(route, "sqrtsoftplus-far-out", lambda: scores(9, 64, SQRTSOFTPLUS, scale=60.0)),
+    Case(weigh_experts, "one-token", lambda: given(1, 256, SQRTSOFTPLUS)),
+    Case(weigh_experts, "many-tokens", lambda: given(63, 33, Routing(5, "sigmoid", False, scale=2.0))),
     Case(route, "all-experts", lambda: scores(5, 7, softmax(7))),
     Case(route, "one-expert", lambda: scores(3, 1, softmax(1, False))),
     Case(route, "not-renormalised", lambda: scores(63, 100, softmax(6, False, 2.0))),

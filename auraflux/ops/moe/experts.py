@@ -32,6 +32,16 @@ class Clamp:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """silu(gate) * up with both clamped first, see `limited_swiglu`."""
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class Gelu:
     """The tanh form of gelu replaces silu, see `geglu`."""
 
@@ -41,7 +51,7 @@ class ReluSquare:
     """relu(up) ** 2, see `relu_square`: there is no gate."""
 
 
-Activation = Clamp | Gelu | ReluSquare
+Activation = Clamp | Limit | Gelu | ReluSquare
 KINDS = ("gate", "up", "down")
 
 

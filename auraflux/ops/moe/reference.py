@@ -5,13 +5,18 @@ Scores and weights are float32 whatever the dtype of the logits.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
-from auraflux.ops.activation.reference import clamped_swiglu, geglu, relu_square, swiglu
+from auraflux.ops.activation.reference import clamped_swiglu, geglu, limited_swiglu, relu_square, swiglu
 from auraflux.ops.linear.reference import FLOAT_DTYPES, dense, gate_up_swiglu, linear
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, SharedExpert
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
 from auraflux.ops.moe.routing import Routing
+
+# scores that do not depend on those of other experts
+ALONE = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda logits: softplus(logits).sqrt()}
+LEAST_SUM = 1e-20
 
 
 def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> None:
@@ -22,7 +27,9 @@ def _check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None, g
         raise InputError(f"{routing.k} experts per token are wanted; there are {experts}.")
     if bias is not None:
         if routing.scoring == "chosen":
-            raise InputError("a bias for the choice needs 'sigmoid' or 'softmax' scoring; this routing has 'chosen'.")
+            raise InputError(
+                "a bias for the choice needs 'sigmoid' or 'softmax' scoring, or 'sqrtsoftplus'; this routing has 'chosen'."
+            )
         check_shape("bias", bias, experts)
     if gain is not None:
         check_shape("gain", gain, experts)
@@ -46,12 +53,12 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Te
     returns (expert indices [T, k] int32, weights [T, k] float32)
     """
     wide = logits.float()
-    if routing.scoring == "sigmoid":
-        scores = wide.sigmoid()
+    if routing.scoring in ALONE:
+        scores = ALONE[routing.scoring](wide)
         ids = _best(_within_best_groups(scores if bias is None else scores + bias.float(), routing), routing.k)
         weights = scores.gather(1, ids)
         # a sum of zeros gives zeros, not NaN; transformers adds the same
-        total = weights.sum(-1, keepdim=True) + 1e-20
+        total = weights.sum(-1, keepdim=True) + LEAST_SUM
     else:
         # softmax keeps the order of logits, so they can be compared as they are, without its rounding
         ids = _best(wide if bias is None else wide.softmax(-1) + bias.float(), routing.k)
@@ -63,6 +70,31 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Te
         weights = weights / total
     weights = weights * routing.scale
     return ids.int(), weights if gain is None else weights * gain.float()[ids]
+
+
+def _check_weigh_experts(logits: Tensor, ids: Tensor, routing: Routing) -> None:
+    check_dense(logits=logits, ids=ids)
+    check_shape("logits", logits, None, None)
+    check_dtype("ids", ids, torch.int32)
+    check_shape("ids", ids, logits.shape[0], routing.k)
+    if routing.scoring not in ALONE:
+        raise InputError(f"experts are weighed by {' or '.join(map(repr, ALONE))}; this routing has {routing.scoring!r}.")
+
+
+@op(check=_check_weigh_experts)
+def weigh_experts(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    """Weigh experts that were chosen by something else than their scores, as `route` weighs those it chooses.
+
+    logits   [T, E]
+    ids      [T, k]  int32
+    returns  [T, k]  float32
+    """
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[1]:
+        raise InputError(f"ids reach from {int(ids.min())} to {int(ids.max())}; there are {logits.shape[1]} experts.")
+    weights = ALONE[routing.scoring](logits.float()).gather(1, ids.long())
+    if routing.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+    return weights * routing.scale
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
@@ -284,6 +316,8 @@ def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
     match experts.activation:
         case Clamp(alpha, limit):
             hidden = clamped_swiglu.reference(gate, up, alpha, limit)
+        case Limit(limit):
+            hidden = limited_swiglu.reference(gate, up, limit)
         case Gelu():
             hidden = geglu.reference(gate, up)
         case ReluSquare():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from auraflux.errors import InputError
 from auraflux.kinds import check_fields, shown
 
-SCORINGS = ("softmax", "sigmoid", "chosen")
+SCORINGS = ("softmax", "sigmoid", "chosen", "sqrtsoftplus")
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Routing:
     """The rule of a router.
 
     k            experts per token
-    scoring      what a logit becomes: "softmax" over all experts; "sigmoid", each for itself; "chosen", softmax over the chosen
+    scoring      what a logit becomes: "softmax" over all experts; "sigmoid", each for itself; "chosen", softmax over
+                 the chosen; "sqrtsoftplus", the square root of log(1 + exp(logit)), each for itself
     renormalize  divide the weights of a token by their sum (those of "chosen" sum to 1 either way)
     groups       the experts lie in this many equal groups, side by side ("sigmoid" only)
     kept_groups  only experts of this many best groups may be chosen

@@ -5,6 +5,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from auraflux.errors import InputError
+from auraflux.ops._recording import recorder
 from auraflux.ops.moe.cpu.grouped import sum_experts, sum_parts, write_parts
 from auraflux.ops.moe.cpu.routes import EXPERTS, MIXTURES, Mixture
 from auraflux.ops.moe.experts import Experts, SharedExpert
@@ -12,13 +14,13 @@ from auraflux.ops.moe.routing import SCORINGS, Routing
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, real, share, threads
 from auraflux.ops.simd.math import exp, sigmoid
 
-__all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts"]
+__all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts", "weigh_experts"]
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 PARALLEL_LOGITS = 1 << 13
 
 LOWEST = np.float32(-np.inf)
-SOFTMAX, SIGMOID, CHOSEN = (SCORINGS.index(name) for name in ("softmax", "sigmoid", "chosen"))
+SOFTMAX, SIGMOID, CHOSEN, SQRTSOFTPLUS = (SCORINGS.index(name) for name in ("softmax", "sigmoid", "chosen", "sqrtsoftplus"))
 
 
 @jit
@@ -55,9 +57,18 @@ def _drop_groups(choice, groups, kept):
 
 
 @jit
-def _sigmoid_scores(logits, bias, groups, kept, choice):
-    for i in range(len(logits)):
-        choice[i] = sigmoid(logits[i])
+def _sqrtsoftplus(x):
+    return np.float32(np.sqrt(max(x, np.float32(0)) + np.log1p(np.exp(-abs(x)))))
+
+
+@jit
+def _scores_alone(logits, bias, groups, kept, scoring, choice):
+    if scoring == SIGMOID:
+        for i in range(len(logits)):
+            choice[i] = sigmoid(logits[i])
+    else:
+        for i in range(len(logits)):
+            choice[i] = _sqrtsoftplus(logits[i])
     for i in range(len(bias)):
         choice[i] += bias[i]
     if groups > 1:
@@ -65,12 +76,12 @@ def _sigmoid_scores(logits, bias, groups, kept, choice):
 
 
 @jit
-def _weigh_sigmoid(logits, ids, weights):
+def _weigh_alone(logits, ids, scoring, weights):
     """Give each chosen expert its score; returns their sum."""
     # a sum of zeros gives zeros, not NaN
     total = np.float32(1e-20)
     for j in range(len(ids)):
-        weights[j] = sigmoid(logits[ids[j]])
+        weights[j] = sigmoid(logits[ids[j]]) if scoring == SIGMOID else _sqrtsoftplus(logits[ids[j]])
         total += weights[j]
     return total
 
@@ -111,10 +122,10 @@ def _route(args, job, jobs):
     for token in share(tokens, job, jobs):
         logits = floats(logits_at + 4 * token * experts, experts)
         ids, weights = int32s(ids_at + 4 * token * k, k), floats(weights_at + 4 * token * k, k)
-        if scoring == SIGMOID:
-            _sigmoid_scores(logits, bias, groups, kept, choice)
+        if scoring in (SIGMOID, SQRTSOFTPLUS):
+            _scores_alone(logits, bias, groups, kept, scoring, choice)
             _best(choice, k, ids, weights)
-            total = _weigh_sigmoid(logits, ids, weights)
+            total = _weigh_alone(logits, ids, scoring, weights)
         else:
             if len(bias):
                 highest = _softmax_scores(logits, bias, choice)
@@ -142,6 +153,33 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Te
     beside = (0 if each is None else each.data_ptr() for each in (offset, factors))
     _route(jobs, wide.data_ptr(), *beside, ids.data_ptr(), weights.data_ptr(), tokens, experts, routing.k, *rule)
     return ids, weights
+
+
+@Kernel
+def _weigh(args, job, jobs):
+    logits_at, ids_at, weights_at, tokens, experts, k, scoring, renormalize, scale, wrong_at = arguments(args, 10)
+    wrong = int32s(wrong_at, 1)
+    for token in share(tokens, job, jobs):
+        logits = floats(logits_at + 4 * token * experts, experts)
+        ids, weights = int32s(ids_at + 4 * token * k, k), floats(weights_at + 4 * token * k, k)
+        if ids.min() < 0 or ids.max() >= experts:
+            wrong[0] = 1
+            continue
+        total = _weigh_alone(logits, ids, scoring, weights)
+        if not renormalize:
+            total = np.float32(1)
+        for j in range(k):
+            weights[j] = weights[j] / total * real(scale)
+
+
+def weigh_experts(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    wide, (tokens, experts), wrong = as_float(logits), logits.shape, torch.zeros(1, dtype=torch.int32)
+    weights = torch.empty(tokens, routing.k)
+    rule = SCORINGS.index(routing.scoring), routing.renormalize, float(routing.scale), wrong.data_ptr()
+    _weigh(1, wide.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, experts, routing.k, *rule)
+    if recorder.recording is None and int(wrong):
+        raise InputError(f"ids reach from {int(ids.min())} to {int(ids.max())}; there are {experts} experts.")
+    return weights
 
 
 @Kernel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._recording import recorder
-from auraflux.ops.activation.cpu import clamped_swiglu, geglu, relu_square, swiglu
+from auraflux.ops.activation.cpu import clamped_swiglu, geglu, limited_swiglu, relu_square, swiglu
 from auraflux.ops.linear.cpu import linear
 from auraflux.ops.linear.cpu.products import (
     BIASES,
@@ -30,7 +30,7 @@ from auraflux.ops.linear.cpu.products import (
     token_indices,
 )
 from auraflux.ops.linear.cpu.routes import DRIVERS
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, Stack
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, Stack
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
 
@@ -225,6 +225,8 @@ def _activated(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
     match experts.activation:
         case Clamp(alpha, limit):
             return clamped_swiglu(gate, up, alpha, limit)
+        case Limit(limit):
+            return limited_swiglu(gate, up, limit)
         case Gelu():
             return geglu(gate, up)
         case ReluSquare():

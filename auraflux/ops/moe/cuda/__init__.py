@@ -22,6 +22,7 @@ __all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_par
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
     ready(logits)
+    _check_scoring(routing)
     ids, weights = CHOICES(Choice(logits, routing, bias))
     if gain is None:
         return ids, weights
@@ -62,7 +63,13 @@ def mixture(
     bias: Tensor | None = None, shared: Tensor | SharedExpert | None = None, shared_gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     ready(x)
+    _check_scoring(routing)
     return MIXTURES(Mixture(x, scores, routing, experts, h, bias, shared, shared_gate))
+
+
+def _check_scoring(routing: Routing) -> None:
+    if routing.scoring == "sqrtsoftplus":
+        raise Declined("no kernel scores experts by the root of softplus")
 
 
 def _check(x: Tensor, experts: Experts) -> None:

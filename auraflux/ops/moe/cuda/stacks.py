@@ -17,7 +17,7 @@ from auraflux.ops.hopper.device import FLOATS
 from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, once_for_each, power_of_two
-from auraflux.ops.moe.experts import Clamp, Experts, Gelu, ReluSquare, SharedExpert, Stack
+from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert, Stack
 from auraflux.ops.moe.routing import Routing
 from auraflux.quant import QTensor
 
@@ -30,13 +30,17 @@ Added = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @triton.jit
 def activate(gate, up, alpha, limit, KIND: tl.constexpr):
-    """silu(gate) * up, the clamped form, the tanh form of gelu(gate) * up, or relu(up) ** 2."""
+    """silu(gate) * up, its two clamped forms, the tanh form of gelu(gate) * up, or relu(up) ** 2."""
     if KIND == "clamped":
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
         return (up + 1.0) * gate * sigmoid(alpha * gate)
-    elif KIND == "gelu":  # noqa: RET505
+    elif KIND == "limited":  # noqa: RET505
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+        return silu(gate) * tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == "gelu":
         return gelu(gate) * up
     elif KIND == "relu2":
         return tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL) * up
@@ -203,6 +207,8 @@ def activation_of(experts: Experts) -> tuple[float, float, str]:
     match experts.activation:
         case Clamp(alpha, limit):
             return alpha, limit, "clamped"
+        case Limit(limit):
+            return 0.0, limit, "limited"
         case Gelu():
             return 0.0, 0.0, "gelu"
         case ReluSquare():

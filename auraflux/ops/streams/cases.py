@@ -1,0 +1,44 @@
+"""Inputs for hyper-connections: one token and many, odd numbers of streams and widths, weights far out."""
+
+import torch
+
+from auraflux.ops._cases import Args, Case
+from auraflux.ops.streams.reference import collapse_streams, expand_streams, sum_streams
+
+BF16 = torch.bfloat16
+
+
+def collapse(
+    tokens: int, n: int, hidden: int, spread: float = 1.0, rounds: int = 20, dtype: torch.dtype = torch.float32
+) -> Args:
+    width = n * (n + 2)
+    weights = {"mixes": torch.randn(tokens, width) * spread, "base": torch.randn(width), "scale": torch.rand(3) + 0.5}
+    return {"x": torch.randn(tokens, n, hidden).to(dtype), **weights, "eps": 1e-6, "rounds": rounds}
+
+
+def total(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) -> Args:
+    weights = {"mixes": torch.randn(tokens, n), "base": torch.randn(n), "scale": torch.rand(1) + 0.5, "eps": 1e-6}
+    return {"x": torch.randn(tokens, n, hidden).to(dtype), **weights}
+
+
+def expand(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) -> Args:
+    weights = {"write": torch.rand(tokens, n) * 2, "mix": torch.rand(tokens, n, n)}
+    return {"x": torch.randn(tokens, n, hidden).to(dtype), "found": torch.randn(tokens, hidden).to(dtype), **weights}
+
+
+CASES = [
+    Case(collapse_streams, "one-token", lambda: collapse(1, 4, 4096), bench=True),
+    Case(collapse_streams, "many-tokens", lambda: collapse(63, 4, 1024)),
+    Case(collapse_streams, "odd", lambda: collapse(5, 3, 333)),
+    Case(collapse_streams, "one-stream", lambda: collapse(3, 1, 100)),
+    Case(collapse_streams, "one-round", lambda: collapse(3, 4, 100, rounds=1)),
+    Case(collapse_streams, "far-out", lambda: collapse(3, 4, 100, spread=100.0)),
+    Case(collapse_streams, "bf16", lambda: collapse(3, 4, 63, dtype=BF16), tol=4e-3),
+    Case(sum_streams, "one-token", lambda: total(1, 4, 4096), bench=True),
+    Case(sum_streams, "odd", lambda: total(7, 3, 333)),
+    Case(sum_streams, "bf16", lambda: total(3, 4, 63, BF16), tol=4e-3),
+    Case(expand_streams, "one-token", lambda: expand(1, 4, 4096), bench=True),
+    Case(expand_streams, "many-tokens", lambda: expand(63, 4, 1024)),
+    Case(expand_streams, "odd", lambda: expand(5, 3, 333)),
+    Case(expand_streams, "bf16", lambda: expand(3, 4, 63, BF16), tol=4e-3),
+]

@@ -1,0 +1,136 @@
+"""Hyper-connections on CPU: a token at a time, its few weights first, then one pass over all streams."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, real, share, threads
+from auraflux.ops.simd.math import exp, sigmoid
+
+PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+
+
+@jit
+def _softmax(row):
+    highest, total = row[0], np.float32(0)
+    for i in range(len(row)):
+        highest = max(highest, row[i])
+    for i in range(len(row)):
+        row[i] = exp(row[i] - highest)
+        total += row[i]
+    for i in range(len(row)):
+        row[i] = row[i] / total
+
+
+@jit
+def _balance_columns(mix, n, eps):
+    for k in range(n):
+        total = np.float32(0)
+        for j in range(n):
+            total += mix[j * n + k]
+        total += eps
+        for j in range(n):
+            mix[j * n + k] /= total
+
+
+@jit
+def _balance_rows(mix, n, eps):
+    for j in range(n):
+        total = np.float32(0)
+        for k in range(n):
+            total += mix[j * n + k]
+        total += eps
+        for k in range(n):
+            mix[j * n + k] /= total
+
+
+@jit
+def _sum(x_at, weights, n, hidden, out_at):
+    """The weighted sum of n streams, in their order."""
+    out = floats(out_at, hidden)
+    out[:] = np.float32(0)
+    for j in range(n):
+        x, weight = floats(x_at + 4 * j * hidden, hidden), weights[j]
+        for i in range(hidden):
+            out[i] += weight * x[i]
+
+
+@Kernel
+def _collapse(args, job, jobs):
+    x, mixes_at, base_at, scale_at, out, write_at, mix_at, tokens, n, hidden, rounds, smallest = arguments(args, 12)
+    width, eps = n * (n + 2), np.float32(real(smallest))
+    base, scale = floats(base_at, width), floats(scale_at, 3)
+    read = np.empty(n, np.float32)
+    for token in share(tokens, job, jobs):
+        mixes = floats(mixes_at + 4 * token * width, width)
+        write, mix = floats(write_at + 4 * token * n, n), floats(mix_at + 4 * token * n * n, n * n)
+        for j in range(n):
+            read[j] = sigmoid(mixes[j] * scale[0] + base[j]) + eps
+            write[j] = np.float32(2) * sigmoid(mixes[n + j] * scale[1] + base[n + j])
+        for j in range(n * n):
+            mix[j] = mixes[2 * n + j] * scale[2] + base[2 * n + j]
+        for j in range(n):
+            _softmax(floats(mix_at + 4 * (token * n + j) * n, n))
+        for j in range(n * n):
+            mix[j] += eps
+        _balance_columns(mix, n, eps)
+        for _ in range(rounds - 1):
+            _balance_rows(mix, n, eps)
+            _balance_columns(mix, n, eps)
+        _sum(x + 4 * token * n * hidden, read, n, hidden, out + 4 * token * hidden)
+
+
+def collapse_streams(
+    x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide, (tokens, n, hidden) = as_float(x), x.shape
+    out, write, mix = torch.empty(tokens, hidden), torch.empty(tokens, n), torch.empty(tokens, n, n)
+    given = (each.data_ptr() for each in (wide, mixes, base, scale, out, write, mix))
+    _collapse(_jobs(x), *given, tokens, n, hidden, rounds, float(eps))
+    return like(out, x), write, mix
+
+
+@Kernel
+def _sums(args, job, jobs):
+    x, mixes_at, base_at, scale_at, out, tokens, n, hidden, smallest = arguments(args, 9)
+    base, scale, read = floats(base_at, n), floats(scale_at, 1), np.empty(n, np.float32)
+    for token in share(tokens, job, jobs):
+        mixes = floats(mixes_at + 4 * token * n, n)
+        for j in range(n):
+            read[j] = sigmoid(mixes[j] * scale[0] + base[j]) + np.float32(real(smallest))
+        _sum(x + 4 * token * n * hidden, read, n, hidden, out + 4 * token * hidden)
+
+
+def sum_streams(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float) -> Tensor:
+    wide, (tokens, n, hidden) = as_float(x), x.shape
+    out = torch.empty(tokens, hidden)
+    given = (each.data_ptr() for each in (wide, mixes, base, scale, out))
+    _sums(_jobs(x), *given, tokens, n, hidden, float(eps))
+    return like(out, x)
+
+
+@Kernel
+def _expand(args, job, jobs):
+    x_at, found_at, write_at, mix_at, out_at, tokens, n, hidden = arguments(args, 8)
+    for part in share(tokens * n, job, jobs):
+        token, k = part // n, part % n
+        mix, weight = floats(mix_at + 4 * token * n * n, n * n), floats(write_at, tokens * n)[part]
+        found, out = floats(found_at + 4 * token * hidden, hidden), floats(out_at + 4 * part * hidden, hidden)
+        for i in range(hidden):
+            out[i] = weight * found[i]
+        for j in range(n):
+            x, factor = floats(x_at + 4 * (token * n + j) * hidden, hidden), mix[j * n + k]
+            for i in range(hidden):
+                out[i] += factor * x[i]
+
+
+def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> Tensor:
+    wide, added, (tokens, n, hidden) = as_float(x), as_float(found), x.shape
+    out = torch.empty_like(wide)
+    given = (each.data_ptr() for each in (wide, added, write, mix, out))
+    _expand(_jobs(x), *given, tokens, n, hidden)
+    return like(out, x)
+
+
+def _jobs(x: Tensor) -> int:
+    return threads() if x.numel() >= PARALLEL_FROM else 1

@@ -1,0 +1,101 @@
+"""Hyper-connections: a residual stream of several vectors for each token, read and written by weights that it sets itself.
+
+A part of a layer reads a weighted sum of the streams. What it gives is added to all of them, each by its own weight, after the
+streams were mixed by a matrix whose rows and columns sum to one: repeated mixing then makes nothing grow. All weights are made
+of products of the streams with a learned matrix, `mixes`.
+"""
+
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
+
+
+def _check_mixes(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, width: int, scales: int) -> None:
+    check_dense(x=x, mixes=mixes, base=base, scale=scale)
+    check_floating(x=x)
+    for name, tensor in (("mixes", mixes), ("base", base), ("scale", scale)):
+        check_dtype(name, tensor, torch.float32)
+    check_shape("mixes", mixes, x.shape[0], width)
+    check_shape("base", base, width)
+    check_shape("scale", scale, scales)
+
+
+def _check_collapse(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int) -> None:
+    check_shape("x", x, None, None, None)
+    _check_mixes(x, mixes, base, scale, x.shape[1] * (x.shape[1] + 2), 3)
+    if rounds < 1:
+        raise InputError(f"rounds is {rounds}; columns must be made to sum to one at least once.")
+
+
+@op(check=_check_collapse)
+def collapse_streams(
+    x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the streams of each token by weights of its own, and make the weights by which a result will be written to them.
+
+    x        [T, N, H]
+    mixes    [T, N + N + N * N]  float32: for reading, for writing, and for mixing, from which stream to which
+    base     [N + N + N * N]     float32, added to the mixes times scale [3], one for each of the three
+    eps      added to weights and to the sums they are divided by
+    rounds   how often columns are made to sum to one; between two times, rows are
+    returns  the sum [T, H] in x's dtype, and float32 weights for writing [T, N] and for mixing [T, N, N]
+    """
+    n = x.shape[1]
+    parts = zip(mixes.split([n, n, n * n], -1), base.split([n, n, n * n]), scale, strict=True)
+    read, write, mix = (mixed * factor + offset for mixed, offset, factor in parts)
+    mix = mix.unflatten(1, (n, n)).softmax(-1) + eps
+    mix = mix / (mix.sum(1, keepdim=True) + eps)
+    for _ in range(rounds - 1):
+        mix = mix / (mix.sum(2, keepdim=True) + eps)
+        mix = mix / (mix.sum(1, keepdim=True) + eps)
+    return _weighted(x, read.sigmoid() + eps), 2 * write.sigmoid(), mix
+
+
+def _check_sum(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float) -> None:
+    check_shape("x", x, None, None, None)
+    _check_mixes(x, mixes, base, scale, x.shape[1], 1)
+
+
+@op(check=_check_sum)
+def sum_streams(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Sum the streams of each token by weights of its own, where nothing is written to them any more.
+
+    x        [T, N, H]
+    mixes    [T, N]  float32
+    base     [N]     float32, added to the mixes times scale [1]
+    eps      added to the weights
+    returns  [T, H]  in x's dtype
+    """
+    return _weighted(x, (mixes * scale + base).sigmoid() + eps)
+
+
+def _weighted(x: Tensor, weights: Tensor) -> Tensor:
+    return (weights[..., None] * x.float()).sum(1).to(x.dtype)
+
+
+def _check_expand(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> None:
+    check_dense(x=x, found=found, write=write, mix=mix)
+    check_floating(x=x, found=found)
+    check_shape("x", x, None, None, None)
+    tokens, n, hidden = x.shape
+    check_shape("found", found, tokens, hidden)
+    check_shape("write", write, tokens, n)
+    check_shape("mix", mix, tokens, n, n)
+    check_dtype("write", write, torch.float32)
+    check_dtype("mix", mix, torch.float32)
+
+
+@op(check=_check_expand)
+def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> Tensor:
+    """Mix the streams of each token, and add what a part of the layer has found to all of them.
+
+    x        [T, N, H]
+    found    [T, H]
+    write    [T, N]     float32
+    mix      [T, N, N]  float32; stream j goes to stream k by mix[j, k]
+    returns  [T, N, H]  in x's dtype
+    """
+    mixed = torch.einsum("tjk,tjh->tkh", mix, x.float())
+    return (write[..., None] * found.float()[:, None] + mixed).to(x.dtype)

@@ -1,0 +1,201 @@
+"""DeepSeek V4, whose layers keep one entry for many tokens, against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from auraflux.cache import CacheSettings
+from auraflux.errors import FormatError, SettingsError
+from auraflux.models import family
+from auraflux.models.deepseek_v4 import Config
+from auraflux.ops.simd.vectors import ISA
+from auraflux.run.engine import Engine
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.convert import convert
+from auraflux.weights.loader import Weights
+from auraflux.weights.pack import pack
+from tests.models.oracles import error, prefill, save, scores, tokens, truth
+from tests.models.test_deepseek_v3 import rewrite
+
+WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "head_dim": 48,
+    "q_lora_rank": 40,
+    "partial_rotary_factor": 1 / 3,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 7,
+    "layer_types": [HEAVY, SPARSE, WINDOW, SPARSE],
+    "compress_rates": {SPARSE: 4, HEAVY: 32},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "swiglu_limit": 0.5,
+    "sliding_window": 20,
+    "o_groups": 3,
+    "o_lora_rank": 24,
+    "index_n_heads": 12,
+    "index_head_dim": 32,
+    "index_topk": 9,
+    "max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+
+
+def deepseek(**changes: Any) -> DeepseekV4ForCausalLM:
+    """A model whose parts all matter: indexers decide clearly, tokens have experts of their own."""
+    torch.manual_seed(0)
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**{**SMALL, **changes}))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "indexer" in name and name.endswith("_proj.weight"):
+                tensor.normal_(0, 0.3)
+            elif name.endswith(("position_bias", "_hc.base", "hc_base", "sinks")):
+                tensor.normal_()
+            elif name.endswith(("_hc.fn", "hc_fn", "gate.weight")):
+                tensor.normal_(0, 0.1)
+            elif name.endswith("e_score_correction_bias"):
+                tensor.normal_(0, 0.3)
+            elif name.endswith("tid2eid"):
+                tensor.copy_(torch.rand(len(tensor), model.config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "deepseek_v4": deepseek,
+    "yarn": lambda: deepseek(rope_parameters=YARN),
+    "long-entries": lambda: deepseek(compress_rates={SPARSE: 8, HEAVY: 128}),
+    "odd": lambda: deepseek(hc_mult=3, o_groups=2, index_n_heads=11, index_head_dim=20, head_dim=30, partial_rotary_factor=0.2),
+    "one-entry": lambda: deepseek(index_topk=1),
+    "all-entries": lambda: deepseek(index_topk=500),
+    "sigmoid": lambda: deepseek(scoring_func="sigmoid", tie_word_embeddings=True, mlp_layer_types=["moe"] * 4),
+}
+QUICK = {"deepseek_v4"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS])
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
+    model = MODELS[name]()
+    save(model, tmp_path)
+    ids = tokens(model)
+    wanted = truth(model, ids)
+    for chunk in (512, 37, 1):
+        assert error(scores(tmp_path, ids, chunk=chunk), wanted) < 2e-4
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    checkpoint = open_checkpoint(folder)
+    module = family(checkpoint.config)
+    config = module.Config.from_hf(checkpoint.config)
+    weights = Weights(checkpoint, module.rename)
+    model = module.Model(config, weights)
+    weights.done()
+    return Engine(model, module.make_caches(config), CacheSettings("none"), context=256, sequences=4, exact=True, **options)
+
+
+def test_a_text_is_the_same_beside_others_after_a_fork_and_after_a_cut(tmp_path: Path):
+    model = deepseek()
+    engine, ids = engine_of(save(model, tmp_path)), tokens(model, 90)
+    wanted = engine.all_scores(engine.cache.open(), ids)
+    long, short = engine.cache.open(), engine.cache.open()
+    prefill(engine, long, ids[:61])
+    prefill(engine, short, ids[:5])
+    batch = engine.cache.batch([long, short])
+    for at, token in enumerate(ids[61:75]):
+        found = engine.decode(batch, [token, ids[5 + at]])
+        assert torch.equal(found, wanted[[61 + at, 5 + at]])
+    other = long.fork()
+    engine.all_scores(other, ids[::-1][:9])
+    assert torch.equal(engine.all_scores(long, ids[75:]), wanted[75:])
+    kept = other.truncate(70)
+    assert torch.equal(engine.all_scores(other, ids[70 - kept :])[kept:], wanted[70:])
+
+
+def test_what_is_chosen_matters(tmp_path: Path):
+    """Fewer entries, and experts of other tokens, give other scores from the first token on that notices."""
+    model = deepseek()
+    ids = tokens(model, 60)
+    save(model, tmp_path)
+    wanted = scores(tmp_path, ids)
+    rewrite(tmp_path, load_file(tmp_path / "model.safetensors"), index_topk=500)
+    # the tenth entry is there with the fortieth token
+    found = scores(tmp_path, ids)
+    assert torch.equal(found[:39], wanted[:39])
+    assert error(found[39:], wanted[39:]) > 0.01
+    files = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in files if name.endswith("tid2eid"))
+    rewrite(tmp_path, {**files, name: (files[name] + 1) % 7}, index_topk=9)
+    assert error(scores(tmp_path, ids), wanted) > 0.01
+
+
+def test_experts_are_packed_and_converted(tmp_path: Path):
+    model = deepseek()
+    ids = tokens(model, 40)
+    checkpoint = open_checkpoint(save(model, tmp_path / "hf"))
+    module = family(checkpoint.config)
+    rounded = {"bits": 8, "group": 32}
+    wanted = scores(tmp_path / "hf", ids, **rounded)
+    assert error(wanted, truth(model, ids)) < 0.05
+    converted = convert(checkpoint, module, tmp_path / "mlx", **rounded)
+    assert error(scores(converted, ids), wanted) < 1e-5
+    packed = pack(open_checkpoint(converted), module, tmp_path / "packed", lanes=ISA.lanes)
+    assert error(scores(packed, ids), wanted) < 1e-5
+
+
+def test_coded_keys_are_refused(tmp_path: Path):
+    model = deepseek()
+    save(model, tmp_path)
+    with pytest.raises(SettingsError, match="in layer 0: a vector that is key and value, of which one stands for a window"):
+        scores(tmp_path, [1, 2], kv="k8v8")
+
+
+def test_a_table_of_other_experts_is_refused(tmp_path: Path):
+    save(deepseek(), tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in files if name.endswith("tid2eid"))
+    rewrite(tmp_path, {**files, name: files[name] + 5})
+    with pytest.raises(FormatError, match=r"tid2eid must hold whole numbers from 0 to 6"):
+        scores(tmp_path, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index_topk": None}, "has no 'index_topk'"),
+        ({"o_groups": 4}, "has o_groups 4, into which 6 heads do not divide"),
+        ({"index_head_dim": 8}, "rotates 16 channels of heads of 48 and of index_head_dim 8"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax'; only 'sqrtsoftplus' or 'sigmoid'"),
+        ({"n_shared_experts": 2}, "n_shared_experts 2; only 1"),
+        ({"layer_types": [WINDOW] * 3}, "lists 3 layer_types for num_hidden_layers 4"),
+        ({"layer_types": None, "compress_ratios": [4, 128]}, "has 2 compress_ratios for 4 layers"),
+        ({"layer_types": None, "compress_ratios": [4, 128, 0, 7]}, "0, 4 and 128 are supported"),
+    ],
+)
+def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(FormatError, match=message):
+        Config.from_hf({**DeepseekV4Config(**SMALL).to_dict(), **change})
+
+
+def test_entries_that_fit_no_page_are_refused(tmp_path: Path):
+    save(deepseek(compress_rates={SPARSE: 3, HEAVY: 32}), tmp_path)
+    with pytest.raises(SettingsError, match="entries of 3 tokens have no place in pages of 64"):
+        scores(tmp_path, [1, 2])
+
+
+def test_layers_may_be_said_as_they_were_published():
+    new = DeepseekV4Config(**{**SMALL, "compress_rates": None, "rope_parameters": dict(YARN)}).to_dict()
+    gone = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
+    old = {key: value for key, value in new.items() if key not in gone}
+    old |= {"compress_ratios": [128, 4, 0, 4, 0], "num_hash_layers": 1, "qk_rope_head_dim": 16, "rope_scaling": YARN}
+    mine, theirs = Config.from_hf(old), Config.from_hf(new)
+    for name in ("kinds", "rates", "hashed", "widths", "index", "hyper", "mixture"):
+        assert getattr(mine, name) == getattr(theirs, name)
+    for one, other in zip((*mine.rotations, mine.turns), (*theirs.rotations, theirs.turns), strict=True):
+        assert torch.equal(one.frequencies, other.frequencies)
+        assert one.mscale == other.mscale == 1
