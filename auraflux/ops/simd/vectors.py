@@ -170,6 +170,9 @@ class Isa:
     lanes = 4
     tokens = 4  # how many tokens' sums fit in registers
     signed_codes = False  # whether `dot` takes 8-bit codes as signed, stored minus 128
+    # bytes into which exact products split an activation for `dot`, 3, or none: it stays float32 then. Two Neoverse-N1 cores
+    # need four times as long to unpack codes as floats and multiply those
+    digits = 0
     by_lane = False  # whether both sides of `dot` are signed, and a lane of the last one serves for all
     # bytes ahead at which one token's weights are asked for, or 0: the processor's own prefetching stops at the end of a page.
     # Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s without, 20 at 1024, 21 at 2048, 23-24 from 4096 on, beside a read
@@ -271,6 +274,7 @@ class Dotprod(Isa):
     # two Neoverse-N1 cores read 27.5 GB/s of 36 without; asking takes turns from loads
     ahead = 0
     by_lane = small_tables = True
+    digits = 3
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
         # the dot instruction takes one lane of a register for all: a splat of a loaded vector's lane costs nothing

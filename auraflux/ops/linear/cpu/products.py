@@ -48,7 +48,7 @@ class Driver:
     def __init__(self, form: Form):
         self.form = form
         self.prepare, self.multiply = build_prepare(form), build_multiply(form)
-        self.act_nbytes = 1 if form.fast else 4
+        self.act_nbytes = form.act_nbytes
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int) -> None:
@@ -78,7 +78,7 @@ class Driver:
     def scratch_nbytes(self, width: int) -> int:
         """A thread's blocks of rows: unpacked, and turned side by side."""
         scales = 2 * (width // self.form.group) * self.form.scale_nbytes
-        return TOGETHER * (BLOCK * (width * self.act_nbytes + width * self.form.bits // 8 + scales) + LINE)
+        return TOGETHER * (BLOCK * (width * self.form.ready_nbytes + width * self.form.bits // 8 + scales) + LINE)
 
 
 @cache
@@ -156,7 +156,7 @@ def _blocks(form, span, acts, index, left, groups, out_stride):
 
 def build_prepare(spec: Form) -> Kernel:
     """Compile the step that readies tokens' activations."""
-    form, group, act_nbytes = spec.text, spec.group, 1 if spec.fast else 4
+    form, group, act_nbytes = spec.text, spec.group, spec.act_nbytes
 
     @Kernel
     def prepare(args, job, jobs):
@@ -173,7 +173,7 @@ def build_prepare(spec: Form) -> Kernel:
 def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases)
-    act_nbytes, scale_nbytes, bits = 1 if spec.fast else 4, spec.scale_nbytes, spec.bits
+    act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.ready_nbytes, spec.scale_nbytes, spec.bits
 
     @Kernel
     def multiply(args, job, jobs):
@@ -184,7 +184,11 @@ def build_multiply(spec: Form) -> Kernel:
         act_sums = act_scales + 4 * tokens * groups
         acts = (space, stride, act_scales, act_sums)
         table = int64s(products, count * FIELDS)
-        codes_nbytes, scales_nbytes, ready_nbytes = 4 * BLOCK * words, BLOCK * groups * scale_nbytes, BLOCK * width * act_nbytes
+        codes_nbytes, scales_nbytes, ready_nbytes = (
+            4 * BLOCK * words,
+            BLOCK * groups * scale_nbytes,
+            BLOCK * width * code_nbytes,
+        )
         scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
         ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * TOGETHER * scratch_size
         for p in range(0, count * FIELDS, FIELDS):
