@@ -213,6 +213,10 @@ class Isa:
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return self.dot(b, total, codes, acts, bits)
 
+    def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
+        """The same address, from which nothing should be loaded before these vectors are made."""
+        return address
+
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         """The larger of two floats; y, which is a number, where x is none."""
         return b.select(b.fcmp_ordered(">", x, y), x, y)
@@ -292,6 +296,11 @@ class Dotprod(Isa):
 
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", self.ints, total, codes, acts)
+
+    def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
+        # no instruction, but one that LLVM believes to need all of them
+        kind = ir.FunctionType(I64, [I64, *(each.type for each in made)])
+        return b.asm(kind, "", ",".join(["=r", "0", *["w" for _ in made]]), [address, *made], side_effect=True)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         # one instruction, where a comparison and a choice would be waited for at every step

@@ -11,6 +11,7 @@ sums are made in the same order however many tokens there are.
 """
 
 from contextlib import contextmanager
+from functools import partial, reduce
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -250,7 +251,7 @@ def rows_times_tokens(
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
     code_bits = 8 * form.ready_nbytes if ready else form.bits
     inner = _dots_of_bytes if form.digits else _dots_of_floats
-    with cgutils.for_range(b, _spans(b, form, groups)) as loop:
+    with cgutils.for_range(b, spans(b, form, groups)) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * code_bits // 8)))
         acts_at = [b.add(address, b.mul(loop.index, at(form.span * form.act_nbytes))) for address in mine]
         if form.fast and tokens == 1 and ISA.ahead:
@@ -270,7 +271,7 @@ def rows_times_tokens(
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
 
 
-def _spans(b, form, groups):
+def spans(b, form, groups):
     return b.sdiv(groups, at(form.parts)) if form.parts > 1 else groups
 
 
@@ -279,7 +280,10 @@ def _dots_of_bytes(b, form, ready, codes, acts):
     # sums of what is shifted are kept apart
     shifts = (0, 2, 4) if form.bits == 2 and len(acts) == 1 else (0,)
     dots = [
-        [[{shift: start_dot(b, shift or digit) for shift in shifts} for digit in range(form.digits)] for _ in acts]
+        [
+            [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in range(form.digits)]
+            for _ in acts
+        ]
         for _ in range(form.parts)
     ]
     dot = ISA.dot_unpacked if ready else ISA.dot
@@ -303,12 +307,10 @@ def _dots_of_bytes(b, form, ready, codes, acts):
                     sums[shift] = dot(b, sums[shift], v, quad, form.value_bits)
                 for shift, slot in slots.items():
                     b.store(sums[shift], slot)
-    return [[as_floats(b, [_whole(b, slots) for slots in digits]) for digits in tokens] for tokens in dots]
-
-
-def start_dot(b: ir.IRBuilder, later: int) -> ir.Value:
-    """Where a sum of whole numbers is kept; the first starts where it becomes a float by a subtraction."""
-    return variable(b, splat(INTS, 0 if later else MAGIC_BITS))
+    return [
+        [reduce(partial(add_digit, b), [_whole(b, slots) for slots in reversed(digits)], None) for digits in tokens]
+        for tokens in dots
+    ]
 
 
 def _whole(b, slots):
@@ -320,13 +322,10 @@ def _whole(b, slots):
     return whole
 
 
-def as_floats(b: ir.IRBuilder, digits: list[ir.Value]) -> ir.Value:
-    """A sum of products, from those of each digit of the activations: the first is worth 1, the next 1 / 256 and so on."""
-    first = b.fsub(b.bitcast(digits[0], FLOATS), splat(FLOATS, MAGIC))
-    if len(digits) == 1:
-        return first
-    rest = b.add(b.shl(digits[1], splat(INTS, 8)), digits[2])
-    return fma(b, b.sitofp(rest, FLOATS), splat(FLOATS, 2.0**-16), first)
+def add_digit(b: ir.IRBuilder, lower: ir.Value | None, total: ir.Value) -> ir.Value:
+    """Sums of products with one digit of the activations, which start at MAGIC, as floats; with those of lower digits."""
+    found = b.fsub(b.bitcast(total, FLOATS), splat(FLOATS, MAGIC))
+    return found if lower is None else fma(b, lower, splat(FLOATS, 1 / 256), found)
 
 
 def _dots_of_floats(b, form, ready, codes, acts):
@@ -373,7 +372,7 @@ def _add_products(b, values, inputs, acts, totals, ways):
 def unpack_rows(b, form, codes, groups, tile):
     """Unpack one block of rows: the codes as bytes for the dot product, or as float32."""
     form = Form.parse(form)
-    with cgutils.for_range(b, _spans(b, form, groups)) as loop:
+    with cgutils.for_range(b, spans(b, form, groups)) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * form.bits // 8)))
         tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * form.ready_nbytes)))
         with _chunks(b, form) as chunk:
