@@ -251,14 +251,16 @@ def rows_times_tokens(
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
     code_bits = 8 * form.ready_nbytes if ready else form.bits
     inner = _dots_of_bytes if form.digits else _dots_of_floats
-    with cgutils.for_range(b, spans(b, form, groups)) as loop:
-        code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * code_bits // 8)))
-        acts_at = [b.add(address, b.mul(loop.index, at(form.span * form.act_nbytes))) for address in mine]
-        if form.fast and tokens == 1 and ISA.ahead:
+    count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
+
+    def multiply_span(number):
+        code_at = b.add(codes, b.mul(number, at(form.span * BLOCK * code_bits // 8)))
+        acts_at = [b.add(address, b.mul(number, at(form.span * form.act_nbytes))) for address in mine]
+        if form.digits and tokens == 1 and at_once == 1 and ISA.ahead:
             # one token waits for memory
             prefetch(b, [b.add(code_at, at(ISA.ahead))], form.span * BLOCK * form.bits // 8)
         for part, dots in enumerate(inner(b, form, ready, code_at, acts_at)):
-            group = b.add(b.mul(loop.index, at(form.parts)), at(part))
+            group = b.add(b.mul(number, at(form.parts)), at(part))
             # after the products, so that it takes no registers from them
             scale, bias = scale_and_bias(b, form, scales, biases, group)
             for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
@@ -267,8 +269,23 @@ def rows_times_tokens(
                 else:
                     value = fma(b, dot, scale, b.load(total))
                 b.store(fma(b, bias, _float(b, act_sum, group), value), total)
+
+    done = at(0)
+    if at_once > 1:
+        turns = b.sdiv(count, at(at_once))
+        with cgutils.for_range(b, turns) as loop:
+            for i in range(at_once):
+                multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)))
+        done = b.mul(turns, at(at_once))
+    with cgutils.for_range(b, b.sub(count, done)) as loop:
+        multiply_span(b.add(done, loop.index))
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
+
+
+def _spans_at_once(form, tokens):
+    """Spans that a turn of the loop takes: where a token is alone and codes are small, unpacking starts long before it ends."""
+    return max(1, ISA.small_codes // form.span) if form.fast and tokens == 1 and form.bits == 2 else 1
 
 
 def spans(b, form, groups):
