@@ -88,6 +88,36 @@ def test_extreme_activations():
             assert relative_rms(found, wanted) < 2e-2
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("spread", [1, 300, 1e5])
+def test_exact_products_err_as_float32_does(bits: int, spread: float):
+    # some inputs are much larger than the others of their group
+    torch.manual_seed(bits)
+    x, w = torch.randn(3, 1024), weight(64, 1024, bits)
+    x[:, ::77] *= spread
+    wanted = (x.double() @ w.dequantize(torch.float64).T).float()
+    with exact():
+        assert relative_rms(linear(x, w), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e35])
+def test_exact_products_of_any_size(scale: float):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 128), weight(32, 128, 4)
+    with exact():
+        assert relative_rms(linear(x * scale, w).double() / scale, linear(x, w).double()) < 1e-5
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_exact_product_of_no_number_is_none(value: float):
+    x, w = torch.randn(9, 128), weight(32, 128, 4)
+    x[4, 3] = value
+    with exact():
+        found = linear(x, w)
+    assert not found[4].isfinite().any()
+    assert found[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+
+
 def test_a_nan_reaches_only_its_token():
     x, w = torch.randn(9, 128), weight(32, 128, 4)
     x[4, 3] = torch.nan

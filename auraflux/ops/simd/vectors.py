@@ -177,11 +177,17 @@ class Isa:
     lanes = 4
     tokens = 4  # how many tokens' sums fit in registers
     signed_codes = False  # whether `dot` takes 8-bit codes as signed, stored minus 128
+    # bytes into which exact products split an activation for `dot`, 3, or none: it stays float32 then. Two Neoverse-N1 cores
+    # need four times as long to unpack codes as floats and multiply those
+    digits = 0
     by_lane = False  # whether both sides of `dot` are signed, and a lane of the last one serves for all
     # bytes ahead at which one token's weights are asked for, or 0: the processor's own prefetching stops at the end of a page.
     # Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s without, 20 at 1024, 21 at 2048, 23-24 from 4096 on, beside a read
     # ceiling of 28-30
     ahead = 4096
+    # inputs of one token that a turn of the loop over 2-bit codes takes, or 0: those of a group. Two Neoverse-N1 cores read
+    # 16.3 GB/s at 256, 15.1 without, 15.9 at 512; with more bits a turn of several groups is slower
+    small_codes = 0
     small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
 
     @property
@@ -216,6 +222,10 @@ class Isa:
 
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return self.dot(b, total, codes, acts, bits)
+
+    def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
+        """The same address, from which nothing should be loaded before these vectors are made."""
+        return address
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         """The larger of two floats; y, which is a number, where x is none."""
@@ -275,9 +285,12 @@ class AvxVnni(Avx2):
 
 class Dotprod(Isa):
     name, features, lanes, tokens, signed_codes = "neon-dotprod", ("dotprod",), 4, 8, True
-    # two Neoverse-N1 cores read 27.5 GB/s of 36 without; asking takes turns from loads
-    ahead = 0
+    # two Neoverse-N1 cores read 4-bit weights at 27.6 GB/s without, 29.2 from 512 to 2048, 25.6 at 4096, beside a read ceiling
+    # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
+    ahead = 512
+    small_codes = 256
     by_lane = small_tables = True
+    digits = 3
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
         # the dot instruction takes one lane of a register for all: a splat of a loaded vector's lane costs nothing
@@ -295,6 +308,11 @@ class Dotprod(Isa):
 
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", self.ints, total, codes, acts)
+
+    def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
+        # no instruction, but one that LLVM believes to need all of them
+        kind = ir.FunctionType(I64, [I64, *(each.type for each in made)])
+        return b.asm(kind, "", ",".join(["=r", "0", *["w" for _ in made]]), [address, *made], side_effect=True)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         # one instruction, where a comparison and a choice would be waited for at every step

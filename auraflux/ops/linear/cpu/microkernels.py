@@ -2,13 +2,16 @@
 
 A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes and the scales of all rows are one vector. Two
 contracts share the interface: *fast* rounds activations to int8 per group and uses the byte dot product; *exact* multiplies
-float32. Either uses, per group, s * sum(code * x) + b * sum(x), the second sum made once per token.
+float32, or, where the byte dot product is much the quicker (`ISA.digits`), rounds activations to 24 bits per group: three
+digits of a byte each, whose sums are whole numbers and have no error. All use, per group, s * sum(code * x) + b * sum(x), the
+second sum made once per token.
 
 When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens. A result's
 sums are made in the same order however many tokens there are.
 """
 
 from contextlib import contextmanager
+from functools import partial, reduce
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -71,6 +74,22 @@ class Form(NamedTuple):
     @property
     def has_biases(self) -> bool:
         return self.kind in ("bf16", "f16", "f32")
+
+    @property
+    def digits(self) -> int:
+        """Bytes of an activation, for the byte dot product; 0 where it stays float32."""
+        if self.fast:
+            return 1
+        return 0 if self.kind == "e4m3" else ISA.digits
+
+    @property
+    def act_nbytes(self) -> int:
+        return self.digits or 4
+
+    @property
+    def ready_nbytes(self) -> int:
+        """Of an unpacked code."""
+        return 1 if self.digits else 4
 
     @property
     def value_bits(self) -> int:
@@ -166,7 +185,14 @@ def _to_bytes(b: ir.IRBuilder, field: ir.Value, bits: int) -> ir.Value:
 
 
 def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value]:
-    """Load one group's scales and biases for all rows, as float32."""
+    """Load one group's scales and biases for all rows, as float32, for the codes as the dot product takes them."""
+    scale, bias = _loaded_scales(b, form, scales, biases, group)
+    if form.digits and form.value_bits == 8 and ISA.signed_codes:
+        bias = fma(b, scale, splat(FLOATS, 128.0), bias)
+    return [scale, bias]
+
+
+def _loaded_scales(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value]:
     kind = form.kind
     if kind == "e8m0":
         exponents = b.zext(load(b, scales, b.mul(group, at(BLOCK)), vector(I8, BLOCK)), INTS)
@@ -213,7 +239,7 @@ def rows_times_tokens(
 
     codes    [K*bits/32, BLOCK] words; ready: [K, BLOCK] bytes (four inputs of a row together) or floats (exact)
     scales, biases  [groups, BLOCK]
-    acts     int8 or float32, a token every `stride` bytes; act_scales, act_sums float32, a token every `groups`
+    acts     int8 digits or float32, a token every `stride` bytes; act_scales, act_sums float32, a token every `groups`
     index    int64 [tokens], which tokens of acts
     out      float32, a token every `out_stride` bytes, BLOCK rows written
     """
@@ -223,40 +249,58 @@ def rows_times_tokens(
     mine = [b.add(acts, b.mul(stride, token)) for token in chosen]
     meta_at = [b.mul(b.mul(groups, at(4)), token) for token in chosen]
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
-    code_bits = (8 if form.fast else 32) if ready else form.bits
-    inner = _fast_group if form.fast else _exact_group
-    with cgutils.for_range(b, _spans(b, form, groups)) as loop:
-        code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * code_bits // 8)))
-        acts_at = [b.add(address, b.mul(loop.index, at(form.span * (1 if form.fast else 4)))) for address in mine]
-        if form.fast and tokens == 1 and ISA.ahead:
+    code_bits = 8 * form.ready_nbytes if ready else form.bits
+    inner = _dots_of_bytes if form.digits else _dots_of_floats
+    count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
+
+    def multiply_span(number):
+        code_at = b.add(codes, b.mul(number, at(form.span * BLOCK * code_bits // 8)))
+        acts_at = [b.add(address, b.mul(number, at(form.span * form.act_nbytes))) for address in mine]
+        if form.digits and tokens == 1 and at_once == 1 and ISA.ahead:
             # one token waits for memory
             prefetch(b, [b.add(code_at, at(ISA.ahead))], form.span * BLOCK * form.bits // 8)
         for part, dots in enumerate(inner(b, form, ready, code_at, acts_at)):
-            group = b.add(b.mul(loop.index, at(form.parts)), at(part))
+            group = b.add(b.mul(number, at(form.parts)), at(part))
             # after the products, so that it takes no registers from them
             scale, bias = scale_and_bias(b, form, scales, biases, group)
-            if form.fast and form.value_bits == 8 and ISA.signed_codes:
-                bias = fma(b, scale, splat(FLOATS, 128.0), bias)
             for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
-                if form.fast:
+                if form.digits:
                     value = fma(b, b.fmul(dot, scale), _float(b, act_scale, group), b.load(total))
                 else:
                     value = fma(b, dot, scale, b.load(total))
                 b.store(fma(b, bias, _float(b, act_sum, group), value), total)
+
+    done = at(0)
+    if at_once > 1:
+        turns = b.sdiv(count, at(at_once))
+        with cgutils.for_range(b, turns) as loop:
+            for i in range(at_once):
+                multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)))
+        done = b.mul(turns, at(at_once))
+    with cgutils.for_range(b, b.sub(count, done)) as loop:
+        multiply_span(b.add(done, loop.index))
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
 
 
-def _spans(b, form, groups):
+def _spans_at_once(form, tokens):
+    """Spans that a turn of the loop takes: where a token is alone and codes are small, unpacking starts long before it ends."""
+    return max(1, ISA.small_codes // form.span) if form.fast and tokens == 1 and form.bits == 2 else 1
+
+
+def spans(b, form, groups):
     return b.sdiv(groups, at(form.parts)) if form.parts > 1 else groups
 
 
-def _fast_group(b, form, ready, codes, acts):
+def _dots_of_bytes(b, form, ready, codes, acts):
     """Sums of codes times activations, for each group of a span and each token."""
     # sums of what is shifted are kept apart
     shifts = (0, 2, 4) if form.bits == 2 and len(acts) == 1 else (0,)
     dots = [
-        [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in acts]
+        [
+            [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in range(form.digits)]
+            for _ in acts
+        ]
         for _ in range(form.parts)
     ]
     dot = ISA.dot_unpacked if ready else ISA.dot
@@ -267,29 +311,41 @@ def _fast_group(b, form, ready, codes, acts):
         else:
             code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
             found = in_place(b, form, code_at) if len(acts) == 1 else [(v, 0) for v in code_vectors(b, form, code_at)]
-        x = [ISA.quads(b, b.add(address, b.mul(chunk, at(CHUNK))), 8) for address in acts]
+        places = [b.add(address, b.mul(chunk, at(CHUNK))) for address in acts]
+        x = [[ISA.quads(b, b.add(place, at(form.span * digit)), 8) for digit in range(form.digits)] for place in places]
         size = len(found) // form.parts
         for part, tokens in enumerate(dots):
             here = slice(part * size, part * size + size)
-            for slots, quads in zip(tokens, x, strict=True):
+            for slots, quads in (
+                (slots, quads) for token in zip(tokens, x, strict=True) for slots, quads in zip(*token, strict=True)
+            ):
                 sums = {shift: b.load(slot) for shift, slot in slots.items()}
                 for (v, shift), quad in zip(found[here], quads[here], strict=True):
                     sums[shift] = dot(b, sums[shift], v, quad, form.value_bits)
                 for shift, slot in slots.items():
                     b.store(sums[shift], slot)
-    return [[_whole(b, slots) for slots in tokens] for tokens in dots]
+    return [
+        [reduce(partial(add_digit, b), [_whole(b, slots) for slots in reversed(digits)], None) for digits in tokens]
+        for tokens in dots
+    ]
 
 
 def _whole(b, slots):
-    """A sum of integers as floats, from sums that are kept apart."""
+    """A sum of integers, from sums that are kept apart."""
     whole = b.load(slots[0])
     for shift in slots:
         if shift:
             whole = b.add(whole, b.ashr(b.load(slots[shift]), splat(INTS, shift)))
-    return b.fsub(b.bitcast(whole, FLOATS), splat(FLOATS, MAGIC))
+    return whole
 
 
-def _exact_group(b, form, ready, codes, acts):
+def add_digit(b: ir.IRBuilder, lower: ir.Value | None, total: ir.Value) -> ir.Value:
+    """Sums of products with one digit of the activations, which start at MAGIC, as floats; with those of lower digits."""
+    found = b.fsub(b.bitcast(total, FLOATS), splat(FLOATS, MAGIC))
+    return found if lower is None else fma(b, lower, splat(FLOATS, 1 / 256), found)
+
+
+def _dots_of_floats(b, form, ready, codes, acts):
     dots = [[variable(b, splat(FLOATS, 0.0)) for _ in acts] for _ in range(form.parts)]
     size = CHUNK // form.parts
     with _chunks(b, form) as chunk:
@@ -331,32 +387,35 @@ def _add_products(b, values, inputs, acts, totals, ways):
 
 @kernel(constants=1)
 def unpack_rows(b, form, codes, groups, tile):
-    """Unpack one block of rows: the codes as bytes for the dot product (fast), or as float32 (exact)."""
+    """Unpack one block of rows: the codes as bytes for the dot product, or as float32."""
     form = Form.parse(form)
-    with cgutils.for_range(b, _spans(b, form, groups)) as loop:
+    with cgutils.for_range(b, spans(b, form, groups)) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * form.bits // 8)))
-        tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * (1 if form.fast else 4))))
+        tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * form.ready_nbytes)))
         with _chunks(b, form) as chunk:
             chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
-            to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * (1 if form.fast else 4))))
-            found = code_vectors(b, form, chunk_at) if form.fast else float_codes(b, form, chunk_at)
-            values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.fast else found
+            to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * form.ready_nbytes)))
+            found = code_vectors(b, form, chunk_at) if form.digits else float_codes(b, form, chunk_at)
+            values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.digits else found
             for i, v in enumerate(values):
                 store(b, v, to, 4 * BLOCK * i)
 
 
 @kernel(constants=1)
 def prepare_token(b, form, x, groups, acts, scales, sums):
-    """Ready one token's float32 activations: rounded to int8 per group, in the order of the codes (fast), or as they are."""
+    """Ready one token's float32 activations: as they are, or as digits in the order of the codes, the first of a span first."""
     form = Form.parse(form)
     group = form.group
     with cgutils.for_range(b, groups) as loop:
         values = load(b, x, b.mul(loop.index, at(4 * group)), vector(F32, group))
         slot = b.mul(loop.index, at(4))
-        if form.fast:
-            rounded, scale, total = _round_group(b, values)
+        if form.digits:
+            digits, scale, total = (_round_group if form.digits == 1 else _split_group)(b, values)
             order = [chunk + i for chunk in range(0, group, CHUNK) for i in activation_order(form.bits)[:group]]
-            store(b, pick(b, rounded, rounded, order), acts, b.mul(loop.index, at(group)))
+            place = b.mul(b.sdiv(loop.index, at(form.parts)), at(form.span * form.digits))
+            place = b.add(place, b.mul(b.srem(loop.index, at(form.parts)), at(group)))
+            for i, digit in enumerate(digits):
+                store(b, pick(b, digit, digit, order), acts, b.add(place, at(form.span * i)))
             store(b, scale, scales, slot)
         else:
             add = ir.FunctionType(F32, [F32, values.type])
@@ -366,18 +425,61 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
         store(b, total, sums, slot)
 
 
-def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _largest(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
+    """The bits of the largest size among floats. They order like integers, NaN above all: one NaN is the largest."""
+    whole = vector(I32, values.type.count)
+    sizes = b.and_(b.bitcast(values, whole), splat(whole, 0x7FFFFFFF))
+    return call(b, f"llvm.vector.reduce.umax.v{whole.count}i32", I32, sizes)
+
+
+def _scaled_sum(b: ir.IRBuilder, values: ir.Value, scale: ir.Value) -> ir.Value:
+    # of the rounded values, not of x: the rounding error then meets code * scale + bias, half as large as code * scale
+    total = call(b, f"llvm.vector.reduce.add.v{values.type.count}i32", I32, values)
+    return b.fmul(scale, b.sitofp(total, F32))
+
+
+def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
     """Round a group to int8 with one scale; also the scaled sum of what was rounded."""
     group = values.type.count
     whole = vector(I32, group)
-    # the bits of a size order like integers, NaN above all: one NaN makes the scale NaN, and with it every result
-    sizes = b.and_(b.bitcast(values, whole), splat(whole, 0x7FFFFFFF))
-    top = b.bitcast(call(b, f"llvm.vector.reduce.umax.v{group}i32", I32, sizes), F32)
+    # a NaN makes the scale NaN, and with it every result
+    top = b.bitcast(_largest(b, values), F32)
     nothing = b.fcmp_ordered("<", top, ir.Constant(F32, 1e-30))
     factor = b.select(nothing, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, 127.0), top))
     scale = b.fmul(top, ir.Constant(F32, 1 / 127))
     moved = fma(b, values, spread(b, factor, group), splat(values.type, MAGIC))
     rounded = b.trunc(b.bitcast(moved, whole), vector(I8, group))
-    # of the rounded values, not of x: the rounding error then meets code * scale + bias, half as large as code * scale
-    total = call(b, f"llvm.vector.reduce.add.v{group}i32", I32, b.sext(rounded, whole))
-    return rounded, scale, b.fmul(scale, b.sitofp(total, F32))
+    return [rounded], scale, _scaled_sum(b, b.sext(rounded, whole), scale)
+
+
+def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    """Round a group to whole numbers of three signed digits to the base 256, highest first, and one scale; also the scaled sum.
+
+    The scale is a power of two, so that nothing but the rounding changes a number: by half of the last bit that the largest has
+    in float32, or by the whole of it.
+    """
+    group = values.type.count
+    whole = vector(I32, group)
+    top = _largest(b, values)
+    # the exponent of the largest; one more where the first digit would be 128
+    exponent = b.lshr(b.add(top, ir.Constant(I32, 0x20000)), ir.Constant(I32, 23))
+    # below 1e-31 powers of two run out, and fewer bits are left
+    tiny = b.icmp_unsigned("<", exponent, ir.Constant(I32, 23))
+    exponent = b.select(tiny, ir.Constant(I32, 23), exponent)
+    factor, unit, scale = (
+        b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
+        for bits in (
+            b.sub(ir.Constant(I32, 127 + 127 + 22), exponent),
+            b.sub(exponent, ir.Constant(I32, 22)),
+            b.sub(exponent, ir.Constant(I32, 22 - 16)),
+        )
+    )
+    # what is no number makes the scale none, and with it every result
+    broken = b.icmp_unsigned(">=", top, ir.Constant(I32, 0x7F800000))
+    unit, scale = (b.select(broken, b.bitcast(top, F32), each) for each in (unit, scale))
+    moved = call(b, f"llvm.roundeven.v{group}f32", values.type, b.fmul(values, spread(b, factor, group)))
+    last = call(b, f"llvm.fptosi.sat.v{group}i32.v{group}f32", whole, moved)
+    middle = b.ashr(b.add(last, splat(whole, 128)), splat(whole, 8))
+    first = b.ashr(b.add(middle, splat(whole, 128)), splat(whole, 8))
+    digits = [b.trunc(each, vector(I8, group)) for each in (first, middle, last)]
+    return digits, scale, _scaled_sum(b, last, unit)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.linear.cpu.microkernels import BLOCK, Form, prepare_token, rows_times_tokens, unpack_rows
+from auraflux.ops.linear.cpu.panels import gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, levels
@@ -48,8 +49,8 @@ class Driver:
     def __init__(self, form: Form):
         self.form = form
         self.prepare, self.multiply = build_prepare(form), build_multiply(form)
-        self.act_nbytes = 1 if form.fast else 4
-        self._sizes: dict[int, tuple[int, int]] = {}
+        self.act_nbytes = form.act_nbytes
+        self._sizes: dict[int, tuple[int, int, int, int]] = {}
 
     def __call__(self, x: int, tokens: int, weight: QTensor, products: int, count: int) -> None:
         """Work through a list of products, all with weights of the format and width of `weight`.
@@ -59,16 +60,19 @@ class Driver:
         """
         rows, width = weight.shape[-2:]
         jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
-        token_nbytes, scratch_nbytes = self.sizes(width)
-        space = workspace(tokens * token_nbytes + jobs * scratch_nbytes)
-        self.prepare(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space)
-        self.multiply(jobs, tokens, width, products, count, weight.lanes == 1, space)
+        token_nbytes, scratch_nbytes, tile_nbytes, most = self.sizes(width)
+        tiles = min(tokens // WIDEST, most) if tokens >= UNPACK_FROM else 0
+        panels = jobs * tiles * tile_nbytes
+        space = workspace(panels + tokens * token_nbytes + jobs * scratch_nbytes)
+        self.prepare(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space + panels)
+        self.multiply(jobs, tokens, width, products, count, weight.lanes == 1, space, tiles, tile_nbytes)
 
-    def sizes(self, width: int) -> tuple[int, int]:
-        """Bytes for a token, and for a thread."""
+    def sizes(self, width: int) -> tuple[int, int, int, int]:
+        """Bytes for a token, for a thread, and for a tile of tokens side by side; how many tiles there are at most."""
         found = self._sizes.get(width)
         if found is None:
-            found = self._sizes[width] = self.token_nbytes(width), self.scratch_nbytes(width)
+            sizes = self.token_nbytes(width), self.scratch_nbytes(width)
+            found = self._sizes[width] = *sizes, tile_nbytes(self.form, width), panel_tiles(self.form, width)
         return found
 
     def token_nbytes(self, width: int) -> int:
@@ -78,7 +82,7 @@ class Driver:
     def scratch_nbytes(self, width: int) -> int:
         """A thread's blocks of rows: unpacked, and turned side by side."""
         scales = 2 * (width // self.form.group) * self.form.scale_nbytes
-        return TOGETHER * (BLOCK * (width * self.act_nbytes + width * self.form.bits // 8 + scales) + LINE)
+        return TOGETHER * (BLOCK * (width * self.form.ready_nbytes + width * self.form.bits // 8 + scales) + LINE)
 
 
 @cache
@@ -128,21 +132,16 @@ class Span(NamedTuple):
 
 
 @numba.njit(inline="always")
-def _blocks(form, span, acts, index, left, groups, out_stride):
-    """Some blocks of rows against all their tokens: many in the widest tiles, over unpacked rows.
+def _unpack(form, span, groups):
+    code_step, _, ready_step = span.steps
+    for i in range(span.size):
+        unpack_rows((form, span.codes + i * code_step, groups, span.ready + i * ready_step))
 
-    acts  addresses and stride of the prepared activations
-    """
-    code_step, scale_step, ready_step = span.steps
-    out = span.out
-    if left >= UNPACK_FROM:
-        for i in range(span.size):
-            unpack_rows((form, span.codes + i * code_step, groups, span.ready + i * ready_step))
-        while left >= WIDEST:
-            for i in range(span.size):
-                unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
-                rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out + 4 * BLOCK * i, out_stride))
-            index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
+
+@numba.njit(inline="always")
+def _few(form, span, acts, index, left, groups, out, out_stride):
+    """Some blocks of rows against tokens, straight from the codes."""
+    code_step, scale_step, _ = span.steps
     for i in range(span.size):
         packed = (span.codes + i * code_step, span.scales + i * scale_step, span.biases + i * scale_step)
         to, which, rest = out + 4 * BLOCK * i, index, left
@@ -154,9 +153,58 @@ def _blocks(form, span, acts, index, left, groups, out_stride):
             which, to, rest = which + 8, to + out_stride, rest - 1
 
 
+@numba.njit(inline="always")
+def _blocks(form, span, acts, panel, index, left, groups, out_stride):
+    """Some blocks of rows against all their tokens: many in the widest tiles, over unpacked rows.
+
+    acts  addresses and stride of the prepared activations
+    """
+    _, scale_step, ready_step = span.steps
+    out = span.out
+    if left >= UNPACK_FROM:
+        _unpack(form, span, groups)
+        while left >= WIDEST:
+            for i in range(span.size):
+                unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
+                rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out + 4 * BLOCK * i, out_stride))
+            index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
+    _few(form, span, acts, index, left, groups, out, out_stride)
+
+
+@numba.njit(inline="always")
+def _blocks_by_panel(form, span, acts, panel, index, left, groups, out_stride):
+    """The same where tokens are put side by side: those of a panel, or few.
+
+    panel  address of the first tile, bytes from one to the next, and how many there are
+    """
+    _, scale_step, ready_step = span.steps
+    tile, tile_step, tiles = panel
+    if tiles == 0:
+        _few(form, span, acts, index, left, groups, span.out, out_stride)
+        return
+    _unpack(form, span, groups)
+    for t in range(tiles):
+        for i in range(span.size):
+            unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
+            to = span.out + 4 * BLOCK * i + t * WIDEST * out_stride
+            rows_times_tile((form, unpacked, tile + t * tile_step, groups, to, out_stride))
+
+
+@numba.njit(inline="always")
+def _gather(form, panel, acts, index, groups):
+    tile, tile_step, tiles = panel
+    for t in range(tiles):
+        gather_tile((form, acts, index + 8 * WIDEST * t, groups, tile + t * tile_step))
+
+
+@numba.njit(inline="always")
+def _gather_nothing(form, panel, acts, index, groups):
+    pass
+
+
 def build_prepare(spec: Form) -> Kernel:
     """Compile the step that readies tokens' activations."""
-    form, group, act_nbytes = spec.text, spec.group, 1 if spec.fast else 4
+    form, group, act_nbytes = spec.text, spec.group, spec.act_nbytes
 
     @Kernel
     def prepare(args, job, jobs):
@@ -173,46 +221,57 @@ def build_prepare(spec: Form) -> Kernel:
 def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases)
-    act_nbytes, scale_nbytes, bits = 1 if spec.fast else 4, spec.scale_nbytes, spec.bits
+    act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.ready_nbytes, spec.scale_nbytes, spec.bits
+    gather, blocks = (_gather, _blocks_by_panel) if has_panels(spec) else (_gather_nothing, _blocks)
 
     @Kernel
     def multiply(args, job, jobs):
-        tokens, width, products, count, by_rows, space = arguments(args, 6)
+        tokens, width, products, count, by_rows, space, most, tile_step = arguments(args, 8)
         groups, words = width // group, width * bits // 32
+        panels, space = space + job * most * tile_step, space + jobs * most * tile_step
         stride = width * act_nbytes + LINE
         act_scales = space + tokens * stride
         act_sums = act_scales + 4 * tokens * groups
         acts = (space, stride, act_scales, act_sums)
         table = int64s(products, count * FIELDS)
-        codes_nbytes, scales_nbytes, ready_nbytes = 4 * BLOCK * words, BLOCK * groups * scale_nbytes, BLOCK * width * act_nbytes
+        codes_nbytes, scales_nbytes, ready_nbytes = (
+            4 * BLOCK * words,
+            BLOCK * groups * scale_nbytes,
+            BLOCK * width * code_nbytes,
+        )
         scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
         ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * TOGETHER * scratch_size
         for p in range(0, count * FIELDS, FIELDS):
-            if table[p + COUNT] == 0:
-                continue
             rows = table[p + ROWS]
             mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
-            for block in range(mine.start, mine.stop, TOGETHER):
-                some = min(TOGETHER, mine.stop - block)
-                codes = table[p + CODES] + block * codes_nbytes
-                scales = table[p + SCALES] + block * scales_nbytes
-                biases = table[p + BIASES] + block * scales_nbytes
-                steps = (codes_nbytes, scales_nbytes, scratch_size)
-                if by_rows:
-                    codes = ready + ready_nbytes
-                    scales = codes + codes_nbytes
-                    biases = scales + scales_nbytes
-                    steps = (scratch_size, scratch_size, scratch_size)
-                    for i in range(some):
-                        first, here = (block + i) * BLOCK, i * scratch_size
-                        _transpose(
-                            int32s(table[p + CODES], rows * words), int32s(codes + here, words * BLOCK), first, rows, words
-                        )
-                        _turn_scales(table[p + SCALES], scales + here, first, rows, groups, scale_nbytes)
-                        if has_biases:
-                            _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
-                span = Span(codes, scales, biases, ready, table[p + OUT] + 4 * block * BLOCK, steps, some)
-                _blocks(form, span, acts, table[p + INDEX], table[p + COUNT], groups, table[p + STRIDE])
+            index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT]
+            while left > 0:
+                tiles = min(left // WIDEST, most) if left >= UNPACK_FROM else 0
+                some_tokens = tiles * WIDEST if tiles else left
+                panel = (panels, tile_step, tiles)
+                gather(form, panel, acts, index, groups)
+                for block in range(mine.start, mine.stop, TOGETHER):
+                    some = min(TOGETHER, mine.stop - block)
+                    codes = table[p + CODES] + block * codes_nbytes
+                    scales = table[p + SCALES] + block * scales_nbytes
+                    biases = table[p + BIASES] + block * scales_nbytes
+                    steps = (codes_nbytes, scales_nbytes, scratch_size)
+                    if by_rows:
+                        codes = ready + ready_nbytes
+                        scales = codes + codes_nbytes
+                        biases = scales + scales_nbytes
+                        steps = (scratch_size, scratch_size, scratch_size)
+                        for i in range(some):
+                            first, here = (block + i) * BLOCK, i * scratch_size
+                            _transpose(
+                                int32s(table[p + CODES], rows * words), int32s(codes + here, words * BLOCK), first, rows, words
+                            )
+                            _turn_scales(table[p + SCALES], scales + here, first, rows, groups, scale_nbytes)
+                            if has_biases:
+                                _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
+                    span = Span(codes, scales, biases, ready, out + 4 * block * BLOCK, steps, some)
+                    blocks(form, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
+                index, left, out = index + 8 * some_tokens, left - some_tokens, out + some_tokens * table[p + STRIDE]
 
     return multiply
 
