@@ -24,10 +24,11 @@ __all__ = [
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    out = PRODUCTS(Call(_rows(as_float(x)), (weight,))).outs[0]
+    rows = _rows(as_float(x))
+    out = PRODUCTS(Call(rows, (weight,))).outs[0]
     if bias is not None:
         out += bias
-    return _shaped(out, x)
+    return out if rows is x else _shaped(out, x)
 
 
 def linears(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ UNPACK_FROM = 16  # tokens that repay unpacking a block first
 TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: what is read again is then the smaller part
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
-PREPARE_PARALLEL_FROM = 1 << 16  # activations
+PREPARE_PARALLEL_FROM = 1 << 16  # activations; fewer are made ready by every thread for itself
 
 KINDS: dict[torch.dtype | str, str] = {
     torch.bfloat16: "bf16",
@@ -62,10 +62,13 @@ class Driver:
         jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
         token_nbytes, scratch_nbytes, tile_nbytes, most = self.sizes(width)
         tiles = min(tokens // WIDEST, most) if tokens >= UNPACK_FROM else 0
-        panels = jobs * tiles * tile_nbytes
-        space = workspace(panels + tokens * token_nbytes + jobs * scratch_nbytes)
-        self.prepare(jobs if tokens * width >= PREPARE_PARALLEL_FROM else 1, x, tokens, width, space + panels)
-        self.multiply(jobs, tokens, width, products, count, weight.lanes == 1, space, tiles, tile_nbytes)
+        panels, acts_nbytes = jobs * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
+        few = tokens * width < PREPARE_PARALLEL_FROM
+        space = workspace(panels + (jobs if few else 1) * acts_nbytes + jobs * scratch_nbytes)
+        if not few:
+            self.prepare(jobs, x, tokens, width, space + panels)
+        sizes = tokens, width, products, count, weight.lanes == 1, space, tiles, tile_nbytes, acts_nbytes
+        self.multiply(jobs, x if few else 0, *sizes)
 
     def sizes(self, width: int) -> tuple[int, int, int, int]:
         """Bytes for a token, for a thread, and for a tile of tokens side by side; how many tiles there are at most."""
@@ -202,6 +205,21 @@ def _gather_nothing(form, panel, acts, index, groups):
     pass
 
 
+@numba.njit(inline="always")
+def _acts(space, tokens, width, groups, act_nbytes):
+    """Where prepared activations lie, bytes from one token's to the next's, where their scales and their sums lie."""
+    stride = width * act_nbytes + LINE
+    scales = space + tokens * stride
+    return space, stride, scales, scales + 4 * tokens * groups
+
+
+@numba.njit(inline="always")
+def _prepare(form, x, some, width, groups, acts):
+    space, stride, scales, sums = acts
+    for t in some:
+        prepare_token((form, x + 4 * t * width, groups, space + t * stride, scales + 4 * t * groups, sums + 4 * t * groups))
+
+
 def build_prepare(spec: Form) -> Kernel:
     """Compile the step that readies tokens' activations."""
     form, group, act_nbytes = spec.text, spec.group, spec.act_nbytes
@@ -209,11 +227,8 @@ def build_prepare(spec: Form) -> Kernel:
     @Kernel
     def prepare(args, job, jobs):
         x, tokens, width, space = arguments(args, 4)
-        groups, stride = width // group, width * act_nbytes + LINE
-        scales = space + tokens * stride
-        sums = scales + 4 * tokens * groups
-        for t in share(tokens, job, jobs):
-            prepare_token((form, x + 4 * t * width, groups, space + t * stride, scales + 4 * t * groups, sums + 4 * t * groups))
+        groups = width // group
+        _prepare(form, x, share(tokens, job, jobs), width, groups, _acts(space, tokens, width, groups, act_nbytes))
 
     return prepare
 
@@ -226,13 +241,12 @@ def build_multiply(spec: Form) -> Kernel:
 
     @Kernel
     def multiply(args, job, jobs):
-        tokens, width, products, count, by_rows, space, most, tile_step = arguments(args, 8)
+        x, tokens, width, products, count, by_rows, space, most, tile_step, acts_nbytes = arguments(args, 10)
         groups, words = width // group, width * bits // 32
         panels, space = space + job * most * tile_step, space + jobs * most * tile_step
-        stride = width * act_nbytes + LINE
-        act_scales = space + tokens * stride
-        act_sums = act_scales + 4 * tokens * groups
-        acts = (space, stride, act_scales, act_sums)
+        acts = _acts(space + (job * acts_nbytes if x else 0), tokens, width, groups, act_nbytes)
+        if x:
+            _prepare(form, x, range(tokens), width, groups, acts)
         table = int64s(products, count * FIELDS)
         codes_nbytes, scales_nbytes, ready_nbytes = (
             4 * BLOCK * words,
@@ -240,7 +254,7 @@ def build_multiply(spec: Form) -> Kernel:
             BLOCK * width * code_nbytes,
         )
         scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
-        ready = (act_sums + 4 * tokens * groups + LINE) // LINE * LINE + job * TOGETHER * scratch_size
+        ready = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
         for p in range(0, count * FIELDS, FIELDS):
             rows = table[p + ROWS]
             mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
@@ -294,15 +308,14 @@ def multiply(steps: Driver, x: Tensor, weights: Sequence[QTensor]) -> list[Tenso
     returns [T, N] for each weight
     """
     tokens = x.shape[0]
-    index, products, results = token_indices(tokens), array("q"), []
+    index, products, results, is_padded = token_indices(tokens), array("q"), [], False
     for weight in weights:
         rows = weight.shape[0]
         wide = padded(rows)
         out = torch.empty(tokens, wide)
         products.extend((*weight.addresses, index, tokens, out.data_ptr(), rows, 4 * wide))
+        if wide != rows:
+            out, is_padded = out[:, :rows], True
         results.append(out)
     steps(x.data_ptr(), tokens, weights[0], held(products), len(weights))
-    return [
-        out if out.shape[1] == w.shape[0] else out[:, : w.shape[0]].contiguous()
-        for out, w in zip(results, weights, strict=True)
-    ]
+    return [out.contiguous() for out in results] if is_padded else results
