@@ -83,6 +83,7 @@ class Cost(NamedTuple):
 def loops() -> list[Loop]:
     """The loops, compiled for the instructions that `vectors.ISA` names when this is first called."""
     from auraflux.ops.linear.cpu.microkernels import Form, rows_times_tokens
+    from auraflux.ops.linear.cpu.panels import has_panels, rows_times_tile
     from auraflux.ops.turboquant.cpu.attend_int8_tiles import add_value_loop, key_score_loop
 
     found = []
@@ -90,8 +91,10 @@ def loops() -> list[Loop]:
         form = Form(True, bits, 64, "bf16").text
         found.append(Loop(f"linear {bits} bits, 1 token", rows_times_tokens, (form, 1, 0), {}, bits, 1, 2))
     for bits in (4, 8, 2):
-        form, many = Form(True, bits, 64, "bf16").text, vectors.ISA.tokens
-        found.append(Loop(f"linear {bits} bits, {many} of many", rows_times_tokens, (form, many, 1), {}, 8, many, 2))
+        many, spec = vectors.ISA.tokens, Form(True, bits, 64, "bf16")
+        by_tile, by_tokens = (rows_times_tile, (spec.text,)), (rows_times_tokens, (spec.text, many, 1))
+        kernel, constants = by_tile if has_panels(spec) else by_tokens
+        found.append(Loop(f"linear {bits} bits, {many} of many", kernel, constants, {}, 8, many, 2))
     for bits, planes in ((8, 3), (4, 2)):
         fixed = {"heads": 4, "quads": bits, "key_nbytes": 0, "value_nbytes": 0}
         found.append(Loop(f"scores k{bits}, 4 heads", key_score_loop, (bits,), fixed, bits, 4 * planes, bits))
