@@ -21,7 +21,7 @@ from auraflux.ops._dispatch import Declined, exact
 ROWS = {
     **dict.fromkeys(("linear", "linears", "gate_up_swiglu"), ("x",)),
     **dict.fromkeys(("add_norm_linears", "add_norm_scores", "add_norm_gate_up"), ("x", "delta")),
-    **dict.fromkeys(("swiglu", "geglu", "clamped_swiglu"), ("gate", "up")),
+    **dict.fromkeys(("swiglu", "geglu", "clamped_swiglu", "limited_swiglu"), ("gate", "up")),
     **dict.fromkeys(("rotate", "encode", "rms_norm", "layer_norm", "split_q_gate", "relu_square"), ("x",)),
     "sigmoid_gate": ("x", "gate"),
     "embed": ("ids",),
@@ -41,6 +41,9 @@ ROWS = {
     "scan_gates": ("dt",),
     "gated_delta_step": ("state", "q", "k", "v", "decay", "beta"),
     "route": ("logits",),
+    "weigh_experts": ("logits", "ids"),
+    **dict.fromkeys(("collapse_streams", "sum_streams"), ("x", "mixes")),
+    "expand_streams": ("x", "found", "write", "mix"),
     "combine": ("h", "moe", "shared", "shared_gate"),
     "expert_mlp": ("x", "ids", "weights"),
     "expert_parts": ("x", "ids", "parts"),
@@ -68,8 +71,8 @@ TEXTS = {
     "delta_layer_step": ("qkv", "z", "a", "b"),
 }
 STATES = ("state", "conv")  # of each text
-# sums over positions, whose rows are heads
-OTHERS = {"turboquant_values"}
+# sums over positions; the rows of the first are heads, the second has no kernel
+OTHERS = {"turboquant_values", "compress_windows"}
 MOST = 12  # rows of a case that are computed alone: some of the first and of the last
 CASES = [case for case in all_cases() if case.op.name not in OTHERS]
 WIDE = {"mixture-one-token-bf16", "mixture-some-wide"}  # others do the same on smaller experts

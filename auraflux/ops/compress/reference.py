@@ -24,6 +24,9 @@ def _check_compress(
     width = entries.rows.shape[2]
     check_shape("bias", bias, None, None)
     check_shape("norm", norm, width)
+    check_shape("inv_freq", inv_freq, None)
+    if 2 * inv_freq.shape[0] > width:
+        raise InputError(f"'inv_freq' rotates {2 * inv_freq.shape[0]} channels; an entry has {width}.")
     for name, tensor in (("bias", bias), ("norm", norm), ("inv_freq", inv_freq)):
         check_dtype(name, tensor, torch.float32)
     if bias.shape[0] < 1 or bias.shape[1] not in (width, 2 * width):
