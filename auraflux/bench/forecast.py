@@ -90,7 +90,7 @@ def weights_of(checkpoint: Checkpoint, module: Any) -> Weights:
             chosen[int(layer[1])] += nbytes
     if checkpoint.experts is not None:
         for file in checkpoint.experts.files:
-            if file.layer < config.layers:
+            if file.layer is not None and file.layer < config.layers:
                 experts[file.layer] += file.file_nbytes
     mixed = has_experts(checkpoint.config) and any(experts)
     if mixed:

@@ -23,7 +23,7 @@ from auraflux.quant import QTensor
 from auraflux.weights.boundary import read_json, regular
 
 FOLDER, MANIFEST = "experts", "manifest.json"
-LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+LAYER = re.compile(r"(model|mtp)\.layers\.(\d{1,6})\.")
 NAME, VERSION = "auraflux-experts", 1
 ALIGNMENT = 4096
 PARTS = ("packed", "scales", "biases")
@@ -64,10 +64,10 @@ class ExpertFile:
         return self.like["up"].lanes
 
     @property
-    def layer(self) -> int:
+    def layer(self) -> int | None:
+        """The layer's number; None for one beyond the model's, which guesses tokens."""
         found = LAYER.match(self.module)
-        assert found is not None, "modules are checked when a manifest is read"
-        return int(found[1])
+        return int(found[2]) if found is not None and found[1] == "model" else None
 
     def offset(self, expert: int) -> int:
         return expert * self.stride
