@@ -1,5 +1,6 @@
 """Kernels that are compiled before they are needed."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from auraflux.ops import rms_norm, swiglu
+from auraflux.ops import linear, rms_norm, swiglu
 from auraflux.ops.simd.ahead import compile_all, noted
+from auraflux.ops.simd.jit import Kernel
+from auraflux.quant.qtensor import quantize
 
 X, WEIGHT = torch.ones(1, 64), torch.full((64,), 2.0)
 
@@ -76,3 +79,13 @@ def test_processes_share_the_work_or_it_is_done_without_them(tmp_path: Path, kil
     assert "Traceback" not in done.stderr
     if not killed:
         assert done.stdout.split("\n")[-2] == "3 3"
+
+
+def test_kernels_hold_nothing_that_differs_between_processes():
+    """What a body has of its surroundings is part of the name it is kept under."""
+    linear(torch.randn(20, 64), quantize(torch.randn(64, 64), 4, 32))
+    made = [each for each in gc.get_objects() if type(each) is Kernel and ".linear." in each.body.__module__]
+    assert any(each.__name__ == "multiply" for each in made)
+    for kernel in made:
+        for cell in kernel.body.__closure__ or ():
+            assert isinstance(cell.cell_contents, int | float | str | tuple), (kernel.__name__, cell.cell_contents)

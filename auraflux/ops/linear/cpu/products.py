@@ -201,11 +201,6 @@ def _gather(form, panel, acts, index, groups):
 
 
 @numba.njit(inline="always")
-def _gather_nothing(form, panel, acts, index, groups):
-    pass
-
-
-@numba.njit(inline="always")
 def _acts(space, tokens, width, groups, act_nbytes):
     """Where prepared activations lie, bytes from one token's to the next's, where their scales and their sums lie."""
     stride = width * act_nbytes + LINE
@@ -237,7 +232,8 @@ def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases)
     act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.ready_nbytes, spec.scale_nbytes, spec.bits
-    gather, blocks = (_gather, _blocks_by_panel) if has_panels(spec) else (_gather_nothing, _blocks)
+    # a constant, of which Numba compiles one branch; functions kept here would make the kernel another one in every process
+    by_panel = has_panels(spec)
 
     @Kernel
     def multiply(args, job, jobs):
@@ -263,7 +259,8 @@ def build_multiply(spec: Form) -> Kernel:
                 tiles = min(left // WIDEST, most) if left >= UNPACK_FROM else 0
                 some_tokens = tiles * WIDEST if tiles else left
                 panel = (panels, tile_step, tiles)
-                gather(form, panel, acts, index, groups)
+                if by_panel:
+                    _gather(form, panel, acts, index, groups)
                 for block in range(mine.start, mine.stop, TOGETHER):
                     some = min(TOGETHER, mine.stop - block)
                     codes = table[p + CODES] + block * codes_nbytes
@@ -284,7 +281,10 @@ def build_multiply(spec: Form) -> Kernel:
                             if has_biases:
                                 _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
                     span = Span(codes, scales, biases, ready, out + 4 * block * BLOCK, steps, some)
-                    blocks(form, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
+                    if by_panel:
+                        _blocks_by_panel(form, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
+                    else:
+                        _blocks(form, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
                 index, left, out = index + 8 * some_tokens, left - some_tokens, out + some_tokens * table[p + STRIDE]
 
     return multiply
