@@ -100,6 +100,16 @@ class Part(CPUDispatcher):
         # one version for all numbers, also where callers give constants
         return super().get_call_template([types.unliteral(each) for each in args], kws)
 
+    def _reduce_states(self) -> dict[str, Any]:
+        # only for the name a kernel that holds it is kept under; Numba's own differs between processes. Sources are in the
+        # name of the cache's folder
+        cells = tuple(cell.cell_contents for cell in self.py_func.__closure__ or ())
+        return {"name": f"{self.py_func.__module__}.{self.py_func.__qualname__}", "cells": cells}
+
+    @classmethod
+    def _rebuild(cls, name: str, cells: tuple[Any, ...]) -> Any:
+        raise TypeError(f"{name} is part of compiled code, and cannot be loaded")
+
     def add_overload(self, result: Any) -> None:
         # nothing to run, but callers are told apart by it
         made = result._replace(entry_point=object())

@@ -4,7 +4,6 @@ A vector holds neighbouring inputs. A result is summed in as many lanes along th
 same for one token and for many, of which a few share what is loaded of four rows.
 """
 
-import numba
 import torch
 from llvmlite import ir
 from numba.core import cgutils
@@ -120,21 +119,19 @@ def multiply_floats(weight, step, rows, x, x_step, tokens, width, out, out_step,
                     target[r] = floats(spare, ROWS)[r - first]
 
 
-# in the place of its call, where `nbytes` is a constant: a function kept by the kernel would make that another in every process
-@numba.njit(inline="always")
-def _add(nbytes, weights, x, x_step, tokens, width, first, sums):
-    """Add the products of a run of inputs, the last perhaps shorter."""
-    last = min(width, first + INPUTS)
-    count, rest = (last - first) // LANES, (last - first) % LANES
-    if tokens == TOKENS:
-        _tile((nbytes, TOKENS, weights, x, x_step, first, count, rest, sums))
-    else:
-        for t in range(tokens):
-            here = sums + t * TILE_BYTES
-            _tile((nbytes, 1, weights, x + t * x_step, x_step, first, count, rest, here))
-
-
 def _build(nbytes: int) -> Kernel:
+    @jit
+    def add(weights, x, x_step, tokens, width, first, sums):
+        """Add the products of a run of inputs, the last perhaps shorter."""
+        last = min(width, first + INPUTS)
+        count, rest = (last - first) // LANES, (last - first) % LANES
+        if tokens == TOKENS:
+            _tile((nbytes, TOKENS, weights, x, x_step, first, count, rest, sums))
+        else:
+            for t in range(tokens):
+                here = sums + t * TILE_BYTES
+                _tile((nbytes, 1, weights, x + t * x_step, x_step, first, count, rest, here))
+
     @Kernel
     def multiply(args, job, jobs):
         x, tokens, width, weight, rows, out, space, scratch = arguments(args, 8)
@@ -151,7 +148,7 @@ def _build(nbytes: int) -> Kernel:
                 for start in range(0, width, INPUTS):
                     for tile in range(tiles):
                         here = sums + tile * TOKENS * TILE_BYTES
-                        _add(nbytes, addresses + 8 * ROWS * tile, mine, 4 * width, some, width, start, here)
+                        add(addresses + 8 * ROWS * tile, mine, 4 * width, some, width, start, here)
                 for tile in range(tiles):
                     for t in range(some):
                         _across((sums + (tile * TOKENS + t) * TILE_BYTES, spare))

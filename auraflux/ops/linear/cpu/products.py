@@ -232,7 +232,7 @@ def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases)
     act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.ready_nbytes, spec.scale_nbytes, spec.bits
-    # a constant, of which Numba compiles one branch; functions kept here would make the kernel another one in every process
+    # a constant, so that one branch is compiled; inlined functions held here would name the kernel anew in every process
     by_panel = has_panels(spec)
 
     @Kernel
