@@ -8,6 +8,7 @@ import torch
 from auraflux.errors import AurafluxError, InputError
 from auraflux.ops import (
     attention,
+    collapse_streams,
     combine,
     delta_gates,
     delta_layer_step,
@@ -87,6 +88,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "min_p": (lambda: chosen(min_p=-ONE), "'min_p' is -1.0 for a row"),
     "no blocks": (lambda: merge_partials(torch.ones(2, 0, 8), torch.ones(2, 0), torch.ones(2, 0)), "one block at least"),
     "ids": (lambda: embed(torch.zeros(2, 2).int(), torch.ones(4, 8)), r"'ids' has shape \[2, 2\]"),
+    "rounds": (
+        lambda: collapse_streams(torch.ones(1, 1, 8), torch.ones(1, 3), torch.ones(3), torch.ones(3), 1e-6, 1 << 31),
+        "rounds is 2147483648; it must be from 1 to 1000",
+    ),
     "window": (
         lambda: attention(heads(), pages(), torch.tensor([0, 2]).int(), 1.0, window=2.5),
         "'window' is 2.5; a whole number or None is needed",

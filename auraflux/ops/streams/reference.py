@@ -11,6 +11,8 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
 
+MOST_ROUNDS = 1000  # of making sums of rows and columns one
+
 
 def _check_mixes(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, width: int, scales: int) -> None:
     check_dense(x=x, mixes=mixes, base=base, scale=scale)
@@ -25,8 +27,8 @@ def _check_mixes(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, width: i
 def _check_collapse(x: Tensor, mixes: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int) -> None:
     check_shape("x", x, None, None, None)
     _check_mixes(x, mixes, base, scale, x.shape[1] * (x.shape[1] + 2), 3)
-    if rounds < 1:
-        raise InputError(f"rounds is {rounds}; columns must be made to sum to one at least once.")
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise InputError(f"rounds is {rounds}; it must be from 1 to {MOST_ROUNDS}.")
 
 
 @op(check=_check_collapse)
