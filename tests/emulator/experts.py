@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from auraflux.ops.moe.cuda import assign, matvec_tma, persistent, slots, topk
+from auraflux.ops.moe.cuda.stacks import Passed
 from auraflux.ops.moe.cuda.topk import CHOOSE
+from auraflux.quant import QTensor
 from tests.emulator.ptx import Address, Device, Lanes, Machine
 from tests.emulator.rebind import rebound
 from tests.emulator.threads import BF16, Narrow, narrow, widen
@@ -31,6 +33,14 @@ class Typed(Address):
 def placed(device: Device, tensor: torch.Tensor | None) -> Typed | None:
     address = device.put(tensor)
     return None if address is None or tensor is None else Typed(address.at, address.size, KINDS[tensor.dtype])
+
+
+def passed(device: Device, stack: QTensor | None) -> Passed | None:
+    """A stack or a shared expert's weight as kernels take it, put on the device."""
+    if stack is None:
+        return None
+    arrays = [placed(device, each) for each in (stack.packed, stack.scales, stack.biases)]
+    return Passed(*arrays, stack.packed.stride(0), stack.scales.stride(0))  # type: ignore[arg-type]
 
 
 def pairs_fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

@@ -1,18 +1,16 @@
 """The expert kernels for few tokens on Hopper, on numpy: which codes, scales and inputs meet, and what becomes of the sums."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.moe._expert_cases import layer
+from auraflux.ops.moe.cuda.stacks import Added
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route
 from auraflux.ops.moe.routing import Routing
-from auraflux.quant import QTensor
-from tests.emulator.experts import placed, slot_kernels
+from tests.emulator.experts import passed, placed, slot_kernels
 from tests.emulator.ptx import Device
 
 TOL = 6e-3  # what lies between the kernels is bf16
@@ -26,31 +24,23 @@ def run(x, ids, weights, scores, bias, scale, added, experts: Experts, k: int, r
     """All of `up_slots`, and those programs of `down_slots` that make ROWS."""
     device, inner, hidden, slots = Device(), experts.inner, experts.hidden, k if shared is None else k + 1
 
-    def arrays(weight: QTensor | None) -> tuple[Any, ...]:
-        return (
-            (None,) * 3 if weight is None else tuple(placed(device, a) for a in (weight.packed, weight.scales, weight.biases))
-        )
-
-    def passed(stack: QTensor) -> tuple[Any, ...]:
-        return *arrays(stack), stack.packed.stride(0), stack.scales.stride(0)
-
     between = torch.full((x.shape[0] * slots, inner), float("nan"), dtype=torch.bfloat16)
     inputs, hiddens, results = (placed(device, one) for one in (x, between, out))
     choice = [placed(device, one) for one in (ids, scores, bias)]
-    own = [None] * 3 if shared is None else [shared.gate, shared.up, shared.down]
-    gate, up, own_gate, own_up = passed(experts.gate), passed(experts.up), arrays(own[0]), arrays(own[1])
+    own = (None,) * 3 if shared is None else (shared.gate, shared.up, shared.down)
+    gate, up, down = (passed(device, stack) for stack in (experts.gate, experts.up, experts.down))
+    own_gate, own_up, own_down = (passed(device, weight) for weight in own)
     programs = -(-slots * inner // 16 // TILES)
     for token in range(x.shape[0]):
         for program in range(programs):
             kernel = slot_kernels(device, 16, programs, program, token)["up_slots"]
             sizes = {"H": hidden, "K": k, "TILES": TILES, "E": rule["E"], "SCORING": rule["SCORING"]}
-            kernel(inputs, *choice, *gate, *up, *own_gate, *own_up, hiddens, experts.count, inner, **sizes)
-    given = choice[0], placed(device, weights), *choice[1:], scale, *(placed(device, one) for one in added)
-    down, own_down = passed(experts.down), arrays(own[2])
+            kernel(inputs, *choice, gate, up, own_gate, own_up, hiddens, experts.count, inner, **sizes)
+    given = choice[0], placed(device, weights), *choice[1:], scale, Added(*(placed(device, one) for one in added))
     for row in ROWS:
         for token in range(x.shape[0]):
             kernel, sizes = slot_kernels(device, WARPS, 1, row, token)["down_slots"], {"INNER": inner, "K": k, "W": WARPS}
-            kernel(hiddens, *given, *down, *own_down, results, experts.count, hidden, **sizes, **rule)
+            kernel(hiddens, *given, down, own_down, results, experts.count, hidden, **sizes, **rule)
     assert results is not None
     out.copy_(device.get(results, out))
 

@@ -1,18 +1,16 @@
 """The expert kernels for one token and large experts on Hopper: on numpy, and on the GPU in sizes that they serve."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from auraflux.ops._cases import relative_rms
 from auraflux.ops.gpu_cases import experts as random_experts
 from auraflux.ops.moe._expert_cases import layer
+from auraflux.ops.moe.cuda.stacks import Added
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import mixture, mixture_by_steps
 from auraflux.ops.moe.routing import Routing
-from auraflux.quant import QTensor
-from tests.emulator.experts import placed, ring_kernels
+from tests.emulator.experts import passed, placed, ring_kernels
 from tests.emulator.ptx import Device
 
 TOL = 8e-3  # what lies between the kernels is bf16, and so is the result
@@ -29,19 +27,12 @@ def run(x, scores, routing: Routing, experts: Experts, h, bias, shared, gate, si
     own = shared if isinstance(shared, SharedExpert) else None
     slots = routing.k + (own is not None)
 
-    def arrays(weight: QTensor | None) -> tuple[Any, ...]:
-        parts = (None,) * 3 if weight is None else (weight.packed, weight.scales, weight.biases)
-        return tuple(placed(device, part) for part in parts)
-
-    def passed(stack: QTensor) -> tuple[Any, ...]:
-        return *arrays(stack), stack.packed.stride(0), stack.scales.stride(0)
-
     between, out = (torch.full(shape, float("nan")).bfloat16() for shape in ((tokens, slots, inner), (tokens, hidden)))
     inputs, hiddens, results, given, more = (placed(device, one) for one in (x, between, out, scores, bias))
-    added = [placed(device, one) for one in (h, None if own else shared, gate)]
-    stacks, owns = [experts.gate, experts.up, experts.down], [None] * 3 if own is None else [own.gate, own.up, own.down]
-    first, second, last = (passed(stack) for stack in stacks)
-    own_gate, own_up, own_down = (arrays(weight) for weight in owns)
+    added = Added(*(placed(device, one) for one in (h, None if own else shared, gate)))
+    owns = (None,) * 3 if own is None else (own.gate, own.up, own.down)
+    first, second, last = (passed(device, stack) for stack in (experts.gate, experts.up, experts.down))
+    own_gate, own_up, own_down = (passed(device, weight) for weight in owns)
     kept = routing.kept_groups if routing.groups > 1 else 0
     rule = routing.k, -(-experts.count // 32) * 32, routing.scoring
     programs, warps, deep = sizes["up"], sizes["up_warps"], sizes["up_deep"]
@@ -50,14 +41,14 @@ def run(x, scores, routing: Routing, experts: Experts, h, bias, shared, gate, si
             kernel = ring_kernels(device, warps, programs, program, token)["up_ring"]
             count = -(-slots * inner // 8 // programs)
             up = hiddens, experts.count, inner, hidden, *rule, kept, count, deep, warps
-            kernel(inputs, given, more, *first, *second, *own_gate, *own_up, *up)
+            kernel(inputs, given, more, first, second, own_gate, own_up, *up)
     programs, warps, deep = sizes["down"], sizes["down_warps"], sizes["down_deep"]
     for token in range(tokens):
         for program in range(programs):
             kernel = ring_kernels(device, warps, programs, program, token)["down_ring"]
             count = -(-hidden // 8 // programs)
             down = results, experts.count, hidden, inner, *rule, routing.renormalize, kept, count, deep, warps
-            kernel(hiddens, given, more, routing.scale, *added, *last, *own_down, *down)
+            kernel(hiddens, given, more, routing.scale, added, last, own_down, *down)
     assert results is not None
     return device.get(results, out)
 

@@ -1,7 +1,5 @@
 """The expert kernels for some tokens on Hopper, on numpy: who goes into which block, and what becomes of blocks."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,11 +8,10 @@ from auraflux.ops.moe._expert_cases import layer
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.reference import expert_parts, route
 from auraflux.ops.moe.routing import Routing
-from auraflux.quant import QTensor
 
 pytest.importorskip("triton")
 from auraflux.ops.moe.cuda.persistent import ring_sizes
-from tests.emulator.experts import block_kernels, placed
+from tests.emulator.experts import block_kernels, passed, placed
 from tests.emulator.ptx import Device
 
 TOL = 6e-3  # what lies between the kernels is bf16
@@ -56,26 +53,19 @@ class Blocks:
 def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -> torch.Tensor:
     device, inner, hidden, k = blocks.device, experts.inner, experts.hidden, blocks.ids.shape[1]
 
-    def passed(stack: QTensor) -> tuple[Any, ...]:
-        return (
-            *(placed(device, a) for a in (stack.packed, stack.scales, stack.biases)),
-            stack.packed.stride(0),
-            stack.scales.stride(0),
-        )
-
     between, parts = torch.full((blocks.pairs, inner), float("nan")).bfloat16(), torch.full((*blocks.ids.shape, hidden), 7.0)
     inputs, hiddens, results = (placed(device, one) for one in (x, between, parts))
-    gate, up, down = passed(experts.gate), passed(experts.up), passed(experts.down)
+    gate, up, down = (passed(device, stack) for stack in (experts.gate, experts.up, experts.down))
     lists = blocks.placed, blocks.owner
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
         sizes = {"H": hidden, "INNER": inner, "D": ring_sizes(hidden, blocks.octets)[1], "OCTETS": blocks.octets}
-        kernels["up_stream"](inputs, *lists, *gate, *up, hiddens, blocks.pairs, k, blocks.most, **sizes)
+        kernels["up_stream"](inputs, *lists, gate, up, hiddens, blocks.pairs, k, blocks.most, **sizes)
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
         sizes = {"INNER": inner, "HIDDEN": hidden, "D": ring_sizes(inner, blocks.octets)[1], "SKEWED": SKEW}
         sizes["OCTETS"] = blocks.octets
-        kernels["down_stream"](hiddens, *lists, *down, results, blocks.pairs, blocks.most, **sizes)
+        kernels["down_stream"](hiddens, *lists, down, results, blocks.pairs, blocks.most, **sizes)
     assert results is not None
     return device.get(results, parts)
 

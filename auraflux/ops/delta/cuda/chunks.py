@@ -8,6 +8,8 @@ Chunks of a ragged batch take slots in scratch memory: those of sequence b begin
 for every sequence's last, partial chunk and needs no count that only the device knows.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,15 @@ from auraflux.ops.hopper.sizes import cdiv, power_of_two
 NARROW_FROM = 128  # channels; with 32 and 16-bit products, Triton 3.6 gave wrong sums on an H200 from the 17th token on
 SCANNED, SCAN_WARPS = 32, 8  # columns of the memory that a program carries through a prompt
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Chunks(NamedTuple):
+    """What `chunk_kernel` makes; `gates` are decays since a chunk's start and until its end."""
+
+    w: Tensor
+    u: Tensor
+    p: Tensor
+    gates: Tensor
 
 
 @triton.jit
@@ -53,7 +64,7 @@ def inverse(a, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def chunk_kernel(
-    q, k, v, decay, beta, starts, w, u, p, gates,
+    q, k, v, decay, beta, starts, made,
     sequences, tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -82,24 +93,24 @@ def chunk_kernel(
     x = inverse(tl.where(below > 0, a, 0.0), C, LEVELS, INVERSE) * strength[None, :]
     base = slot.to(tl.int64) * heads + head
     square = i[:, None] * C + i[None, :]
-    tl.store(p + base * C * C + square, (tl.dot(query, tl.trans(key), input_precision="tf32x3") * between).to(DOT))
+    tl.store(made.p + base * C * C + square, (tl.dot(query, tl.trans(key), input_precision="tf32x3") * between).to(DOT))
     since_start = tl.exp(log.to(tl.float32))
-    tl.store(gates + base * 2 * C + i, since_start)
-    tl.store(gates + (base * 2 + 1) * C + i, tl.exp((tl.sum(step.to(tl.float64), 0) - log).to(tl.float32)))
+    tl.store(made.gates + base * 2 * C + i, since_start)
+    tl.store(made.gates + (base * 2 + 1) * C + i, tl.exp((tl.sum(step.to(tl.float64), 0) - log).to(tl.float32)))
     read = tl.dot((x * since_start[None, :]).to(DOT), key, input_precision="tf32x3")
-    tl.store(w + base * C * BK + i[:, None] * BK + column[None, :], read.to(DOT))
+    tl.store(made.w + base * C * BK + i[:, None] * BK + column[None, :], read.to(DOT))
     x = x.to(DOT)
     for left in range(0, V, BV):
         place = left + tl.arange(0, BV)
         values = v + (token * heads + head)[:, None] * V + place[None, :]
         value = tl.load(values, mask=live[:, None] & (place < V)[None, :], other=0.0).to(DOT)
         new = tl.dot(x, value, input_precision="tf32x3").to(DOT)
-        tl.store(u + base * C * V + i[:, None] * V + place[None, :], new, mask=(place < V)[None, :])
+        tl.store(made.u + base * C * V + i[:, None] * V + place[None, :], new, mask=(place < V)[None, :])
 
 
 @triton.jit
 def scan_kernel(
-    state, q, k, w, u, p, gates, out, starts,
+    state, q, k, made, out, starts,
     tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -117,13 +128,13 @@ def scan_kernel(
     for _ in range(start, end, C):
         there = (i < left)[:, None] & (column < K)[None, :]
         shift = (token * key_heads + head // shared) * K
-        read = tl.load(w + base * C * BK + (i[:, None] * BK + column[None, :]))
-        new = tl.load(u + base * C * V + (i[:, None] * V + row[None, :]), mask=(row < V)[None, :], other=0.0)
+        read = tl.load(made.w + base * C * BK + (i[:, None] * BK + column[None, :]))
+        new = tl.load(made.u + base * C * V + (i[:, None] * V + row[None, :]), mask=(row < V)[None, :], other=0.0)
         query = tl.load(q + shift + where, mask=there, other=0.0).to(DOT)
         key = tl.load(k + shift + where, mask=there, other=0.0).to(DOT)
-        within = tl.load(p + base * C * C + (i[:, None] * C + i[None, :]))
-        since_start = tl.load(gates + base * 2 * C + i)
-        till_end = tl.load(gates + (base * 2 + 1) * C + i)
+        within = tl.load(made.p + base * C * C + (i[:, None] * C + i[None, :]))
+        since_start = tl.load(made.gates + base * 2 * C + i)
+        till_end = tl.load(made.gates + (base * 2 + 1) * C + i)
         rounded = s.to(DOT)
         new = tl.trans(new).to(tl.float32) - tl.dot(rounded, tl.trans(read), input_precision="tf32x3")
         o = tl.dot(rounded, tl.trans(query), input_precision="tf32x3") * since_start[None, :]
@@ -131,7 +142,7 @@ def scan_kernel(
         there = (i < left)[None, :] & (row < V)[:, None]
         results = out + (token * heads + head) * V + (i[None, :] * (heads * V) + row[:, None])
         tl.store(results, o.to(out.dtype.element_ty), mask=there)
-        s *= tl.load(gates + base * 2 * C + C - 1)
+        s *= tl.load(made.gates + base * 2 * C + C - 1)
         s = tl.dot((new * till_end[None, :]).to(DOT), key, s, input_precision="tf32x3")
         base, token, left = base + heads, token + C, left - C
     tl.store(memory, s, mask=inside)
@@ -150,15 +161,15 @@ def run_chunks(
     BK, BV = (max(16, power_of_two(n)) for n in (K, V))
     slots = tokens // C + batch
     w, u, p = (torch.empty(slots, heads, C, n, dtype=dtype, device=v.device) for n in (BK, V, C))
-    gates = torch.empty(slots, heads, 2, C, dtype=torch.float32, device=v.device)
+    made = Chunks(w, u, p, torch.empty(slots, heads, 2, C, dtype=torch.float32, device=v.device))
     # float16 holds the inverse, whose entries are at most 1, better than bfloat16
     inverse = tl.float32 if wide else tl.float16
     launch(chunk_kernel, (slots, heads))(
-        q, k, v, decay, beta, starts, w, u, p, gates, batch, tokens, heads, shared, K, V,
+        q, k, v, decay, beta, starts, made, batch, tokens, heads, shared, K, V,
         C, levels, BK, min(BV, 128), TL_DTYPES[dtype], inverse, num_warps=4,
     )  # fmt: skip
     width = min(BV, SCANNED)
     launch(scan_kernel, (cdiv(V, width), heads, batch))(
-        state, q, k, w, u, p, gates, out, starts, tokens, heads, shared, K, V, C, BK, width, TL_DTYPES[dtype],
+        state, q, k, made, out, starts, tokens, heads, shared, K, V, C, BK, width, TL_DTYPES[dtype],
         num_warps=SCAN_WARPS, num_stages=2,
     )  # fmt: skip

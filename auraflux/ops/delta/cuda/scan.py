@@ -28,9 +28,10 @@ def _advance(stage, phase, ST: gl.constexpr):
 
 @gluon.jit
 def _feed(
-    qs, ks, vs, xs, ps, Q, K, V, X, P, G, full, empty, gates, start, end, slot, head, half,
+    qs, ks, vs, xs, ps, Q, K, V, X, P, G, full, empty, gates, start, end, slot,
     HEADS: gl.constexpr, SHARED: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
+    half, head = gl.program_id(0), gl.program_id(1)
     stage, phase, key_head = 0, 1, head // SHARED
     place = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     following = gl.load(gates + slot * 128 + place)
@@ -168,14 +169,8 @@ def scan_tiles(
     gl.warp_specialize(
         [
             (_carry, (os, out, Q, K, V, X, P, G, T, full, empty, state, start, end, head, half, b, HEADS, SINGLE, ST)),
-            (
-                _feed,
-                (
-                    qs, ks, vs, xs, ps, Q, K, V, X, P, G, full, empty, gates, start, end, slot, head, half,
-                    HEADS, SHARED, ST,
-                ),
-            ),
+            (_feed, (qs, ks, vs, xs, ps, Q, K, V, X, P, G, full, empty, gates, start, end, slot, HEADS, SHARED, ST)),
         ],
         [1],
         [24],
-    )  # fmt: skip
+    )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from auraflux.ops.moe.cuda.stacks import Added
+from auraflux.ops.moe.cuda.stacks import NOTHING, Added
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
@@ -37,7 +37,7 @@ class Pairs:
         *,
         weights: Tensor | None = None,
         parts: Tensor | None = None,
-        added: Added = (None, None, None),
+        added: Added = NOTHING,
     ):
         self.x, self.ids, self.experts = x, ids, experts
         self.weights, self.parts, self.added = weights, parts, added

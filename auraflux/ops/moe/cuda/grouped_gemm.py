@@ -13,7 +13,7 @@ from torch import Tensor
 from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, gate_of, passed
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, form, gate_of, passed
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor
 
@@ -55,10 +55,12 @@ def place_pairs(ids, cursor, placed, pairs, experts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(
-    packed, scales, biases, row, rows, start, K,
+    stack, expert, row, rows, start, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Weights [ROWS, BK] from column `start` on, of one group."""
+    """Weights [ROWS, BK] of an expert from column `start` on, of one group."""
+    line, packed = expert * stack.scale_step, stack.packed + expert * stack.step
+    scales, biases = stack.scales + line, stack.biases + line
     k = start + tl.arange(0, BK)
     there = (row < rows)[:, None]
     wide = row.to(tl.int64)[:, None]
@@ -91,9 +93,7 @@ def _tokens(x, token, tokens, start, K, BK: tl.constexpr):
 
 @triton.jit
 def up_many(
-    x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-    up, up_scales, up_biases, up_step, up_scale_step, gate_bias, up_bias, out,
-    experts, tokens, k, inner, hidden, alpha, limit, KIND: tl.constexpr,
+    x, placed, owner, gate, up, out, experts, tokens, k, inner, hidden, alpha, limit, KIND: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
@@ -102,20 +102,17 @@ def up_many(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     token = pair // k
-    gate, up = gate + expert * gate_step, up + expert * up_step
-    gate_scales, gate_biases = gate_scales + expert * gate_scale_step, gate_biases + expert * gate_scale_step
-    up_scales, up_biases = up_scales + expert * up_scale_step, up_biases + expert * up_scale_step
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     g, u = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, hidden, BK):
         value = _tokens(x, token, tokens, start, hidden, BK)
         if KIND != "relu2":
-            w = _weights(gate, gate_scales, gate_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+            w = _weights(gate, expert, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
             g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
-        w = _weights(up, up_scales, up_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+        w = _weights(up, expert, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
         u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
-    g = add_bias(g, gate_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
-    u = add_bias(u, up_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
+    g = add_bias(g, gate.bias, (expert * inner + row)[:, None], (row < inner)[:, None])
+    u = add_bias(u, up.bias, (expert * inner + row)[:, None], (row < inner)[:, None])
     there = (row < inner)[:, None] & (pair < tokens * k)[None, :]
     result = activate(g, u, alpha, limit, KIND)
     tl.store(out + pair[None, :] * inner + row[:, None], result.to(out.dtype.element_ty), mask=there)
@@ -123,7 +120,7 @@ def up_many(
 
 @triton.jit
 def down_many(
-    x, placed, owner, down, scales, biases, step, scale_step, bias, out, experts, pairs, inner, hidden,
+    x, placed, owner, down, out, experts, pairs, inner, hidden,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
@@ -131,14 +128,13 @@ def down_many(
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    down, scales, biases = down + expert * step, scales + expert * scale_step, biases + expert * scale_step
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, inner, BK):
         value = _tokens(x, pair, pairs, start, inner, BK)
-        w = _weights(down, scales, biases, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
+        w = _weights(down, expert, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
-    total = add_bias(total, bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
+    total = add_bias(total, down.bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
     there = (row < hidden)[:, None] & (pair < pairs)[None, :]
     # rounded as x is, whether the results are kept so or not
     total = total.to(x.dtype.element_ty).to(out.dtype.element_ty)
@@ -173,13 +169,13 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     rows, warps = UP_TILE
     shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
     launch(up_many, (cdiv(inner, rows), len(owner)))(
-        x, placed, owner, *passed(gate_of(experts)), *passed(experts.up), dense_bias(experts.gate_bias),
-        dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *activation_of(experts),
+        x, placed, owner, passed(gate_of(experts), experts.gate_bias), passed(experts.up, experts.up_bias), between,
+        experts.count, tokens, k, inner, hidden, *activation_of(experts),
         **form(gate_of(experts)), **shape, BK=_group(gate_of(experts)),
     )  # fmt: skip
     rows, warps = DOWN_TILE
     shape |= {"ROWS": rows, "num_warps": warps}
     launch(down_many, (cdiv(hidden, rows), len(owner)))(
-        between, placed, owner, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count,
+        between, placed, owner, passed(experts.down, experts.down_bias), parts, experts.count,
         pairs, inner, hidden, **form(experts.down), **shape, BK=_group(experts.down),
     )  # fmt: skip

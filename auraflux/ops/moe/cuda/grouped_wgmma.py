@@ -9,8 +9,11 @@ A lane reads 16 bytes of a row's codes at once. That gives K an order of its own
 which `order_pairs` and `order_hidden` bring the inputs first.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,6 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from auraflux.ops.hopper.elementwise import silu
 
 BF, F32, I32 = gl.bfloat16, gl.float32, gl.int32
+
+
+class Lines(NamedTuple):
+    """What belongs to the rows of a stack: scales and biases, where results go, and the step between experts' scales."""
+
+    scales: Tensor
+    biases: Tensor
+    out: Tensor
+    step: int
 
 
 @gluon.constexpr_function
@@ -89,7 +101,7 @@ def _line(scales, biases, at, there):
 @gluon.jit
 def _feed(
     xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many,
-    COUNT: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, ST: gl.constexpr,
+    T: gl.constexpr, KB: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """Blocks of KB inputs one after the other: codes, and inputs of pairs, of their second half where there are `many`."""
     HALF: gl.constexpr = T // 2
@@ -105,7 +117,7 @@ def _feed(
             mbarrier.expect(bar, R * WORDS * 4 + EACH * 64)
         codes = C.index(i % ST)._reinterpret(I32, [1, R, WORDS], w0.layout)
         tma.async_copy_global_to_shared(w0, [expert, row0, i * WORDS], bar, codes, pred=which == 0)
-        if COUNT > 1:
+        if w1 is not None:
             tma.async_copy_global_to_shared(w1, [expert, row0, i * WORDS], bar, codes, pred=which == 1)
         for n in gl.static_range(EACH // HALF):
             some = X.index(i % ST).slice(n * HALF, HALF, dim=0)
@@ -164,8 +176,8 @@ def _multiply(
 
 @gluon.jit
 def expert_tiles(
-    xs, w0, w1, owner, placed, pairs, s0, b0, y0, s1, b1, y1, step0, step1, experts, rows, width, tiles,
-    COUNT: gl.constexpr, R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr,
+    xs, w0, w1, owner, placed, pairs, first, second, experts, rows, width, tiles,
+    R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr,
     W: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """R rows of a block's expert times its T pairs, to y [places, rows]; grid (tiles of rows, blocks).
@@ -179,10 +191,12 @@ def expert_tiles(
     # places are filled from the first on
     many = gl.load(placed + block * T + T // 2) < pairs
     # numbers, also where they are known when the kernel is compiled
-    which, before, step0 = 0 * at, 0 * at, 0 * at + step0
-    if COUNT > 1:  # noqa: SIM102 - decided when the kernel is compiled
+    which, before, step = 0 * at, 0 * at, 0 * at + first.step
+    scales, biases, out = first.scales, first.biases, first.out
+    if second is not None:  # noqa: SIM102 - decided when the kernel is compiled
         if at >= tiles:
-            s0, b0, y0, step0, which, before = s1, b1, y1, 0 * at + step1, 0 * at + 1, 0 * at + tiles
+            scales, biases, out = second.scales, second.biases, second.out
+            step, which, before = 0 * at + second.step, 0 * at + 1, 0 * at + tiles
     row0, wide = (at - before) * R, expert.to(gl.int64)
     X = gl.allocate_shared_memory(BF, [ST, KB // 64 * T, 64], xs.layout)
     C = gl.allocate_shared_memory(I32, [ST, R, KB // 8], CODES)
@@ -195,11 +209,11 @@ def expert_tiles(
     gl.thread_barrier()
     count = width // KB
     x_row = block * (count * (KB // 64) * T)
-    s0, b0 = s0 + wide * step0, b0 + wide * step0
+    scales, biases = scales + wide * step, biases + wide * step
     gl.warp_specialize(
         [
-            (_multiply, (X, C, full, empty, s0, b0, y0, rows, width, row0, block, count, many, T, KB, G, ST, W)),
-            (_feed, (xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many, COUNT, T, KB, ST)),
+            (_multiply, (X, C, full, empty, scales, biases, out, rows, width, row0, block, count, many, T, KB, G, ST, W)),
+            (_feed, (xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many, T, KB, ST)),
         ],
         [1],
         [24],

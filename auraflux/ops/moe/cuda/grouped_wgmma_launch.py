@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from auraflux.ops.hopper.launch import described, launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.grouped_gemm import grouped
-from auraflux.ops.moe.cuda.grouped_wgmma import expert_tiles, find_places, order_hidden, order_pairs, spread_parts
+from auraflux.ops.moe.cuda.grouped_wgmma import Lines, expert_tiles, find_places, order_hidden, order_pairs, spread_parts
 from auraflux.ops.moe.cuda.stacks import gate_of
 from auraflux.ops.moe.experts import Experts, Stack
 
@@ -60,15 +60,13 @@ def _multiplied(
     """Blocks in order, [blocks, width / 64, T, 64], times one or two stacks of their experts, to [places, rows] each."""
     experts, rows, width = stacks[0].shape
     tiles, sizes = cdiv(rows, tile.rows), (tile.rows, tile.pairs, INPUTS, GROUP, STAGES, tile.warps)
-    codes, steps, lines = [], [], []
-    for stack, out in zip(stacks, outs, strict=True):
-        codes.append(_codes(stack, tile))
-        lines += [stack.scales, stack.biases, out]  # type: ignore[union-attr]
-        steps.append(stack.scales.stride(0))  # type: ignore[union-attr]
-    if len(stacks) == 1:
-        codes, lines, steps = [*codes, None], [*lines, None, None, None], [*steps, None]
+    codes: list[TensorDescriptor | None] = [None, None]
+    lines: list[Lines | None] = [None, None]
+    for n, (stack, out) in enumerate(zip(stacks, outs, strict=True)):
+        codes[n] = _codes(stack, tile)
+        lines[n] = Lines(stack.scales, stack.biases, out, stack.scales.stride(0))  # type: ignore[union-attr, arg-type]
     launch(expert_tiles, (tiles * len(stacks), len(owner)))(
-        _inputs(x, tile), *codes, owner, placed, pairs, *lines, *steps, experts, rows, width, tiles, len(stacks), *sizes,
+        _inputs(x, tile), *codes, owner, placed, pairs, *lines, experts, rows, width, tiles, *sizes,
         _layout(gl.int32, tile.rows, INPUTS // 8), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
 

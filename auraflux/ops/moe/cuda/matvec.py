@@ -14,7 +14,7 @@ from auraflux.ops.hopper.codes import HALF_SHIFT, code_value, unit_bits, weight_
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, gate_of, passed, unit
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, form, gate_of, passed, unit
 from auraflux.ops.moe.experts import Experts
 
 # of a tile; a program of the interpreter takes milliseconds, so there they are few
@@ -24,11 +24,13 @@ DOWN_ROWS, DOWN_UNITS = 128 if INTERPRETED else 16, 32
 
 @triton.jit
 def _sums(
-    x, packed, scales, biases, row, there, K,
+    x, stack, expert, row, there, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows of a weight with one vector, whose first elements of all units come first; float32 [ROWS]."""
+    """Products of rows of an expert with one vector, whose first elements of all units come first; float32 [ROWS]."""
     UNIT: tl.constexpr = 1 if BITS == 0 else 4 if BITS == 6 or BITS == 8 else 16 if BITS == 2 else 8
+    line, packed = expert * stack.scale_step, stack.packed + expert * stack.step
+    scales, biases = stack.scales + line, stack.biases + line
     row = row[:, None]
     units = K // UNIT
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -56,23 +58,19 @@ def _sums(
 
 @triton.jit
 def up_few(
-    x, ids, gate, gate_scales, gate_biases, gate_step, gate_scale_step, up, up_scales, up_biases, up_step, up_scale_step,
-    gate_bias, up_bias, out, experts, k, inner, hidden, alpha, limit, KIND: tl.constexpr, UNIT: tl.constexpr,
+    x, ids, gate, up, out, experts, k, inner, hidden, alpha, limit, KIND: tl.constexpr, UNIT: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
     there = (row < inner) & (expert >= 0) & (expert < experts)
     x += (pair // k).to(tl.int64) * hidden
-    at = expert * up_scale_step
-    u = _sums(x, up + expert * up_step, up_scales + at, up_biases + at, row, there, hidden, BITS, GROUP, AFFINE, ROWS, COLUMNS)
+    u = _sums(x, up, expert, row, there, hidden, BITS, GROUP, AFFINE, ROWS, COLUMNS)
     g = u
     if KIND != "relu2":
-        at = expert * gate_scale_step
-        gate, gate_scales, gate_biases = gate + expert * gate_step, gate_scales + at, gate_biases + at
-        g = _sums(x, gate, gate_scales, gate_biases, row, there, hidden, BITS, GROUP, AFFINE, ROWS, COLUMNS)
-    g = add_bias(g, gate_bias, expert * inner + row, there)
-    u = add_bias(u, up_bias, expert * inner + row, there)
+        g = _sums(x, gate, expert, row, there, hidden, BITS, GROUP, AFFINE, ROWS, COLUMNS)
+    g = add_bias(g, gate.bias, expert * inner + row, there)
+    u = add_bias(u, up.bias, expert * inner + row, there)
     # in the order of down's units
     at = pair.to(tl.int64) * inner + row % UNIT * (inner // UNIT) + row // UNIT
     tl.store(out + at, activate(g, u, alpha, limit, KIND), mask=row < inner)
@@ -80,17 +78,14 @@ def up_few(
 
 @triton.jit
 def down_few(
-    x, ids, down, scales, biases, step, scale_step, bias, out, experts, inner, hidden,
+    x, ids, down, out, experts, inner, hidden,
     BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
     there = (row < hidden) & (expert >= 0) & (expert < experts)
-    at = expert * scale_step
-    total = _sums(
-        x + pair * inner, down + expert * step, scales + at, biases + at, row, there, inner, BITS, GROUP, AFFINE, ROWS, COLUMNS
-    )
-    total = add_bias(total, bias, expert * hidden + row, there)
+    total = _sums(x + pair * inner, down, expert, row, there, inner, BITS, GROUP, AFFINE, ROWS, COLUMNS)
+    total = add_bias(total, down.bias, expert * hidden + row, there)
     tl.store(out + pair * hidden + row, total, mask=there)
 
 
@@ -101,11 +96,11 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     gate = gate_of(experts)
     ordered = x.view(tokens, -1, unit(gate)).transpose(1, 2).contiguous()
     launch(up_few, (cdiv(inner, UP_ROWS), tokens * k))(
-        ordered, ids, *passed(gate), *passed(experts.up), dense_bias(experts.gate_bias), dense_bias(experts.up_bias),
-        between, experts.count, k, inner, hidden, *activation_of(experts), unit(experts.down),
+        ordered, ids, passed(gate, experts.gate_bias), passed(experts.up, experts.up_bias), between,
+        experts.count, k, inner, hidden, *activation_of(experts), unit(experts.down),
         **form(gate), ROWS=UP_ROWS, COLUMNS=min(UP_UNITS, power_of_two(hidden // unit(gate))),
     )  # fmt: skip
     launch(down_few, (cdiv(hidden, DOWN_ROWS), tokens * k))(
-        between, ids, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count, inner, hidden,
+        between, ids, passed(experts.down, experts.down_bias), parts, experts.count, inner, hidden,
         **form(experts.down), ROWS=DOWN_ROWS, COLUMNS=min(DOWN_UNITS, power_of_two(inner // unit(experts.down))),
     )  # fmt: skip

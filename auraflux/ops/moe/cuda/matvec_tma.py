@@ -68,9 +68,7 @@ def _store_up(sums, out, tid, count, COUNT: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def up_ring(
-    x, scores, bias, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-    up, up_scales, up_biases, up_step, up_scale_step,
-    own_gate, own_gate_scales, own_gate_biases, own_up, own_up_scales, own_up_biases, out, experts, inner,
+    x, scores, bias, gate, up, own_gate, own_up, out, experts, inner,
     H: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, KEPT: gl.constexpr,
     COUNT: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -90,8 +88,8 @@ def up_ring(
     begin_barriers(bars, tid, D)
     put_float(counts + tid * 4, (tid * 0).to(gl.float32), tid < D)
     if OWN:
-        put_own(table, tid, own_gate, own_gate_scales, own_gate_biases, 0)
-        put_own(table, tid, own_up, own_up_scales, own_up_biases, 3)
+        put_own(table, tid, own_gate, 0)
+        put_own(table, tid, own_up, 3)
         gl.thread_barrier()
         _place_up(places, table, tid, tiles, H, D, 1, W)
         gl.thread_barrier()
@@ -105,8 +103,8 @@ def up_ring(
         xs += (load_16(x + token * H + quad * 256 + lane // 8 * 64 + lane % 4 * 16),)  # type: ignore[assignment]
     keys = load_keys(scores + token * experts, bias, tid, experts, E, SCORING, W)
     chosen = pick(keys, tid, sums, K, E, KEPT, W)
-    put_chosen(table, tid, chosen, gate, gate_scales, gate_biases, gate_step, gate_scale_step, 0, 6, K, OWN)
-    put_chosen(table, tid, chosen, up, up_scales, up_biases, up_step, up_scale_step, 3, 6, K, OWN)
+    put_chosen(table, tid, chosen, gate, 0, 6, K, OWN)
+    put_chosen(table, tid, chosen, up, 3, 6, K, OWN)
     gl.thread_barrier()
     _place_up(places, table, tid, tiles, H, COUNT, SLOTS, W)
     gl.thread_barrier()
@@ -155,14 +153,14 @@ def _ask_down(ring, bars, places, lane, tid, begin, end, INNER: gl.constexpr, D:
 
 
 @gluon.jit
-def _added(residual, beside, beside_gate, at, token, here):
+def _added(added, at, token, here):
     """The residual stream, and the shared expert's result or, where that is still to come, what it is to be multiplied by."""
-    kept = gl.load(residual + at, mask=here, other=0.0).to(gl.float32)
+    kept = gl.load(added.residual + at, mask=here, other=0.0).to(gl.float32)
     more = kept * 0.0 + 1.0
-    if beside is not None:
-        more = gl.load(beside + at, mask=here, other=0.0).to(gl.float32)
-    if beside_gate is not None:
-        more *= 1.0 / (1.0 + gl.exp(-gl.load(beside_gate + token).to(gl.float32)))
+    if added.beside is not None:
+        more = gl.load(added.beside + at, mask=here, other=0.0).to(gl.float32)
+    if added.gate is not None:
+        more *= 1.0 / (1.0 + gl.exp(-gl.load(added.gate + token).to(gl.float32)))
     return kept, more
 
 
@@ -178,12 +176,11 @@ def _slot_sum(sums, slot, tid, mine, here, PARTS: gl.constexpr):
 
 @gluon.jit
 def down_ring(
-    x, scores, bias, scale, residual, beside, beside_gate, down, down_scales, down_biases, step, scale_step,
-    own, own_scales, own_biases, out, experts, hidden,
+    x, scores, bias, scale, added, down, own, out, experts, hidden,
     INNER: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, RENORMALIZE: gl.constexpr,
     KEPT: gl.constexpr, COUNT: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A token's results, added to `residual` and `beside`; up to COUNT tiles of 8 a program, D stages of a slot in flight."""
+    """A token's results and what is `added` to them; up to COUNT tiles of 8 a program, D stages of a slot in flight."""
     OWN: gl.constexpr = 0 if own is None else 1
     SLOTS: gl.constexpr = K + OWN
     STAGE: gl.constexpr = INNER // 2 * 9
@@ -205,13 +202,13 @@ def down_ring(
     put_float(counts + tid * 4, (tid * 0).to(gl.float32), tid < D)
     known = mine * OWN
     if OWN:
-        put_own(table, tid, own, own_scales, own_biases, 0)
+        put_own(table, tid, own, 0)
         gl.thread_barrier()
         _place_down(places, table, tid, mine, INNER, COUNT, 1, W)
         gl.thread_barrier()
         _ask_down(ring, bars, places, lane, tid, 0, known, INNER, D)
     chosen = pick(keys, tid, sums, K, E, KEPT, W)
-    put_chosen(table, tid, chosen, down, down_scales, down_biases, step, scale_step, 0, 3, K, OWN)
+    put_chosen(table, tid, chosen, down, 0, 3, K, OWN)
     gl.thread_barrier()
     _place_down(places, table, tid, mine, INNER, COUNT, SLOTS, W)
     gl.thread_barrier()
@@ -221,7 +218,7 @@ def down_ring(
     expect(arrived, lane * 0 + INPUTS, tid == 0)
     fetch(inputs + lane * 0, (x + token * (SLOTS * INNER)).to(gl.int64) + lane * 0, lane * 0 + INPUTS, arrived, tid == 0)
     at, here = token * hidden + (first + tid // 8 * programs) * 8 + tid % 8, tid < mine * 8
-    kept, more = _added(residual, beside, beside_gate, at, token, here)
+    kept, more = _added(added, at, token, here)
     found = ()
     if SCORING == "softmax" and not RENORMALIZE:
         found = load_scores(scores + token * experts, tid, experts, E)
@@ -257,7 +254,7 @@ def down_ring(
     result = kept + result.to(out.dtype.element_ty).to(gl.float32)
     if OWN:
         result += _slot_sum(sums, 0, tid, mine, here, PARTS).to(out.dtype.element_ty).to(gl.float32) * more
-    elif beside is not None:
+    elif added.beside is not None:
         result += more
     gl.store(out + at, result.to(out.dtype.element_ty), here)
     memory._keep_alive()

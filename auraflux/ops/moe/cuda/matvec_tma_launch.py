@@ -7,7 +7,7 @@ from auraflux.ops.hopper.device import SHARED_NBYTES, multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.matvec_tma import down_ring, up_ring
-from auraflux.ops.moe.cuda.stacks import gate_of, passed
+from auraflux.ops.moe.cuda.stacks import Added, gate_of, passed
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
@@ -45,21 +45,21 @@ def mix(
 ) -> Tensor:  # fmt: skip
     """`mixture` for few tokens, one after the other."""
     tokens, inner, hidden, k = x.shape[0], experts.inner, experts.hidden, routing.k
-    own = shared if isinstance(shared, SharedExpert) else None
+    own, beside = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
     slots = k if own is None else k + 1
     sizes = hidden, inner, slots, multiprocessors(x.device)
     (up_programs, *up), (down_programs, *down) = up_sizes(*sizes), down_sizes(*sizes)
     between, out = x.new_empty(tokens * slots, inner), torch.empty_like(x)
-    own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (gate_of(own), own.up, own.down))
+    own_gate, own_up, own_down = (None,) * 3 if own is None else map(passed, (gate_of(own), own.up, own.down))
     kept = routing.kept_groups if routing.groups > 1 else 0
     rule = k, cdiv(experts.count, 32) * 32, routing.scoring
     launch(up_ring, (up_programs, tokens))(
-        x, scores, bias, *passed(gate_of(experts)), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
+        x, scores, bias, passed(gate_of(experts)), passed(experts.up), own_gate, own_up, between, experts.count, inner,
         hidden, *rule, kept, *up, UP_WARPS, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
     launch(down_ring, (down_programs, tokens))(
-        between, scores, bias, float(routing.scale), h, None if own else shared, shared_gate, *passed(experts.down), *own_down,
-        out, experts.count, hidden, inner, *rule, routing.renormalize, kept, *down, DOWN_WARPS,
+        between, scores, bias, float(routing.scale), Added(h, beside, shared_gate), passed(experts.down),
+        own_down, out, experts.count, hidden, inner, *rule, routing.renormalize, kept, *down, DOWN_WARPS,
         num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out

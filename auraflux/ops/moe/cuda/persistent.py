@@ -102,39 +102,35 @@ def _add_quads(
 
 @gluon.jit
 def _up_sources(
-    s, block0, owners, warp, lane, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-    up, up_scales, up_biases, up_step, up_scale_step, K: gl.constexpr, PER: gl.constexpr,
+    s, block0, owners, warp, lane, gate, up, K: gl.constexpr, PER: gl.constexpr
 ):  # fmt: skip
     """Where a lane's share of stage s begins, 8 rows of gate and of up for its warp: codes of each, and scales or biases."""
     expert = from_lane(owners, s // PER - block0 + lane * 0).to(gl.int64)
     row, first = (s % PER * 64 + warp * 8).to(gl.int64), lane % 16 < 8
     at = (row + lane // 8) * (K // 2) + lane % 8 * 16
-    line = expert * gl.where(first, gate_scale_step, up_scale_step) + (row + lane % 8) * (K // 64)
-    scales = gl.where(first, gate_scales.to(gl.int64), up_scales.to(gl.int64))
-    biases = gl.where(first, gate_biases.to(gl.int64), up_biases.to(gl.int64))
+    line = expert * gl.where(first, gate.scale_step, up.scale_step) + (row + lane % 8) * (K // 64)
+    scales = gl.where(first, gate.scales.to(gl.int64), up.scales.to(gl.int64))
+    biases = gl.where(first, gate.biases.to(gl.int64), up.biases.to(gl.int64))
     return (
-        gate.to(gl.int64) + (expert * gate_step * 4 + at),
-        up.to(gl.int64) + (expert * up_step * 4 + at),
+        gate.packed.to(gl.int64) + (expert * gate.step * 4 + at),
+        up.packed.to(gl.int64) + (expert * up.step * 4 + at),
         gl.where(lane < 16, scales, biases) + line * 2,
     )
 
 
 @gluon.jit
-def _down_sources(
-    s, block0, owners, warp, lane, down, scales, biases, step, scale_step, K: gl.constexpr, PER: gl.constexpr
-):  # fmt: skip
+def _down_sources(s, block0, owners, warp, lane, down, K: gl.constexpr, PER: gl.constexpr):
     """Where a lane's share of stage s begins, 16 rows for its warp: codes, and scales or biases."""
     expert = from_lane(owners, s // PER - block0 + lane * 0).to(gl.int64)
     row = (s % PER * 128 + warp * 16).to(gl.int64)
-    codes = down.to(gl.int64) + (expert * step * 4 + (row + lane // 8) * (K // 2) + lane % 8 * 16)
-    line = expert * scale_step + (row + lane % 16) * (K // 64)
-    return codes, codes, gl.where(lane < 16, scales.to(gl.int64), biases.to(gl.int64)) + line * 2
+    codes = down.packed.to(gl.int64) + (expert * down.step * 4 + (row + lane // 8) * (K // 2) + lane % 8 * 16)
+    line = expert * down.scale_step + (row + lane % 16) * (K // 64)
+    return codes, codes, gl.where(lane < 16, down.scales.to(gl.int64), down.biases.to(gl.int64)) + line * 2
 
 
 @gluon.jit
 def up_stream(
-    x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-    up, up_scales, up_biases, up_step, up_scale_step, out, pairs, k, most,
+    x, placed, owner, gate, up, out, pairs, k, most,
     H: gl.constexpr, INNER: gl.constexpr, D: gl.constexpr, OCTETS: gl.constexpr,
 ):  # fmt: skip
     """silu(gate x) * up x of all blocks; a stage is 64 elements of a block, D quads of each warp are in flight."""
@@ -152,10 +148,7 @@ def up_stream(
     pair = _pairs_of(placed, block0, most, lane, OCTETS)
     # before the codes, behind which they would have to wait
     raw = load_inputs(x, pair[0], pairs, k, warp, lane, H)
-    source = _up_sources(
-        begin, block0, owners, warp, lane, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-        up, up_scales, up_biases, up_step, up_scale_step, H, PER,
-    )  # fmt: skip
+    source = _up_sources(begin, block0, owners, warp, lane, gate, up, H, PER)
     for d in gl.static_range(D):
         ahead = (source[0] + d * 128, source[1] + d * 128, source[2] + d * 8)
         fetch_quad(ring + d * TILE, lane, ahead, (begin < end) & (lane >= 0), H, True)
@@ -176,10 +169,7 @@ def up_stream(
                 more = s < end
                 if part == PARTS - 1:
                     more = s + 1 < end
-                    source = _up_sources(
-                        s + 1, block0, owners, warp, _again(lane), gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-                        up, up_scales, up_biases, up_step, up_scale_step, H, PER,
-                    )  # fmt: skip
+                    source = _up_sources(s + 1, block0, owners, warp, _again(lane), gate, up, H, PER)
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
                 acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, H, D, True, OCTETS)
@@ -196,7 +186,7 @@ def up_stream(
 
 @gluon.jit
 def down_stream(
-    x, placed, owner, down, scales, biases, step, scale_step, out, pairs, most,
+    x, placed, owner, down, out, pairs, most,
     INNER: gl.constexpr, HIDDEN: gl.constexpr, D: gl.constexpr, SKEWED: gl.constexpr, OCTETS: gl.constexpr,
 ):  # fmt: skip
     """Results of all blocks; a stage is 128 elements of a block."""
@@ -210,7 +200,7 @@ def down_stream(
     begin, end = _share(stages, gl.program_id(0), SKEWED), _share(stages, gl.program_id(0) + 1, SKEWED)
     block0 = begin // PER
     owners = gl.load(owner + gl.minimum(block0 + lane, most - 1))
-    source = _down_sources(begin, block0, owners, warp, lane, down, scales, biases, step, scale_step, INNER, PER)
+    source = _down_sources(begin, block0, owners, warp, lane, down, INNER, PER)
     for d in gl.static_range(D):
         ahead = (source[0] + d * 128, source[1] + d * 128, source[2] + d * 8)
         fetch_quad(ring + d * TILE, lane, ahead, (begin < end) & (lane >= 0), INNER, False)
@@ -230,9 +220,7 @@ def down_stream(
                 more = s < end
                 if part == PARTS - 1:
                     more = s + 1 < end
-                    source = _down_sources(
-                        s + 1, block0, owners, warp, lane, down, scales, biases, step, scale_step, INNER, PER
-                    )
+                    source = _down_sources(s + 1, block0, owners, warp, lane, down, INNER, PER)
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
                 acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, INNER, D, False, OCTETS)
@@ -274,12 +262,12 @@ def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor)
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
     (programs, depth), (down_programs, down_depth) = ring_sizes(hidden, octets), ring_sizes(inner, octets)
     launch(up_stream, (programs * processors,))(
-        x, placed, owner, *passed(gate_of(experts)), *passed(experts.up), between, pairs, k, most,
+        x, placed, owner, passed(gate_of(experts)), passed(experts.up), between, pairs, k, most,
         hidden, inner, depth, octets,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     launch(down_stream, (down_programs * processors,))(
-        between, placed, owner, *passed(experts.down), parts, pairs, most,
+        between, placed, owner, passed(experts.down), parts, pairs, most,
         inner, hidden, down_depth, SKEW, octets,
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip

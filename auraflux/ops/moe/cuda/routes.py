@@ -27,7 +27,7 @@ from auraflux.ops.moe.cuda import (
     slots_launch,
 )
 from auraflux.ops.moe.cuda.call import Choice, Mixture, Pairs
-from auraflux.ops.moe.cuda.stacks import gate_of, not_served, summed, summed_by_scores
+from auraflux.ops.moe.cuda.stacks import Added, gate_of, not_served, summed, summed_by_scores
 from auraflux.ops.moe.experts import Experts, SharedExpert, Stack
 from auraflux.ops.routes import Route, Routes
 from auraflux.quant import QTensor
@@ -109,7 +109,7 @@ def _refuses_nothing(call: Pairs) -> str | None:
 
 
 def _refuses_slots(call: Pairs) -> str | None:
-    return _not_few(call) or _not_in_slots(call) or ("the sums are added to" if call.added[0] is not None else None)
+    return _not_few(call) or _not_in_slots(call) or ("the sums are added to" if call.added.residual is not None else None)
 
 
 def _refuses_wgmma(call: Pairs) -> str | None:
@@ -261,7 +261,7 @@ def _mix_by_steps(call: Mixture) -> Tensor:
 
 
 def _mix_persistent(call: Mixture) -> Tensor:
-    added = call.h, reference.shared_result(call.x, call.shared), call.shared_gate
+    added = Added(call.h, reference.shared_result(call.x, call.shared), call.shared_gate)
     octets = persistent.octets_for(call.pairs, call.experts)
     ids, blocks = assign.assign_chosen(call.scores, call.routing, call.bias, octets)
     parts = call.x.new_empty(*ids.shape, call.experts.hidden, dtype=torch.float32)
@@ -270,7 +270,7 @@ def _mix_persistent(call: Mixture) -> Tensor:
 
 
 def _route_first(call: Mixture) -> Tensor:
-    added = call.h, reference.shared_result(call.x, call.shared), call.shared_gate
+    added = Added(call.h, reference.shared_result(call.x, call.shared), call.shared_gate)
     ids, weights = reference.route(call.scores, call.routing, call.bias)
     return EXPERTS(Pairs(call.x, ids, call.experts, weights=weights, added=added))
 
@@ -287,7 +287,7 @@ def _then_shared(call: Mixture, refused: str | None = "") -> Next:
 
 def _then_experts(call: Mixture, added: Tensor | None = None) -> Next:
     ids = call.x.new_empty(call.tokens, call.k, dtype=torch.int32)
-    pairs = Pairs(call.x, ids, call.experts, added=(added, None, None))
+    pairs = Pairs(call.x, ids, call.experts, added=Added(added))
     return [(CHOICES, Choice(call.scores, call.routing, call.bias)), (EXPERTS, pairs), *_then_shared(call)]
 
 

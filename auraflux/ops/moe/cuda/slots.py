@@ -51,19 +51,17 @@ def _choice(scores, ids, bias, token, tid, experts, last, K: gl.constexpr, E: gl
 
 
 @gluon.jit
-def _piece(p, gate, gate_scales, gate_biases, up, up_scales, up_biases):
+def _piece(p, gate, up):
     """Where an expert's piece p begins: codes, scales and biases of gate, then of up."""
-    codes = gl.where(p < 3, gate.to(gl.int64), up.to(gl.int64))
-    scales = gl.where(p < 3, gate_scales.to(gl.int64), up_scales.to(gl.int64))
-    biases = gl.where(p < 3, gate_biases.to(gl.int64), up_biases.to(gl.int64))
+    codes = gl.where(p < 3, gate.packed.to(gl.int64), up.packed.to(gl.int64))
+    scales = gl.where(p < 3, gate.scales.to(gl.int64), up.scales.to(gl.int64))
+    biases = gl.where(p < 3, gate.biases.to(gl.int64), up.biases.to(gl.int64))
     return gl.where(p % 3 == 0, codes, gl.where(p % 3 == 1, scales, biases))
 
 
 @gluon.jit
 def up_slots(
-    x, ids, scores, bias, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-    up, up_scales, up_biases, up_step, up_scale_step,
-    own_gate, own_gate_scales, own_gate_biases, own_up, own_up_scales, own_up_biases, out, experts, inner,
+    x, ids, scores, bias, gate, up, own_gate, own_up, out, experts, inner,
     H: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """silu(gate x) * up x, up to TILES tiles of a token; grid (programs, tokens).
@@ -85,13 +83,12 @@ def up_slots(
     # lane 6 n + p fetches piece p of tile n
     n, p = lane // 6, lane % 6
     slot, row0 = (begin + n) // tiles, ((begin + n) % tiles * 16).to(gl.int64)
-    source = _piece(p, gate, gate_scales, gate_biases, up, up_scales, up_biases)
+    source = _piece(p, gate, up)
     if own_gate is not None:
-        own = _piece(p, own_gate, own_gate_scales, own_gate_biases, own_up, own_up_scales, own_up_biases)
-        source = gl.where(slot == K, own, source)
+        source = gl.where(slot == K, _piece(p, own_gate, own_up), source)
     codes, first = p % 3 == 0, p < 3
     size, source = gl.where(codes, 16 * ROW, 16 * LINE), source + row0 * gl.where(codes, ROW, LINE)
-    step = gl.where(codes, gl.where(first, gate_step, up_step) * 2, gl.where(first, gate_scale_step, up_scale_step))
+    step = gl.where(codes, gl.where(first, gate.step, up.step) * 2, gl.where(first, gate.scale_step, up.scale_step))
     to = ring + n * (2 * HALF) + gl.where(first, 0, HALF) + gl.where(codes, 0, 16 * (ROW - LINE) + p % 3 * 16 * LINE)
     bar, mine = bars + n * 16 + gl.where(first, 0, 8), tid < 6 * TILES
     there = mine & (begin + n < end)
@@ -144,8 +141,7 @@ def up_slots(
 
 @gluon.jit
 def _fetch_slots(
-    ring, bar, tid, row0, chosen, down, scales, biases, step, scale_step, own, own_scales, own_biases, experts,
-    INNER: gl.constexpr, K: gl.constexpr,
+    ring, bar, tid, row0, chosen, down, own, experts, INNER: gl.constexpr, K: gl.constexpr
 ):  # fmt: skip
     """16 rows of all slots, each with its codes, scales and biases: lane n fetches slot n's."""
     ROW: gl.constexpr = INNER // 2
@@ -154,15 +150,13 @@ def _fetch_slots(
     lane = tid % 32
     there = (chosen >= 0) & (chosen < experts) & (lane < K)
     expert = gl.where(there, chosen, 0).to(gl.int64)
-    codes, line = down.to(gl.int64) + expert * step * 4, expert * scale_step * 2
-    slopes, intercepts = scales.to(gl.int64) + line, biases.to(gl.int64) + line
+    codes, line = down.packed.to(gl.int64) + expert * down.step * 4, expert * down.scale_step * 2
+    slopes, intercepts = down.scales.to(gl.int64) + line, down.biases.to(gl.int64) + line
     if own is not None:
         last = lane == K
-        there, codes = there | last, gl.where(last, own.to(gl.int64), codes)
-        slopes, intercepts = (
-            gl.where(last, own_scales.to(gl.int64), slopes),
-            gl.where(last, own_biases.to(gl.int64), intercepts),
-        )
+        there, codes = there | last, gl.where(last, own.packed.to(gl.int64), codes)
+        slopes = gl.where(last, own.scales.to(gl.int64), slopes)
+        intercepts = gl.where(last, own.biases.to(gl.int64), intercepts)
     expect(bar, count_true(there) * SLOT, tid == 0)
     to, there, some = ring + lane * SLOT, there & (tid < 32), lane * 0 + 16 * LINE
     fetch(to, codes + row0 * ROW, lane * 0 + 16 * ROW, bar, there)
@@ -179,28 +173,27 @@ def _unit_at(ring, unit, lane, INNER: gl.constexpr):
 
 
 @gluon.jit
-def _added(residual, beside, beside_gate, at, token):
+def _added(added, at, token):
     """The residual stream, and the shared expert's result or, where that is still to come, what it is to be multiplied by."""
-    kept = gl.load(residual + at).to(gl.float32)
+    kept = gl.load(added.residual + at).to(gl.float32)
     more = kept * 0.0 + 1.0
-    if beside is not None:
-        more = gl.load(beside + at).to(gl.float32)
-    if beside_gate is not None:
-        more *= 1.0 / (1.0 + gl.exp(-gl.load(beside_gate + token).to(gl.float32)))
+    if added.beside is not None:
+        more = gl.load(added.beside + at).to(gl.float32)
+    if added.gate is not None:
+        more *= 1.0 / (1.0 + gl.exp(-gl.load(added.gate + token).to(gl.float32)))
     return kept, more
 
 
 @gluon.jit
 def down_slots(
-    x, ids, weights, scores, bias, scale, residual, beside, beside_gate, down, down_scales, down_biases, step, scale_step,
-    own, own_scales, own_biases, out, experts, hidden,
+    x, ids, weights, scores, bias, scale, added, down, own, out, experts, hidden,
     INNER: gl.constexpr, K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, RENORMALIZE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """16 elements of a token's results. Units of four groups of all slots are shared out among W warps.
 
     Experts and their weights come from `ids` and `weights`, or, where `ids` are None, from `scores`. The result is the weighted
-    sum, added to `residual` and to `beside` where they are given; with ids and without weights each slot's for itself. Where
-    `own` is given, the shared expert's result, of slot K, is in the place of `beside`.
+    sum and what is `added` to it; with ids and without weights each slot's for itself. Where `own` is given, the shared
+    expert's result, of slot K, is in the place of `added.beside`.
     """
     SLOT: gl.constexpr = 9 * INNER
     PARTS: gl.constexpr = INNER // 256
@@ -215,14 +208,11 @@ def down_slots(
     bar, box, sums = ring + SLOTS * SLOT, ring + SLOTS * SLOT + BARRIERS, ring + SLOTS * SLOT + 2 * BARRIERS
     begin_barriers(bar, tid, 1)
     found, chosen = _choice(scores, ids, bias, token, tid, experts, K - 1, K, E, SCORING)
-    _fetch_slots(
-        ring, bar, tid, row0, chosen, down, down_scales, down_biases, step, scale_step, own, own_scales, own_biases, experts,
-        INNER, K,
-    )  # fmt: skip
+    _fetch_slots(ring, bar, tid, row0, chosen, down, own, experts, INNER, K)
     at = token * hidden + row0 + tid % 16
-    if residual is not None:
+    if added.residual is not None:
         # there since before the experts were chosen
-        kept, more = _added(residual, beside, beside_gate, at, token)
+        kept, more = _added(added, at, token)
     if ids is None:
         share = weights_of(found, scores + token * experts, chosen, lane, scale, K, E, SCORING, RENORMALIZE)
     elif weights is not None:
@@ -263,13 +253,13 @@ def down_slots(
         for n in gl.static_range(K):
             weight = float_at(box + n * 4, tid < 16)
             result = gl.fma(sum_at(mine + n * (64 * SUMS), tid < 16, SUMS), weight, result)
-        if residual is not None:
+        if added.residual is not None:
             # rounded and added as `expert_mlp` and `combine` would, to the bit
             result = kept + result.to(out.dtype.element_ty).to(gl.float32)
             if own is not None:
                 mlp = sum_at(mine + K * (64 * SUMS), tid < 16, SUMS)
                 result += mlp.to(out.dtype.element_ty).to(gl.float32) * more
-            elif beside is not None:
+            elif added.beside is not None:
                 result += more
         gl.store(out + at, result.to(out.dtype.element_ty), tid < 16)
     memory._keep_alive()

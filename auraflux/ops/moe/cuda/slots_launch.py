@@ -9,7 +9,7 @@ from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.moe.cuda.slots import down_slots, up_slots
-from auraflux.ops.moe.cuda.stacks import gate_of, passed
+from auraflux.ops.moe.cuda.stacks import Added, gate_of, passed
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import Routing
 
@@ -24,7 +24,7 @@ MOST_CHOICES = 512  # experts that the lanes of a warp hold the scores of
 
 def multiply(x: Tensor, ids: Tensor, weights: Tensor | None, experts: Experts, out: Tensor) -> Tensor:
     """`expert_mlp` for few tokens, or without weights `expert_parts`: each pair reads its expert for itself."""
-    return _launch(x, ids.shape[1], experts, (ids, weights, None, None, 1.0, None, None, None), (0, "", False), None, out)
+    return _launch(x, ids.shape[1], experts, (ids, weights, None, None, 1.0, Added()), (0, "", False), None, out)
 
 
 def mix(
@@ -33,8 +33,8 @@ def mix(
 ) -> Tensor:  # fmt: skip
     """`mixture` for few tokens."""
     rule = cdiv(experts.count, 32) * 32, routing.scoring, routing.renormalize
-    own = shared if isinstance(shared, SharedExpert) else None
-    choice = None, None, scores, bias, float(routing.scale), h, None if own else shared, shared_gate
+    own, beside = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
+    choice = None, None, scores, bias, float(routing.scale), Added(h, beside, shared_gate)
     return _launch(x, routing.k, experts, choice, rule, own, torch.empty_like(x))
 
 
@@ -50,14 +50,14 @@ def _launch(
     tokens, inner, hidden, slots = x.shape[0], experts.inner, experts.hidden, k if own is None else k + 1
     ids, weights, scores, bias, *more = choice
     between = x.new_empty(tokens * slots, inner)
-    own_gate, own_up, own_down = [(None,) * 3] * 3 if own is None else (passed(w)[:3] for w in (gate_of(own), own.up, own.down))
+    own_gate, own_up, own_down = (None,) * 3 if own is None else map(passed, (gate_of(own), own.up, own.down))
     programs, most = up_sizes(hidden, slots * inner // 16, tokens, multiprocessors(x.device))
     launch(up_slots, (programs, tokens))(
-        x, ids, scores, bias, *passed(gate_of(experts)), *passed(experts.up), *own_gate, *own_up, between, experts.count, inner,
+        x, ids, scores, bias, passed(gate_of(experts)), passed(experts.up), own_gate, own_up, between, experts.count, inner,
         hidden, k, *rule[:2], most, num_warps=UP_WARPS, launch_pdl=True,
     )  # fmt: skip
     launch(down_slots, (hidden // 16, tokens))(
-        between, ids, weights, scores, bias, *more, *passed(experts.down), *own_down, out, experts.count, hidden, inner, k,
+        between, ids, weights, scores, bias, *more, passed(experts.down), own_down, out, experts.count, hidden, inner, k,
         *rule, DOWN_WARPS, num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -1,10 +1,10 @@
 """What both kinds of expert kernels share: how stacks are passed to them, and what lies between up and down.
 
-A stack is passed as codes, scales, biases and how far apart the experts lie in each; a dense one (`BITS` 0) as the same tensor
-three times. Experts need not lie side by side in memory, see `Experts`.
+A stack is passed as `Passed`; a dense one (`BITS` 0) has the same tensor for codes, scales and biases. Experts need not lie
+side by side in memory, see `Experts`.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,8 +24,32 @@ from auraflux.quant import QTensor
 SUMMED = 512  # elements a program sums, twice as many where there are more than FEW_SUMMED tokens
 FEW_SUMMED = 128
 
-# the residual stream, a shared expert's result and its gate
-Added = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+class Passed(NamedTuple):
+    """A stack as kernels take it.
+
+    packed, scales, biases  of its codes
+    step, scale_step        from one expert to the next, in codes and in scales
+    bias                    [experts, rows], added to the products
+    """
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+    step: int
+    scale_step: int
+    bias: Tensor | None = None
+
+
+class Added(NamedTuple):
+    """What is added to a token's sum: the residual stream, and a shared expert's result, times its gate."""
+
+    residual: Tensor | None = None
+    beside: Tensor | None = None
+    gate: Tensor | None = None
+
+
+NOTHING = Added()
 
 
 @triton.jit
@@ -87,14 +111,14 @@ def _shares(
 
 @triton.jit
 def sum_slots(
-    parts, spots, ids, weights, scores, residual, beside, beside_gate, out, experts, hidden, scale,
+    parts, spots, ids, weights, scores, added, out, experts, hidden, scale,
     K: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A token's weighted sum, in the order of its slots; NaN where an expert is not there, if `ids` are given.
 
     Parts lie pair by pair, or, if `spots` are given, each pair's in the row that is its spot. Weights are given, or follow from
-    `scores`. The sum is added to `residual` and to `beside` where they are given, rounded first as `combine` would find it.
+    `scores`. What is added to the sum is added to it rounded, as `combine` would find it.
 
     EARLY  only the parts are made by the kernel before, and all that comes before it is complete
     """
@@ -112,12 +136,12 @@ def sum_slots(
         if ids is not None:
             expert = tl.load(ids + token * K + slot)
         known += (expert,)  # type: ignore[assignment]
-    if residual is not None:
-        kept = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        if beside is not None:
-            more = tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
-            if beside_gate is not None:
-                more *= sigmoid(tl.load(beside_gate + token).to(tl.float32))
+    if added.residual is not None:
+        kept = tl.load(added.residual + at, mask=inside, other=0.0).to(tl.float32)
+        if added.beside is not None:
+            more = tl.load(added.beside + at, mask=inside, other=0.0).to(tl.float32)
+            if added.gate is not None:
+                more *= sigmoid(tl.load(added.gate + token).to(tl.float32))
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -129,16 +153,16 @@ def sum_slots(
         row = token * K + slot if spots is None else tl.load(spots + token * K + slot).to(tl.int64)
         part = tl.load(parts + row * hidden + column, mask=there, other=float("nan"))
         total = tl.fma(part.to(tl.float32), shares[slot] + tl.zeros_like(total), total)
-    if residual is not None:
+    if added.residual is not None:
         total = total.to(out.dtype.element_ty).to(tl.float32) + kept
-        if beside is not None:
+        if added.beside is not None:
             total += more
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def summed(
     parts: Tensor, spots: Tensor | None, ids: Tensor | None, weights: Tensor, experts: int, dtype: torch.dtype,
-    added: Added = (None, None, None), early: bool = False,
+    added: Added = NOTHING, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of each token's parts, and what is added to it.
 
@@ -148,7 +172,7 @@ def summed(
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
     size = SUMMED if tokens <= FEW_SUMMED else 2 * SUMMED
     launch(sum_slots, (tokens, cdiv(hidden, size)))(
-        parts, spots, ids, weights, None, *added, out, experts, hidden, 1.0, k, "", False, 1, size, early, launch_pdl=early
+        parts, spots, ids, weights, None, added, out, experts, hidden, 1.0, k, "", False, 1, size, early, launch_pdl=early
     )
     return out
 
@@ -160,7 +184,7 @@ def summed_by_scores(
     (tokens, k), experts, hidden = ids.shape, scores.shape[1], parts.shape[-1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.device)
     launch(sum_slots, (tokens, cdiv(hidden, SUMMED)))(
-        parts, None, ids, None, scores, *added, out, experts, hidden, float(routing.scale), k, routing.scoring,
+        parts, None, ids, None, scores, added, out, experts, hidden, float(routing.scale), k, routing.scoring,
         routing.renormalize, power_of_two(experts), SUMMED, True, launch_pdl=True,
     )  # fmt: skip
     return out
@@ -191,10 +215,10 @@ def unit(stack: Stack) -> int:
     return UNITS[stack.bits] if isinstance(stack, QTensor) else 1
 
 
-def passed(stack: Stack) -> tuple[Any, ...]:
-    """The arrays of a stack, and the steps from one expert to the next."""
-    parts = operands(stack) if isinstance(stack, QTensor) else (stack, stack, stack)
-    return *parts, parts[0].stride(0), parts[1].stride(0)
+def passed(stack: Stack, bias: Tensor | None = None) -> Passed:
+    """A stack, or a shared expert's weight, whose steps are not read."""
+    packed, scales, biases = operands(stack) if isinstance(stack, QTensor) else (stack, stack, stack)
+    return Passed(packed, scales, biases, packed.stride(0), scales.stride(0), None if bias is None else bias.contiguous())
 
 
 def gate_of(experts: Experts | SharedExpert) -> Stack:
@@ -214,7 +238,3 @@ def activation_of(experts: Experts) -> tuple[float, float, str]:
         case ReluSquare():
             return 0.0, 0.0, "relu2"
     return 0.0, 0.0, "silu"
-
-
-def dense_bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()

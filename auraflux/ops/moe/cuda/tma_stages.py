@@ -12,24 +12,23 @@ from auraflux.ops.hopper.shared_memory import long_at, put_long
 
 @gluon.jit
 def put_chosen(
-    table, tid, chosen, codes, scales, biases, step, scale_step,
-    FIRST: gl.constexpr, PIECES: gl.constexpr, K: gl.constexpr, OWN: gl.constexpr,
+    table, tid, chosen, stack, FIRST: gl.constexpr, PIECES: gl.constexpr, K: gl.constexpr, OWN: gl.constexpr
 ):  # fmt: skip
     """Leave in a table where the arrays of each slot's expert begin. A shared expert's slot is the first."""
     lane, expert = tid % 32, chosen.to(gl.int64)
     at, there = table + ((lane + OWN) * PIECES + FIRST) * 8, (tid < 32) & (lane < K)
-    put_long(at, codes.to(gl.int64) + expert * step * 4, there)
-    put_long(at + 8, scales.to(gl.int64) + expert * scale_step * 2, there)
-    put_long(at + 16, biases.to(gl.int64) + expert * scale_step * 2, there)
+    put_long(at, stack.packed.to(gl.int64) + expert * stack.step * 4, there)
+    put_long(at + 8, stack.scales.to(gl.int64) + expert * stack.scale_step * 2, there)
+    put_long(at + 16, stack.biases.to(gl.int64) + expert * stack.scale_step * 2, there)
 
 
 @gluon.jit
-def put_own(table, tid, codes, scales, biases, FIRST: gl.constexpr):
+def put_own(table, tid, own, FIRST: gl.constexpr):
     """The same of the shared expert."""
     at, there = table + FIRST * 8 + tid * 0, tid == 0
-    put_long(at, codes.to(gl.int64) + tid * 0, there)
-    put_long(at + 8, scales.to(gl.int64) + tid * 0, there)
-    put_long(at + 16, biases.to(gl.int64) + tid * 0, there)
+    put_long(at, own.packed.to(gl.int64) + tid * 0, there)
+    put_long(at + 8, own.scales.to(gl.int64) + tid * 0, there)
+    put_long(at + 16, own.biases.to(gl.int64) + tid * 0, there)
 
 
 @gluon.jit
