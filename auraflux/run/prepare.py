@@ -9,9 +9,12 @@ from torch import Tensor
 
 from auraflux.cache import CacheSettings
 from auraflux.ops.simd.ahead import compile_all, noted
+from auraflux.ops.simd.jit import Kernel
 from auraflux.run.calibrate import find_vectors
 from auraflux.run.engine import Engine
 from auraflux.run.progress import Report
+from auraflux.run.sampler import Row, Sampler
+from auraflux.run.sampling import Sampling
 
 log = logging.getLogger("auraflux")
 
@@ -21,7 +24,15 @@ PROMPT = 16  # tokens
 def compile_kernels(
     model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype, report: Report
 ) -> None:
-    """Compile what reading a prompt, writing and calibrating will need, as far as running them on zeros tells."""
+    """Compile what a model will need."""
+    kernels = kernels_of(model, shapes, settings, exact=exact, calibrate=calibrate, dtype=dtype)
+    compile_all(kernels, lambda name, done, total: report(f"compiling kernels: {name}", done, total))
+
+
+def kernels_of(
+    model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype
+) -> dict[Kernel, None]:
+    """The kernels that reading a prompt, writing, drawing and calibrating call, as far as running them on zeros tells."""
     few = _beginning(model, shapes)
     shapes = shapes[: len(few.layers)]
     sizes: dict[str, Any] = {"context": 2 * PROMPT, "chunk": PROMPT, "dtype": dtype, "device": "cpu"}
@@ -30,13 +41,14 @@ def compile_kernels(
             engine = Engine(few, shapes, settings, **sizes, exact=exact, graphs=False)
             sequence = engine.cache.open()
             engine.read([sequence], [[0] * PROMPT])
-            engine.decode(engine.cache.batch([sequence]), [0])
+            logits = engine.decode(engine.cache.batch([sequence]), [0])
+            Sampler([Row(Sampling(temperature=1.0, repetition_penalty=2.0))])(logits)
             if calibrate:
                 find_vectors(few, shapes, [0] * PROMPT, dtype, "cpu")
         # zeros are no text: what they do not reach is compiled when it is needed
         except Exception as err:
             log.debug("not all kernels could be named before they run: %r", err)
-    compile_all(kernels, lambda name, done, total: report(f"compiling kernels: {name}", done, total))
+    return kernels
 
 
 def _beginning(model: Any, shapes: list[Any]) -> Any:

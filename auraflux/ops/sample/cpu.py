@@ -134,8 +134,29 @@ def _first_from(ascending, value):
 
 
 @jit
+def _sift(heap, root, count):
+    """Let the number at `root` sink to where none below is larger."""
+    value = heap[root]
+    child = 2 * root + 1
+    while child < count:
+        if child + 1 < count and heap[child + 1] > heap[child]:
+            child += 1
+        if heap[child] <= value:
+            break
+        heap[root] = heap[child]
+        root, child = child, 2 * child + 1
+    heap[root] = value
+
+
+@jit
 def _sort(tokens, starts, bucket):
-    tokens[starts[bucket] : starts[bucket + 1]].sort()
+    """Sort a bucket by heap: with Numba's own sort the kernel takes half as long again to compile."""
+    heap = tokens[starts[bucket] : starts[bucket + 1]]
+    for root in range(len(heap) // 2 - 1, -1, -1):
+        _sift(heap, root, len(heap))
+    for last in range(len(heap) - 1, 0, -1):
+        heap[0], heap[last] = heap[last], heap[0]
+        _sift(heap, 0, last)
 
 
 @jit

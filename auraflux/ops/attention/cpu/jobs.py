@@ -185,6 +185,8 @@ def run(kernel: Kernel, jobs: int, batch: Batch, rows: int, fewest: int, most: i
     """
     slot = rows * (batch.value_width + 2)
     lines = array("q", bytes(8 * LINE_FIELDS * (batch.sequences + 1)))
+    # unless `_divide` says otherwise: it does not run where kernels are only noted
+    lines[-4] = 1
     lines_at, group = held(lines), batch.heads // batch.key_heads
     index = batch.starts, batch.lengths, batch.sequences, batch.reach
     _divide(1, lines_at, *index, group, batch.key_heads, rows, fewest, most, slot, jobs)

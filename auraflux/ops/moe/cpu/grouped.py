@@ -45,7 +45,7 @@ def _group(args, job, jobs):
     starts  int64 [experts + 1]   where each expert's pairs begin
     tokens  int64 [pairs]         the token of each pair, in the new order
     places  int64 [tokens, k]     where a token's pair went; -1 for one that was passed over
-    wrong   int64 [1]             the first pair whose id is out of range, or -1; nobody has pairs then
+    wrong   int64 [1]             the number, from 1, of the first pair whose id is out of range, or 0; nobody has pairs then
     some    pass over pairs with a negative id
     """
     ids_at, tokens, k, experts, starts_at, tokens_at, places_at, wrong_at, some = arguments(args, 9)
@@ -53,13 +53,13 @@ def _group(args, job, jobs):
     ids, starts = int32s(ids_at, pairs), int64s(starts_at, experts + 1)
     of, places, wrong = int64s(tokens_at, pairs), int64s(places_at, pairs), int64s(wrong_at, 1)
     starts[:] = 0
-    wrong[0] = -1
+    wrong[0] = 0
     for pair in range(pairs):
         if some and ids[pair] < 0:
             continue
         if ids[pair] < 0 or ids[pair] >= experts:
             starts[:] = 0
-            wrong[0] = pair
+            wrong[0] = pair + 1
             return
         starts[ids[pair] + 1] += 1
     for expert in range(experts):
@@ -186,8 +186,9 @@ def _plan(ids: Tensor, count: int, some: bool) -> tuple[Tensor, int]:
     index = starts + 8 * (count + 1)
     places = index + 8 * tokens * k
     _group(1, ids.data_ptr(), tokens, k, count, starts, index, places, places + 8 * tokens * k, some)
-    if recorder.recording is None and (wrong := int(plan[-1])) >= 0:
-        raise InputError(f"ids[{wrong // k}, {wrong % k}] is {int(ids.view(-1)[wrong])}; there are {count} experts.")
+    if recorder.recording is None and (number := int(plan[-1])):
+        token, slot = divmod(number - 1, k)
+        raise InputError(f"ids[{token}, {slot}] is {int(ids[token, slot])}; there are {count} experts.")
     return plan, places
 
 

@@ -1,0 +1,32 @@
+"""What a model needs is compiled before its first step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from auraflux import load
+from auraflux.ops.simd.jit import Kernel
+from auraflux.run.prepare import kernels_of
+
+TRAINED = Path(__file__).parents[2] / "bench" / "trained"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_5_moe", "qwen3_moe"])
+def test_a_text_needs_no_other_kernels(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = load(TRAINED / name, device="cpu", graphs=False)
+    engine, run, used = model.engine, Kernel.__call__, set()
+
+    def call(kernel: Kernel, *args: int | float) -> None:
+        used.add(kernel)
+        run(kernel, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", call)
+    for _ in model.generate(
+        "It was a long time ago, and nobody remembers", max_tokens=3, temperature=0.8, repetition_penalty=1.1
+    ):
+        pass
+    settings = {"exact": False, "calibrate": False, "dtype": torch.float32}
+    found = kernels_of(engine.model, engine.cache.shapes, engine.cache.settings, **settings)
+    assert {kernel.body.__qualname__ for kernel in used - set(found)} == set()
+    assert len(used) > 10
