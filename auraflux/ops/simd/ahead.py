@@ -4,6 +4,7 @@ Inside `noted` kernels do not run: whoever runs a model there learns what it wil
 processes of their own, which leave it in the cache.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -95,6 +96,8 @@ def _share(missing: list[Kernel], workers: int, tell: Tell) -> None:
 
     def work() -> None:
         receiver.close()
+        # a twelfth of the time of compiling, and the process ends soon
+        gc.disable()
         while True:
             with turn.get_lock():
                 number, turn.value = turn.value, turn.value + 1
