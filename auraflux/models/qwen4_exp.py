@@ -22,6 +22,7 @@ from auraflux.models.decoder import Given, Layer, Mixer, Residual
 from auraflux.models.mtp import Place
 from auraflux.models.ngram_rows import Grams, offsets, rows_of
 from auraflux.models.qwen3_5_moe import ATTENTION, DELTA, Delta, rename
+from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.ops import (
     gate_streams,
     gate_values,
@@ -36,7 +37,7 @@ from auraflux.ops import (
 from auraflux.ops._recording import recorder
 from auraflux.weights.boundary import shown
 from auraflux.weights.loader import Weights, is_blank
-from auraflux.weights.row_table import Fetch, RowTable
+from auraflux.weights.row_table import Coming, Rows
 
 __all__ = ["Config", "Model", "make_caches", "rename"]
 
@@ -103,9 +104,13 @@ class Config(qwen3_5_moe.Config):
         known["partial_rotary_factor"] = keys.get("partial_rotary_factor", 1.0)
         if "layer_types" in keys:
             known["layer_types"] = [ATTENTION if kind == INDEXED else kind for kind in keys["layer_types"]]
-        base = qwen3_5_moe.Config.from_hf(known)
-        if base.mixture is None or base.mixture.shared is None or len(base.sparse) < base.layers:
+        if (
+            not keys.get("num_experts", 0)
+            or not keys["shared_expert_intermediate_size"]
+            or len(sparse_layers(keys)) < keys["num_hidden_layers"]
+        ):
             raise FormatError(f"config.json of model_type {keys.kind!r} has layers without experts or without a shared one.")
+        base = qwen3_5_moe.Config.from_hf(known)
         return cls(
             **vars(base),
             streams=keys["hc_count"],
@@ -262,13 +267,14 @@ class Recall:
         self.grams, self.eps, self.shape = recalling.grams, config.eps, (config.streams, config.hidden)
         number, wide, width = recalling.layers.index(index), config.streams * config.hidden, recalling.width
         inner = f"{name}.ple_embedding"
-        self.multipliers = self._numbers(weights, f"{inner}.layer_multipliers", self.grams.multipliers(number, config.vocab))
-        self.sizes = self._numbers(weights, f"{inner}.ngram_heads_vocab_sizes", self.grams.head_rows(number))
-        self.firsts = self._numbers(weights, f"{inner}.ngram_heads_offsets", offsets(self.sizes))
-        highest = int((self.firsts + self.sizes).max())
-        if min(int(self.sizes.min()), int(self.firsts.min()) + 1) < 1 or highest < 1:
+        multipliers = self._numbers(weights, f"{inner}.layer_multipliers", self.grams.multipliers(number, config.vocab))
+        sizes = self._numbers(weights, f"{inner}.ngram_heads_vocab_sizes", self.grams.head_rows(number))
+        firsts = self._numbers(weights, f"{inner}.ngram_heads_offsets", offsets(sizes))
+        highest = max(first + size for first, size in zip(firsts.tolist(), sizes.tolist(), strict=True))
+        if int(sizes.min()) < 1 or int(firsts.min()) < 0:
             raise FormatError(f"{inner} in {weights.checkpoint.path} has heads without rows, or before the first row.")
-        self.table: RowTable | None = weights.table(f"{inner}.ngram_embedding", highest, width // self.grams.count)
+        self.numbers = tuple(each.to(weights.device) for each in (multipliers, sizes, firsts))
+        self.table: Rows | None = weights.table(f"{inner}.ngram_embedding", highest, width // self.grams.count)
         self.projections = [
             weights.matrix(f"{name}.{part}_proj", rows, width) for part, rows in (("key", wide), ("value", config.hidden))
         ]
@@ -279,7 +285,7 @@ class Recall:
         taps = weights.vector(f"{name}.conv1d.weight", wide, 1, recalling.taps)
         self.taps = taps.view(wide, recalling.taps).T.contiguous()
         self.dtype, self.device = weights.dtype, weights.device
-        self._coming: Fetch | None = None
+        self._coming: Coming | None = None
 
     @staticmethod
     def _numbers(weights: Weights, name: str, usual: Tensor) -> Tensor:
@@ -295,9 +301,9 @@ class Recall:
             recording.spoil(READS)
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(READS)
-        histories = store.histories(batch, ids, self.grams.blank).cpu()
+        histories = store.histories(batch, ids, self.grams.blank)
         assert self.table is not None
-        self._coming = self.table.fetch(rows_of(histories, self.grams, self.multipliers, self.sizes, self.firsts).view(-1))
+        self._coming = self.table.fetch(rows_of(histories, self.grams, *self.numbers).view(-1))
 
     def __call__(self, x: Tensor, batch: Batch, store: Any) -> Tensor:
         """What is to be added to the stream, [T, N, H]."""

@@ -145,8 +145,8 @@ class Weights:
             self._wrong.append(f"{self._stored[name]} must hold whole numbers")
         return self.keep(name, found.to("cpu", torch.int64))
 
-    def table(self, name: str, least: int, width: int) -> RowTable | None:
-        """A table of at least so many rows that stays on disk; None where it could not be had, which is noted.
+    def table(self, name: str, least: int, width: int) -> Any:
+        """A table of at least so many rows that stays on disk (`Rows`); None where it could not be had, which is noted.
 
         It is `name`.weight, or its parts: `name`.shard_0.weight and so on, or the records that `convert` writes.
         """

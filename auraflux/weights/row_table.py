@@ -6,16 +6,18 @@ refused, as those are that are mapped (`watch.py`), and where rows have checksum
 """
 
 import os
+import re
 import threading
 import weakref
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,9 +26,15 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.weights.row_forms import CHECKSUM_NBYTES, RowForm
 
+BY_ROWS = re.compile(r"\.ngram_embedding\.")  # in the names of tables that stay on disk
 HOT_NBYTES = 16 << 20  # of rows that stay in memory, of each table
 DEPTH = 8  # reads under way at once
 TOGETHER = 4  # rows that are read without another thread's help
+
+
+def loaded_nbytes(sizes: Mapping[str, int]) -> int:
+    """Bytes of tensors that are loaded, of all tensors by name: those without tables."""
+    return sum(nbytes for name, nbytes in sizes.items() if not BY_ROWS.search(name))
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,20 @@ class _Files:
 def _stamp(number: int) -> tuple[int, int]:
     found = os.fstat(number)
     return found.st_size, found.st_mtime_ns
+
+
+class Coming(Protocol):
+    """Rows that were asked for."""
+
+    def result(self) -> Tensor:
+        """Wait for the rows, in the order they were asked for: float32 [n, width]."""
+
+
+class Rows(Protocol):
+    """A table that stays elsewhere."""
+
+    def fetch(self, ids: Tensor) -> Coming:
+        """Begin to read rows: int64 [n]."""
 
 
 class Fetch:

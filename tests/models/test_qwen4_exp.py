@@ -1,13 +1,26 @@
 """Qwen4, whose tokens have several vectors, choose blocks and read n-grams from disk, against transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 
-from tests.models.oracles import error, save, scores, tokens, truth
+from auraflux.cache import CacheSettings
+from auraflux.errors import FormatError, SettingsError
+from auraflux.models import family
+from auraflux.models.qwen4_exp import Config
+from auraflux.ops.simd.vectors import ISA
+from auraflux.quant import quantize
+from auraflux.run.engine import Engine
+from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.convert import convert
+from auraflux.weights.loader import Weights
+from auraflux.weights.pack import pack
+from tests.models.oracles import agreement, error, prefill, save, scores, tokens, truth
 
 DELTA, ATTENTION = "linear_attention", "indexed_attention"
 SMALL: dict[str, Any] = {
@@ -93,3 +106,192 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     wanted = truth(model, ids)
     for chunk in (512, 37, 1):
         assert error(scores(tmp_path, ids, chunk=chunk), wanted) < 1e-5
+
+
+def test_coded_keys_are_close(tmp_path: Path):
+    model = qwen4()
+    ids = some_tokens(model)
+    save(model, tmp_path)
+    wanted = scores(tmp_path, ids)
+    coded = scores(tmp_path, ids, kv="k8v8")
+    # blocks are chosen by keys that are not coded
+    assert error(coded, wanted) < 0.02
+    assert agreement(coded, wanted) >= 0.98
+
+
+def test_positions_kept_as_they_are_are_refused(tmp_path: Path):
+    folder = save(qwen4(), tmp_path)
+    with pytest.raises(SettingsError, match="chosen by blocks are all coded: leave --first and --newest out"):
+        engine_of(folder, CacheSettings("k8v4", newest=4))
+
+
+def engine_of(folder: Path, settings: CacheSettings | None = None, **options: Any) -> Engine:
+    checkpoint = open_checkpoint(folder)
+    module = family(checkpoint.config)
+    config = module.Config.from_hf(checkpoint.config)
+    weights = Weights(checkpoint, module.rename)
+    model = module.Model(config, weights)
+    weights.done()
+    settings = settings or CacheSettings("none")
+    return Engine(model, module.make_caches(config), settings, context=256, sequences=6, exact=True, **options)
+
+
+def test_a_text_is_the_same_beside_others_after_a_fork_and_after_a_cut(tmp_path: Path):
+    """N-grams go on across pieces, forks and cuts: the last tokens lie with the states."""
+    model = qwen4()
+    engine, ids = engine_of(save(model, tmp_path)), some_tokens(model, 90)
+    wanted = engine.all_scores(engine.cache.open(), ids)
+    long, short = engine.cache.open(), engine.cache.open()
+    prefill(engine, long, ids[:61])
+    prefill(engine, short, ids[:1])
+    batch = engine.cache.batch([long, short])
+    for at, token in enumerate(ids[61:75]):
+        found = engine.decode(batch, [token, ids[1 + at]])
+        assert torch.equal(found, wanted[[61 + at, 1 + at]])
+    other = long.fork()
+    engine.all_scores(other, ids[::-1][:9])
+    assert torch.equal(engine.all_scores(long, ids[75:]), wanted[75:])
+    kept = other.truncate(70)
+    assert torch.equal(engine.all_scores(other, ids[70 - kept :])[kept:], wanted[70:])
+    image = long.snapshot()
+    long.close()
+    again = engine.cache.restore(image)
+    assert torch.equal(engine.all_scores(again, ids[:3]), _after(engine, ids, ids[:3]))
+
+
+def _after(engine: Engine, ids: list[int], more: list[int]) -> torch.Tensor:
+    sequence = engine.cache.open()
+    engine.all_scores(sequence, ids)
+    return engine.all_scores(sequence, more)
+
+
+def rewrite(folder: Path, files: dict[str, torch.Tensor], **changes: Any) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in files.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_what_is_chosen_and_recalled_matters(tmp_path: Path):
+    """More blocks, and other rows, give other scores from the first token on that notices."""
+    model = qwen4()
+    ids = tokens(model, 60)
+    save(model, tmp_path)
+    wanted = scores(tmp_path, ids)
+    files = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, files, indexer_budget=500)
+    # the ninth block is full with the 45th token
+    found = scores(tmp_path, ids)
+    assert torch.equal(found[:44], wanted[:44])
+    assert error(found[44:], wanted[44:]) > 0.003
+    name = next(name for name in files if "ngram_embedding.shard_1" in name)
+    rewrite(tmp_path, {**files, name: files[name].roll(1, 0)}, indexer_budget=40)
+    assert error(scores(tmp_path, ids), wanted) > 0.01
+
+
+def test_an_ngram_ends_where_a_text_does(tmp_path: Path):
+    """What comes before the token that ends texts is not read: only what is recalled is looked at, the rest is other."""
+    model = qwen4()
+    engine = engine_of(save(model, tmp_path))
+    recall = engine.model.layers[1].recall
+    seen: list[torch.Tensor] = []
+    fetch = recall.table.fetch
+    recall.table.fetch = lambda ids: (seen.append(ids.view(-1, recall.grams.count)), fetch(ids))[1]
+    for text in ([7, 30, 31], [5, 7, 30, 31], [5, 6, 7, 30, 31], [30, 31]):
+        engine.all_scores(engine.cache.open(), text)
+    assert all(torch.equal(rows[-2:], seen[0][-2:]) for rows in seen)
+
+
+@pytest.mark.parametrize("layout", ["one", "mlx", "buffers"])
+def test_tables_are_read_however_they_lie(layout: str, tmp_path: Path):
+    """As one tensor, in codes with scales beside them, and without the numbers that the config tells anyway."""
+    model = qwen4()
+    ids = some_tokens(model, 40)
+    save(model, tmp_path)
+    wanted, files = scores(tmp_path, ids), load_file(tmp_path / "model.safetensors")
+    shards: dict[str, dict[int, torch.Tensor]] = {}
+    for name in [name for name in files if ".shard_" in name]:
+        stem, _, rest = name.partition(".shard_")
+        shards.setdefault(stem, {})[int(rest.split(".")[0])] = files.pop(name)
+    assert {len(parts) for parts in shards.values()} == {3}
+    whole = {stem: torch.cat([parts[number] for number in sorted(parts)]) for stem, parts in shards.items()}
+    if layout == "mlx":
+        for stem, table in whole.items():
+            codes = quantize(torch.nn.functional.pad(table, (0, 16)), 8, 32)
+            assert codes.biases is not None
+            files |= {f"{stem}.weight": codes.packed.view(torch.uint32), f"{stem}.scales": codes.scales}
+            files[f"{stem}.biases"] = codes.biases
+        # rows twice as wide, of which the second half says nothing
+        for name in [name for name in files if name.endswith(("ple.key_proj.weight", "ple.value_proj.weight"))]:
+            apart = files[name].unflatten(1, (4, 16))
+            files[name] = torch.nn.functional.pad(apart, (0, 16)).flatten(1)
+        rewrite(tmp_path, files, quantization={"bits": 8, "group_size": 32}, ple_embed_dim=128)
+        # folders in this form have norms with the 1 added
+        for name in [name for name in files if "norm" in name and not name.endswith("linear_attn.norm.weight")]:
+            files[name] = files[name] + 1
+        for name in [name for name in files if name.endswith("linear_attn.conv1d.weight")]:
+            files[name] = files[name].transpose(1, 2)
+        rewrite(tmp_path, files)
+        assert 0 < error(scores(tmp_path, ids), wanted) < 0.01
+        return
+    files |= {f"{stem}.weight": table for stem, table in whole.items()}
+    if layout == "buffers":
+        files = {name: tensor for name, tensor in files.items() if not name.endswith(BUFFERS)}
+    rewrite(tmp_path, files)
+    assert torch.equal(scores(tmp_path, ids), wanted)
+
+
+BUFFERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+
+
+def test_experts_are_packed_and_tables_converted(tmp_path: Path):
+    model = qwen4(ple_embed_dim=128)
+    ids = some_tokens(model, 40)
+    checkpoint = open_checkpoint(save(model, tmp_path / "hf"))
+    module = family(checkpoint.config)
+    exact = truth(model, ids)
+    converted = convert(checkpoint, module, tmp_path / "mlx", bits=8, group=32)
+    wanted = scores(converted, ids)
+    assert 1e-6 < error(wanted, exact) < 0.05
+    names = [*open_checkpoint(converted).sizes()]
+    assert [name for name in names if "ngram_embedding" in name] == [
+        f"model.layers.{layer}.ple.ple_embedding.ngram_embedding.rows_0.affine8_32_float32" for layer in (1, 3)
+    ]
+    packed = pack(open_checkpoint(converted), module, tmp_path / "packed", lanes=ISA.lanes)
+    assert error(scores(packed, ids), wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indexer_budget": None}, "has no 'indexer_budget'"),
+        ({"indexer_budget": 41}, "has indexer_budget 41, which is no multiple of indexer_compress_ratio 5"),
+        ({"indexer_head_dim": 12}, "has indexer_head_dim 12, of which 16 channels are to be rotated"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads 2; only 1"),
+        ({"ple_layer_ids": [3]}, r"has ple_layer_ids \[3\], which are no layers of kind linear_attention"),
+        ({"ple_layer_ids": [9]}, r"has ple_layer_ids \[9\]"),
+        ({"ple_embed_dim": 66}, "has ple_embed_dim 66, which does not divide among 4 heads"),
+        ({"eos_token_id": None}, "has no 'eos_token_id'"),
+        ({"eos_token_id": []}, "an empty list of eos_token_id"),
+        ({"seed": "x"}, "has seed 'x'; a whole number is needed"),
+        ({"heads_per_ngram": 8192, "ple_embed_dim": 16384, "ple_layer_ids": [1, 2]}, "32768 heads of n-grams; 16384"),
+        ({"output_gate_type": "tanh"}, "output_gate_type 'tanh'; only silu or sigmoid"),
+        ({"num_experts": 0}, "layers without experts"),
+        ({"layer_types": [DELTA] * 3}, "lists 3 layer_types for num_hidden_layers 4"),
+    ],
+)
+def test_configs_that_cannot_be_honoured_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(FormatError, match=message):
+        Config.from_hf({**Qwen4ExpTextConfig(**SMALL).to_dict(), **change})
+
+
+def test_a_table_that_is_too_small_is_told_with_all_else(tmp_path: Path):
+    save(qwen4(), tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in files if "ngram_embedding.shard_1" in name)
+    rewrite(tmp_path, {name: tensor for name, tensor in files.items() if name != gone})
+    with pytest.raises(FormatError, match=r"1 missing: model.layers.1.ple.ple_embedding.ngram_embedding.shard_1.weight"):
+        scores(tmp_path, [1, 2])
+    last = gone.replace("shard_1", "shard_2")
+    rewrite(tmp_path, {name: tensor for name, tensor in files.items() if name != last})
+    with pytest.raises(FormatError, match=r"is a table of \[\d+, 16\], \[\d+, 16\] is needed"):
+        scores(tmp_path, [1, 2])
