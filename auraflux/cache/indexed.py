@@ -54,7 +54,7 @@ class IndexedLayer(Layer):
         """Choose blocks for the batch's new tokens by index queries [T, H, D]: pages, and how many positions are seen."""
         rate, table = self.keys.rate, batch.table(self.group)
         if not batch.single:
-            table = table[torch.repeat_interleave(torch.tensor(batch.counts, device=table.device))]
+            table = table[torch.repeat_interleave(torch.tensor(batch.counts, device=table.device), output_size=len(q))]
         after = batch.positions + 1
         full = after // rate
         weights = torch.ones(q.shape[:2], dtype=q.dtype, device=q.device)

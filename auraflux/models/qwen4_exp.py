@@ -6,6 +6,7 @@ tokens: which rows they are is known before a step begins, so they are read from
 All norms but the delta layer's own have weights w of (1 + w), as in Qwen3.5.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,9 +268,10 @@ class Recall:
         self.grams, self.eps, self.shape = recalling.grams, config.eps, (config.streams, config.hidden)
         number, wide, width = recalling.layers.index(index), config.streams * config.hidden, recalling.width
         inner = f"{name}.ple_embedding"
-        multipliers = self._numbers(weights, f"{inner}.layer_multipliers", self.grams.multipliers(number, config.vocab))
-        sizes = self._numbers(weights, f"{inner}.ngram_heads_vocab_sizes", self.grams.head_rows(number))
-        firsts = self._numbers(weights, f"{inner}.ngram_heads_offsets", offsets(sizes))
+        grams, count = self.grams, self.grams.count
+        multipliers = _told(weights, f"{inner}.layer_multipliers", grams.size, lambda: grams.multipliers(number, config.vocab))
+        sizes = _told(weights, f"{inner}.ngram_heads_vocab_sizes", count, lambda: grams.head_rows(number))
+        firsts = _told(weights, f"{inner}.ngram_heads_offsets", count, lambda: offsets(sizes))
         highest = max(first + size for first, size in zip(firsts.tolist(), sizes.tolist(), strict=True))
         if int(sizes.min()) < 1 or int(firsts.min()) < 0:
             raise FormatError(f"{inner} in {weights.checkpoint.path} has heads without rows, or before the first row.")
@@ -286,14 +288,6 @@ class Recall:
         self.taps = taps.view(wide, recalling.taps).T.contiguous()
         self.dtype, self.device = weights.dtype, weights.device
         self._coming: Coming | None = None
-
-    @staticmethod
-    def _numbers(weights: Weights, name: str, usual: Tensor) -> Tensor:
-        """What a checkpoint says of n-grams, or what the config makes of them."""
-        if not weights.has(name):
-            return usual
-        found = weights.integers(name, *usual.shape)
-        return usual if is_blank(found) else found
 
     def begin(self, ids: Tensor, batch: Batch, store: Any) -> None:
         """Remember tokens [T], and begin to read their rows."""
@@ -315,6 +309,12 @@ class Recall:
         gated = gate_values(keys, norm_streams(x, self.query_norm, self.eps), values)
         normed = norm_streams(gated, self.conv_norm, self.eps)
         return gated + store.convolve_far(batch, normed.flatten(1), self.taps, self.grams.size).view(x.shape)
+
+
+def _told(weights: Weights, name: str, count: int, usual: Callable[[], Tensor]) -> Tensor:
+    """What a checkpoint says of n-grams, int64 [count], or what the config makes of them."""
+    found = weights.integers(name, count) if weights.has(name) else None
+    return usual() if found is None or is_blank(found) else found
 
 
 class IndexedAttention(Attention):

@@ -53,6 +53,8 @@ class RowForm:
 
     def numbers(self, rows: Tensor) -> Tensor:
         """What rows stand for: bytes [n, nbytes] -> float32 [n, width]."""
+        if not len(rows):
+            return torch.empty(0, self.width)
         apart = [part.contiguous() for part in rows.split(self.parts, 1)]
         if self.bits is None:
             return apart[0].view(self.dtype).float()
