@@ -1,25 +1,33 @@
 """Qwen4, whose tokens have several vectors, choose blocks and read n-grams from disk, against transformers."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
+import auraflux
 from auraflux.cache import CacheSettings
+from auraflux.cli.inspect import inspect
 from auraflux.errors import FormatError, SettingsError
 from auraflux.models import family
+from auraflux.models.ngram_rows import Grams, _is_prime, offsets
 from auraflux.models.qwen4_exp import Config
 from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import quantize
 from auraflux.run.engine import Engine
+from auraflux.weights import plan
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert
 from auraflux.weights.loader import Weights
 from auraflux.weights.pack import pack
+from auraflux.weights.plan import survey
 from tests.models.oracles import agreement, error, prefill, save, scores, tokens, truth
 
 DELTA, ATTENTION = "linear_attention", "indexed_attention"
@@ -106,6 +114,22 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     wanted = truth(model, ids)
     for chunk in (512, 37, 1):
         assert error(scores(tmp_path, ids, chunk=chunk), wanted) < 1e-5
+
+
+def test_text_parts_of_models_with_images_are_read(tmp_path: Path):
+    """As they will be published: names and settings of the text part are inner ones, others are passed over."""
+    model = qwen4()
+    ids = some_tokens(model, 40)
+    save(model, tmp_path)
+    wanted, files = scores(tmp_path, ids), load_file(tmp_path / "model.safetensors")
+    inner = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in files.items()}
+    inner |= {"model.visual.patch_embed.proj.weight": torch.zeros(3), "mtp.fc.weight": torch.zeros(3)}
+    save_file(inner, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    kinds = ["full_attention" if kind == ATTENTION else kind for kind in settings["layer_types"]]
+    outer = {"model_type": "qwen4_exp", "text_config": {**settings, "layer_types": kinds}, "eos_token_id": 3}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert torch.equal(scores(tmp_path, ids), wanted)
 
 
 def test_coded_keys_are_close(tmp_path: Path):
@@ -295,3 +319,87 @@ def test_a_table_that_is_too_small_is_told_with_all_else(tmp_path: Path):
     rewrite(tmp_path, {name: tensor for name, tensor in files.items() if name != last})
     with pytest.raises(FormatError, match=r"is a table of \[\d+, 16\], \[\d+, 16\] is needed"):
         scores(tmp_path, [1, 2])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(qwen4(ple_embed_dim=128), tmp_path_factory.mktemp("qwen4"))
+
+
+def test_a_text_is_written_and_its_prefix_is_found_again_on_disk(saved: Path, tmp_path: Path):
+    options: dict[str, Any] = {"device": "cpu", "kv": "k8v4", "context": 128, "exact": True}
+    prompt = [5, 30, 7, 31, 32, 33, 200, 201, 30, 7, 31] * 7
+    plain = auraflux.load(saved, **options)
+    wanted = list(plain.tokens(prompt, max_tokens=8, temperature=0))
+    for _ in range(2):
+        made = auraflux.load(saved, **options, prefix_disk="1GB", prefix_folder=tmp_path)
+        assert list(made.tokens(prompt, max_tokens=8, temperature=0)) == wanted
+        assert list(made.tokens([*prompt, *wanted], max_tokens=4, temperature=0)) == list(
+            plain.tokens([*prompt, *wanted], max_tokens=4, temperature=0)
+        )
+        made.reset()
+
+
+def test_inspect_says_what_stays_on_disk(saved: Path):
+    done = CliRunner().invoke(inspect, [str(saved), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    table = sum(tensor.nbytes for name, tensor in load_file(saved / "model.safetensors").items() if "ngram_embedding" in name)
+    assert found["rows"]["nbytes"] == found["parts"]["rows on disk"]["nbytes"] == table
+    # these tables are smaller than what may be held of them
+    assert found["rows"]["memory_nbytes"] == table
+    assert found["rows"]["parameters"] == table // 4
+    assert "are read row by row as tokens need them; at most" in " ".join(
+        CliRunner().invoke(inspect, [str(saved)]).stdout.split()
+    )
+
+
+def test_large_tables_are_counted_as_what_is_held_of_them(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoint = open_checkpoint(saved)
+    module = family(checkpoint.config)
+    whole = survey(checkpoint, module.rename)
+    monkeypatch.setattr(plan, "HOT_NBYTES", 1000)
+    held = survey(checkpoint, module.rename)
+    assert held.rows.memory_nbytes == 2 * 1000
+    assert whole.total.memory_nbytes - held.total.memory_nbytes == whole.rows.memory_nbytes - 2 * 1000
+    assert held.total.nbytes == whole.total.nbytes == sum(checkpoint.sizes().values())
+
+
+def test_a_table_that_changes_under_a_running_model_is_refused(tmp_path: Path):
+    folder = convert(
+        open_checkpoint(save(qwen4(), tmp_path / "hf")), family({"model_type": "qwen4_exp"}), tmp_path / "mlx", group=32
+    )
+    files = load_file(folder / "model.safetensors")
+    tables = {name: files.pop(name) for name in [*files] if "ngram_embedding" in name}
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(files, folder / "model.safetensors")
+    save_file(tables, folder / "tables.safetensors")
+    model = auraflux.load(folder, device="cpu", kv="none", context=64)
+    assert "tables.safetensors" not in Path("/proc/self/maps").read_text()
+    before = list(model.tokens([5, 6, 7], max_tokens=6, temperature=0))
+    with (folder / "tables.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    os.utime(folder / "tables.safetensors", ns=(0, 12345))
+    with pytest.raises(FormatError, match=r"tables.safetensors was changed while the model was in use; load it again"):
+        list(model.tokens([99, 98, 97], max_tokens=6, temperature=0))
+    # what is held still says what it said
+    assert list(model.tokens([5, 6, 7], max_tokens=6, temperature=0)) == before
+
+
+def test_rows_are_those_that_transformers_looks_up():
+    config = Qwen4ExpTextConfig(**SMALL)
+    for layer in range(2):
+        theirs = Qwen4ExpTextNGramEmbedding(config, config.ple_embed_dim, 0, layer)
+        grams = Grams(3, 2, 211, 1234, 7)
+        assert torch.equal(grams.multipliers(layer, 259), theirs.layer_multipliers)
+        assert torch.equal(grams.head_rows(layer), theirs.ngram_heads_vocab_sizes)
+        assert torch.equal(offsets(grams.head_rows(layer)), theirs.ngram_heads_offsets)
+
+
+def test_primes_are_primes():
+    tried = range(3000)
+    assert [n for n in tried if _is_prime(n)] == [n for n in tried if n > 1 and all(n % d for d in range(2, n))]
+    # products of two primes that fool some of the witnesses
+    assert not any(map(_is_prime, (2047, 3215031751, 3825123056546413051)))
+    assert _is_prime((1 << 61) - 1)
