@@ -17,6 +17,8 @@ from torch import Tensor
 from auraflux.bench.random_weights import outlined_model
 from auraflux.cache import Batch, Cache, CacheSettings
 from auraflux.ops._dispatch import Op, exact
+from auraflux.ops.attention.pages import RowPages
+from auraflux.ops.attention.reference_choice import Chosen, nothing_chosen
 from auraflux.ops.explain import asking
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.routes import Verdict, verdict_of
@@ -150,22 +152,32 @@ def _products(arguments: Arguments) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(len(x), weight.shape[0]) for weight in arguments["weights"])
 
 
+def _chosen(arguments: Arguments) -> Chosen:
+    pages: RowPages = arguments["pages"]
+    return nothing_chosen(len(arguments["q"]), arguments["most"], pages.table, pages.pool[1])
+
+
 # of ops whose references read what tensors hold, or dequantize weights
 RESULTS: dict[str, Callable[[Arguments], Any]] = {
     "add_norm_gate_up": lambda arguments: (arguments["x"], *_products({**arguments, "weights": [arguments["gate"]]})),
     "add_norm_linears": lambda arguments: (arguments["x"], _products(arguments)),
     "add_norm_scores": lambda arguments: (arguments["x"], arguments["x"], _products(arguments)),
     "append_codes": lambda arguments: None,
+    "append_keys": lambda arguments: None,
     "append_kv": lambda arguments: None,
     "append_latent": lambda arguments: None,
     "append_latent_codes": lambda arguments: None,
     "attention": _attended,
+    "choose_positions": _chosen,
+    "compress_windows": lambda arguments: None,
     "delta_layer_step": _like("z"),
     "embed": _embedded,
     "expert_mlp": _like("x"),
+    "far_conv": _like("x"),
     "gated_delta_prefill": _like("v"),
     "latent_attention": _like("q_latent"),
     "linear": lambda arguments: _products({**arguments, "weights": [arguments["weight"]]})[0],
+    "linears": _products,
     "mixture": _like("h"),
     "rope_append_codes": _like("q"),
     "rope_append_latent": _split,

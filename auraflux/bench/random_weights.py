@@ -24,7 +24,23 @@ from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")
 THERE = re.compile(r"(switch_mlp|switch_glu|experts)\.(gate|up)_proj\.weight$")
+FEW_ROWS = 1 << 12  # of a table that stays on disk
 SPREAD = 0.1  # of vectors that are no norms
+
+
+class RandomRows:
+    """A table of any size that says little: each row is one of a few, and none is read from disk."""
+
+    def __init__(self, few: Tensor):
+        self.few = few
+
+    def fetch(self, ids: Tensor) -> "RandomRows":
+        """Choose rows: int64 [n]."""
+        return RandomRows(self.few[ids.to(self.few.device) % len(self.few)])
+
+    def result(self) -> Tensor:
+        """What was chosen: float32 [n, width]."""
+        return self.few
 
 
 class Nothing:
@@ -64,6 +80,10 @@ class RandomWeights(Weights):
     def indices(self, name: str, *shape: int, below: int) -> Tensor:
         """Whole numbers of equal chance."""
         return torch.randint(0, below, shape, dtype=torch.int32, device=self.device, generator=self._generator)
+
+    def table(self, name: str, least: int, width: int) -> RandomRows:
+        """A few rows that stand for all."""
+        return RandomRows(self._normal([FEW_ROWS, width]))
 
     def number(self, name: str) -> float:
         """One, as numbers multiply something."""

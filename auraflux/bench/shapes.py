@@ -107,6 +107,8 @@ def shape_of(name: str, layers: int | None = None) -> dict[str, Any]:
         # a layer is one or two blocks; the first few have all kinds
         blocks = "".join(re.findall(r"[M*][E-]?", found["hybrid_override_pattern"])[:layers])
         return found | {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
+    if "ple_layer_ids" in found:
+        found["ple_layer_ids"] = [number for number in found["ple_layer_ids"] if number <= layers]
     if "num_kv_shared_layers" in found:
         gone = found["num_hidden_layers"] - layers
         found["num_kv_shared_layers"] = max(0, found["num_kv_shared_layers"] - gone)

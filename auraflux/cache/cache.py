@@ -15,14 +15,14 @@ from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import StateGroup
 from auraflux.cache.sequence import Checkpoints, Part, Sequence, Snapshot
 from auraflux.cache.settings import CacheSettings
-from auraflux.cache.shapes import AttentionShape, CompressedShape, LatentShape, RecurrentShape
+from auraflux.cache.shapes import AttentionShape, CompressedShape, IndexedShape, LatentShape, RecurrentShape
 from auraflux.errors import CacheFull, ContextError, InputError, SettingsError
 from auraflux.ops.turboquant.calibration import Calibration
 
 SHORTEST = 64  # tokens; no index is made for less
 PARTED = 4  # texts of each that windows have room for, whose first positions are their own
 
-LayerShape = AttentionShape | LatentShape | CompressedShape | RecurrentShape
+LayerShape = AttentionShape | LatentShape | CompressedShape | IndexedShape | RecurrentShape
 
 
 class Cache:
@@ -84,7 +84,7 @@ class Cache:
         self.layers: list[Any] = [self._built(shape, bits, number) for number, (shape, bits) in kinds]
         for shape in shapes:
             if shape.attends:
-                self.group(shape.span).plain_nbytes += shape.plain_nbytes
+                self.group(shape.span, shape.page).plain_nbytes += shape.plain_nbytes
         # codes lie in another order on a GPU than on a CPU
         kind = self.device.type if any(plan) else None
         kept_plain = settings.plain_first, settings.plain_newest, None if vectors is None else vectors.digest
@@ -176,8 +176,8 @@ class Cache:
 
     @property
     def page_nbytes(self) -> int:
-        """Bytes here of a page of the layers that see everything."""
-        return sum(group.own_page_nbytes for group in self._groups.values() if group.grows)
+        """Bytes here of a page of the layers that see everything; of as many tokens where their pages have another size."""
+        return sum(-(-group.own_page_nbytes * self.page // group.size) for group in self._groups.values() if group.grows)
 
     @property
     def plain_nbytes(self) -> int:

@@ -26,6 +26,7 @@ class Learned(NamedTuple):
     norm: Tensor
     eps: float
     inv_freq: Tensor
+    interleaved: bool = True
 
 
 class WindowLayer(Layer):

@@ -34,3 +34,7 @@ class DenseLayer(AttentionLayer):
     ) -> Tensor:
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, Dv]."""
         return attention(q, batch.view(self), batch.starts, scale, self.group.span, sinks, softcap)
+
+    def attend_pages(self, table: Tensor, lengths: Tensor, starts: Tensor, q: Tensor, scale: float) -> Tensor:
+        """Attend from tokens that are a sequence each to pages of the pool, [T, M], of which each token sees so much."""
+        return attention(q, KVPages(self.k, self.v, table, lengths), starts, scale)

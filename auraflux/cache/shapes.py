@@ -8,7 +8,9 @@ import torch
 from auraflux.cache.compressed import CompressedLayer, Entries, WindowLayer
 from auraflux.cache.dealt import DealtCodedLatentLayer, DealtCodedLayer, DealtDenseLayer, DealtLatentLayer
 from auraflux.cache.dense import DenseLayer
+from auraflux.cache.indexed import IndexedLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer, LatentRows
+from auraflux.cache.ngram import NGramLayer
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.recurrent import ChannelDeltaLayer, RecurrentLayer, ScanLayer, StateGroup
 from auraflux.cache.settings import Bits, CacheSettings
@@ -64,6 +66,7 @@ class AttentionShape:
     value_width: int | None = None
     window: int | None = None
     attends = True
+    page = None
 
     @property
     def title(self) -> str:
@@ -107,7 +110,7 @@ class LatentShape:
     rope: int
     attends = True
     title = "latent attention"
-    span = None
+    span = page = None
 
     @property
     def plain_nbytes(self) -> int:
@@ -192,6 +195,7 @@ class CompressedShape:
     index: int | None = None
     most: int = 0
     attends = True
+    page = None
 
     @property
     def title(self) -> str:
@@ -228,6 +232,52 @@ class CompressedShape:
 
 
 @dataclass(frozen=True)
+class IndexedShape:
+    """Attention with keys and values per head, to at most `most` blocks of `rate` positions and to the block that is not full.
+
+    heads  of keys
+    index  width of the keys by which tokens choose blocks
+    """
+
+    heads: int
+    width: int
+    rate: int
+    index: int
+    most: int
+    attends = True
+    span = None
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page: a block's, so that what is chosen is a page table."""
+        return self.rate
+
+    @property
+    def title(self) -> str:
+        return f"attention to {self.most} chosen blocks of {self.rate} positions"
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of one token in bf16."""
+        return 4 * self.heads * self.width + 2 * self.index // self.rate
+
+    def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
+        return _width_refusal(self.width)
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> IndexedLayer:
+        group, settings = room.group(None, self.rate), room.settings
+        if group.deal.among_others:
+            raise SettingsError("positions that are chosen by blocks cannot be dealt to several ranks.")
+        keys = Entries(group, room.group(self.rate, RECENT_PAGE), self.index, self.rate, False, room.dtype)
+        if bits is None:
+            return IndexedLayer(DenseLayer(group, self.heads, self.width, self.width, room.dtype), keys, self.most)
+        if settings.first or settings.newest:
+            raise SettingsError("keys and values that are chosen by blocks are all coded: leave --first and --newest out.")
+        coded = CodedLayer(group, self.heads, self.width, bits, settings.seed, settings.sparse_v)
+        return IndexedLayer(coded, keys, self.most)
+
+
+@dataclass(frozen=True)
 class RecurrentShape:
     """A short convolution over `channels` and a delta memory of [heads, key_width, value_width].
 
@@ -241,7 +291,7 @@ class RecurrentShape:
     dtype: torch.dtype | None = None
     attends = False
     title = "recurrent"
-    span = None
+    span = page = None
     plain_nbytes = 0
 
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
@@ -268,3 +318,16 @@ class ScanShape(RecurrentShape):
     def build(self, room: Room, bits: Bits | None, number: int) -> ScanLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
         return ScanLayer(room.states, *sizes, self.dtype or room.dtype)
+
+
+@dataclass(frozen=True)
+class NGramShape(RecurrentShape):
+    """A delta layer's, and beside it the last `before` tokens and `reach` inputs of a convolution, `wide` each."""
+
+    before: int = 0
+    reach: int = 0
+    wide: int = 0
+
+    def build(self, room: Room, bits: Bits | None, number: int) -> NGramLayer:
+        sizes = self.channels, self.heads, self.key_width, self.value_width
+        return NGramLayer(room.states, sizes, self.dtype or room.dtype, self.before, self.reach, self.wide)

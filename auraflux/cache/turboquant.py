@@ -57,10 +57,14 @@ class CodedLayer(AttentionLayer):
         return sum(layer.nbytes_at(length) for layer in (self.head, self.recent) if layer is not None)
 
     def view(self, batch: Batch) -> CodePages:
+        return self._pages(batch.table(self.group), batch.lengths, self.calibration, self._plain(batch))
+
+    def _pages(
+        self, table: Tensor, lengths: Tensor, calibration: Calibration | None = None, plain: PlainPages | None = None
+    ) -> CodePages:
         stores = self.key_codes, self.key_norms, self.value_codes, self.value_norms
-        index = batch.table(self.group), batch.lengths
         sizes = self.key_bits, self.value_bits, self.width, self.seed
-        return CodePages(*stores, *index, *sizes, self.arrangement, self.calibration, self._plain(batch))
+        return CodePages(*stores, table, lengths, *sizes, self.arrangement, calibration, plain)
 
     def _plain(self, batch: Batch) -> PlainPages | None:
         if self.head is None and self.recent is None:
@@ -85,3 +89,7 @@ class CodedLayer(AttentionLayer):
         """Attend from the batch's new tokens: [T, Hq, D] -> [T, Hq, D]."""
         options = self.group.span, sinks, softcap, self.threshold
         return turboquant_attention(q, batch.view(self), batch.starts, scale, *options)
+
+    def attend_pages(self, table: Tensor, lengths: Tensor, starts: Tensor, q: Tensor, scale: float) -> Tensor:
+        """Attend from tokens that are a sequence each to pages of the pool, [T, M], of which each token sees so much."""
+        return turboquant_attention(q, self._pages(table, lengths), starts, scale, None, None, None, self.threshold)

@@ -72,6 +72,7 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
         "total": vars(tensors.total),
         "mtp": vars(tensors.mtp) if further is not None and further.is_in(checkpoint, kind.rename) else None,
         "unused": vars(tensors.unused),
+        "rows": vars(tensors.rows),
         "parts": {name: vars(share) for name, share in _largest_first(tensors.kinds)},
         "formats": {name: vars(share) for name, share in _largest_first(tensors.formats)},
         "experts": None if experts is None else inspect_experts.look(experts, k, free, expert_memory),
@@ -126,6 +127,11 @@ def _show(found: dict[str, Any]) -> None:
     if found["mtp"] is not None:
         size = _size(found["mtp"]["memory_nbytes"])
         console.print(f"a layer that predicts further tokens: {size} more in memory with --speculate mtp")
+    if found["rows"]["tensors"]:
+        sizes = _size(found["rows"]["nbytes"]), _size(found["rows"]["memory_nbytes"])
+        console.print(
+            f"rows on disk: {sizes[0]} are read row by row as tokens need them; at most {sizes[1]} of them stay in memory"
+        )
     if found["unused"]["tensors"]:
         console.print(f"not used: {found['unused']['tensors']} tensors, {_size(found['unused']['nbytes'])}")
     if found["experts"] is not None:

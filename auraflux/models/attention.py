@@ -10,7 +10,7 @@ from torch import Tensor
 from auraflux.cache import Batch
 from auraflux.models.decoder import Stream
 from auraflux.models.rotation import Growth, Rotation
-from auraflux.ops import add_norm_linears, linear, rms_norm, sigmoid_gate, split_q_gate
+from auraflux.ops import linear, rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
 from auraflux.weights.loader import Weights, dense
 
@@ -117,7 +117,7 @@ class Attention:
     def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store keys and values: gives the stream with all that was to be added to it, queries, and gates if there are any."""
         heads, tokens = self.heads, len(stream.x)
-        total, (q, k, v) = add_norm_linears(*stream, self.qkv, self.qkv_bias)
+        total, (q, k, v) = stream.linears(self.qkv, self.qkv_bias)
         gate = None
         if self.across is not None:
             q, k = rms_norm(q, self.across[0], self.eps), rms_norm(k, self.across[1], self.eps)

@@ -9,14 +9,16 @@ A family supplies `make_mixer` and `make_mlp`, and overrides what else is its ow
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache
 from auraflux.models.mtp import MTP, Place
-from auraflux.ops import add_rms_norm, combine, embed, linear, rms_norm
+from auraflux.ops import add_norm_linears, add_norm_scores, add_rms_norm, combine, embed, linear, linears, rms_norm
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import Stored
 from auraflux.weights.streamed import Guess
@@ -26,6 +28,7 @@ UNUSED = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
     r"|mm_projector|multi_modal_projector)\.|rotary_emb\."
 )
+Biases = Sequence[Tensor | None] | None
 Residual = tuple[Tensor, Tensor | None]  # the stream and what is still to be added to it, both [T, H]
 
 
@@ -48,6 +51,31 @@ class Stream(NamedTuple):
             return self.x, rms_norm(self.x, self.norm, self.eps)
         h, total = add_rms_norm(self.delta, self.x, self.norm, self.eps)
         return total, h
+
+    def linears(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The sum, and products of its norm, see `add_norm_linears`."""
+        return add_norm_linears(*self, weights, biases)
+
+    def scores(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The norm, the sum, and products of the norm, see `add_norm_scores`."""
+        return add_norm_scores(*self, weights, biases)
+
+
+class Given(NamedTuple):
+    """What a mixer or an MLP reads where a layer has made it ready, and what it gives is added to nothing.
+
+    x  [T, H]
+    """
+
+    x: Tensor
+
+    def linears(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same and its products."""
+        return self.x, linears(self.x, weights, biases)
+
+    def scores(self, weights: Sequence[Stored], biases: Biases = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The same, zeros for the sum, and products."""
+        return self.x, torch.zeros_like(self.x), linears(self.x, weights, biases)
 
 
 class Mixer(Protocol):
@@ -131,7 +159,7 @@ class Decoder(ABC, Generic[ConfigT]):
             self.table = weights.matrix("model.embed_tokens", config.vocab, config.hidden)
         self.layers = [self._layer(weights, f"model.layers.{index}", index) for index in self.span]
         if self.span.start == 0:
-            self.norm = self.make_norm(weights, "model.norm")
+            self.make_end(weights)
             self.head = self._head(weights)
         else:
             weights.skip("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
@@ -154,6 +182,10 @@ class Decoder(ABC, Generic[ConfigT]):
     def make_norm(self, weights: Weights, name: str) -> Tensor:
         """The weight of a norm over the stream, [H]."""
         return weights.vector(f"{name}.weight", self.config.hidden, shift=self.shift)
+
+    def make_end(self, weights: Weights) -> None:
+        """Take what comes between the last layer and the head."""
+        self.norm = self.make_norm(weights, "model.norm")
 
     def _layer(self, weights: Weights, name: str, index: int) -> Layer:
         mixer_norm, mlp_norm = (self.make_norm(weights, f"{name}.{norm}") for norm in self.norms)

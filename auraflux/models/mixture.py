@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from auraflux.models.decoder import FeedForward, Residual, Stream
+from auraflux.models.decoder import FeedForward, Given, Residual, Stream
 from auraflux.models.mlp import MLP, SquareMLP
-from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, add_norm_scores, combine, linear, rms_norm, route
+from auraflux.ops import Activation, ReluSquare, Routing, SharedExpert, combine, linear, rms_norm, route
 from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.experts import load_experts
 from auraflux.weights.loader import Weights
@@ -45,11 +45,11 @@ class Mixture(FeedForward):
     shared: SharedExpert | None = None
     shared_gate: Stored | None = None
 
-    def __call__(self, stream: Stream) -> Residual:
+    def __call__(self, stream: Stream | Given) -> Residual:
         """Give the stream with all that is added to it, [T, H]."""
         weights = (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
         biases = (self.router_bias, None)[: len(weights)]
-        h, residual, products = add_norm_scores(*stream, weights, biases)
+        h, residual, products = stream.scores(weights, biases)
         gate = None if self.shared_gate is None else products[1].view(-1)
         return self.experts.mix(Mix(h, products[0], self.routing, self.choice_bias, residual, self.shared, gate)), None
 
@@ -73,9 +73,9 @@ class LatentMixture(Mixture):
     narrow: Stored
     wide: Stored
 
-    def __call__(self, stream: Stream) -> Residual:
+    def __call__(self, stream: Stream | Given) -> Residual:
         """Give the stream with all that is added to it, [T, H]."""
-        h, residual, (scores,) = add_norm_scores(*stream, (self.router,), (self.router_bias,))
+        h, residual, (scores,) = stream.scores((self.router,), (self.router_bias,))
         ids, weights = route(scores, self.routing, self.choice_bias)
         found = linear(self.experts(linear(h, self.narrow), ids, weights), self.wide)
         return combine(residual, found, shared_result(h, self.shared)), None

@@ -15,12 +15,12 @@ from auraflux.errors import FormatError
 from auraflux.models import llama, qwen3_moe
 from auraflux.models.attention import Attention, Heads
 from auraflux.models.config import Keys
-from auraflux.models.decoder import Mixer, Stream, text_name
+from auraflux.models.decoder import Given, Mixer, Stream, text_name
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.mtp import Place
 from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
-from auraflux.ops import Routing, add_norm_linears, delta_gates, gated_rms_norm, linear, qk_norm
+from auraflux.ops import Routing, delta_gates, gated_rms_norm, linear, qk_norm, rms_norm, sigmoid_gate
 from auraflux.weights.loader import MTP, Weights, dense
 from auraflux.weights.stored import Stored
 
@@ -149,10 +149,13 @@ def _norm_shift(config: Config, weights: Weights) -> float:
 
 
 class Delta:
-    """Gated DeltaNet: a short convolution, then a memory that is corrected at every token."""
+    """Gated DeltaNet: a short convolution, then a memory that is corrected at every token.
 
-    def __init__(self, weights: Weights, name: str, hidden: int, config: DeltaConfig, eps: float):
-        self.config, self.eps, self.parts = config, eps, config.parts
+    gate  what its result is gated by: "silu" or "sigmoid"
+    """
+
+    def __init__(self, weights: Weights, name: str, hidden: int, config: DeltaConfig, eps: float, gate: str = "silu"):
+        self.config, self.eps, self.parts, self.gate = config, eps, config.parts, gate
         heads, values = config.value_heads, self.parts[2]
         rows = {"qkv": sum(self.parts), "z": values, "b": heads, "a": heads}
         self.projections = _projections(weights, name, hidden, config, rows)
@@ -161,12 +164,12 @@ class Delta:
         self.norm = weights.vector(f"{name}.norm.weight", config.value_width)
         self.out = weights.matrix(f"{name}.out_proj", hidden, values)
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Stream | Given, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
         config, tokens = self.config, len(stream.x)
-        total, (qkv, z, b, a) = add_norm_linears(*stream, self.projections)
+        total, (qkv, z, b, a) = stream.linears(self.projections)
         z = z.view(tokens, config.value_heads, config.value_width)
-        if batch.single:
+        if batch.single and self.gate == "silu":
             weights = self.taps, self.a_log, self.dt_bias, self.norm
             out = store.step(batch, qkv, z, a, b, weights, UNIT_EPS, self.eps)
             return total, linear(out.view(tokens, -1), self.out)
@@ -175,7 +178,11 @@ class Delta:
         q, k = (part.contiguous().view(tokens, config.key_heads, config.key_width) for part in parts[:2])
         v = parts[2].contiguous().view(tokens, config.value_heads, config.value_width)
         q, k = qk_norm(q, k, UNIT_EPS)
-        out = gated_rms_norm(store.update(batch, q, k, v, decay, beta), z, self.norm, self.eps)
+        out = store.update(batch, q, k, v, decay, beta)
+        if self.gate == "silu":
+            out = gated_rms_norm(out, z, self.norm, self.eps)
+        else:
+            out = sigmoid_gate(rms_norm(out, self.norm, self.eps), z)
         return total, linear(out.view(tokens, -1), self.out)
 
     remember = __call__  # a memory is what its result is made of

@@ -51,6 +51,7 @@ from auraflux.ops.linear.reference import (
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert
 from auraflux.ops.moe.reference import combine, expert_mlp, expert_parts, mixture, route, sum_parts, weigh_experts
 from auraflux.ops.moe.routing import Routing
+from auraflux.ops.ngram.reference import far_conv, gate_values
 from auraflux.ops.norm.reference import (
     add_rms_norm,
     gated_rms_norm,
@@ -63,7 +64,14 @@ from auraflux.ops.norm.reference import (
 from auraflux.ops.rope.frequencies import linear_frequencies, llama3_frequencies, rope_frequencies, yarn_frequencies
 from auraflux.ops.rope.reference import grow_queries, norm_rope, rope
 from auraflux.ops.sample.reference import penalize, sample
-from auraflux.ops.streams.reference import collapse_streams, expand_streams, sum_streams
+from auraflux.ops.streams.reference import (
+    collapse_streams,
+    expand_streams,
+    gate_streams,
+    norm_streams,
+    sum_streams,
+    write_streams,
+)
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes
 from auraflux.ops.turboquant.reference import (
     append_codes,
@@ -130,7 +138,10 @@ __all__ = [
     "expand_streams",
     "expert_mlp",
     "expert_parts",
+    "far_conv",
+    "gate_streams",
     "gate_up_swiglu",
+    "gate_values",
     "gated_delta_prefill",
     "gated_delta_step",
     "gated_rms_norm",
@@ -150,6 +161,7 @@ __all__ = [
     "merge_partials",
     "mixture",
     "norm_rope",
+    "norm_streams",
     "penalize",
     "per_layer_inputs",
     "qk_norm",
@@ -179,5 +191,6 @@ __all__ = [
     "turboquant_values",
     "use_backend",
     "weigh_experts",
+    "write_streams",
     "yarn_frequencies",
 ]

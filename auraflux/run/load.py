@@ -37,6 +37,7 @@ from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.fingerprint import fingerprint
 from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
+from auraflux.weights.row_table import loaded_nbytes
 from auraflux.weights.stored import Checkpoint
 from auraflux.weights.watch import Watch
 
@@ -109,7 +110,7 @@ def load(
         shapes = module.make_caches(config)
         further = _further_shapes(checkpoint, module, config, shapes, ranks) if speculate == "mtp" else []
         dtype = activation_dtype(target)
-        free = free_nbytes() if target.type == "cpu" else free_device_nbytes(target) - sum(checkpoint.sizes().values())
+        free = free_nbytes() if target.type == "cpu" else free_device_nbytes(target) - loaded_nbytes(checkpoint.sizes())
         lead = None if ranks is None else callers.enter_context(_lead(ranks, checkpoint, target, free, prefix_disk))
         rooms: list[tuple[range | None, int]] = [(None, free)]
         if lead is not None:
@@ -142,7 +143,7 @@ def load(
                 compile_kernels(model, shapes, settings, exact=exact, calibrate=wanted, dtype=dtype, report=tell)
             vectors = None
             if wanted:
-                nbytes = sum(checkpoint.sizes().values())
+                nbytes = loaded_nbytes(checkpoint.sizes())
                 count = calibration.enough_tokens(nbytes, target, experts is not None and not experts.share.mapped)
                 about: dict[str, Any] = {"dtype": dtype, "device": target, "nbytes": nbytes, "report": tell}
                 run = model if lead is None else lead.passing(model)

@@ -24,9 +24,11 @@ from auraflux.weights.boundary import regular
 from auraflux.weights.destination import NEW, put_in_place, working_folder
 from auraflux.weights.loader import ROUTERS, Rename, Weights, dense, is_blank
 from auraflux.weights.rounding import for_gpu, quantize_large
+from auraflux.weights.row_forms import as_bytes, form_of, with_checksums
 from auraflux.weights.stored import Checkpoint, Stored
 
 SHARD_NBYTES = 1 << 30
+RECORDS_NBYTES = 1 << 28  # of a table that are in one tensor
 # families whose language model lies within another in mlx-lm, and what it calls those that come alone
 INNER = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "gemma3", "mistral3", "kimi_k25"), "language_model.")
 ALONE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
@@ -121,6 +123,19 @@ class Writing(Weights):
         else:
             self.keep(f"{name}.weight", self.rounded(found, f"{name}.weight"))
         return blank(rows, width)
+
+    def table(self, name: str, least: int, width: int) -> None:
+        """Write a table as records, some rows at a time, each with its checksum."""
+        found = super().table(name, least, width)
+        if found is None or self.shards is None:
+            return
+        for number, rows in enumerate(found.pieces(RECORDS_NBYTES)):
+            made: Stored | None = None
+            if self.bits is not None and found.form.bits is None and width % self.group == 0:
+                made = quantize_large(found.form.numbers(rows).to(found.form.dtype), self.bits, self.group)
+            form = found.form if made is None else form_of(made)
+            records = with_checksums(rows if made is None else as_bytes(made))
+            self.shards.add(f"{self.prefix}{name}.rows_{number}.{form.name}", records)
 
     def _halves(self, name: str, found: Tensor) -> None:
         """Write a latent's way back to keys and values as mlx-lm has it: as two stacks, the first turned over."""

@@ -1,7 +1,9 @@
 """Folders of safetensors with a config.json: Hugging Face's and mlx-lm's."""
 
 import ctypes
+import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from auraflux.weights.boundary import brief, listed, named, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.methods import Header, Held, method_of
 from auraflux.weights.model_keys import check_beside, check_config, check_index
+from auraflux.weights.row_forms import DTYPES, RECORDS, RowForm, form_named
+from auraflux.weights.row_table import Extent, TablePart
 from auraflux.weights.stored import Stored
 
 PARTS = (".scales", ".biases")
@@ -41,6 +45,7 @@ class Folder:
         self.method = method_of(self.config, self._beside())
         self._plans: dict[str, Held] = {}
         self._files: dict[Path, Any] = {}
+        self._offsets: dict[Path, dict[str, int]] = {}
 
     def _beside(self) -> dict[str, Any] | None:
         path = self.path / BESIDE
@@ -154,6 +159,10 @@ class Folder:
         return [*configs, *sorted(set(self._homes.values())), *packed]
 
     def sizes(self) -> dict[str, int]:
+        return self._sizes
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
         return {name: sum(map(self._nbytes, parts)) for name, parts in self._parts.items()}
 
     def _nbytes(self, name: str) -> int:
@@ -222,6 +231,49 @@ class Folder:
     def load_one(self, name: str, index: int) -> Stored:
         return self.load(name)[index]
 
+    def table_part(self, name: str) -> TablePart:
+        shape, parts = self.shape(name), self._parts[name]
+        if self.held(name) is not None or len(shape) != 2 or parts[0].endswith(BLOCKS):
+            raise FormatError(f"{name} in {self.path} is held as {self._words(name)}, which is not read by rows.")
+        extents = tuple(map(self._extent, parts))
+        if (found := RECORDS.search(name)) is not None and self._slice(name).get_dtype() == "U8":
+            if (form := form_named(found[2], shape[1])) is None:
+                raise FormatError(f"{name} in {self.path} has rows of {shape[1]} bytes, of which no row is made.")
+            return TablePart(name, shape[0], form, extents, records=True)
+        kind = KINDS_OF.get(self._slice(parts[-1]).get_dtype())
+        if kind is None:
+            raise FormatError(f"{name} in {self.path} has rows of {self._words(name)}, which are not read by rows.")
+        form = RowForm(shape[1], DTYPES[kind])
+        if len(parts) > 1:
+            bits, group, mode = self._format(name)
+            if mode != "affine" or len(parts) != 3 or shape[1] % group or shape[1] * bits % 32:
+                raise FormatError(f"{name} in {self.path} is held as {self._words(name)}, which is not read by rows.")
+            form = RowForm(shape[1], DTYPES[kind], bits, group)
+        if [extent.nbytes for extent in extents] != form.parts or len({self._slice(part).get_shape()[0] for part in parts}) > 1:
+            raise FormatError(f"{name} in {self.path}: codes, scales and biases are not those of {form.name}.")
+        return TablePart(name, shape[0], form, extents)
+
+    def _words(self, name: str) -> str:
+        return ", ".join(f"{self._slice(part).get_dtype()} {list(self._slice(part).get_shape())}" for part in self._parts[name])
+
+    def _extent(self, name: str) -> Extent:
+        """Where the rows of a matrix lie; the header was found right when the file was opened."""
+        path = self._homes[name]
+        if path not in self._offsets:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._offsets[path] = {each: 8 + length + entry["data_offsets"][0] for each, entry in header.items()}
+        shape = self._slice(name).get_shape()
+        return Extent(path, self._offsets[path][name], self._nbytes(name) // max(1, shape[0]))
+
+    def unmap(self, names: Sequence[str]) -> None:
+        gone = {part for name in names for part in self._parts[name]}
+        for path in {self._homes[part] for part in gone}:
+            if all(part in gone for part, home in self._homes.items() if home == path) and path in self._files:
+                self._files.pop(path).__exit__(None, None, None)
+
     def release(self, name: str) -> None:
         for part in self._parts[name]:
             tensor = self._open(self._homes[part]).get_tensor(part)
@@ -248,6 +300,7 @@ class Folder:
         return made
 
 
+KINDS_OF = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
 
 

@@ -3,6 +3,7 @@
 import mmap
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from auraflux.weights.gguf_families import architecture
 from auraflux.weights.gguf_settings import FREQUENCIES
 from auraflux.weights.gguf_words import further, make_config, tensor_name
 from auraflux.weights.model_keys import check_config, check_gguf
+from auraflux.weights.row_table import TablePart
 from auraflux.weights.stored import Stored
 
 MAGIC = b"GGUF"
@@ -166,6 +168,12 @@ class GGUFFile:
         if len(shape) == 1:
             return torch.from_numpy(to_dense(array, kind))
         return from_blocks(array, kind)
+
+    def table_part(self, name: str) -> TablePart:
+        raise FormatError(f"{name} in {self.path} cannot be read by rows: that is done of safetensors only.")
+
+    def unmap(self, names: Sequence[str]) -> None:
+        """Keep all of a file mapped: it holds everything."""
 
     def release(self, name: str) -> None:
         reader, tensor = self._tensors[name]

@@ -17,6 +17,8 @@ from auraflux.quant import QTensor
 from auraflux.weights.divided import Division
 from auraflux.weights.expert_store import ExpertStore, map_experts
 from auraflux.weights.rounding import for_gpu, quantize_large
+from auraflux.weights.row_forms import RECORDS
+from auraflux.weights.row_table import RowTable
 from auraflux.weights.stored import Checkpoint, Stored
 
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
@@ -25,6 +27,8 @@ SHOWN = 12  # names of a kind in an error
 MTP = re.compile(r"(?:^|\.)(mtp\..*)")  # what Qwen calls what predicts further tokens
 # small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
 ROUTERS = re.compile(r"((mlp|block_sparse_moe)\.gate|shared_expert_gate|router(\.proj)?)\.weight$")
+
+PART = re.compile(r"\.shard_(\d+)\.weight$")  # of a table that is published in many
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,42 @@ class Weights:
             self._wrong.append(f"{self._stored[name]} must hold whole numbers from 0 to {below - 1}")
             found = torch.zeros(shape)
         return self.keep(name, found.to(self.device, torch.int32))
+
+    def integers(self, name: str, *shape: int) -> Tensor:
+        """Whole numbers of any size, as int64; on the CPU."""
+        found = dense(self._take(name, shape))
+        if found.is_floating_point() and not is_blank(found):
+            self._wrong.append(f"{self._stored[name]} must hold whole numbers")
+        return self.keep(name, found.to("cpu", torch.int64))
+
+    def table(self, name: str, least: int, width: int) -> Any:
+        """A table of at least so many rows that stays on disk (`Rows`); None where it could not be had, which is noted.
+
+        It is `name`.weight, or its parts: `name`.shard_0.weight and so on, or the records that `convert` writes.
+        """
+        names = [f"{name}.weight"] if self.has(f"{name}.weight") else self._parts_of(name)
+        if not names or any(self._found(each, (None, None)) is None for each in names):
+            self._missing += [f"{name}.weight"] if not names else []
+            return None
+        stored = [self._stored[each] for each in names]
+        parts = [self.checkpoint.table_part(each) for each in stored]
+        rows, form = sum(part.rows for part in parts), parts[0].form
+        if rows < least or form.width != width:
+            self._wrong.append(
+                f"{stored[0]} and what follows it is a table of {[rows, form.width]}, [{least}, {width}] is needed"
+            )
+            return None
+        self.checkpoint.unmap(stored)
+        return RowTable(parts)
+
+    def _parts_of(self, name: str) -> list[str]:
+        """The names of a table's parts, in their order; those between others that are missing too."""
+        found = {}
+        for each in self._stored:
+            if each.startswith(f"{name}.") and (part := PART.search(each) or RECORDS.search(each)) is not None:
+                found[int(part[1])] = each
+        count = min(max(found, default=-1) + 1, 2 * len(found))
+        return [found.get(number, f"{name}.shard_{number}.weight") for number in range(count)]
 
     def number(self, name: str) -> float:
         """A tensor of one element, as a number."""

@@ -17,6 +17,8 @@ from auraflux.weights.folder import Folder
 from auraflux.weights.gguf import DENSE, GGUFFile
 from auraflux.weights.loader import ROUTERS, Rename
 from auraflux.weights.loader import ours as our_name
+from auraflux.weights.row_forms import RECORDS, form_named
+from auraflux.weights.row_table import BY_ROWS, HOT_NBYTES
 from auraflux.weights.stored import Checkpoint
 
 KV = ("none", "k8v8", "k8v4", "k4v4", "k4v2", "k3v3")
@@ -26,6 +28,9 @@ KINDS = {
     "shared experts": r"shared_expert(s)?\.",
     "experts": r"\.(switch_mlp|experts)\.",
     "routers": r"((mlp|block_sparse_moe)\.gate\.|shared_expert_gate|\.router\.)",
+    "rows on disk": BY_ROWS.pattern,
+    "n-grams": r"\.ple\.",
+    "streams": r"hyper_connection",
     "embeddings": r"(embed_tokens|lm_head)",
     "norms": r"norm",
     "attention": r"self_attn\.",
@@ -64,6 +69,8 @@ class Survey:
 
     mtp     those of a layer that predicts further tokens, which are loaded only for guesses
     unused  those that it has no use for, such as those of vision
+    rows    those of tables that stay on disk, which are among the others too; what is in memory of them at most
+    tables  bytes of each such table
     """
 
     kinds: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
@@ -71,6 +78,8 @@ class Survey:
     total: Share = field(default_factory=Share)
     mtp: Share = field(default_factory=Share)
     unused: Share = field(default_factory=Share)
+    rows: Share = field(default_factory=Share)
+    tables: dict[str, int] = field(default_factory=dict)
 
 
 def survey(
@@ -88,6 +97,9 @@ def survey(
         if ours is None or (ours.startswith(beyond) and COPIES.search(ours)):
             found.unused.add(count, nbytes, 0)
             continue
+        if BY_ROWS.search(ours):
+            _add_rows(found, checkpoint, name, ours)
+            continue
         label, per_weight = _format(checkpoint, name)
         if bits is not None and label in DTYPES and len(shape) > 1 and shape[-1] % group == 0 and not ROUTERS.search(ours):
             per_weight = bits + 2 * DTYPES[label].itemsize * 8 / group
@@ -97,7 +109,24 @@ def survey(
             continue
         for share in (found.kinds[_kind(ours)], found.formats[label], found.total):
             share.add(count, nbytes, memory)
+    for table, nbytes in found.tables.items():
+        for share in (found.kinds[_kind(table)], found.rows, found.total):
+            share.memory_nbytes += min(nbytes, HOT_NBYTES)
     return found
+
+
+def _add_rows(found: Survey, checkpoint: Checkpoint, name: str, ours: str) -> None:
+    """Add a part of a table that stays on disk."""
+    rows, width = checkpoint.shape(name)
+    nbytes, label = checkpoint.sizes()[name], ""
+    if (record := RECORDS.search(name)) is not None:
+        form = form_named(record[2], width)
+        width, label = (form.width, form.name) if form is not None else (width, record[2])
+        label = re.sub(r"affine(\d)_(\d+)_.*", r"\1 bits, groups of \2", label)
+    for share in (found.kinds[_kind(ours)], found.formats[label or _format(checkpoint, name)[0]], found.total, found.rows):
+        share.add(rows * width, nbytes, 0)
+    table = ours[: ours.index(".ngram_embedding.") + len(".ngram_embedding.")]
+    found.tables[table] = found.tables.get(table, 0) + nbytes
 
 
 def _kind(name: str) -> str:

@@ -1,5 +1,6 @@
 """`Checkpoint`: weights as they lie on disk, by name; `Stored` is one of them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from auraflux.quant import QTensor
 from auraflux.weights.expert_files import ExpertFiles
+from auraflux.weights.row_table import TablePart
 
 Stored = Tensor | QTensor
 
@@ -45,3 +47,9 @@ class Checkpoint(Protocol):
 
     def release(self, name: str) -> None:
         """Say that a loaded tensor was copied: its mapped pages need not stay in memory."""
+
+    def table_part(self, name: str) -> TablePart:
+        """Where the rows of a matrix lie, for those who read them one by one; refused where they cannot be."""
+
+    def unmap(self, names: Sequence[str]) -> None:
+        """Say that tensors will not be loaded: files that hold no others need not stay mapped."""

@@ -20,6 +20,7 @@ BILLIONS = {
     "glm-4.7-flash": 29.9,
     "kimi-linear-48b-a3b": 49.1,
     "nemotron-3-nano-30b-a3b": 31.6,
+    "qwen4-exp": 67.4,
     "mistral-small-4": 118.0,
     "ernie-4.5-21b-a3b": 21.9,
     "ministral-3-8b": 8.5,

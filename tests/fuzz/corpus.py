@@ -35,6 +35,7 @@ from tests.models import (
     test_nemotron_h,
     test_qwen3_5_moe,
     test_qwen3_moe,
+    test_qwen4_exp,
 )
 from tests.models.oracles import save
 from tests.run.tiny import tiny
@@ -50,6 +51,15 @@ atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # of Hugging Face's defaults, what would be slow to open
 SMALL = {"num_hidden_layers": 4, "vocab_size": 300}
+# what these leave open
+INDEXED = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 16,
+}
+FURTHER = {kind: {**INDEXED, "ple_layer_ids": [1, 2], "eos_token_id": 2} for kind in ("qwen4_exp", "qwen4_exp_text")}
 # types that transformers has under another name
 ALIASES = {"kimi_k2": "deepseek_v3"}
 # one or two of every file in auraflux/models
@@ -60,6 +70,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2_moe": test_qwen3_moe.qwen2_moe,
     "qwen3_next": test_qwen3_5_moe.qwen3_next,
     "qwen3_5_moe_text": test_qwen3_5_moe.qwen3_5_moe,
+    "qwen4_exp_text": test_qwen4_exp.qwen4,
     "deepseek_v3": test_deepseek_v3.deepseek,
     "mistral4": test_deepseek_v3.mistral4,
     "deepseek_v32": test_deepseek_v32.deepseek,
@@ -130,7 +141,7 @@ def configs() -> list[dict[str, Any]]:
         made = AutoConfig.for_model(ALIASES.get(kind, kind)).to_dict()
         inner = made.get("text_config")
         layers = None if kind != "gpt_oss" else ["sliding_attention", "full_attention"] * 2
-        (inner if isinstance(inner, dict) else made).update(SMALL, layer_types=layers)
+        (inner if isinstance(inner, dict) else made).update(SMALL, layer_types=layers, **FURTHER.get(kind, {}))
         found.append(json.loads(json.dumps({**made, "model_type": kind}, default=str)))
     return found
 

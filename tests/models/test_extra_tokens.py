@@ -15,7 +15,7 @@ from auraflux.run.graph import Replayer
 from tests.models.oracles import error, prefill, save, tokens
 from tests.models.test_gpu import engine_for, use_every_expert
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
-from tests.models.test_replay import MODELS, NAMES, UNRECORDED, engines
+from tests.models.test_replay import ALL, MODELS, NAMES, engines
 
 PIECES = 45, 3, 70, 1, 33  # tokens
 SIZES = [64, 32, 128, None, 64]  # of the steps they are read in, one token as it is
@@ -36,7 +36,7 @@ def said(engine: Engine, text: list[int]) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_extra_tokens_come_to_nothing(name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    source = (MODELS | UNRECORDED)[name]()
+    source = ALL[name]()
     engine, text = engines(save(source, tmp_path), kv)[False], tokens(source, sum(PIECES) + 3)
     engine.runner.exact = True
     plain = said(engine, text)

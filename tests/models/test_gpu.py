@@ -21,7 +21,7 @@ from auraflux.run.scheduler import Scheduler
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import error, prefill, save, tokens, truth
-from tests.models.test_replay import MODELS, PROMPT, STEPS, UNRECORDED
+from tests.models.test_replay import ALL, MODELS, PROMPT, STEPS
 
 pytestmark = pytest.mark.gpu
 ALONE = 10  # of the text, one by one
@@ -58,10 +58,10 @@ def use_every_expert(config: Any) -> None:
         config.topk_group = config.n_group
 
 
-@pytest.mark.parametrize("name", MODELS | UNRECORDED)
+@pytest.mark.parametrize("name", ALL)
 def test_a_model_says_on_the_gpu_what_it_says_on_the_cpu(name: str, tmp_path: Path):
     torch.manual_seed(0)
-    source = (MODELS | UNRECORDED)[name]()
+    source = ALL[name]()
     use_every_expert(source.config.get_text_config())
     folder, text = save(source, tmp_path), tokens(source, 110)
     with use_backend("reference"):

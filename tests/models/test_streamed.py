@@ -30,9 +30,10 @@ from tests.models.test_gpt_oss import gpt_oss
 from tests.models.test_nemotron_h import nemotron_h
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
 from tests.models.test_qwen3_moe import qwen3_moe
+from tests.models.test_qwen4_exp import qwen4
 
 MODELS = {"qwen3_5_moe": qwen3_5_moe, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek, "gpt_oss": gpt_oss}
-LATER = {"glm4_moe": glm, "minimax_m2": minimax, "gemma4": mixture, "nemotron_h": nemotron_h}
+LATER = {"glm4_moe": glm, "minimax_m2": minimax, "gemma4": mixture, "nemotron_h": nemotron_h, "qwen4_exp": qwen4}
 PROMPT, STEPS, CHUNK = 40, 20, 16
 
 

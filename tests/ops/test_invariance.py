@@ -44,6 +44,10 @@ ROWS = {
     "weigh_experts": ("logits", "ids"),
     **dict.fromkeys(("collapse_streams", "sum_streams"), ("x", "mixes")),
     "expand_streams": ("x", "found", "write", "mix"),
+    "norm_streams": ("x",),
+    "gate_streams": ("x", "gates"),
+    "write_streams": ("x", "found", "mixes"),
+    "gate_values": ("keys", "queries", "values"),
     "combine": ("h", "moe", "shared", "shared_gate"),
     "expert_mlp": ("x", "ids", "weights"),
     "expert_parts": ("x", "ids", "parts"),
@@ -67,7 +71,7 @@ TEXTS = {
     "rope_append_codes": ("q", "k", "v", "positions"),
     **dict.fromkeys(("gated_delta_prefill", "channel_delta"), ("q", "k", "v", "decay", "beta")),
     "selective_scan": ("xbc", "decay", "step"),
-    "short_conv": ("x",),
+    **dict.fromkeys(("short_conv", "far_conv"), ("x",)),
     "delta_layer_step": ("qkv", "z", "a", "b"),
 }
 STATES = ("state", "conv")  # of each text

@@ -18,14 +18,16 @@ from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import save, tokens
-from tests.models.test_replay import MODELS, UNRECORDED
+from tests.models.test_replay import ALL
 
 KVS = ("none", "k8v4", "k4v4", "k3v2")
 # a few that meet every kernel; the rest is slow
 QUICK = {("llama", "k4v4", False), ("qwen3_5_moe", "none", True), ("gpt_oss", "k8v4", True), ("deepseek_v3", "k8v4", False)}
 QUICK |= {("deepseek_v32", "k4v4", False), ("kimi_linear", "k8v4", False)}
-WAYS = [(name, kv, exact) for name in MODELS | UNRECORDED for kv in KVS for exact in (True, False)]
+QUICK |= {("qwen4_exp", "k4v4", False)}
+WAYS = [(name, kv, exact) for name in ALL for kv in KVS for exact in (True, False)]
 SPARSE = ("deepseek_v32", "glm_moe_dsa")  # whose latents are all coded
+CODED = (*SPARSE, "qwen4_exp")  # whose positions are all coded
 LENGTH = 120
 PIECES = (1, 7, 37, 64, 100)
 
@@ -34,7 +36,7 @@ PIECES = (1, 7, 37, 64, 100)
 def model_of(name: str) -> tuple[Any, list[Any], list[int]]:
     """A tiny model of 4-bit weights, the shapes of its layers, and a text for it."""
     torch.manual_seed(0)
-    source = (MODELS | UNRECORDED)[name]()
+    source = ALL[name]()
     checkpoint = open_checkpoint(save(source, Path(mkdtemp(prefix="auraflux-tiny-"))))
     module = family(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config)
@@ -48,7 +50,7 @@ def engine_of(name: str, kv: str, exact: bool) -> Engine:
     model, shapes, _ = model_of(name)
     if kv == "k3v2" and name in ("deepseek_v3", "kimi_linear", *SPARSE):
         kv = "k3v3"
-    settings_ = CacheSettings(kv) if kv == "none" or name in SPARSE else CacheSettings(kv, first=1, newest=32)
+    settings_ = CacheSettings(kv) if kv == "none" or name in CODED else CacheSettings(kv, first=1, newest=32)
     return Engine(model, shapes, settings_, context=1024, sequences=10, exact=exact, chunk=512)
 
 

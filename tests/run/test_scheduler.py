@@ -26,12 +26,12 @@ from auraflux.run.scheduler import Scheduler
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import save, tokens
-from tests.models.test_replay import MODELS
+from tests.models.test_replay import MODELS, UNREPLAYED
 
 KV = ["k8v4", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("none", "k4v4", "k3v3"))]
 # one of every kind of cache; the others are made of the same layers
 KINDS = ("llama", "qwen3_5_moe", "gpt_oss", "gemma3", "deepseek_v3", "gemma4_moe")
-NAMES = [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.slow]) for name in MODELS]
+NAMES = [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.slow]) for name in MODELS | UNREPLAYED]
 CALIBRATED = "k4v4 calibrated"  # with some positions as they are
 SETTINGS = Sampling(max_tokens=12)
 CONTEXT = 512
@@ -41,7 +41,7 @@ CONTEXT = 512
 def model_of(name: str):
     """A tiny model of a family, the shapes of its layers, and a text for it."""
     torch.manual_seed(0)
-    source = MODELS[name]()
+    source = (MODELS | UNREPLAYED)[name]()
     checkpoint = open_checkpoint(save(source, Path(mkdtemp(prefix="auraflux-tiny-"))))
     module = family(checkpoint.config)
     config = module.Config.from_hf(checkpoint.config)

@@ -25,7 +25,7 @@ from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.speculate import Draft, Speculation
 from tests.models.oracles import save
-from tests.models.test_replay import MODELS
+from tests.models.test_replay import MODELS, UNREPLAYED
 from tests.run.test_scheduler import CALIBRATED, finish, nothing_leaks, prompts_of, scheduler_for, submit
 from tests.run.tiny import tiny
 
@@ -81,6 +81,8 @@ def told(name: str, kv: str, temperature: float = 0.0, share: float = 0.8) -> Ca
 QUICK = [("llama", "k8v4", 0.0), ("qwen3_5_moe", "k8v4", 1.0), ("gpt_oss", CALIBRATED, 0.0)]
 KV = ["none", "k8v4", "k4v4", "k3v2", CALIBRATED]
 ALL = [each for each in product(MODELS, KV, [0.0, 1.0]) if each not in QUICK]
+# keeps no positions as they are beside codes
+ALL += product(UNREPLAYED, KV[:-1], [0.0, 1.0])
 
 
 @pytest.mark.parametrize(

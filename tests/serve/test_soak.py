@@ -20,7 +20,7 @@ import auraflux
 from auraflux.run import load
 from auraflux.serve.front import FrontSettings
 from tests.models.oracles import save
-from tests.models.test_replay import MODELS
+from tests.models.test_replay import MODELS, UNREPLAYED
 from tests.run.tiny import tiny
 from tests.serve.server import Process, Served, process, running, wait_until
 
@@ -87,7 +87,7 @@ def folder(name: str) -> Path:
     if name == "text":
         return tiny()
     torch.manual_seed(0)
-    return save(MODELS[name](), Path(mkdtemp(prefix="auraflux-tiny-")))
+    return save((MODELS | UNREPLAYED)[name](), Path(mkdtemp(prefix="auraflux-tiny-")))
 
 
 async def ask(client: httpx.AsyncClient, url: str, question: Question) -> str | None:
@@ -173,7 +173,7 @@ def nothing_leaks(served: Served) -> None:
     wait_until(lambda: not served.desk._jobs)
 
 
-@pytest.mark.parametrize("name", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS)])
+@pytest.mark.parametrize("name", ["text", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS | UNREPLAYED)])
 def test_clients_that_leave_and_one_that_hardly_reads(name: str, monkeypatch: pytest.MonkeyPatch):
     asked, slow = questions(CLIENTS, longest=140), Question((7, 8, 9), 150, 1.0, 99)
     left = sum(question.leaves is not None for question in asked)

@@ -16,8 +16,9 @@ from auraflux.ops.rope.reference import rope
 
 
 def _check_compress(
-    x: Tensor, rows: RowPages, starts: Tensor, entries: RowPages, bias: Tensor, norm: Tensor, eps: float, inv_freq: Tensor
-) -> None:
+    x: Tensor, rows: RowPages, starts: Tensor, entries: RowPages, bias: Tensor, norm: Tensor, eps: float, inv_freq: Tensor,
+    interleaved: bool = True,
+) -> None:  # fmt: skip
     check_dense(x=x, rows=rows.rows, starts=starts, entries=entries.rows, bias=bias, norm=norm, inv_freq=inv_freq)
     check_starts(starts, rows)
     check_shape("table", entries.table, rows.table.shape[0], None)
@@ -38,17 +39,19 @@ def _check_compress(
 
 @op(check=_check_compress)
 def compress_windows(
-    x: Tensor, rows: RowPages, starts: Tensor, entries: RowPages, bias: Tensor, norm: Tensor, eps: float, inv_freq: Tensor
-) -> None:
+    x: Tensor, rows: RowPages, starts: Tensor, entries: RowPages, bias: Tensor, norm: Tensor, eps: float, inv_freq: Tensor,
+    interleaved: bool = True,
+) -> None:  # fmt: skip
     """Store what entries are made of, and write those of all windows that the new tokens close.
 
-    x         [T, 2 W]   values and gates of the new tokens; W is an entry's width D, or 2 D, the first half for the next window
-    rows      pages of the same, updated in place; their lengths count the new tokens already
-    starts    [B + 1]    int32
-    entries   pages of entries, D wide, updated in place; their lengths are not looked at
-    bias      [rate, W]  float32, added to the gates of a window's tokens
-    norm      [D]        float32, the weight of the entries' RMS norm
-    inv_freq  [R/2]      float32; an entry is rotated like the first token of its window, neighbours together
+    x            [T, 2 W]   values and gates of new tokens; W is an entry's width D, or 2 D, the first half for the next window
+    rows         pages of the same, updated in place; their lengths count the new tokens already
+    starts       [B + 1]    int32
+    entries      pages of entries, D wide, updated in place; their lengths are not looked at
+    bias         [rate, W]  float32, added to the gates of a window's tokens
+    norm         [D]        float32, the weight of the entries' RMS norm
+    inv_freq     [R/2]      float32; an entry is rotated like the first token of its window
+    interleaved  see `rope`
     """
     rate, wide = bias.shape
     width = entries.rows.shape[2]
@@ -62,7 +65,8 @@ def compress_windows(
         values, gates = rows.rows[page, slot].float().unflatten(0, (-1, rate)).split(wide, -1)
         made = _mean(values, gates + bias, width, before)
         numbers = torch.arange(first, last, device=bias.device)
-        turned = rope.reference(rms_norm.reference(made, norm, eps)[:, None], inv_freq, numbers * rate, 1.0, True)[:, 0]
+        heads = rms_norm.reference(made, norm, eps)[:, None]
+        turned = rope.reference(heads, inv_freq, numbers * rate, 1.0, interleaved)[:, 0]
         room = entries.pool[1]
         check_pages(entries, b, first, last)
         entries.rows[entries.table[b, numbers // room].long(), numbers % room] = turned.to(entries.rows.dtype)

@@ -3,7 +3,14 @@
 import torch
 
 from auraflux.ops._cases import Args, Case
-from auraflux.ops.streams.reference import collapse_streams, expand_streams, sum_streams
+from auraflux.ops.streams.reference import (
+    collapse_streams,
+    expand_streams,
+    gate_streams,
+    norm_streams,
+    sum_streams,
+    write_streams,
+)
 
 BF16 = torch.bfloat16
 
@@ -26,6 +33,19 @@ def expand(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32)
     return {"x": torch.randn(tokens, n, hidden).to(dtype), "found": torch.randn(tokens, hidden).to(dtype), **weights}
 
 
+def norm(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) -> Args:
+    return {"x": torch.randn(tokens, n, hidden).to(dtype) * 3, "weight": torch.rand(n, hidden) + 0.5, "eps": 1e-6}
+
+
+def gate(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) -> Args:
+    return {"x": torch.randn(tokens, n, hidden).to(dtype), "gates": torch.randn(tokens, n, hidden).to(dtype) * 3}
+
+
+def write(tokens: int, n: int, hidden: int, dtype: torch.dtype = torch.float32) -> Args:
+    found, mixes = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, n).to(dtype) * 3
+    return {"x": torch.randn(tokens, n, hidden).to(dtype), "found": found, "mixes": mixes}
+
+
 CASES = [
     Case(collapse_streams, "one-token", lambda: collapse(1, 4, 4096), bench=True),
     Case(collapse_streams, "many-tokens", lambda: collapse(63, 4, 1024)),
@@ -41,4 +61,16 @@ CASES = [
     Case(expand_streams, "many-tokens", lambda: expand(63, 4, 1024)),
     Case(expand_streams, "odd", lambda: expand(5, 3, 333)),
     Case(expand_streams, "bf16", lambda: expand(3, 4, 63, BF16), tol=4e-3),
+    Case(norm_streams, "one-token", lambda: norm(1, 4, 2048), bench=True),
+    Case(norm_streams, "many-tokens", lambda: norm(63, 4, 1024)),
+    Case(norm_streams, "odd", lambda: norm(5, 3, 333)),
+    Case(norm_streams, "bf16", lambda: norm(3, 4, 63, BF16), tol=4e-3),
+    Case(gate_streams, "one-token", lambda: gate(1, 4, 2048), bench=True),
+    Case(gate_streams, "many-tokens", lambda: gate(63, 4, 1024)),
+    Case(gate_streams, "odd", lambda: gate(5, 3, 333)),
+    Case(gate_streams, "bf16", lambda: gate(3, 4, 63, BF16), tol=4e-3),
+    Case(write_streams, "one-token", lambda: write(1, 4, 2048), bench=True),
+    Case(write_streams, "many-tokens", lambda: write(63, 4, 1024)),
+    Case(write_streams, "odd", lambda: write(5, 3, 333)),
+    Case(write_streams, "bf16", lambda: write(3, 4, 63, BF16), tol=4e-3),
 ]

@@ -132,5 +132,69 @@ def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> Tens
     return like(out, x)
 
 
+@Kernel
+def _norm(args, job, jobs):
+    x_at, weight_at, out_at, rows, n, hidden, eps = arguments(args, 7)
+    for row in share(rows, job, jobs):
+        x, out = floats(x_at + 4 * row * hidden, hidden), floats(out_at + 4 * row * hidden, hidden)
+        weight, total = floats(weight_at + 4 * (row % n) * hidden, hidden), np.float32(0)
+        for i in range(hidden):
+            total += x[i] * x[i]
+        factor = np.float32(1 / np.sqrt(total * (1 / hidden) + real(eps)))
+        for i in range(hidden):
+            out[i] = x[i] * factor * weight[i]
+
+
+def norm_streams(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide, scale, (tokens, n, hidden) = as_float(x), as_float(weight), x.shape
+    out = torch.empty_like(wide)
+    given = (each.data_ptr() for each in (wide, scale, out))
+    _norm(_jobs(x), *given, tokens * n, n, hidden, float(eps))
+    return like(out, x)
+
+
+@Kernel
+def _gate(args, job, jobs):
+    x_at, gates_at, out_at, tokens, n, hidden = arguments(args, 6)
+    for token in share(tokens, job, jobs):
+        out = floats(out_at + 4 * token * hidden, hidden)
+        out[:] = np.float32(0)
+        for j in range(n):
+            at = 4 * (token * n + j) * hidden
+            x, gates = floats(x_at + at, hidden), floats(gates_at + at, hidden)
+            for i in range(hidden):
+                out[i] += sigmoid(gates[i]) * x[i]
+        share_of_each = np.float32(1 / n)
+        for i in range(hidden):
+            out[i] *= share_of_each
+
+
+def gate_streams(x: Tensor, gates: Tensor) -> Tensor:
+    wide, other, (tokens, n, hidden) = as_float(x), as_float(gates), x.shape
+    out = torch.empty(tokens, hidden)
+    given = (each.data_ptr() for each in (wide, other, out))
+    _gate(_jobs(x), *given, tokens, n, hidden)
+    return like(out, x)
+
+
+@Kernel
+def _write(args, job, jobs):
+    x_at, found_at, mixes_at, out_at, tokens, n, hidden = arguments(args, 7)
+    for part in share(tokens * n, job, jobs):
+        weight = np.float32(2) * sigmoid(floats(mixes_at, tokens * n)[part] * np.float32(1 / n))
+        x, out = floats(x_at + 4 * part * hidden, hidden), floats(out_at + 4 * part * hidden, hidden)
+        found = floats(found_at + 4 * (part // n) * hidden, hidden)
+        for i in range(hidden):
+            out[i] = x[i] + weight * found[i]
+
+
+def write_streams(x: Tensor, found: Tensor, mixes: Tensor) -> Tensor:
+    wide, added, weights, (tokens, n, hidden) = as_float(x), as_float(found), as_float(mixes), x.shape
+    out = torch.empty_like(wide)
+    given = (each.data_ptr() for each in (wide, added, weights, out))
+    _write(_jobs(x), *given, tokens, n, hidden)
+    return like(out, x)
+
+
 def _jobs(x: Tensor) -> int:
     return threads() if x.numel() >= PARALLEL_FROM else 1

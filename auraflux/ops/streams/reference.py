@@ -3,6 +3,8 @@
 A part of a layer reads a weighted sum of the streams. What it gives is added to all of them, each by its own weight, after the
 streams were mixed by a matrix whose rows and columns sum to one: repeated mixing then makes nothing grow. All weights are made
 of products of the streams with a learned matrix, `mixes`.
+
+Qwen4 normalises each stream, reads the mean of what a gate for every channel leaves of them, and mixes nothing.
 """
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops._dispatch import check_dense, check_dtype, check_floating, check_shape, op
+from auraflux.ops.norm.reference import check_eps
 
 MOST_ROUNDS = 1000  # of making sums of rows and columns one
 
@@ -101,3 +104,66 @@ def expand_streams(x: Tensor, found: Tensor, write: Tensor, mix: Tensor) -> Tens
     """
     mixed = torch.einsum("tjk,tjh->tkh", mix, x.float())
     return (write[..., None] * found.float()[:, None] + mixed).to(x.dtype)
+
+
+def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    check_dense(x=x, weight=weight)
+    check_floating(x=x, weight=weight)
+    check_eps(eps)
+    check_shape("x", x, None, None, None)
+    check_shape("weight", weight, *x.shape[1:])
+    if not x.shape[2]:
+        raise InputError(f"'x' has shape {list(x.shape)}; rows of at least one element are needed.")
+
+
+@op(check=_check_norm)
+def norm_streams(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each stream to unit root mean square, then by its own weight.
+
+    x        [T, N, H]
+    weight   [N, H]
+    returns  [T, N, H]  in x's dtype
+    """
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def _check_gate(x: Tensor, gates: Tensor) -> None:
+    check_dense(x=x, gates=gates)
+    check_floating(x=x, gates=gates)
+    check_shape("x", x, None, None, None)
+    check_shape("gates", gates, *x.shape)
+    if not x.shape[1]:
+        raise InputError(f"'x' has shape {list(x.shape)}; at least one stream is needed.")
+
+
+@op(check=_check_gate)
+def gate_streams(x: Tensor, gates: Tensor) -> Tensor:
+    """Give the mean of the streams, each channel of each times the sigmoid of its gate.
+
+    x        [T, N, H]
+    gates    [T, N, H]
+    returns  [T, H]  in x's dtype
+    """
+    return (gates.float().sigmoid() * x.float()).mean(1).to(x.dtype)
+
+
+def _check_write(x: Tensor, found: Tensor, mixes: Tensor) -> None:
+    check_dense(x=x, found=found, mixes=mixes)
+    check_floating(x=x, found=found, mixes=mixes)
+    check_shape("x", x, None, None, None)
+    check_shape("found", found, x.shape[0], x.shape[2])
+    check_shape("mixes", mixes, *x.shape[:2])
+
+
+@op(check=_check_write)
+def write_streams(x: Tensor, found: Tensor, mixes: Tensor) -> Tensor:
+    """Add what a part of the layer has found to all streams, to each by twice the sigmoid of an Nth of its mix.
+
+    x        [T, N, H]
+    found    [T, H]
+    mixes    [T, N]
+    returns  [T, N, H]  in x's dtype
+    """
+    weights = 2 * (mixes.float() / x.shape[1]).sigmoid()
+    return (x.float() + weights[..., None] * found.float()[:, None]).to(x.dtype)
