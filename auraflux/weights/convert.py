@@ -36,6 +36,7 @@ EMBEDDINGS = re.compile(r"(embed_tokens|lm_head)\.weight$")
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 # files, by what is in them: mlx-lm reads those called model, and stops at tensors it has no use for
 MODEL, MTP = "model", "mtp"
+ROWS = "rows"  # of tables that are read from disk: files that hold nothing else need not be mapped
 OWN = ("config.json", "model.safetensors.index.json")
 
 
@@ -135,7 +136,7 @@ class Writing(Weights):
                 made = quantize_large(found.form.numbers(rows).to(found.form.dtype), self.bits, self.group)
             form = found.form if made is None else form_of(made)
             records = with_checksums(rows if made is None else as_bytes(made))
-            self.shards.add(f"{self.prefix}{name}.rows_{number}.{form.name}", records)
+            self.shards.add(f"{self.prefix}{name}.rows_{number}.{form.name}", records, ROWS)
 
     def _halves(self, name: str, found: Tensor) -> None:
         """Write a latent's way back to keys and values as mlx-lm has it: as two stacks, the first turned over."""
