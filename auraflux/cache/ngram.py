@@ -36,21 +36,15 @@ class NGramLayer(RecurrentLayer):
             return lines + blank
         found = []
         for slot, mine in zip(batch.places, ids.split(batch.counts), strict=True):
+            if not len(mine):
+                continue
             line = torch.cat([self.tokens[slot], mine])
             found.append(line.unfold(0, before + 1, 1))
             # extra tokens come to nothing
             last = len(line) - (batch.extra or 0)
             self.tokens[slot] = line[last - before : last]
-        return torch.cat([each for each in found if len(each)]) + blank
+        return torch.cat(found) + blank
 
     def convolve_far(self, batch: Batch, x: Tensor, weight: Tensor, step: int) -> Tensor:
         """Run the new tokens through the convolution that reaches back, see `far_conv`: [T, C] -> [T, C]."""
-        if batch.extra is None:
-            with self._chosen(batch, self.far) as state:
-                return far_conv(x, state, weight, batch.starts, step)
-        # extra tokens go as a sequence of their own, whose state is dropped
-        slots = batch.index.slots
-        states = self.far.index_select(0, slots)
-        out = far_conv(x, states, weight, batch.index.parts, step)
-        self.far.index_copy_(0, slots[:1], states[:1])
-        return out
+        return self._carried(batch, self.far, lambda state, starts: far_conv(x, state, weight, starts, step))

@@ -3,7 +3,7 @@
 Such a state is as large after one token as after a million, and cannot be cut back: only a copy made earlier can be restored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -293,13 +293,17 @@ class RecurrentLayer(Layer):
         return self._convolve(batch, x, weight, self.conv, bias)
 
     def _convolve(self, batch: Batch, x: Tensor, weight: Tensor, store: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._carried(batch, store, lambda state, starts: short_conv(x, state, weight, starts, bias))
+
+    def _carried(self, batch: Batch, store: Tensor, convolve: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Run the new tokens through a convolution that is given states and where sequences begin."""
         if batch.extra is None:
             with self._chosen(batch, store) as state:
-                return short_conv(x, state, weight, batch.starts, bias)
+                return convolve(state, batch.starts)
         # extra tokens go as a sequence of their own, whose state is dropped
         slots = batch.index.slots
         states = store.index_select(0, slots)
-        out = short_conv(x, states, weight, batch.index.parts, bias)
+        out = convolve(states, batch.index.parts)
         store.index_copy_(0, slots[:1], states[:1])
         return out
 

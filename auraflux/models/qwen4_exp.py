@@ -105,12 +105,7 @@ class Config(qwen3_5_moe.Config):
         known["partial_rotary_factor"] = keys.get("partial_rotary_factor", 1.0)
         if "layer_types" in keys:
             known["layer_types"] = [ATTENTION if kind == INDEXED else kind for kind in keys["layer_types"]]
-        if (
-            not keys.get("num_experts", 0)
-            or not keys["shared_expert_intermediate_size"]
-            or len(sparse_layers(keys)) < keys["num_hidden_layers"]
-        ):
-            raise FormatError(f"config.json of model_type {keys.kind!r} has layers without experts or without a shared one.")
+        _check_experts(keys)
         base = qwen3_5_moe.Config.from_hf(known)
         return cls(
             **vars(base),
@@ -120,6 +115,12 @@ class Config(qwen3_5_moe.Config):
             index=_index(keys, len(base.rotation.frequencies)) if ATTENTION in base.kinds else None,
             recalling=_recalling(keys, base),
         )
+
+
+def _check_experts(keys: Keys) -> None:
+    layers = keys["num_hidden_layers"] if keys.get("num_experts", 0) and keys["shared_expert_intermediate_size"] else 0
+    if not layers or len(sparse_layers(keys)) < layers:
+        raise FormatError(f"config.json of model_type {keys.kind!r} has layers without experts or without a shared one.")
 
 
 def _index(keys: Keys, turned: int) -> Index:
@@ -286,7 +287,7 @@ class Recall:
         )
         taps = weights.vector(f"{name}.conv1d.weight", wide, 1, recalling.taps)
         self.taps = taps.view(wide, recalling.taps).T.contiguous()
-        self.dtype, self.device = weights.dtype, weights.device
+        self.device = weights.device
         self._coming: Coming | None = None
 
     def begin(self, ids: Tensor, batch: Batch, store: Any) -> None:

@@ -36,6 +36,7 @@ EMBEDDINGS = re.compile(r"(embed_tokens|lm_head)\.weight$")
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 # files, by what is in them: mlx-lm reads those called model, and stops at tensors it has no use for
 MODEL, MTP = "model", "mtp"
+ROWS = "rows"  # of tables that are read from disk: files that hold nothing else need not be mapped
 OWN = ("config.json", "model.safetensors.index.json")
 
 
@@ -48,40 +49,38 @@ class Family(Protocol):
 
 
 class Shards:
-    """Files of tensors of about `limit` bytes, named when their number is known."""
+    """Files of tensors of about `limit` bytes, named when their number is known; those of each stem fill files of their own."""
 
     def __init__(self, folder: Path, limit: int = SHARD_NBYTES):
         self.folder, self.limit = folder, limit
-        self._waiting: dict[str, Tensor] = {}
+        self._waiting: dict[str, dict[str, Tensor]] = {MODEL: {}}
         self._written: dict[str, list[tuple[Path, list[str]]]] = {MODEL: []}
-        self._stem = MODEL
         self.nbytes = 0
 
     def add(self, name: str, tensor: Tensor, stem: str = MODEL) -> None:
         """Put a tensor into the files whose names begin so."""
-        waiting = sum(each.nbytes for each in self._waiting.values())
-        if self._waiting and (stem != self._stem or waiting + tensor.nbytes > self.limit):
-            self._flush()
-        self._stem = stem
-        self._waiting[name] = tensor.contiguous()
+        waiting = self._waiting.setdefault(stem, {})
+        if waiting and sum(each.nbytes for each in waiting.values()) + tensor.nbytes > self.limit:
+            self._flush(stem)
+        self._waiting.setdefault(stem, {})[name] = tensor.contiguous()
         self.nbytes += tensor.nbytes
 
-    def _flush(self) -> None:
-        written = self._written.setdefault(self._stem, [])
-        path = self.folder / f"part-{self._stem}-{len(written)}"
+    def _flush(self, stem: str) -> None:
+        waiting, written = self._waiting.pop(stem), self._written.setdefault(stem, [])
+        path = self.folder / f"part-{stem}-{len(written)}"
         try:
-            save_file(self._waiting, path, metadata={"format": "mlx"})
+            save_file(waiting, path, metadata={"format": "mlx"})
         except SafetensorError as err:
             # what the system said is only in the text
             raise OSError(str(err)) from err
         # safetensors lets only the owner read what it writes
         path.chmod(self.folder.stat().st_mode & 0o666)
-        written.append((path, list(self._waiting)))
-        self._waiting = {}
+        written.append((path, list(waiting)))
 
     def close(self) -> None:
         """Write what is left, and the index."""
-        self._flush()
+        for stem in list(self._waiting):
+            self._flush(stem)
         homes: dict[str, str] = {}
         for stem, written in self._written.items():
             count = len(written)
@@ -135,7 +134,7 @@ class Writing(Weights):
                 made = quantize_large(found.form.numbers(rows).to(found.form.dtype), self.bits, self.group)
             form = found.form if made is None else form_of(made)
             records = with_checksums(rows if made is None else as_bytes(made))
-            self.shards.add(f"{self.prefix}{name}.rows_{number}.{form.name}", records)
+            self.shards.add(f"{self.prefix}{name}.rows_{number}.{form.name}", records, ROWS)
 
     def _halves(self, name: str, found: Tensor) -> None:
         """Write a latent's way back to keys and values as mlx-lm has it: as two stacks, the first turned over."""

@@ -12,7 +12,7 @@ from auraflux.cache import CacheSettings
 from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor
 
-LAYERS = {"qwen3.6-35b-a3b": 4}  # of which one attends
+LAYERS = {"qwen3.6-35b-a3b": 4, "qwen4-exp": 4}  # of which one attends
 
 
 def steps(shape: str, backend: str, kv: str = "k8v4", **options: Any) -> dict[str, list[Use]]:
@@ -26,7 +26,7 @@ def paths(uses: list[Use]) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, "qwen4-exp"])
 def test_every_op_of_every_shape_has_a_kernel(shape: str, backend: str):
     found = steps(shape, backend)
     assert list(found) == ["decode", "prompt"]
