@@ -32,6 +32,7 @@ class Engine:
     chunk      tokens that go through the model together, over all sequences
     vectors    of the model's keys; None to code keys as they are
     exact      multiply float32 activations, see `Runner`
+    invariant  have a GPU give a token the same bits in any company, see `Runner`
     graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
     ranks      that have the rest of the model; None where all of it is here
     hidden     keep what the model makes of tokens, of prompts too, for whoever guesses from it
@@ -50,6 +51,7 @@ class Engine:
         chunk: int = 512,
         vectors: ModelVectors | None = None,
         exact: bool = False,
+        invariant: bool = False,
         graphs: bool = True,
         ranks: Ranks | None = None,
         hidden: bool = False,
@@ -66,6 +68,7 @@ class Engine:
         self.keeps_hidden = hidden
         alone = HiddenRunner if hidden else Runner
         self.runner = (alone if ranks is None else ranks.runner)(model, self.cache, exact)
+        self.runner.invariant = invariant
         self.replayer = Replayer(self.runner, graphs)
 
     def check(self) -> None:

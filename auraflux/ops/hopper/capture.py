@@ -9,13 +9,14 @@ import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from auraflux.ops._cases import Case, in_row_order
-from auraflux.ops._dispatch import Declined, exact
+from auraflux.ops._dispatch import Declined, exact, invariant
 from auraflux.ops.assumed import AMPERE, HOPPER, assume_gpu
 from auraflux.ops.hopper.launch import diverted
 from auraflux.ops.unfilled import Unfilled
@@ -126,15 +127,15 @@ def captured() -> Iterator[list[Build]]:
 
 
 def launched(case: Case) -> list[Build]:
-    """The builds that a case launches on Hopper, and on the oldest GPU that is served."""
+    """The builds that a case launches on Hopper, and on the oldest GPU that is served, inside `invariant` too."""
     kernel = case.op.kernel("cuda")
     if kernel is None:
         return []
     with captured() as builds:
         with assume_gpu(HOPPER):
             args = in_row_order(case.args())
-        for capability in (HOPPER, AMPERE):
-            with assume_gpu(capability), exact(case.exact):
+        for alike, capability in product((False, True), (HOPPER, AMPERE)):
+            with assume_gpu(capability), exact(case.exact), invariant(alike):
                 try:
                     kernel(**args)
                 except Declined:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
+from auraflux.ops.hopper.codes import tokens_tile, weights_tile
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, gate_of, passed
@@ -54,42 +54,6 @@ def place_pairs(ids, cursor, placed, pairs, experts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    packed, scales, biases, row, rows, start, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Weights [ROWS, BK] from column `start` on, of one group."""
-    k = start + tl.arange(0, BK)
-    there = (row < rows)[:, None]
-    wide = row.to(tl.int64)[:, None]
-    if BITS == 0:
-        return tl.load(packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
-    elif BITS == 2 or BITS == 4 or BITS == 8:  # noqa: RET505
-        WORDS: tl.constexpr = BK * BITS // 32
-        word = start * BITS // 32 + tl.arange(0, WORDS)
-        bits = tl.load(packed + wide * (K // 32 * BITS) + word[None, :], mask=there, other=0).to(tl.uint32, bitcast=True)
-        # code j of a word is shifted down by BITS * j: its highest digit first, as the last axis is to count fastest
-        bits = tl.join(bits, bits >> 16)
-        bits = tl.join(bits, bits >> 8)
-        if BITS < 8:
-            bits = tl.join(bits, bits >> 4)
-        if BITS < 4:
-            bits = tl.join(bits, bits >> 2)
-        bits = tl.reshape(bits, [row.shape[0], BK])
-        slope, intercept = weight_line(scales, biases, wide * (K // GROUP) + start // GROUP, there, BITS, AFFINE)
-        return weight_value(code_value(bits, bits, 0, BITS, AFFINE), slope, intercept, AFFINE)
-    else:
-        return weights_at(packed, scales, biases, wide, k[None, :], there & (k < K)[None, :], K, BITS, GROUP, AFFINE)
-
-
-@triton.jit
-def _tokens(x, token, tokens, start, K, BK: tl.constexpr):
-    """Columns of tokens, [BK, TOKENS]."""
-    k = start + tl.arange(0, BK)
-    return tl.load(x + token[None, :] * K + k[:, None], mask=(token < tokens)[None, :] & (k < K)[:, None], other=0.0)
-
-
-@triton.jit
 def up_many(
     x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
     up, up_scales, up_biases, up_step, up_scale_step, gate_bias, up_bias, out,
@@ -108,11 +72,11 @@ def up_many(
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     g, u = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, hidden, BK):
-        value = _tokens(x, token, tokens, start, hidden, BK)
+        value = tokens_tile(x, token, tokens, start, hidden, BK)
         if KIND != "relu2":
-            w = _weights(gate, gate_scales, gate_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+            w = weights_tile(gate, gate_scales, gate_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
             g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
-        w = _weights(up, up_scales, up_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+        w = weights_tile(up, up_scales, up_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
         u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
     g = add_bias(g, gate_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
     u = add_bias(u, up_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
@@ -135,8 +99,8 @@ def down_many(
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, inner, BK):
-        value = _tokens(x, pair, pairs, start, inner, BK)
-        w = _weights(down, scales, biases, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
+        value = tokens_tile(x, pair, pairs, start, inner, BK)
+        w = weights_tile(down, scales, biases, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
     total = add_bias(total, bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
     there = (row < hidden)[:, None] & (pair < pairs)[None, :]

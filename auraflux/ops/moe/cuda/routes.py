@@ -3,6 +3,8 @@
 A few pairs (a token and one of its experts) read their experts each for itself; for one or two tokens the kernels choose the
 experts, too. Hundreds are brought into blocks of 8 or 16 of one expert, thousands into tiles for wgmma. What is not 4 bits in
 groups of 64 has a matvec for a few pairs and a grouped GEMM for more.
+
+Inside `invariant` any number of pairs is brought into blocks, or goes through the grouped GEMM.
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.hopper.device import multiprocessors, not_hopper
 from auraflux.ops.hopper.sizes import once_for_each
 from auraflux.ops.linear.cuda.call import Call as Product
@@ -95,7 +98,8 @@ def _not_in_slots(call: Pairs | Mixture) -> str | None:
 def _not_persistent(call: Pairs | Mixture) -> str | None:
     experts = call.experts
     most = persistent.most_pairs(experts.count)
-    if call.tokens > assign.MOST_TOKENS or call.pairs > most:
+    # inside `invariant` it takes more tokens in pieces
+    if (call.tokens > assign.MOST_TOKENS or call.pairs > most) and not is_invariant():
         return f"{call.tokens} tokens, {call.pairs} pairs; it is for up to {assign.MOST_TOKENS}, {most}"
     if call.k > assign.MOST_SLOTS or experts.count > assign.MOST_EXPERTS:
         return f"{call.k} of {experts.count} experts; it is for up to {assign.MOST_SLOTS} of {assign.MOST_EXPERTS}"
@@ -203,13 +207,13 @@ def _refuses_steps(call: Mixture) -> str | None:
         return None
     return (
         None
-        if not _not_few(call) and not _not_in_slots(call)
+        if not is_invariant() and not _not_few(call) and not _not_in_slots(call)
         else "results are added to the residual stream as they are summed"
     )
 
 
 def _refuses_mix_persistent(call: Mixture) -> str | None:
-    if call.pairs <= FEW_PAIRS:
+    if call.pairs <= FEW_PAIRS and not is_invariant():
         return f"{call.pairs} pairs; it is for more than {FEW_PAIRS}"
     if reason := _biased_softmax(call):
         return reason
@@ -260,13 +264,31 @@ def _mix_by_steps(call: Mixture) -> Tensor:
     )
 
 
+def _pieces(call: Pairs | Mixture) -> list[slice]:
+    """Tokens that `persistent` takes together."""
+    most = min(assign.MOST_TOKENS, max(1, persistent.most_pairs(call.experts.count) // call.k))
+    return [slice(first, first + most) for first in range(0, call.tokens, most)]
+
+
 def _mix_persistent(call: Mixture) -> Tensor:
     added = call.h, reference.shared_result(call.x, call.shared), call.shared_gate
-    octets = persistent.octets_for(call.pairs, call.experts)
-    ids, blocks = assign.assign_chosen(call.scores, call.routing, call.bias, octets)
-    parts = call.x.new_empty(*ids.shape, call.experts.hidden, dtype=torch.float32)
-    persistent.multiply(call.x, call.k, blocks, call.experts, parts)
+    parts = call.x.new_empty(call.tokens, call.k, call.experts.hidden, dtype=torch.float32)
+    chosen = []
+    for some in _pieces(call):
+        octets = persistent.octets_for(len(parts[some]) * call.k, call.experts)
+        ids, blocks = assign.assign_chosen(call.scores[some], call.routing, call.bias, octets)
+        persistent.multiply(call.x[some], call.k, blocks, call.experts, parts[some])
+        chosen.append(ids)
+    ids = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
     return summed_by_scores(parts, ids, call.scores, call.routing, call.x.dtype, added)
+
+
+def _persistent(call: Pairs) -> Tensor:
+    def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+        for some in _pieces(call):
+            persistent.write_parts(x[some], ids[some], experts, parts[some])
+
+    return _by_parts(call, write_parts, early=True)
 
 
 def _route_first(call: Mixture) -> Tensor:
@@ -314,24 +336,24 @@ def _no_choice(call: Choice) -> tuple[Tensor, Tensor]:
 
 
 CHOICES: Routes[Choice, tuple[Tensor, Tensor]] = Routes(
-    Route("nothing to choose", _refuses_no_choice, _no_choice),
+    Route("nothing to choose", _refuses_no_choice, _no_choice, alike=True),
     Route("rank_kernel", _refuses_rank, lambda call: routing.rank(*call)),
-    Route("route_kernel", _refuses_search, lambda call: routing.search(*call)),
+    Route("route_kernel", _refuses_search, lambda call: routing.search(*call), alike=True),
 )
 EXPERTS: Routes[Pairs, Tensor] = Routes(
-    Route("nothing to multiply", _refuses_nothing, _nothing),
+    Route("nothing to multiply", _refuses_nothing, _nothing, alike=True),
     Route("slots", _refuses_slots, _slots),
     Route("matvec", _not_few, lambda call: _by_parts(call, matvec.write_parts)),
-    Route("persistent", _not_persistent, lambda call: _by_parts(call, persistent.write_parts, early=True)),
+    Route("persistent", _not_persistent, _persistent, alike=True),
     Route("grouped_wgmma", _refuses_wgmma, _wgmma),
-    Route("grouped_gemm", _never, lambda call: _by_parts(call, grouped_gemm.write_parts, call.x.dtype)),
+    Route("grouped_gemm", _never, lambda call: _by_parts(call, grouped_gemm.write_parts, call.x.dtype), alike=True),
 )
 MIXTURES: Routes[Mixture, Tensor] = Routes(
     Route("matvec_tma", _refuses_mix_tma, _mix_tma, lambda call: _then_shared(call, _not_beside(call))),
     Route("slots", _refuses_mix_slots, _mix_slots, lambda call: _then_shared(call, _not_in_slot(call))),
-    Route("step by step", _refuses_steps, _mix_by_steps, _then_experts),
-    Route("persistent", _refuses_mix_persistent, _mix_persistent, _then_shared),
-    Route("route first", _refuses_route_first, _route_first, lambda call: _then_experts(call, call.h)),
+    Route("step by step", _refuses_steps, _mix_by_steps, _then_experts, alike=True),
+    Route("persistent", _refuses_mix_persistent, _mix_persistent, _then_shared, alike=True),
+    Route("route first", _refuses_route_first, _route_first, lambda call: _then_experts(call, call.h), alike=True),
 )
 ROUTES: dict[str, Routes[Any, Any]] = {
     "route": CHOICES,
