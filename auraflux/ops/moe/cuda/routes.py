@@ -4,7 +4,8 @@ A few pairs (a token and one of its experts) read their experts each for itself;
 experts, too. Hundreds are brought into blocks of 8 or 16 of one expert, thousands into tiles for wgmma. What is not 4 bits in
 groups of 64 has a matvec for a few pairs and a grouped GEMM for more.
 
-Inside `invariant` any number of pairs is brought into blocks, or goes through the grouped GEMM.
+Inside `invariant` any number of pairs is brought into blocks, which add up as `slots` does where that serves a few pairs; or
+goes through the grouped GEMM.
 """
 
 from collections.abc import Callable
@@ -165,7 +166,11 @@ def _summed(call: Pairs, parts: Tensor, spots: Tensor | None, early: bool = Fals
 
 def _refuses_residual(call: Mixture) -> str | None:
     """Why few pairs are not multiplied and added to the residual stream by one kernel."""
-    return _not_few(call) or (None if call.h.dtype is call.x.dtype else "the residual stream is not in x's dtype")
+    return _not_few(call) or _other_stream(call)
+
+
+def _other_stream(call: Mixture) -> str | None:
+    return None if call.h.dtype is call.x.dtype else "the residual stream is not in x's dtype"
 
 
 def _biased_softmax(call: Mixture | Choice) -> str | None:
@@ -193,8 +198,20 @@ def _refuses_mix_tma(call: Mixture) -> str | None:
     return _not_int4(call.x, experts)
 
 
-def _refuses_mix_slots(call: Mixture) -> str | None:
-    if reason := _refuses_residual(call) or _biased_softmax(call):
+def _not_ordered(call: Mixture) -> str | None:
+    """Why `persistent` does not add up as `slots` does."""
+    if call.shared is not None:
+        return "there is a shared expert"
+    if call.experts.hidden > slots_launch.MOST_ORDERED:
+        return f"{call.experts.hidden} inputs; up to {slots_launch.MOST_ORDERED} a warp has one quad of them"
+    return _not_persistent(call) or _refuses_mix_slots(call, any_pairs=True)
+
+
+def _refuses_mix_slots(call: Mixture, any_pairs: bool = False) -> str | None:
+    if not any_pairs and is_invariant() and (reason := _not_ordered(call)):
+        return reason
+    few = None if any_pairs else _not_few(call)
+    if reason := few or _other_stream(call) or _biased_softmax(call):
         return reason
     if call.routing.groups != 1 or call.experts.count > slots_launch.MOST_CHOICES:
         most = slots_launch.MOST_CHOICES
@@ -274,12 +291,17 @@ def _mix_persistent(call: Mixture) -> Tensor:
     added = call.h, reference.shared_result(call.x, call.shared), call.shared_gate
     parts = call.x.new_empty(call.tokens, call.k, call.experts.hidden, dtype=torch.float32)
     chosen = []
+    ordered = slots_launch.order_of(call.experts, call.k) if is_invariant() and not _not_ordered(call) else None
+    weights = None if ordered is None else call.scores.new_empty(call.tokens, call.k, dtype=torch.float32)
     for some in _pieces(call):
-        octets = persistent.octets_for(len(parts[some]) * call.k, call.experts)
-        ids, blocks = assign.assign_chosen(call.scores[some], call.routing, call.bias, octets)
-        persistent.multiply(call.x[some], call.k, blocks, call.experts, parts[some])
+        octets = 1 if ordered is not None else persistent.octets_for(len(parts[some]) * call.k, call.experts)
+        here = None if weights is None else weights[some]
+        ids, blocks = assign.assign_chosen(call.scores[some], call.routing, call.bias, octets, here)
+        persistent.multiply(call.x[some], call.k, blocks, call.experts, parts[some], ordered or (0, 0))
         chosen.append(ids)
     ids = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+    if weights is not None:
+        return summed(parts, None, ids, weights, call.experts.count, call.x.dtype, added, early=True)
     return summed_by_scores(parts, ids, call.scores, call.routing, call.x.dtype, added)
 
 
@@ -350,7 +372,7 @@ EXPERTS: Routes[Pairs, Tensor] = Routes(
 )
 MIXTURES: Routes[Mixture, Tensor] = Routes(
     Route("matvec_tma", _refuses_mix_tma, _mix_tma, lambda call: _then_shared(call, _not_beside(call))),
-    Route("slots", _refuses_mix_slots, _mix_slots, lambda call: _then_shared(call, _not_in_slot(call))),
+    Route("slots", _refuses_mix_slots, _mix_slots, lambda call: _then_shared(call, _not_in_slot(call)), alike=True),
     Route("step by step", _refuses_steps, _mix_by_steps, _then_experts, alike=True),
     Route("persistent", _refuses_mix_persistent, _mix_persistent, _then_shared, alike=True),
     Route("route first", _refuses_route_first, _route_first, lambda call: _then_experts(call, call.h), alike=True),
