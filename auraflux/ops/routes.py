@@ -14,6 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from auraflux.ops._dispatch import Declined, Op, is_invariant
 
+DIFFERS = "its last bits depend on what else is in the call"
 MOST_KNOWN = 4096  # calls whose routes a table remembers
 
 Call = TypeVar("Call")
@@ -93,7 +94,8 @@ class Routes(Generic[Call, Result]):
         for route in self.routes:
             if route.name not in without and (route.alike or not alike) and route.refuses(call) is None:
                 return route
-        raise Declined(self.explain(call, without).refused[-1][1])
+        reasons = [reason for _, reason in self.explain(call, without).refused]
+        raise Declined(next((reason for reason in reversed(reasons) if reason != DIFFERS), reasons[-1]))
 
     def _remembered(self, key: Hashable, call: Call) -> Route[Call, Result]:
         known = self._alike if is_invariant() else self._known
@@ -110,7 +112,7 @@ class Routes(Generic[Call, Result]):
         alike = self._differ and is_invariant()
         for route in self.routes:
             if alike and not route.alike:
-                refused.append((route.name, "it differs from others in the last bits"))
+                refused.append((route.name, DIFFERS))
                 continue
             reason = "it is left out" if route.name in without else route.refuses(call)
             if reason is None:

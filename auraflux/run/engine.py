@@ -71,6 +71,19 @@ class Engine:
         self.runner.invariant = invariant
         self.replayer = Replayer(self.runner, graphs)
 
+    @property
+    def alike(self) -> bool:
+        """Whether kernels are chosen so that results do not depend on company: a CPU has no others."""
+        return self.runner.invariant and self.device.type == "cuda"
+
+    def try_token(self) -> None:
+        """Run a token and forget it, so that what no kernel serves is refused now."""
+        sequence = self.cache.open()
+        try:
+            self.score(self.step(self.cache.batch([sequence]), [[0]]))
+        finally:
+            sequence.close()
+
     def check(self) -> None:
         """Raise if a rank that has some of the model is gone."""
         if self.ranks is not None:

@@ -166,13 +166,15 @@ def load(
     }
     with device_memory():
         engine = Engine(model, shapes, settings, **options, tokens=tokens, **how, device=target)
+        if engine.alike:
+            engine.try_token()
         drafts = MTPDrafts.beside(engine, further[0]) if further else None
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
     ends = _ends(checkpoint, tokenizer)
     kind = str(checkpoint.config.get("model_type", ""))
     disk = None
     if prefix_disk is not None:
-        name = fingerprint(checkpoint.path, quantize, exact, invariant, engine.cache.format)
+        name = fingerprint(checkpoint.path, quantize, exact, engine.cache.format, *["invariant"] * engine.alike)
         folder = Path(prefix_folder) if prefix_folder is not None else cache_folder() / "prefixes"
         disk = PrefixDisk(folder / name, parse_nbytes(prefix_disk), name)
     speculation = None

@@ -18,13 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.codes import Codes
-from auraflux.ops.hopper.copy import COMMIT, COPY16, copy, copy_ptx, wait_ptx
+from auraflux.ops.hopper.copy import COMMIT, COPY16, copy, wait_ptx
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma_int4 import group_sums, sum_x
 from auraflux.ops.hopper.ptx import AWAIT, run, shared
 from auraflux.ops.hopper.reduce import sum_over
-from auraflux.ops.hopper.shared_memory import float_pair_at, four_words_at, put, word_at
+from auraflux.ops.hopper.shared_memory import float_pair_at, four_words_at, put
 from auraflux.ops.hopper.sizes import cdiv
 from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
 from auraflux.ops.linear.cuda.matvec_int4 import gated_sum, load_inputs, norm_factor, operands, pair_sum, warps_for
@@ -35,7 +35,9 @@ WARPS = 8
 ROWS = 16 * WARPS  # of a program
 TILES = (8, 16, 32, 64)  # tokens of a program
 DEEP = 4  # stages in flight
-COPY4 = gl.constexpr(copy_ptx(4))
+# of a row 64 bytes are read at a time, and 256 come from memory: the others will be asked for next
+COPY = gl.constexpr("{.reg .pred p; setp.ne.b32 p,$3,0; @p cp.async.cg.shared.global.L2::256B [$1],[$2],16; mov.b32 $0,0;}")
+FETCH = gl.constexpr("prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.b32 $0,0;")
 
 
 class Weight(NamedTuple):
@@ -97,18 +99,36 @@ def order_tokens(x, normed, tokens, padded, K: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _copy_codes(slot, tid, codes, row0, rows, block, K: gl.constexpr, NW: gl.constexpr):
-    """Ask for the codes, scales and biases of 16 NW rows and two groups; halves of codes change places with every two rows."""
+    """Ask for the codes of 16 NW rows and two groups; halves of them change places with every two rows."""
     R: gl.constexpr = 16 * NW
     for j in gl.static_range(R * 4 // (32 * NW)):
         e = tid + j * (32 * NW)
         row, chunk = e // 4, e % 4
         there = (row0 + row < rows) & (block < K // 128)
         source = codes.packed + ((row0 + row).to(gl.int64) * (K // 2) + block * 64 + chunk * 16)
-        copy(COPY16, slot + row * 64 + (chunk ^ (row // 2 % 2 * 2)) * 16, source, there)
-    row, second = tid % R, tid >= R
-    at = (row0 + row).to(gl.int64) * (K // 128) + block
-    source = gl.where(second, (codes.biases + at).to(gl.int64), (codes.scales + at).to(gl.int64))
-    copy(COPY4, slot + R * 64 + gl.where(second, R * 4, 0) + row * 4, source, (row0 + row < rows) & (block < K // 128))
+        copy(COPY, slot + row * 64 + (chunk ^ (row // 2 % 2 * 2)) * 16, source, there)
+
+
+@gluon.jit
+def _fetch_lines(codes, tid, row0, rows, K: gl.constexpr, NW: gl.constexpr):
+    """Bring the scales and biases of 16 NW rows into the cache."""
+    EACH: gl.constexpr = (K // 32 + 127) // 128
+    for j in gl.static_range((16 * NW * EACH + 32 * NW - 1) // (32 * NW)):
+        e = tid + j * (32 * NW)
+        at = gl.minimum(row0 + e // EACH, rows - 1).to(gl.int64) * (K // 128) + gl.minimum(e % EACH * 32, K // 128 - 1)
+        args = [(codes.scales + at).to(gl.int64), (codes.biases + at).to(gl.int64)]
+        gl.inline_asm_elementwise(FETCH, "=r,l,l", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _lines(codes, row, rows, block, K: gl.constexpr):
+    """Load scales and biases of two groups of rows g and g + 8 of a warp."""
+    there = (row < rows) & (block < K // 128)
+    at = gl.minimum(row, rows - 1).to(gl.int64) * (K // 128) + gl.minimum(block, K // 128 - 1)
+    s0, b0 = gl.load(codes.scales + at, there, 0), gl.load(codes.biases + at, there, 0)
+    # rows are whole sixteens
+    at += 8 * (K // 128)
+    return s0, gl.load(codes.scales + at, there, 0), b0, gl.load(codes.biases + at, there, 0)
 
 
 @gluon.jit
@@ -153,15 +173,14 @@ def _codes_at(at):
 
 
 @gluon.jit
-def _add_block(chain, slot, warp, lane, there, T: gl.constexpr, NW: gl.constexpr):
+def _add_block(chain, slot, lines, warp, lane, there, T: gl.constexpr, NW: gl.constexpr):
     """Add the products of two groups: of each octet of tokens, rows g and g + 8 at tokens 2t and 2t + 1."""
     R: gl.constexpr = 16 * NW
     TILES: gl.constexpr = 1 if T == 8 else 2
     g, t = lane // 4, lane % 4
     codes = slot + (warp * 16 + g) * 64 + t * 8
-    line = slot + R * 64 + (warp * 16 + g) * 4
-    s0, s1, b0, b1 = word_at(line), word_at(line + 32), word_at(line + R * 4), word_at(line + (R * 4 + 32))
-    inputs, flip = slot + R * 72, g // 2 % 2 * 32
+    s0, s1, b0, b1 = lines
+    inputs, flip = slot + R * 64, g // 2 % 2 * 32
     new = ()
     for m in gl.static_range(0, T // 8, TILES):
         first = _sums_at(inputs, lane, 0, m, T, TILES)
@@ -198,32 +217,34 @@ def multiply_alike(
     tokens, weights, ends, part, count, padded, K: gl.constexpr, W: gl.constexpr, T: gl.constexpr, NW: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
-    """16 NW rows by T tokens; grid (tiles of rows of all weights, W or 1, tiles of tokens).
+    """16 NW rows by T tokens; grid (tiles of tokens, W or 1, tiles of rows of all weights).
 
     part  where sums of each warp go, float32 [W, padded, tiles of rows * 16 NW]; None if a program has those of all
     """
     SPLIT: gl.constexpr = part is not None
     MINE: gl.constexpr = ((K // 256 + 1) // 2 + W - 1) // W
     STEPS: gl.constexpr = 4 * MINE if SPLIT else 4 * MINE * W
-    STAGE: gl.constexpr = 16 * NW * 72 + T * 264
+    STAGE: gl.constexpr = 16 * NW * 64 + T * 264
     N: gl.constexpr = T // 2
     tid = gl.arange(0, 32 * NW, gl.BlockedLayout([1], [32], [NW], [0]))
     warp, lane = tid // 32, tid % 32
-    v, token0 = gl.program_id(1), gl.program_id(2) * T
-    own, number = chosen(gl.program_id(0), ends, [(each.codes, each.out, 0 * v + each.rows) for each in weights])
+    v, token0 = gl.program_id(1), gl.program_id(0) * T
+    own, number = chosen(gl.program_id(2), ends, [(each.codes, each.out, 0 * v + each.rows) for each in weights])
     codes, out, rows = own
     row0 = number * (16 * NW)
     memory, ring = shared(D * STAGE, tid)
+    _fetch_lines(codes, tid, row0, rows, K, NW)
     for d in gl.static_range(D - 1):
         block = _block_of(d + 0 * v, v, K, W, SPLIT) if d < STEPS else K + 0 * v
         _copy_codes(ring + d * STAGE, tid, codes, row0, rows, block, K, NW)
     run(AWAIT, lane)
     for d in gl.static_range(D - 1):
         block = _block_of(d + 0 * v, v, K, W, SPLIT) if d < STEPS else K + 0 * v
-        _copy_tokens(ring + (d * STAGE + 16 * NW * 72), tid, tokens, token0, padded, block, K, T, NW)
+        _copy_tokens(ring + (d * STAGE + 16 * NW * 64), tid, tokens, token0, padded, block, K, T, NW)
         run(COMMIT, lane)
-    zero = (tid * 0).to(gl.float32)
+    zero, row = (tid * 0).to(gl.float32), warp * 16 + lane // 4
     total, n = (zero,) * N, 0 * v
+    lines = _lines(codes, row0 + row, rows, _block_of(n, v, K, W, SPLIT), K)
     for _ in range(1 if SPLIT else W):
         some = (zero,) * N
         for _ in range(4):
@@ -234,18 +255,20 @@ def multiply_alike(
                 slot = ring + (n + D - 1) % D * STAGE
                 block = gl.where(n + D - 1 < STEPS, _block_of(n + D - 1, v, K, W, SPLIT), K)
                 _copy_codes(slot, tid, codes, row0, rows, block, K, NW)
-                _copy_tokens(slot + 16 * NW * 72, tid, tokens, token0, padded, block, K, T, NW)
+                _copy_tokens(slot + 16 * NW * 64, tid, tokens, token0, padded, block, K, T, NW)
                 run(COMMIT, lane)
+                # those of the next block come while this one is multiplied
+                block = gl.where(n + 1 < STEPS, _block_of(n + 1, v, K, W, SPLIT), K)
+                following = _lines(codes, row0 + row, rows, block, K)
                 there = _block_of(n, v, K, W, SPLIT) < K // 128
-                chain = _add_block(chain, ring + n % D * STAGE, warp, lane, there, T, NW)
-                n += 1
+                chain = _add_block(chain, ring + n % D * STAGE, lines, warp, lane, there, T, NW)
+                lines, n = following, n + 1
             some = _all_added(some, chain)
         total = _all_added(total, some)
-    row = warp * 16 + lane // 4
     for k in gl.static_range(N):
         token, mine = token0 + k // 4 * 8 + lane % 4 * 2 + k % 2, row + k % 4 // 2 * 8
         if SPLIT:
-            at = (v * padded + token).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
+            at = (v * padded + token).to(gl.int64) * gl.num_programs(2) + gl.program_id(2)
             gl.store(part + at * (16 * NW) + mine, total[k], token < count)
         else:
             found = total[k]
@@ -314,7 +337,8 @@ def multiply(
     part = sums.new_empty(warps, padded, ends[-1] * ROWS) if split else None
     made = [x.new_empty(count, each) for each in rows] if gated and not split else [*outs, *outs] if gated else outs
     given = tuple(Weight(_in_words(weight), out, weight.shape[0]) for weight, out in zip(weights, made, strict=True))
-    grid = ends[-1], warps if split else 1, padded // tile
+    # neighbours multiply the same rows, which come from memory once
+    grid = padded // tile, warps if split else 1, ends[-1]
     launch(multiply_alike, grid)(
         tokens, given, ends[:-1], part, count, padded, width, warps, tile, WARPS, DEEP, num_warps=WARPS, launch_pdl=True
     )

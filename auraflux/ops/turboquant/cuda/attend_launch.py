@@ -244,7 +244,7 @@ def _finish(
             launch_pdl=True,
         )
         return
-    sizes = finish_sizes(merged_at_once(room or plan.splits), width, room is not None)
+    sizes = finish_sizes(room or plan.splits, width, room is not None)
     launch(finish_pairs, (tokens * heads,))(
         *(parts, sinks, signs, out, None if room is None else index, heads, room or plan.splits, window),
         **sizes,
@@ -266,7 +266,10 @@ def finish_sizes(splits: int, width: int, shared: bool = False) -> dict[str, int
 
     shared  `splits` are the most that one row may have: most have fewer
     """
-    padded, lane = power_of_two(splits), 2048 // width
+    padded, lane = merged_at_once(splits), 2048 // width
+    if is_invariant():
+        # few parts at a time, as most rows have few
+        return {"D": width, "P": padded, "C": lane, "NW": 1}
     if shared:
         return {"D": width, "P": max(lane, padded), "C": lane, "NW": 2}
     warps = 1 if padded <= lane else 2 if padded <= 64 else 4 if padded <= 128 else 8
