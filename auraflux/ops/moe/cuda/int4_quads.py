@@ -207,7 +207,7 @@ def four_lanes(chains):
     """Add up what four lanes of `slots` would have, as these do: rows g and g + 8 at vectors 2t and 2t + 1."""
     found = ()
     for n in gl.static_range(4):
-        found += ((chains[n] + chains[8 + n]) + (chains[4 + n] + chains[12 + n]),)  # type: ignore[assignment]
+        found += ((chains[n] + chains[8 + n]) + (chains[4 + n] + chains[12 + n]),)
     return found
 
 
