@@ -1,17 +1,18 @@
 """Inside `invariant` a row is on a GPU what it is alone, to the bit, and what the reference says."""
 
+import numpy as np
 import pytest
 import torch
 
 from auraflux.errors import InputError
 from auraflux.ops import invariant, linear
-from auraflux.ops._cases import Case, all_cases
+from auraflux.ops._cases import Case, all_cases, tensors
 from auraflux.ops._dispatch import all_ops
 from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.gpu_cases import CASES
 from auraflux.ops.routes import routes_of, verdict_of
 from auraflux.quant import quantize
-from tests.ops.test_cuda import hold
+from tests.ops.test_cuda import LARGEST_NBYTES, _sound_interpreter, hold, small  # noqa: F401
 from tests.ops.test_invariance import OTHERS, ROWS, TEXTS, parted
 
 # whose results are not tokens', or that are not part of a model's step
@@ -44,6 +45,21 @@ def test_a_row_is_what_it_is_alone(case: Case):
 def test_a_row_is_what_the_reference_says(case: Case):
     with invariant():
         hold(case, "cuda")
+
+
+def few(name: str) -> list:
+    mine = [case for case in SERVED if case.op.name == name and small(case)]
+    fit = [case for case in mine if sum(tensor.nbytes for _, tensor in tensors(case.args())) <= LARGEST_NBYTES]
+    return [pytest.param(case, id=case.id) for case in fit[:: max(1, len(fit) // 3)]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("_sound_interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
+@pytest.mark.parametrize("case", [*few("linear"), *few("gated_delta_prefill"), *few("gated_delta_step"), *few("expert_mlp")])
+def test_interpreted_kernels_match_their_references(case: Case):
+    with invariant(), np.errstate(all="ignore"):
+        hold(case, "cpu")
 
 
 def test_every_table_says_what_is_alike():
