@@ -12,6 +12,7 @@ CacheSettings   how keys and values are kept, in full; `kv=` takes it or a short
 ExpertSettings  how the experts of a packed model are kept, in full; `expert_memory=` takes it or a size
 LanguageModel   what `load` gives: generate, chat, logits, tokens
 exact           inside `with exact():` kernels multiply float32 activations, not int8 ones
+invariant       inside `with invariant():` CUDA kernels give a token the same bits in any company, as CPU kernels always do
 load            a model from a folder, a GGUF file or a name
 quantize        a dense weight as codes
 use_backend     inside `with use_backend("reference"):` ops run on that backend
@@ -26,7 +27,7 @@ from auraflux.errors import AurafluxError, BackendError, FormatError, InputError
 
 if TYPE_CHECKING:
     from auraflux.cache import CacheSettings
-    from auraflux.ops._dispatch import exact, use_backend
+    from auraflux.ops._dispatch import exact, invariant, use_backend
     from auraflux.quant import QTensor, quantize
     from auraflux.run.language import LanguageModel
     from auraflux.run.load import load
@@ -45,6 +46,7 @@ __all__ = [
     "QTensor",
     "__version__",
     "exact",
+    "invariant",
     "load",
     "quantize",
     "use_backend",
@@ -56,6 +58,7 @@ _HOMES = {
     "LanguageModel": "auraflux.run.language",
     "QTensor": "auraflux.quant",
     "exact": "auraflux.ops._dispatch",
+    "invariant": "auraflux.ops._dispatch",
     "load": "auraflux.run.load",
     "quantize": "auraflux.quant",
     "use_backend": "auraflux.ops._dispatch",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from auraflux.bench.random_weights import outlined_model
 from auraflux.cache import Batch, Cache, CacheSettings
-from auraflux.ops._dispatch import Op, exact
+from auraflux.ops._dispatch import Op, exact, invariant
 from auraflux.ops.attention.pages import RowPages
 from auraflux.ops.attention.reference_choice import Chosen, nothing_chosen
 from auraflux.ops.explain import asking
@@ -54,12 +54,14 @@ def explain_model(
     batch: int = 1,
     at: int = 1024,
     exactly: bool = False,
+    alike: bool = False,
 ) -> dict[str, list[Use]]:
     """The ops of a decode step of so many texts after `at` tokens, and of the last piece of a prompt of as many tokens.
 
     config  of a shape (`bench/shapes.py`)
+    alike   inside `invariant`
     """
-    with asking(backend), exact(exactly):
+    with asking(backend), exact(exactly), invariant(alike):
         model, shapes = outlined_model(config, bits, GROUP, backend)
         dtype = activation_dtype(torch.device(backend))
         # as far as the index of such a step reaches

@@ -53,6 +53,7 @@ class Ours:
     def __init__(self, scheduler: Scheduler, batch: int = 1):
         self.scheduler, self.engine, self.batch = scheduler, scheduler.engine, batch
         self.name = f"auraflux {self.engine.cache.settings.kv}" + (" exact" if self.engine.runner.exact else "")
+        self.name += " invariant" if self.engine.runner.invariant else ""
         self._jobs: list[Job] = []
         self._events: list[Event] = []
 

@@ -14,7 +14,7 @@ from auraflux.quant import QTensor
 from auraflux.quant.qtensor import check_format
 from auraflux.run import calibration
 from auraflux.run.calibrate import FEW, find_vectors, random_tokens
-from auraflux.run.device import CHUNK, activation_dtype, device_memory
+from auraflux.run.device import activation_dtype, chunk_for, device_memory
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import pool_tokens
@@ -131,6 +131,7 @@ def random_language(
     cache_nbytes: int | None = None,
     calibrate: str = "off",
     exact: bool = False,
+    invariant: bool = False,
     graphs: bool = True,
 ) -> LanguageModel:
     """A model of a shape (`bench/shapes.py`) that reads and writes tokens as numbers, so many texts at once.
@@ -142,13 +143,14 @@ def random_language(
     dtype, settings = activation_dtype(device), settings.for_family(family_name(config))
     with device_memory():
         model, shapes = random_model(config, bits, group, dtype, device)
-        sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "chunk": CHUNK[device.type], "dtype": dtype}
+        sizes: dict[str, Any] = {"context": context, "sequences": sequences + 1, "dtype": dtype}
+        sizes["chunk"] = chunk_for(device, invariant)
         if cache_nbytes is not None:
             sizes["tokens"] = pool_tokens(shapes, settings, cache_nbytes, **sizes)
         if calibration.is_wanted(calibrate, shapes, settings):
             tokens = random_tokens(FEW, model.config.vocab)
             sizes["vectors"] = find_vectors(model, shapes, tokens, dtype, device)
-        engine = Engine(model, shapes, settings, **sizes, exact=exact, graphs=graphs, device=device)
+        engine = Engine(model, shapes, settings, **sizes, exact=exact, invariant=invariant, graphs=graphs, device=device)
     scheduler = Scheduler(engine, None, frozenset(), parallel=sequences)
     return LanguageModel(scheduler, Path("random weights"), [], model_type=config["model_type"])
 

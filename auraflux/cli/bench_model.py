@@ -101,6 +101,7 @@ def random_loaded(
         cache_nbytes=None if memory is None else parse_nbytes(memory),
         calibrate=chosen["calibrate"],
         exact=chosen["exact"],
+        invariant=chosen["invariant"],
         graphs=chosen["graphs"],
     )
 

@@ -22,7 +22,8 @@ Where an op has several kernels, one table says which of them a call takes: the 
 `auraflux ops --explain model SHAPE` those for all ops of a model's steps; no GPU is needed for that, and no weights.
 Below are the routes of every such op in their order: on an H200, with the quick cases of the test suite that take them; on a
 CPU, whose cases `auraflux ops --explain OP all --device cpu` shows, since they depend on its vectors; and those that known
-models take. A route in brackets is one that another asks in its turn. Written by `make docs`.
+models take. A route in brackets is one that another asks in its turn, and with `--invariant` only those with a star are taken.
+Written by `make docs`.
 """
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "routes-nvidia-h200.json"
 WORTH = """\
@@ -68,7 +69,8 @@ def _on_cpu() -> Iterator[str]:
 
 
 def _listed(table: Routes[Any, Any] | None) -> str:
-    return "\n".join(f"{number}. {route.name}" for number, route in enumerate(table or (), 1)) + "\n"
+    rows = [f"{number}. {route.name}" + " \\*" * route.alike for number, route in enumerate(table or (), 1)]
+    return "\n".join(rows) + "\n"
 
 
 def _worth() -> str:

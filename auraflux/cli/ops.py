@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--at", type=click.IntRange(1, 1 << 24), metavar="N", help="With --explain model: tokens of a text; else 1024.")
 @click.option("--quantize", type=int, metavar="BITS", help="With --explain model: bits of weights; by default 4.")
 @click.option("--exact", is_flag=True, default=None, help="With --explain model: multiply float32 activations, not int8 ones.")
+@click.option("--invariant", is_flag=True, default=None, help="With --explain model: what gives the same bits in any company.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ops(check: bool, explain: tuple[str, str] | None, device: str, as_json: bool, **options: Any) -> None:
     """List the operations, their kernels and the kernels they stand for.

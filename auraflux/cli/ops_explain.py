@@ -25,7 +25,7 @@ def explain(name: str, wanted: str, device: str, as_json: bool, options: dict[st
 
     name     of an op, or "model"
     wanted   its case, or all; or the shape of a model
-    options  of a model: kv, batch, at, quantize, exact; None where they were not given
+    options  of a model: kv, batch, at, quantize, exact, invariant; None where they were not given
     """
     if device == "cuda" and find_spec("triton") is None:
         raise BackendError("CUDA kernels are written in Triton, which is not installed: pip install 'auraflux[cuda]'.")
@@ -85,7 +85,7 @@ def _explain_model(shape: str, device: str, as_json: bool, given: dict[str, Any]
 
     config, settings = shape_of(shape), CacheSettings(given.get("kv", AUTO))
     settings = settings.for_family(family_name(config))
-    names = {"batch": "batch", "at": "at", "quantize": "bits", "exact": "exactly"}
+    names = {"batch": "batch", "at": "at", "quantize": "bits", "exact": "exactly", "invariant": "alike"}
     found = explain_model(config, settings, device, **{names[key]: value for key, value in given.items() if key in names})
     if as_json:
         steps = {step: [asdict(use) for use in uses] for step, uses in found.items()}

@@ -77,6 +77,11 @@ LOADING = [
     ),
     click.option("--exact", is_flag=True, help="Multiply float32 activations, not int8 ones."),
     click.option(
+        "--invariant",
+        is_flag=True,
+        help="Have a GPU give the same bits whatever is read or written beside a text; a CPU always does.",
+    ),
+    click.option(
         "--speculate",
         metavar="WHAT",
         help="Guess tokens and check several at once: ngram guesses from the text so far, mtp with the model's own further "
@@ -120,7 +125,7 @@ SAMPLING = [
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."),
 ]
 CACHE_NAMES = ("protect_first", "protect_last", "first", "newest", "sparse_v")
-LOADING_NAMES = ("device", "quantize", "exact", "context", "graphs", "calibrate", "speculate")
+LOADING_NAMES = ("device", "quantize", "exact", "invariant", "context", "graphs", "calibrate", "speculate")
 
 
 def options(group: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:

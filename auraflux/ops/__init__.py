@@ -1,6 +1,6 @@
 """Operations on tensors. Each name here is an `Op`: call it, and the first argument's device chooses the kernel."""
 
-from auraflux.ops._dispatch import Declined, Op, all_ops, exact, use_backend
+from auraflux.ops._dispatch import Declined, Op, all_ops, exact, invariant, use_backend
 from auraflux.ops.activation.reference import (
     clamped_swiglu,
     geglu,
@@ -148,6 +148,7 @@ __all__ = [
     "geglu",
     "group_rms_norm",
     "grow_queries",
+    "invariant",
     "latent_attention",
     "latent_output",
     "latent_partials",

@@ -37,6 +37,7 @@ if _wanted not in (None, *BACKENDS):
 
 _forced: ContextVar[str | None] = ContextVar("backend", default=_wanted)
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
+_invariant: ContextVar[bool] = ContextVar("invariant", default=False)
 
 
 def _settle_torch() -> None:
@@ -114,7 +115,10 @@ class Op:
                 try:
                     return kernel(*args, **kwargs)
                 except Declined as reason:
+                    self._refuse_invariant(backend, str(reason))
                     self._note(backend, str(reason))
+            elif backend != "reference":
+                self._refuse_invariant(backend, "it has no kernel")
             return self.reference(*args, **kwargs)
         except (AurafluxError, MemoryError):
             raise
@@ -124,6 +128,13 @@ class Op:
             if not isinstance(err, OverflowError | struct.error) and "overflow" not in str(err).lower():
                 raise
             raise InputError(f"{self.name}: a number is too large: {brief(err)}.") from err
+
+    def _refuse_invariant(self, backend: str, reason: str) -> None:
+        """Refuse to run the reference on a GPU where results may not depend on company: torch's products there do."""
+        if backend == "cuda" and _invariant.get():
+            raise InputError(
+                f"{self.name}: no kernel gives a token the same result in any company here ({reason}). Leave --invariant out."
+            )
 
     def kernel(self, backend: str) -> Callable[..., Any] | None:
         """Find the kernel for a backend, or None when there is none."""
@@ -213,6 +224,23 @@ def exact(on: bool = True) -> Iterator[None]:
 
 def is_exact() -> bool:
     return _exact.get()
+
+
+@contextmanager
+def invariant(on: bool = True) -> Iterator[None]:
+    """Inside the block CUDA kernels are chosen by the kind of work: a token's result does not depend on others of the call.
+
+    CPU kernels are always so.
+    """
+    token = _invariant.set(on)
+    try:
+        yield
+    finally:
+        _invariant.reset(token)
+
+
+def is_invariant() -> bool:
+    return _invariant.get()
 
 
 def brief(err: Exception) -> str:

@@ -12,8 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-from auraflux.ops._dispatch import Declined, Op
+from auraflux.ops._dispatch import Declined, Op, is_invariant
 
+DIFFERS = "its last bits depend on what else is in the call"
 MOST_KNOWN = 4096  # calls whose routes a table remembers
 
 Call = TypeVar("Call")
@@ -28,12 +29,15 @@ class Route(Generic[Call, Result]):
     refuses  why the call is not for it, in a few words; None if it is
     run      carries the call out
     then     where it is done by other tables: those, and what they are called with
+    alike    a token's result is the same whatever else is in the call, and by all such routes of a table: inside `invariant`
+             no others are taken. Where none of a table is marked, all are so
     """
 
     name: str
     refuses: Callable[[Call], str | None]
     run: Callable[[Call], Result]
     then: Callable[[Call], "list[tuple[Routes[Any, Any], Any]]"] | None = None
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Routes(Generic[Call, Result]):
     def __init__(self, *routes: Route[Call, Result], key: Callable[[Call], Hashable] | None = None):
         self.routes, self.key = routes, key
         self._known: dict[Hashable, Route[Call, Result]] = {}
+        self._alike: dict[Hashable, Route[Call, Result]] = {}
+        self._differ = any(route.alike for route in routes)
 
     def __call__(self, call: Call) -> Result:
         if (asked := _asked.get()) is not None:
@@ -84,23 +90,30 @@ class Routes(Generic[Call, Result]):
 
     def first(self, call: Call, without: frozenset[str] = NONE) -> Route[Call, Result]:
         """The first route that does not refuse, and has none of some names."""
+        alike = self._differ and is_invariant()
         for route in self.routes:
-            if route.name not in without and route.refuses(call) is None:
+            if route.name not in without and (route.alike or not alike) and route.refuses(call) is None:
                 return route
-        raise Declined(self.explain(call, without).refused[-1][1])
+        reasons = [reason for _, reason in self.explain(call, without).refused]
+        raise Declined(next((reason for reason in reversed(reasons) if reason != DIFFERS), reasons[-1]))
 
     def _remembered(self, key: Hashable, call: Call) -> Route[Call, Result]:
+        known = self._alike if is_invariant() else self._known
         try:
-            return self._known[key]
+            return known[key]
         except KeyError:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            return self._known.setdefault(key, self.first(call))
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            return known.setdefault(key, self.first(call))
 
     def explain(self, call: Call, without: frozenset[str] = NONE) -> Verdict:
         """What would be done, without doing it; routes of some names are left out."""
         refused: list[tuple[str, str]] = []
+        alike = self._differ and is_invariant()
         for route in self.routes:
+            if alike and not route.alike:
+                refused.append((route.name, DIFFERS))
+                continue
             reason = "it is left out" if route.name in without else route.refuses(call)
             if reason is None:
                 then = route.then(call) if route.then is not None else []

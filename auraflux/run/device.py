@@ -12,6 +12,12 @@ from auraflux.errors import BackendError, DeviceMemoryError, InputError
 from auraflux.ops._dispatch import all_ops
 
 CHUNK = {"cpu": 512, "cuda": 8192}  # tokens of a prompt that go through a model together
+ALIKE_CHUNK = 1024  # the same on a GPU whose results do not depend on company: attention leaves shares of every token
+
+
+def chunk_for(device: torch.device, invariant: bool) -> int:
+    """How many tokens of a prompt go through a model together."""
+    return ALIKE_CHUNK if invariant and device.type == "cuda" else CHUNK[device.type]
 
 
 def find_device(name: str) -> torch.device:

@@ -32,6 +32,7 @@ class Engine:
     chunk      tokens that go through the model together, over all sequences
     vectors    of the model's keys; None to code keys as they are
     exact      multiply float32 activations, see `Runner`
+    invariant  have a GPU give a token the same bits in any company, see `Runner`
     graphs     replay steps of decoding, on a GPU also of prompts, instead of running their Python every time
     ranks      that have the rest of the model; None where all of it is here
     hidden     keep what the model makes of tokens, of prompts too, for whoever guesses from it
@@ -50,6 +51,7 @@ class Engine:
         chunk: int = 512,
         vectors: ModelVectors | None = None,
         exact: bool = False,
+        invariant: bool = False,
         graphs: bool = True,
         ranks: Ranks | None = None,
         hidden: bool = False,
@@ -66,7 +68,21 @@ class Engine:
         self.keeps_hidden = hidden
         alone = HiddenRunner if hidden else Runner
         self.runner = (alone if ranks is None else ranks.runner)(model, self.cache, exact)
+        self.runner.invariant = invariant
         self.replayer = Replayer(self.runner, graphs)
+
+    @property
+    def alike(self) -> bool:
+        """Whether kernels are chosen so that results do not depend on company: a CPU has no others."""
+        return self.runner.invariant and self.device.type == "cuda"
+
+    def try_token(self) -> None:
+        """Run a token and forget it, so that what no kernel serves is refused now."""
+        sequence = self.cache.open()
+        try:
+            self.score(self.step(self.cache.batch([sequence]), [[0]]))
+        finally:
+            sequence.close()
 
     def check(self) -> None:
         """Raise if a rank that has some of the model is gone."""

@@ -16,7 +16,7 @@ from auraflux.models import family, family_name
 from auraflux.models.config import experts_per_token, has_experts
 from auraflux.quant import check_format
 from auraflux.run import calibration
-from auraflux.run.device import CHUNK, activation_dtype, device_memory, fetch_kernels, find_device, free_device_nbytes
+from auraflux.run.device import activation_dtype, chunk_for, device_memory, fetch_kernels, find_device, free_device_nbytes
 from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
@@ -53,6 +53,7 @@ def load(
     exact: bool = False,
     context: int | None = None,
     *,
+    invariant: bool = False,
     graphs: bool = True,
     calibrate: str | Path = CALIBRATE,
     expert_memory: str | int | ExpertSettings | None = None,
@@ -73,6 +74,8 @@ def load(
               k4v4, or what a family of models needs that bears less
     quantize  bits to which dense weights are rounded on the way
     exact     multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    invariant have a GPU give a token the same bits however many others are read or written with it, see docs/numerics.md; on a
+              CPU it is always so
     context   most tokens of a text; by default the model's own, or what a quarter of the free memory holds
     graphs    replay steps of decoding: on a GPU as CUDA graphs, and pieces of long prompts too
     calibrate what codes leave out of keys: "auto" runs some tokens when a model is first loaded, and keeps what that tells
@@ -122,7 +125,7 @@ def load(
             rooms = [(held, max(each - experts.share.nbytes, each // 2)) for held, each in rooms]
         kept_shapes = [*shapes, *further]
         longest = min(_context(context, config.context, kept_shapes, settings, dtype, each, held, deal) for held, each in rooms)
-        options: dict[str, Any] = {"context": longest, "chunk": chunk or CHUNK[target.type], "dtype": dtype}
+        options: dict[str, Any] = {"context": longest, "chunk": chunk or chunk_for(target, invariant), "dtype": dtype}
         # one place more is for scores of whole texts
         options |= {"sequences": sequences + 1, "kept": sequences}
         limits = [(_cache_nbytes(cache_memory, each), held, deal) for held, each in rooms]
@@ -154,21 +157,31 @@ def load(
             lead.ready(vectors)
         callers.pop_all()
 
-    how: dict[str, Any] = {"exact": exact, "graphs": graphs, "vectors": vectors, "ranks": lead, "hidden": bool(further)}
+    how: dict[str, Any] = {
+        "exact": exact,
+        "invariant": invariant,
+        "graphs": graphs,
+        "vectors": vectors,
+        "ranks": lead,
+        "hidden": bool(further),
+    }
     with device_memory():
         engine = Engine(model, shapes, settings, **options, tokens=tokens, **how, device=target)
+        if engine.alike:
+            engine.try_token()
         drafts = MTPDrafts.beside(engine, further[0]) if further else None
     notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
     ends = _ends(checkpoint, tokenizer)
     kind = str(checkpoint.config.get("model_type", ""))
     disk = None
     if prefix_disk is not None:
-        name = fingerprint(checkpoint.path, quantize, exact, engine.cache.format)
+        name = fingerprint(checkpoint.path, quantize, exact, engine.cache.format, *["invariant"] * engine.alike)
         folder = Path(prefix_folder) if prefix_folder is not None else cache_folder() / "prefixes"
         disk = PrefixDisk(folder / name, parse_nbytes(prefix_disk), name)
     speculation = None
     if speculate is not None:
         same: dict[str, Any] = {"device": str(target), "kv": kv, "exact": exact, "graphs": graphs, "calibrate": calibrate}
+        same |= {"invariant": invariant}
         same |= {"context": longest, "sequences": sequences, "chunk": chunk, "report": report}
         speculation = _speculation(speculate, engine, drafts, tokenizer, same)
     how = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": watch, "speculation": speculation}

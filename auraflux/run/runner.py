@@ -1,6 +1,7 @@
 """Tokens through a model and its cache, one step after the other: what an engine and its replays both run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache
 from auraflux.cache.deal import Deal
-from auraflux.ops import exact
+from auraflux.ops import exact, invariant
 
 
 class Model(Protocol):
@@ -47,19 +48,27 @@ class Ranks(Protocol):
 class Runner:
     """A model with its cache.
 
-    exact   multiply float32 activations; otherwise CPU kernels round them to int8 per group
-    hidden  what the last scores were made of, [N, H]; None where it is not kept
+    exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
+    invariant  have CUDA kernels give a token the same bits in any company; those of a CPU always do
+    hidden     what the last scores were made of, [N, H]; None where it is not kept
     """
 
+    invariant = False
     hidden: Tensor | None = None
 
     def __init__(self, model: Model, cache: Cache, exact: bool):
         self.model, self.cache, self.exact = model, cache, exact
         self.device = cache.device
 
+    @contextmanager
+    def contract(self) -> Iterator[None]:
+        """Compute as it is wanted, inside the block."""
+        with exact(self.exact), invariant(self.invariant):
+            yield
+
     def forward(self, flat: Tensor, batch: Batch) -> Tensor:
         """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
-        with exact(self.exact):
+        with self.contract():
             if not batch.silent:
                 return self.model(flat, batch, self.cache)
             self.model.remember(flat, batch, self.cache)
@@ -67,7 +76,7 @@ class Runner:
 
     def score(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32."""
-        with exact(self.exact):
+        with self.contract():
             return self.model.logits(hidden)
 
     def repeated(self, given: Tensor, batch: Batch) -> Tensor:

@@ -11,8 +11,10 @@ from auraflux.ops.moe.routing import Routing
 
 pytest.importorskip("triton")
 from auraflux.ops.moe.cuda.persistent import ring_sizes
+from auraflux.ops.moe.cuda.slots_launch import order_of
 from tests.emulator.experts import block_kernels, passed, placed
 from tests.emulator.ptx import Device
+from tests.ops import test_experts_hopper as slots
 
 TOL = 6e-3  # what lies between the kernels is bf16
 SKEW = 3
@@ -30,9 +32,9 @@ class Blocks:
         self.chosen, self.placed, self.owner = (placed(self.device, one) for one in (ids, *filled))
         given = placed(self.device, scores), placed(self.device, bias)
         rule = {"K": k, "E": 0 if scores is None else -(-experts // 32) * 32, "SCORING": scoring, "PASSES": -(-tokens // 32)}
-        rule["SIZE"] = self.size
+        rule |= {"SIZE": self.size, "RENORMALIZE": False}
         kernel = block_kernels(self.device, 32, 1, 0)["assign_pairs"]
-        kernel(*given, self.chosen, self.placed, self.owner, tokens, experts, self.most, **rule)
+        kernel(*given, self.chosen, None, self.placed, self.owner, 1.0, tokens, experts, self.most, **rule)
         self.ids = self.device.get(self.chosen, ids)
         self.lists = [self.device.get(at, one) for at, one in zip((self.placed, self.owner), filled, strict=True)]
 
@@ -50,7 +52,9 @@ class Blocks:
             assert len(blocks) == -(-len(there) // self.size)
 
 
-def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -> torch.Tensor:
+def parts_of(
+    blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int, ordered: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
     device, inner, hidden, k = blocks.device, experts.inner, experts.hidden, blocks.ids.shape[1]
 
     between, parts = torch.full((blocks.pairs, inner), float("nan")).bfloat16(), torch.full((*blocks.ids.shape, hidden), 7.0)
@@ -60,11 +64,12 @@ def parts_of(blocks: Blocks, x: torch.Tensor, experts: Experts, programs: int) -
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
         sizes = {"H": hidden, "INNER": inner, "D": ring_sizes(hidden, blocks.octets)[1], "OCTETS": blocks.octets}
+        sizes["ORDERED"] = ordered[0]
         kernels["up_stream"](inputs, *lists, gate, up, hiddens, blocks.pairs, k, blocks.most, **sizes)
     for program in range(programs):
         kernels = block_kernels(device, 8, programs, program)
         sizes = {"INNER": inner, "HIDDEN": hidden, "D": ring_sizes(inner, blocks.octets)[1], "SKEWED": SKEW}
-        sizes["OCTETS"] = blocks.octets
+        sizes |= {"OCTETS": blocks.octets, "ORDERED": ordered[1]}
         kernels["down_stream"](hiddens, *lists, down, results, blocks.pairs, blocks.most, **sizes)
     assert results is not None
     return device.get(results, parts)
@@ -113,3 +118,19 @@ def test_blocks_stream_through_programs(experts: int, hidden: int, inner: int, t
     expert_parts.reference(x, ids, made, expected)
     assert (parts[0, 0] == 7).all()
     assert relative_rms(parts[1:], expected[1:]) <= TOL
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("hidden", "inner", "tokens", "k"),
+    [(512, 256, 3, 2), (256, 512, 2, 3), pytest.param(2048, 768, 3, 8, marks=pytest.mark.slow)],
+)
+def test_blocks_add_up_as_slots_do(hidden: int, inner: int, tokens: int, k: int):
+    """To the bit, whether a warp has all of a slot or quads of several."""
+    torch.manual_seed(inner)
+    made, x = layer(k + 1, hidden, inner, lanes=1), torch.randn(tokens, hidden).bfloat16()
+    ids = torch.stack([torch.randperm(k + 1)[:k] for _ in range(tokens)]).int()
+    parts = parts_of(Blocks(ids, k + 1, 1), x, made, 2, order_of(made, k))
+    expected = torch.zeros_like(parts)
+    slots.run(x, ids, None, None, None, 1.0, (None,) * 3, made, k, {**slots.GIVEN, "RENORMALIZE": False}, expected)
+    assert torch.equal(slots.seen(parts), slots.seen(expected))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from auraflux.ops._cases import Args, Case, all_cases, tensors
+from auraflux.ops._cases import Args, Case, all_cases, in_row_order, tensors
 from auraflux.ops._dispatch import Declined, exact
 
 ROWS = {
@@ -119,9 +119,9 @@ def single(case: Case, args: Args) -> Iterator[tuple[int, Args]]:
             yield t, call | {"starts": torch.tensor([0, 1], dtype=torch.int32)}
 
 
-def results(case: Case, call: Args) -> list[Tensor]:
+def results(case: Case, call: Args, backend: str = "cpu") -> list[Tensor]:
     """What a call gives, rows first."""
-    kernel = case.op.kernel("cpu")
+    kernel = case.op.kernel(backend)
     assert kernel is not None
     given = [tensor for _, tensor in tensors(kernel(**call))]
     # layers are apart, and tokens within them
@@ -132,16 +132,17 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool(torch.equal(found.nan_to_num(7.5), expected.nan_to_num(7.5)))
 
 
-def parted(case: Case) -> str | None:
+def parted(case: Case, backend: str = "cpu") -> str | None:
     """What differs between rows together and alone."""
-    together, alone = case.args(), case.args()
+    with torch.device(backend):
+        together, alone = (case.args() if backend == "cpu" else in_row_order(case.args()) for _ in range(2))
+        calls = list(single(case, alone))
     writes = case.op.name in TEXTS or case.op.name in ("gated_delta_step", "expert_parts")
     with exact(case.exact):
         try:
-            whole = results(case, together)
+            whole = results(case, together, backend)
         except Declined:
             return None
-        calls = list(single(case, alone))
         chosen = (
             range(len(calls)) if writes else [*range(MOST // 2), *range(max(MOST // 2, len(calls) - MOST // 2), len(calls))]
         )
@@ -151,7 +152,7 @@ def parted(case: Case) -> str | None:
                 if n >= len(calls):
                     continue
                 t, call = calls[n]
-                for i, tensor in enumerate(results(case, call)):
+                for i, tensor in enumerate(results(case, call, backend)):
                     rows = len(tensor)
                     if not same(tensor, whole[i][t * rows : (t + 1) * rows]):
                         return f"row {t} of result {i}"

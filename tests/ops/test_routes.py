@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from auraflux import ops
-from auraflux.ops import append_codes, expert_mlp, mixture, turboquant_attention
+from auraflux.ops import append_codes, expert_mlp, invariant, mixture, turboquant_attention
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, families
 from auraflux.ops.assumed import assume_gpu
@@ -49,6 +49,23 @@ def test_the_first_that_does_not_refuse_runs():
     assert table.explain(9).taken is None
     with pytest.raises(Declined, match="9 is not below 5"):
         table(9)
+
+
+def test_only_routes_that_are_alike_are_taken_inside_invariant():
+    never = lambda number: None  # noqa: E731
+    table = Routes(Route("quick", never, lambda number: "quick"), Route("same", never, lambda number: "same", alike=True))
+    kept = Routes(*table, key=lambda number: number)
+    for routes in (table, kept):
+        assert routes(1) == "quick"
+        with invariant():
+            assert routes(1) == "same"
+            assert routes.explain(1).taken == "same"
+        assert routes(1) == "quick"
+    # all of a table are alike where none is marked
+    with invariant():
+        assert below(2)(1) == "1 by the small one"
+        with pytest.raises(Declined, match="not for it"):
+            Routes(Route("quick", never, str), Route("other", lambda number: "not for it", str, alike=True))(1)
 
 
 def by_half(inner: Routes[int, str]) -> Routes[int, str]:
@@ -209,11 +226,20 @@ def test_large_arguments_take_their_route(family: str, name: str):
     assert name in taken(verdict)
 
 
+# cases that take routes which are taken inside `invariant` only
+ALIKE = [
+    case for op in (ops.linear, ops.add_norm_linears, ops.gated_delta_prefill) for case in cases_of(op) if not case.slow
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_route_is_taken_by_something(backend: str, verdicts: dict[str, dict[Case, Verdict]]):
     reached = {(case.op.family, name) for case, verdict in verdicts[backend].items() for name in taken(verdict)}
     if backend == "cuda":
         reached |= set(LARGE)
+        with invariant():
+            alike = [(case, explained(case)) for case in ALIKE]
+        reached |= {(case.op.family, name) for case, verdict in alike if verdict is not None for name in taken(verdict)}
     rows = [
         ({(family, route.name) for family in asking}, route) for table, asking in tables_of(backend).items() for route in table
     ]

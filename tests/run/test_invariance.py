@@ -107,6 +107,14 @@ def test_pieces_and_company_change_nothing(name: str, kv: str, exact: bool):
         numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 
 
+def test_the_setting_changes_nothing_on_a_cpu():
+    model, shapes, text = model_of("llama")
+    same = [
+        alone(Engine(model, shapes, CacheSettings("k4v4"), context=256, invariant=on), text[:50], [50]) for on in (False, True)
+    ]
+    assert torch.equal(*same)
+
+
 @every_way
 def test_forks_and_cuts_change_nothing(name: str, kv: str, exact: bool):
     engine, text, expected = whole(name, kv, exact)

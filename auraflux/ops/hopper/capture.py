@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from auraflux.ops._cases import Case, in_row_order
-from auraflux.ops._dispatch import Declined, exact
+from auraflux.ops._dispatch import Declined, exact, invariant
 from auraflux.ops.assumed import AMPERE, HOPPER, assume_gpu
 from auraflux.ops.hopper.launch import diverted
 from auraflux.ops.unfilled import Unfilled
@@ -125,8 +125,8 @@ def captured() -> Iterator[list[Build]]:
         driver._active = before
 
 
-def launched(case: Case) -> list[Build]:
-    """The builds that a case launches on Hopper, and on the oldest GPU that is served."""
+def launched(case: Case, alike: bool = False) -> list[Build]:
+    """The builds that a case launches on Hopper, and on the oldest GPU that is served; `alike`: inside `invariant`."""
     kernel = case.op.kernel("cuda")
     if kernel is None:
         return []
@@ -134,7 +134,7 @@ def launched(case: Case) -> list[Build]:
         with assume_gpu(HOPPER):
             args = in_row_order(case.args())
         for capability in (HOPPER, AMPERE):
-            with assume_gpu(capability), exact(case.exact):
+            with assume_gpu(capability), exact(case.exact), invariant(alike):
                 try:
                     kernel(**args)
                 except Declined:

@@ -110,6 +110,42 @@ def weights_at(packed, scales, biases, row, k, there, K, BITS: tl.constexpr, GRO
     return weight_value(code_value(low, high, k % UNIT, BITS, AFFINE), slope, intercept, AFFINE)
 
 
+@triton.jit
+def weights_tile(
+    packed, scales, biases, row, rows, start, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Load weights [ROWS, BK] from column `start` on, of one group; dense ones where BITS is 0."""
+    k = start + tl.arange(0, BK)
+    there = (row < rows)[:, None]
+    wide = row.to(tl.int64)[:, None]
+    if BITS == 0:
+        return tl.load(packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
+    elif BITS == 2 or BITS == 4 or BITS == 8:  # noqa: RET505
+        WORDS: tl.constexpr = BK * BITS // 32
+        word = start * BITS // 32 + tl.arange(0, WORDS)
+        bits = tl.load(packed + wide * (K // 32 * BITS) + word[None, :], mask=there, other=0).to(tl.uint32, bitcast=True)
+        # code j of a word is shifted down by BITS * j: its highest digit first, as the last axis is to count fastest
+        bits = tl.join(bits, bits >> 16)
+        bits = tl.join(bits, bits >> 8)
+        if BITS < 8:
+            bits = tl.join(bits, bits >> 4)
+        if BITS < 4:
+            bits = tl.join(bits, bits >> 2)
+        bits = tl.reshape(bits, [row.shape[0], BK])
+        slope, intercept = weight_line(scales, biases, wide * (K // GROUP) + start // GROUP, there, BITS, AFFINE)
+        return weight_value(code_value(bits, bits, 0, BITS, AFFINE), slope, intercept, AFFINE)
+    else:
+        return weights_at(packed, scales, biases, wide, k[None, :], there & (k < K)[None, :], K, BITS, GROUP, AFFINE)
+
+
+@triton.jit
+def tokens_tile(x, token, tokens, start, K, BK: tl.constexpr):
+    """Load columns of tokens, [BK, TOKENS]."""
+    k = start + tl.arange(0, BK)
+    return tl.load(x + token[None, :] * K + k[:, None], mask=(token < tokens)[None, :] & (k < K)[:, None], other=0.0)
+
+
 class Codes(NamedTuple):
     """A weight as kernels take it; where it has no biases, they are None, or scales stand in for them and are not read."""
 

@@ -57,7 +57,8 @@ Find = Callable[[str], list[Wanted]]
 def launches(family: str) -> list[Wanted]:
     """All that a family's cases launch."""
     cases = [(case, True) for case in HOT] + [(case, False) for case in all_cases()]
-    return [Wanted(build, hot) for case, hot in cases if case.op.family == family for build in launched(case)]
+    mine = [(case, hot, alike) for case, hot in cases for alike in (False, True) if case.op.family == family]
+    return [Wanted(build, hot and not alike) for case, hot, alike in mine for build in launched(case, alike)]
 
 
 def chosen(found: Sequence[Wanted]) -> list[Wanted]:

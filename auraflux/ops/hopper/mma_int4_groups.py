@@ -118,6 +118,12 @@ def scales_two(base, lane, LINE: gl.constexpr, APART: gl.constexpr, ROWS: gl.con
 
 
 @gluon.jit
+def weighed(scale, bias, codes, inputs):
+    """Weigh a group's sums of codes, over 2**73, and of inputs."""
+    return gl.fma(bias, inputs, scale * (codes * OF_CODES))
+
+
+@gluon.jit
 def row_products(words, lines, x, sums, lane, SECOND: gl.constexpr):
     """Multiply a lane's two rows by group t, whose x is in column 2t and, for the second row, in 2t + SECOND.
 
@@ -135,7 +141,7 @@ def row_products(words, lines, x, sums, lane, SECOND: gl.constexpr):
         r0, r1 = gl.where(mine == j, c[4 * j], r0), gl.where(mine == j, c[4 * j + 2 + SECOND], r1)
     if sums is None:
         sums = sums_16(x)
-    return lines[0] * (r0 * OF_CODES) + lines[2] * sums[0], lines[1] * (r1 * OF_CODES) + lines[3] * sums[SECOND]
+    return weighed(lines[0], lines[2], r0, sums[0]), weighed(lines[1], lines[3], r1, sums[SECOND])
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 """What attention of few tokens on Hopper shares: the positions that a program has, tiles for TMA, and the merge.
 
 Programs of a token and head divide the positions it sees into equal shares of whole tiles. Each leaves the mean of its values,
-its largest score, in units of log2(e), and its sum of weights; a second kernel merges them.
+its largest score, in units of log2(e), and its sum of weights; a second kernel merges them. How many share is decided by what
+else there is to do; or, inside `invariant`, by how much the token sees, and the merge has room for the most there can be.
 
 The first kernel lets the second begin when it has waited itself. So the second may let the next begin before it has waited:
 what comes next then knows all but the shares to be there, and nobody else reads those. It does where the first asks for less
@@ -20,12 +21,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.hopper.launch import described, launch
-from auraflux.ops.hopper.sizes import power_of_two
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import Parts
 
 TILE = 64  # positions
 MOST_SPLITS = 128
+# inside `invariant`: positions of a share, unless that makes too many of them
+ALIKE_KEYS, ALIKE_SPLITS = 256, 64
 WARPS = 4  # of a program that merges
 ACROSS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of what warps tell each other, [4, columns]
 LIST = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -72,9 +76,28 @@ def sum_of_columns(x, room, N: gl.constexpr):
     return gl.convert_layout(gl.sum(room.load(quarters(N)), 0), gl.SliceLayout(0, columns(N)))
 
 
+def splits_for(wanted: int, capacity: int, least: int = TILE) -> int:
+    """How many programs share the positions of a token: as many as wanted, of `least` positions each, or as it must be."""
+    if is_invariant():
+        return max(1, min(ALIKE_SPLITS, cdiv(capacity, ALIKE_KEYS)))
+    return max(1, min(MOST_SPLITS, wanted, cdiv(capacity, least)))
+
+
+def keys_each() -> int:
+    """Positions of a share, where that is fixed; 0 where it is not."""
+    return ALIKE_KEYS if is_invariant() else 0
+
+
+def merged_at_once(splits: int) -> int:
+    """Room for shares in a program that merges."""
+    return ALIKE_SPLITS if is_invariant() else power_of_two(splits)
+
+
 @gluon.jit
-def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr):
+def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constexpr, EACH: gl.constexpr):
     """Find a token's sequence, and a split's share of what it sees, in tiles of N.
+
+    EACH     positions that a share is to have, so that there may be less than `splits`; 0 for equal shares for all
 
     returns sequence, first position of the share, first that is seen, end of the share, number of tiles, how many positions
             were there before this step, and how many the token and those before it are
@@ -86,6 +109,8 @@ def share_of(token, split, splits, window, index, S: gl.constexpr, N: gl.constex
     stop, length = gl.load(index.starts + sequence + 1), gl.load(index.lengths + sequence)
     seen, old = length - stop + token + 1, length - stop + gl.load(index.starts + sequence)
     low = gl.maximum(seen - window, 0)
+    if EACH > 0:
+        splits = gl.minimum(splits, gl.maximum((seen - low // N * N + EACH - 1) // EACH, 1))
     share = ((seen - low // N * N + N - 1) // N + splits - 1) // splits * N
     begin = low // N * N + split * share
     end = gl.minimum(seen, begin + share)
@@ -127,7 +152,7 @@ def merge_shares(parts, sinks, out, heads, splits, D: tl.constexpr, S: tl.conste
 def merge(parts: Parts, sinks: Tensor | None, out: Tensor, piece: int, early: bool) -> None:
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D], `piece` channels a program."""
     lines, splits, width = parts[0].shape
-    grid, sizes = (lines, width // piece), (width, power_of_two(splits), piece, early)
+    grid, sizes = (lines, width // piece), (width, merged_at_once(splits), piece, early)
     launch(merge_shares, grid)(parts, sinks, out, out.shape[1], splits, *sizes, num_warps=WARPS, launch_pdl=True)
 
 

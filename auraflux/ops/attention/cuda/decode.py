@@ -26,17 +26,18 @@ from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
     ACROSS,
-    MOST_SPLITS,
     TILE,
     Whole,
     columns,
+    keys_each,
     merge,
     room_for,
     share_of,
+    splits_for,
     sum_of_columns,
     tiles_of,
     top_of_columns,
@@ -169,12 +170,17 @@ def _attend(
 @gluon.jit
 def decode_columns(
     queries, keys, values, index, sinks, parts, scale, softcap, window, heads, splits, G: gl.constexpr, HEADS: gl.constexpr,
-    D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    D: gl.constexpr, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr, AHEAD: gl.constexpr, SOFTCAP: gl.constexpr,
+    EACH: gl.constexpr,
 ):  # fmt: skip
-    """G heads of one token, N columns, with one share of the positions they see; grid (tokens * HEADS, splits)."""
+    """G heads of one token, N columns, with one share of the positions they see; grid (tokens * HEADS, splits).
+
+    AHEAD  tiles in flight, and how many of them are asked for before the wait
+    """
+    ST: gl.constexpr = AHEAD[0]
+    BEFORE: gl.constexpr = AHEAD[1]
     token, head, split = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1)
-    share = share_of(token, split, splits, window, index, S, 64)
+    share = share_of(token, split, splits, window, index, S, 64, EACH)
     sequence, begin, low, end, count, old, _ = share
     table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(keys.dtype, [N, D], queries.layout)
@@ -214,13 +220,13 @@ def attend_decode(
     (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
     (sequences, table_width), group = pages.table.shape, heads // key_heads
     programs, (each, stages, before, registers) = tokens * key_heads, SHAPES[width]
-    splits = max(1, min(MOST_SPLITS, each * multiprocessors(q.device) // programs, cdiv(table_width * page, TILE)))
-    parts = None if splits == 1 else room_for(tokens * heads, splits, width, torch.float32, q.device)
+    splits, fixed = splits_for(each * multiprocessors(q.device) // programs, table_width * page), keys_each()
+    parts = None if splits == 1 and not fixed else room_for(tokens * heads, splits, width, torch.float32, q.device)
     n, seen = max(8, power_of_two(group)), EVERYTHING if window is None else window
     launch(decode_columns, (programs, splits))(
         tiles_of(q, n), tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), index_of(pages, starts),
         sinks if parts is None else None, parts or Whole(out), scale, softcap or 1.0, seen, heads, splits,
-        group, key_heads, width, page, power_of_two(sequences), n, stages, before, softcap is not None,
+        group, key_heads, width, page, power_of_two(sequences), n, (stages, before), softcap is not None, fixed,
         num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:

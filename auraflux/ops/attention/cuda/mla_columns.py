@@ -24,17 +24,18 @@ from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
-from auraflux.ops.hopper.sizes import cdiv, power_of_two
+from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
     ACROSS,
-    MOST_SPLITS,
     TILE,
     Whole,
     columns,
+    keys_each,
     merge,
     room_for,
     share_of,
+    splits_for,
     sum_of_columns,
     tiles_of,
     top_of_columns,
@@ -126,7 +127,7 @@ def _attend(
 @gluon.jit
 def latent_columns(
     queries, rotated, latents, ropes, q_latent, q_rope, index, parts, scale, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
-    N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr,
+    N: gl.constexpr, ST: gl.constexpr, BEFORE: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """All heads of one token, N at most, with one share of its positions; grid (tokens, splits).
 
@@ -135,7 +136,7 @@ def latent_columns(
     token, split = gl.program_id(0), gl.program_id(1)
     _fetch(q_latent + (token * heads + split // 8 % heads) * 512 + split % 8 * 64)
     _fetch(q_rope + (token * heads + split % heads) * 64)
-    share = share_of(token, split, splits, 1 << 30, index, S, 64)
+    share = share_of(token, split, splits, 1 << 30, index, S, 64, EACH)
     sequence, begin, _, end, count, old, _ = share
     table = index.table + sequence.to(gl.int64) * index.width
     Q = gl.allocate_shared_memory(BF, [N, 512], queries.layout)
@@ -171,14 +172,14 @@ def attend_columns(
 ) -> None:
     """`latent_attention` of few heads into `out`."""
     (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
-    splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tokens, cdiv(table_width * page, TILE)))
-    parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
+    splits, fixed = splits_for(multiprocessors(out.device) // tokens, table_width * page), keys_each()
+    parts = None if splits == 1 and not fixed else room_for(tokens * heads, splits, LATENT, torch.float32, out.device)
     n = max(8, power_of_two(heads))
     registers, before = SHAPES[n]
     launch(latent_columns, (tokens, splits))(
         tiles_of(q_latent, n), tiles_of(q_rope, n), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
         q_latent, q_rope, index_of(pages, starts), parts or Whole(out), scale * LOG2E.value, heads, splits,
-        page, power_of_two(sequences), n, STAGES, before,
+        page, power_of_two(sequences), n, STAGES, before, fixed,
         num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:

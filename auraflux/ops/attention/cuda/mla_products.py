@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops._dispatch import Declined
+from auraflux.ops._dispatch import Declined, is_invariant
 from auraflux.ops.hopper.flash import narrow
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.quant import QTensor
+
+MANY = 64  # tokens, for which tiles are as they may be largest
 
 
 @triton.jit
@@ -108,9 +110,10 @@ def multiply(x: Tensor, weight: Tensor | QTensor, out: Tensor, rows: int, skip: 
     tokens, heads, width = x.shape[0], x.shape[1], weight.shape[1]
     if not out.numel():
         return
-    tile = min(64, max(16, power_of_two(tokens)))
+    many = MANY if is_invariant() else tokens
+    tile = min(64, max(16, power_of_two(many)))
     # few tokens: small parts of the result, so that all of the GPU reads the weight
-    grid_rows, grid_columns = (32, 64) if query else (16 if tokens <= 16 else 64, 64)
+    grid_rows, grid_columns = (32, 64) if query else (16 if many <= 16 else 64, 64)
     pieces = cdiv(width, grid_columns) if query else cdiv(used, grid_rows)
     launch(latent_products, (heads, pieces, cdiv(tokens, tile)))(
         x,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.pages import LatentPages
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of, place_token
@@ -107,7 +108,7 @@ class Queries(NamedTuple):
 
 def not_fused(q: Tensor, heads: int, nope: int, inv_freq: Tensor) -> str | None:
     """Why norm, RoPE and storing are not one launch; None if they are."""
-    if not 0 < len(q) <= MOST_FUSED:
+    if not len(q) > 0 or (len(q) > MOST_FUSED and not is_invariant()):
         return f"{len(q)} tokens; it is for up to {MOST_FUSED}"
     return None if 2 * len(inv_freq) == q.shape[1] // heads - nope else "not all of a key's channels are rotated"
 

@@ -27,7 +27,7 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
-from auraflux.ops.hopper.split_kv import MOST_SPLITS, TILE, Whole, columns, merge, room_for, share_of, tiles_of
+from auraflux.ops.hopper.split_kv import TILE, Whole, columns, keys_each, merge, room_for, share_of, splits_for, tiles_of
 
 HEADS, LATENT, ROPE = 64, 512, 64  # of a program, and channels
 STAGES = 2
@@ -124,12 +124,12 @@ def _mix(memory, out, count, at, room, splits, ST: gl.constexpr, HALF: gl.conste
 @gluon.jit
 def latent_rows(
     queries, rotated, latents, ropes, index, parts, scale, heads, splits, PAGE: gl.constexpr, S: gl.constexpr, N: gl.constexpr,
-    ST: gl.constexpr,
+    ST: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one token with one share of its positions; grid (tokens * tiles of heads, splits)."""
     tiles = (heads + 63) // 64
     token, first, split = gl.program_id(0) // tiles, gl.program_id(0) % tiles * 64, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, index, S, N)
+    share = share_of(token, split, splits, 1 << 30, index, S, N, EACH)
     sequence, begin, _, end, count, old, _ = share
     line, room = token * heads + first, heads - first
     at = line.to(gl.int64) * splits + split
@@ -170,13 +170,13 @@ def attend_rows(
     """`latent_attention` of many heads into `out`."""
     (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     tiles = tokens * cdiv(heads, HEADS)
-    splits = max(1, min(MOST_SPLITS, multiprocessors(out.device) // tiles, cdiv(table_width * page, TILE)))
+    splits, fixed = splits_for(multiprocessors(out.device) // tiles, table_width * page), keys_each()
     # rounded once more, which means of many shares do not show
-    parts = None if splits == 1 else room_for(tokens * heads, splits, LATENT, torch.bfloat16, out.device)
+    parts = None if splits == 1 and not fixed else room_for(tokens * heads, splits, LATENT, torch.bfloat16, out.device)
     launch(latent_rows, (tiles, splits))(
         tiles_of(q_latent, HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.latent, TILE), tiles_of(pages.rope, TILE),
         index_of(pages, starts), parts or Whole(out), scale * LOG2E.value, heads, splits, page, power_of_two(sequences),
-        TILE, STAGES, num_warps=4, launch_pdl=True,
+        TILE, STAGES, fixed, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if parts is not None:
         merge(parts, None, out, MERGED, False)

@@ -2,6 +2,8 @@
 
 Plain Triton serves everything. On Hopper few new tokens read keys once for all heads that share them, and divide the keys
 among programs; many keep the tensor cores busy with tiles of queries. Latents are the same with all heads on one key.
+
+Inside `invariant` any number of tokens is attended from as few are, each alone.
 """
 
 from typing import NamedTuple
@@ -9,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.hopper.codes import check_order
@@ -94,7 +97,7 @@ def _refuses_decode(call: Attend) -> str | None:
     sequences, key_heads = len(call.pages.table), call.pages.k.shape[1]
     if call.near is not None:
         return "keys near to a query lie elsewhere"
-    if tokens > 2 * sequences:
+    if tokens > 2 * sequences and not is_invariant():
         # more tokens of a sequence share the reading of keys in the other kernels
         return f"{tokens} new tokens of {sequences} sequences; it is for up to two of each"
     if heads // key_heads > decode.MOST_COLUMNS:
@@ -131,7 +134,7 @@ def _refuses_latent(call: AttendLatent) -> str | None:
     if any(x.data_ptr() % 16 for x in tensors):
         return UNALIGNED
     tokens, heads, _ = call.q_latent.shape
-    if heads % mla_rows.HEADS and tokens > 2 * len(call.pages.table):
+    if heads % mla_rows.HEADS and tokens > 2 * len(call.pages.table) and not is_invariant():
         # many tokens with few heads share the reading of latents in the other kernel
         return f"{tokens} new tokens with {heads} heads"
     return not_hopper(call.q_latent.device)
@@ -223,19 +226,19 @@ def _tiles(call: HeadProducts) -> None:
 
 
 ATTENTION: Routes[Attend, None] = Routes(
-    Route("decode", _refuses_decode, _decode),
+    Route("decode", _refuses_decode, _decode, alike=True),
     Route("prefill", _refuses_prefill, _prefill),
     Route("flash_paged", _never, _flash),
 )
 LATENT: Routes[AttendLatent, None] = Routes(
-    Route("mla_columns", _refuses_mla_columns, _mla_columns),
-    Route("mla_rows", _refuses_latent, _mla_rows),
+    Route("mla_columns", _refuses_mla_columns, _mla_columns, alike=True),
+    Route("mla_rows", _refuses_latent, _mla_rows, alike=True),
     Route("flash_paged", _never, _flash_latent),
 )
 HEAD_PRODUCTS: Routes[HeadProducts, None] = Routes(
     Route("mla_products_codes", _refuses_codes, _codes),
     Route("cuBLAS for each head", _refuses_bmm, _bmm),
-    Route("mla_products", _never, _tiles),
+    Route("mla_products", _never, _tiles, alike=True),
 )
 ROUTES = {
     "attention": ATTENTION,

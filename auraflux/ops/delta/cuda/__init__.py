@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from auraflux.ops._dispatch import Declined
+from auraflux.ops._dispatch import Declined, is_invariant
 from auraflux.ops.delta.cuda.channels import make_channel_gates, take_channels
 from auraflux.ops.delta.cuda.gates import make_gates
 from auraflux.ops.delta.cuda.routes import CONV, LAYER, PREFILL, SCAN, WIDEST_KEY, Convolve, LayerStep, Prompt, Scan
 from auraflux.ops.delta.cuda.selective import make_scan_gates
+from auraflux.ops.delta.cuda.serial import take_serially
 from auraflux.ops.delta.cuda.step import take_step
 from auraflux.ops.hopper.device import ready
 
@@ -31,7 +32,10 @@ def gated_delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tens
     out = torch.empty_like(v)
     if not state.numel():
         return out.zero_()
-    take_step(state, q, k, v, decay, beta, out)
+    if is_invariant():
+        take_serially(state, q, k, v, decay, beta, None, out)
+    else:
+        take_step(state, q, k, v, decay, beta, out)
     return out
 
 

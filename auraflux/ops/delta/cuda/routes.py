@@ -1,11 +1,15 @@
-"""Which kernel runs a delta layer on CUDA: the first below that does not refuse."""
+"""Which kernel runs a delta layer on CUDA: the first below that does not refuse.
+
+Inside `invariant` memories are taken through tokens one by one, in a prompt and in a step alike.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective
+from auraflux.ops._dispatch import is_invariant
+from auraflux.ops.delta.cuda import chunks, conv, decode, prefill, selective, serial
 from auraflux.ops.delta.reference import LAYER_STEPS, layer_step_by
 from auraflux.ops.hopper.device import not_hopper
 from auraflux.ops.routes import Route, Routes
@@ -110,6 +114,13 @@ def _refuses_decode(call: LayerStep) -> str | None:
     return UNALIGNED if (call.z.data_ptr() | call.state.data_ptr()) % 16 else not_hopper(call.qkv.device)
 
 
+def _refuses_one_by_one(call: Prompt) -> str | None:
+    if not is_invariant():
+        return "chunks are quicker"
+    width = call.state.shape[2]
+    return f"keys of {width} channels, wider than {2 * WIDEST_KEY}" if width > 2 * WIDEST_KEY else None
+
+
 def _never(call: object) -> None:
     return None
 
@@ -126,19 +137,20 @@ def _step_by_step(call: LayerStep) -> Tensor:
 
 
 PREFILL: Routes[Prompt, None] = Routes(
+    Route("one by one", _refuses_one_by_one, lambda call: serial.take_serially(*call), alike=True),
     Route("prefill", _refuses_prefill, lambda call: prefill.prefill_hopper(*call)),
     Route("chunks", _refuses_chunks, lambda call: chunks.run_chunks(*call)),
 )
 CONV: Routes[Convolve, None] = Routes(
     Route("conv, token by token", _refuses_serial, lambda call: conv.convolve_serially(*call)),
-    Route("conv, all tokens at once", _never, lambda call: conv.convolve_tiles(*call)),
+    Route("conv, all tokens at once", _never, lambda call: conv.convolve_tiles(*call), alike=True),
 )
 SCAN: Routes[Scan, None] = Routes(
     Route("scan, in chunks", _refuses_scan_chunks, lambda call: selective.scan_in_chunks(*call)),
-    Route("scan, token by token", _never, lambda call: selective.scan_one_by_one(*call)),
+    Route("scan, token by token", _never, lambda call: selective.scan_one_by_one(*call), alike=True),
 )
 LAYER: Routes[LayerStep, Tensor] = Routes(
     Route("decode", _refuses_decode, _decode),
-    Route("step by step", _never, _step_by_step),
+    Route("step by step", _never, _step_by_step, alike=True),
 )
 ROUTES = {"gated_delta_prefill": PREFILL, "short_conv": CONV, "selective_scan": SCAN, "delta_layer_step": LAYER}

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.assumed import assumed
 from auraflux.ops.hopper.device import multiprocessors, not_hopper
 from auraflux.ops.hopper.sizes import once_for_each
@@ -37,6 +38,7 @@ NOT_PLAIN = "it is not a product alone"
 BIASED = "a bias is added"
 SEVERAL = "there are several weights"
 UNALIGNED = "an address is not a multiple of 16 bytes"
+BY_NUMBER = "kernels may be chosen by the number of tokens"
 
 
 _kinds: dict[Hashable, int] = {}  # numbers of quantized weights that are alike
@@ -112,8 +114,21 @@ def _not_normed(call: Call) -> str | None:
 
 
 def refuses_matvec_int4(call: Call) -> str | None:
-    if reason := _not_one(call):
-        return reason
+    return _not_one(call) or _not_ordered(call)
+
+
+def refuses_int4_alike(call: Call) -> str | None:
+    if not is_invariant():
+        return BY_NUMBER
+    return _not_ordered(call) or ("one token has a kernel of its own" if call.tokens == 1 else None)
+
+
+def refuses_alike(call: Call) -> str | None:
+    return None if is_invariant() else BY_NUMBER
+
+
+def _not_ordered(call: Call) -> str | None:
+    """Why weights are not multiplied in the order of `matvec_int4`."""
     if not call.coded:
         return NOT_ALIKE
     if len(call.coded) > matvec_int4.MOST_WEIGHTS:
@@ -174,7 +189,7 @@ def refuses_matvec_gated(call: Call) -> str | None:
 def refuses_dense_normed(call: Call) -> str | None:
     if not call.scored:
         return "the normalised stream is not wanted"
-    if call.tokens != 1 or call.width > matvec_dense_normed.WIDEST:
+    if (call.tokens != 1 and not is_invariant()) or call.width > matvec_dense_normed.WIDEST:
         return f"{call.tokens} tokens, {call.width} wide; it is for one up to {matvec_dense_normed.WIDEST}"
     return BIASED if call.biased else None if len(call.dense) in (1, 2) else "the weights are not one or two small dense ones"
 

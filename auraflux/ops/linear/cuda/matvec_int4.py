@@ -76,8 +76,11 @@ def _copy_scales(
 
 
 @gluon.jit
-def _inputs(x, normed, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
-    """A lane's inputs of every run, and the sum of their squares if they are to be normalised."""
+def load_inputs(x, normed, further, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
+    """Load a lane's inputs of every run, and the sum of their squares if they are to be normalised.
+
+    further  where the token begins in what is added, and in the sum
+    """
     xs = ()
     squares = (g * 0).to(gl.float32)
     for i in gl.static_range(MINE):
@@ -91,7 +94,7 @@ def _inputs(x, normed, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, 
             if normed.delta is None:
                 got = load_normed_x(NORMED_X, x_at, norm_at, x_at, x_at, there & stores)
             else:
-                delta_at, total_at = (normed.delta + mine).to(gl.int64), (normed.total + mine).to(gl.int64)
+                delta_at, total_at = (normed.delta + further + mine).to(gl.int64), (normed.total + further + mine).to(gl.int64)
                 got = load_normed_x(ADDED_X, x_at, norm_at, delta_at, total_at, there & stores)
             xs += ((got[0], got[1], got[2], got[3], got[4], got[5], got[6], got[7]),)  # type: ignore[assignment]
             squares += gl.where(there, got[8], 0.0)
@@ -132,11 +135,38 @@ def _run_of_codes(
 
 @gluon.jit
 def _added(at, W: gl.constexpr):
-    """What four lanes of each warp found for a row."""
-    found = (at * 0).to(gl.float32)
-    for k in gl.static_range(4 * W):
-        found += word_at(at + k // 4 * 256 + k % 4 * 4).to(gl.float32, bitcast=True)
+    """What four lanes of each warp found for a row: summed warp by warp."""
+    zero = (at * 0).to(gl.float32)
+    found = zero
+    for v in gl.static_range(W):
+        some = zero
+        for t in gl.static_range(4):
+            some += word_at(at + v * 256 + t * 4).to(gl.float32, bitcast=True)
+        found += some
     return found
+
+
+@gluon.jit
+def pair_sum(scales, biases, first, second, x0, x1):
+    """Weigh the sums of two groups, of codes and of inputs; scales and biases are two in a word."""
+    found = gl.fma(bf16_at(scales, 1), second, bf16_at(scales, 0) * first)
+    return gl.fma(bf16_at(biases, 1), x1, gl.fma(bf16_at(biases, 0), x0, found))
+
+
+@gluon.jit
+def norm_factor(at, tid, eps, K: gl.constexpr, W: gl.constexpr):
+    """Give the factor of a norm, of the sums of squares that W warps have left."""
+    length = (tid * 0).to(gl.float32)
+    for v in gl.static_range(W):
+        length += word_at(at + v * 4 + tid * 0).to(gl.float32, bitcast=True)
+    return 1.0 / gl.sqrt(length / K + eps)
+
+
+@gluon.jit
+def gated_sum(gate, up):
+    """Give silu(gate) * up, as two products stored in bf16 would have it."""
+    gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
+    return gate / (1.0 + gl.exp(-gate)) * up
 
 
 @gluon.jit
@@ -179,7 +209,7 @@ def matvec(
                 )
         run(COMMIT, lane)
     run(AWAIT, lane)
-    xs, squares = _inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
+    xs, squares = load_inputs(x, normed, 0, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     found = ()
     for n in gl.static_range(TILES):
@@ -192,10 +222,8 @@ def matvec(
             s0, s1_, b0, b1_ = word_at(at), word_at(at + 8 * PITCH), word_at(at + 16 * PITCH), word_at(at + 24 * PITCH)
             # a lane's two groups lie in one quad
             live = 2 * (warp + i * W) + t // 2 < QUADS
-            sum0 = bf16_at(s0, 0) * r0 + bf16_at(s0, 1) * r1 + bf16_at(b0, 0) * X[0] + bf16_at(b0, 1) * X[1]
-            sum1 = bf16_at(s1_, 0) * r2 + bf16_at(s1_, 1) * r3 + bf16_at(b1_, 0) * X[0] + bf16_at(b1_, 1) * X[1]
-            total0 += gl.where(live, sum0, 0.0)
-            total1 += gl.where(live, sum1, 0.0)
+            total0 += gl.where(live, pair_sum(s0, b0, r0, r1, X[0], X[1]), 0.0)
+            total1 += gl.where(live, pair_sum(s1_, b1_, r2, r3, X[0], X[1]), 0.0)
         found += (total0, total1)  # type: ignore[assignment]
     gl.thread_barrier()
     for n in gl.static_range(TILES):
@@ -208,18 +236,13 @@ def matvec(
     out = _added(tile_at, W)
     factor = out
     if normed.weight is not None:
-        length = (tid * 0).to(gl.float32)
-        for v in gl.static_range(W):
-            length += word_at(ring + (TILES * W * 256 + v * 4) + tid * 0).to(gl.float32, bitcast=True)
-        factor = 1.0 / gl.sqrt(length / K + normed.eps)
+        factor = norm_factor(ring + TILES * W * 256, tid, normed.eps, K, W)
         out *= factor
     if GATED:
         up = _added(tile_at + 128, W)
         if normed.weight is not None:
             up *= factor
-        # as two products stored in bf16 would have it
-        out, up = out.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
-        out = out / (1.0 + gl.exp(-out)) * up
+        out = gated_sum(out, up)
     gl.store(y + row0 + tid, out.to(gl.bfloat16), tid < ROWS * TILES)
     memory._keep_alive()
 
@@ -250,6 +273,11 @@ def _room(rows: Sequence[int], width: int, gated: bool, processors: int) -> tupl
         return WARPS, 2, None
     # 128 registers: four programs on each multiprocessor; where the last run is not whole, the assembler would rather spill
     return WARPS, 3, None if width % (512 * WARPS) else 128
+
+
+def warps_for(rows: Sequence[int], width: int, gated: bool, processors: int) -> int:
+    """How many warps of a program share the width, which decides the order of sums."""
+    return _room(rows, width, gated, processors)[0]
 
 
 def _tiles(rows: Sequence[int], width: int, gated: bool) -> int:

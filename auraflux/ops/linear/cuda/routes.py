@@ -3,6 +3,8 @@
 One token is bound by reading codes, so every format has a matvec. Some tokens are multiplied straight from codes: up to 16 by
 skinny products, up to 64 by clusters that share the width, up to a thousand (for gate and up of 4 bits any number) with wgmma.
 For more, the weight is written out in the activations' dtype, and cuBLAS does the rest, as it does with dense weights.
+
+Inside `invariant` four-bit weights are multiplied in the order of their matvec, and all others by `gemm_alike`.
 """
 
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor
 from auraflux.ops.activation.cuda import swiglu
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.linear.cuda import (
+    gemm_alike,
     gemm_bits_skinny,
     gemm_cluster,
     gemm_cluster_dense,
+    gemm_int4_alike,
     gemm_int4_skinny,
     gemm_wgmma_launch,
     limits,
@@ -46,6 +50,22 @@ def _matvec_int4(call: Call) -> Made:
     normed = _normed(call)
     matvec_int4.multiply(call.x, call.coded, outs, call.gated, normed)
     return Made(outs, normed.total)
+
+
+def _int4_alike(call: Call) -> Made:
+    outs = call.outs()
+    if call.norm is None:
+        gemm_int4_alike.multiply(call.x, call.coded, outs, call.gated)
+        return Made(outs)
+    normed = _normed(call)
+    gemm_int4_alike.multiply(call.x, call.coded, outs, call.gated, normed)
+    return Made(outs, normed.total)
+
+
+def _alike(call: Call) -> Made:
+    outs = call.outs()
+    gemm_alike.multiply(call.x, call.weights[0], call.biases[0], outs[0])
+    return Made(outs)
 
 
 def _matvec_int4_tma(call: Call) -> Made:
@@ -203,21 +223,25 @@ def _each(call: Call) -> list[tuple[Routes[Call, Made], Call]]:
 
 
 PRODUCTS: Routes[Call, Made] = Routes(
-    Route("nothing to multiply", limits.refuses_empty, _empty),
+    Route("nothing to multiply", limits.refuses_empty, _empty, alike=True),
     Route("matvec_int4_tma", limits.refuses_matvec_int4_tma, _matvec_int4_tma),
-    Route("matvec_int4", limits.refuses_matvec_int4, _matvec_int4),
+    Route("matvec_int4", limits.refuses_matvec_int4, _matvec_int4, alike=True),
+    Route("gemm_int4_alike", limits.refuses_int4_alike, _int4_alike, alike=True),
     Route("matvec_int8", limits.refuses_matvec_int8, _matvec_int8),
     Route("matvec_bits", limits.refuses_matvec_bits, _matvec_bits),
     Route("matvec of three", limits.refuses_matvec_three, _matvec_three),
     Route("matvec of gate and up", limits.refuses_matvec_gated, _matvec_gated),
-    Route("matvec_dense_normed", limits.refuses_dense_normed, _dense_normed),
+    Route("matvec_dense_normed", limits.refuses_dense_normed, _dense_normed, alike=True),
     Route("dense matvec of two", limits.refuses_dense_two, _dense_two),
     Route("gemm_cluster_dense", limits.refuses_cluster_dense, _cluster_dense),
     Route("gemm_cluster", limits.refuses_cluster, _cluster),
     Route("gemm_wgmma", limits.refuses_wgmma, _wgmma),
-    Route("norm first", limits.refuses_norm_first, _norm_first, lambda call: [(PRODUCTS, _without_norm(call, call.x))]),
-    Route("gate and up apart", limits.refuses_gate_and_up, _gate_and_up, _each),
-    Route("one by one", limits.refuses_one_by_one, _one_by_one, _each),
+    Route(
+        "norm first", limits.refuses_norm_first, _norm_first, lambda call: [(PRODUCTS, _without_norm(call, call.x))], alike=True
+    ),
+    Route("gate and up apart", limits.refuses_gate_and_up, _gate_and_up, _each, alike=True),
+    Route("one by one", limits.refuses_one_by_one, _one_by_one, _each, alike=True),
+    Route("gemm_alike", limits.refuses_alike, _alike, alike=True),
     Route("gemm_int4_skinny", limits.refuses_int4_skinny, _int4_skinny),
     Route("gemm_bits_skinny", limits.refuses_bits_skinny, _bits_skinny),
     Route("matvec", limits.refuses_matvec, _matvec),

@@ -16,7 +16,7 @@ from auraflux.ops.hopper.ptx import AWAIT, from_lane, run, shared
 from auraflux.ops.hopper.reduce import add_below
 from auraflux.ops.hopper.shared_memory import count_in, put_word, word_at
 from auraflux.ops.hopper.sizes import cdiv
-from auraflux.ops.moe.cuda.topk import choose, load_scores
+from auraflux.ops.moe.cuda.topk import choose, load_scores, weights_of
 from auraflux.ops.moe.routing import Routing
 
 W = gl.constexpr(32)  # warps
@@ -40,12 +40,13 @@ class Blocks(NamedTuple):
 
 @gluon.jit
 def assign_pairs(
-    scores, bias, ids, placed, owner, tokens, experts, most,
-    K: gl.constexpr, E: gl.constexpr, SCORING: gl.constexpr, PASSES: gl.constexpr, SIZE: gl.constexpr,
+    scores, bias, ids, weights, placed, owner, scale, tokens, experts, most, K: gl.constexpr, E: gl.constexpr,
+    SCORING: gl.constexpr, RENORMALIZE: gl.constexpr, PASSES: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
     """Choose by `scores` and leave the choice in `ids`, or, where scores are None, take what is there.
 
-    SIZE  pairs of a block
+    weights  where to leave what slots weigh, as `slots` has it; or None
+    SIZE     pairs of a block
     """
     T: gl.constexpr = 32 * W
     tid = gl.arange(0, T, gl.BlockedLayout([1], [32], [W], [0]))
@@ -71,6 +72,9 @@ def assign_pairs(
             found = load_scores(scores + row * experts, lane, experts, E)
             chosen = choose(found, bias, lane, experts, K - 1, E, SCORING == "sigmoid", scores.dtype.element_ty == gl.bfloat16)
             gl.store(ids + row * K + lane, chosen, there)
+            if weights is not None:
+                share = weights_of(found, scores + row * experts, chosen, lane, scale, K, E, SCORING, RENORMALIZE)
+                gl.store(weights + row * K + lane, share, there)
         mine += (gl.where(there, chosen, -1),)  # type: ignore[assignment]
         ranks += (count_in(counts + chosen * 4, there),)  # type: ignore[assignment]
     gl.thread_barrier()
@@ -93,13 +97,14 @@ def assign_pairs(
 
 
 def _launch(
-    scores: Tensor | None, rule: tuple[int, str], bias: Tensor | None, ids: Tensor, experts: int, octets: int
-) -> Blocks:
+    scores: Tensor | None, rule: tuple[int, str, bool], bias: Tensor | None, ids: Tensor, experts: int, octets: int,
+    weights: Tensor | None = None, scale: float = 1.0,
+) -> Blocks:  # fmt: skip
     (tokens, k), size = ids.shape, 8 * octets
     most = min(tokens * k, tokens * k // size + experts)
     placed, owner = ids.new_empty(most * size), ids.new_empty(2 * most + 1)
     launch(assign_pairs, (1,))(
-        scores, bias, ids, placed, owner, tokens, experts, most, k, *rule, cdiv(tokens, W.value), size,
+        scores, bias, ids, weights, placed, owner, scale, tokens, experts, most, k, *rule, cdiv(tokens, W.value), size,
         num_warps=W.value, launch_pdl=True,
     )  # fmt: skip
     return Blocks(placed, owner, octets)
@@ -107,11 +112,14 @@ def _launch(
 
 def assign_given(ids: Tensor, experts: int, octets: int) -> Blocks:
     """Blocks of pairs whose experts are given; an id that is none of an expert has no place in them."""
-    return _launch(None, (0, ""), None, ids, experts, octets)
+    return _launch(None, (0, "", False), None, ids, experts, octets)
 
 
-def assign_chosen(scores: Tensor, routing: Routing, bias: Tensor | None, octets: int) -> tuple[Tensor, Blocks]:
-    """The choice of each token, and the blocks of its pairs."""
+def assign_chosen(
+    scores: Tensor, routing: Routing, bias: Tensor | None, octets: int, weights: Tensor | None = None
+) -> tuple[Tensor, Blocks]:
+    """The choice of each token, and the blocks of its pairs; `weights` where it is to be left what they weigh."""
     tokens, experts = scores.shape
     ids = torch.empty(tokens, routing.k, dtype=torch.int32, device=scores.device)
-    return ids, _launch(scores, (cdiv(experts, 32) * 32, routing.scoring), bias, ids, experts, octets)
+    rule = cdiv(experts, 32) * 32, routing.scoring, routing.renormalize
+    return ids, _launch(scores, rule, bias, ids, experts, octets, weights, float(routing.scale))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
+from auraflux.ops.hopper.codes import tokens_tile, weights_tile
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, form, gate_of, passed
@@ -61,34 +61,7 @@ def _weights(
     """Weights [ROWS, BK] of an expert from column `start` on, of one group."""
     line, packed = expert * stack.scale_step, stack.packed + expert * stack.step
     scales, biases = stack.scales + line, stack.biases + line
-    k = start + tl.arange(0, BK)
-    there = (row < rows)[:, None]
-    wide = row.to(tl.int64)[:, None]
-    if BITS == 0:
-        return tl.load(packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
-    elif BITS == 2 or BITS == 4 or BITS == 8:  # noqa: RET505
-        WORDS: tl.constexpr = BK * BITS // 32
-        word = start * BITS // 32 + tl.arange(0, WORDS)
-        bits = tl.load(packed + wide * (K // 32 * BITS) + word[None, :], mask=there, other=0).to(tl.uint32, bitcast=True)
-        # code j of a word is shifted down by BITS * j: its highest digit first, as the last axis is to count fastest
-        bits = tl.join(bits, bits >> 16)
-        bits = tl.join(bits, bits >> 8)
-        if BITS < 8:
-            bits = tl.join(bits, bits >> 4)
-        if BITS < 4:
-            bits = tl.join(bits, bits >> 2)
-        bits = tl.reshape(bits, [row.shape[0], BK])
-        slope, intercept = weight_line(scales, biases, wide * (K // GROUP) + start // GROUP, there, BITS, AFFINE)
-        return weight_value(code_value(bits, bits, 0, BITS, AFFINE), slope, intercept, AFFINE)
-    else:
-        return weights_at(packed, scales, biases, wide, k[None, :], there & (k < K)[None, :], K, BITS, GROUP, AFFINE)
-
-
-@triton.jit
-def _tokens(x, token, tokens, start, K, BK: tl.constexpr):
-    """Columns of tokens, [BK, TOKENS]."""
-    k = start + tl.arange(0, BK)
-    return tl.load(x + token[None, :] * K + k[:, None], mask=(token < tokens)[None, :] & (k < K)[:, None], other=0.0)
+    return weights_tile(packed, scales, biases, row, rows, start, K, BITS, GROUP, AFFINE, BK)
 
 
 @triton.jit
@@ -105,7 +78,7 @@ def up_many(
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     g, u = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, hidden, BK):
-        value = _tokens(x, token, tokens, start, hidden, BK)
+        value = tokens_tile(x, token, tokens, start, hidden, BK)
         if KIND != "relu2":
             w = _weights(gate, expert, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
             g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
@@ -131,7 +104,7 @@ def down_many(
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, inner, BK):
-        value = _tokens(x, pair, pairs, start, inner, BK)
+        value = tokens_tile(x, pair, pairs, start, inner, BK)
         w = _weights(down, expert, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
     total = add_bias(total, down.bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])

@@ -8,6 +8,7 @@ tensor has one element per thread.
   input, and a block's second octet follows its first.
 - A group's bias times its sum of inputs is a product too, of four inputs a quad. Sums of inputs are float32, so each stands
   there three times: its bf16, that of what is left, and that of what is left then.
+- ORDERED: inputs are summed, and all is added up, as `slots` does, to the bit: there lane t of four has group t of a quad.
 """
 
 from triton.experimental import gluon
@@ -15,9 +16,9 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.mma import MMA
 from auraflux.ops.hopper.mma_int4 import codes_at
-from auraflux.ops.hopper.mma_int4_groups import OF_CODES, load_16, pair_16
+from auraflux.ops.hopper.mma_int4_groups import OF_CODES, load_16, pair_16, sums_16, weighed
 from auraflux.ops.hopper.reduce import sum_four
-from auraflux.ops.hopper.shared_memory import put_two, word_at
+from auraflux.ops.hopper.shared_memory import float_pair_at, put_two, word_at
 
 W = gl.constexpr(8)  # warps of a program
 TILE = gl.constexpr(2048 + 256)  # bytes of a quad: codes, then scales, then biases
@@ -118,12 +119,17 @@ def load_inputs(x, pair, pairs, k, quad, lane, K: gl.constexpr):
 
 
 @gluon.jit
-def put_inputs(to, raw, quad, lane, K: gl.constexpr):
+def put_inputs(to, raw, quad, lane, K: gl.constexpr, ORDERED: gl.constexpr):
     """A quad of a block's vectors as operands: 1 KB for each group, and 256 bytes of sums behind the groups of all quads."""
     t, there = lane % 4, quad < K // 256
     sums = ()
     for j in gl.static_range(4):
         words = raw[j]
+        if ORDERED:
+            # of vectors 2t and 2t + 1
+            a, b = sums_16(pair_16(words))
+            a, b = a.to(gl.int32, bitcast=True), b.to(gl.int32, bitcast=True)
+            put_two(to + K * 16 + quad * 256 + j * 32 + t * 8, a, b, there & (lane < 4))
         total = _low(words[0]) + _high(words[0])
         for i in gl.static_range(1, 8):
             total += _low(words[i]) + _high(words[i])
@@ -132,26 +138,31 @@ def put_inputs(to, raw, quad, lane, K: gl.constexpr):
         # those of one product side by side
         _put_four(at, (v[0], v[4], v[1], v[5]), there)
         _put_four(at + 512, (v[2], v[6], v[3], v[7]), there)
-    # inputs 2t and 2t + 1 of the operand are groups 2 (t % 2) and the next
-    a, b = gl.where(t % 2 == 0, sums[0], sums[2]), gl.where(t % 2 == 0, sums[1], sums[3])  # type: ignore[misc]
-    first = _pack(a, b)
-    a, b = a - _low(first), b - _high(first)
-    second = _pack(a, b)
-    third = _pack(a - _low(second), b - _high(second))
-    put_two(to + K * 16 + quad * 256 + lane * 8, gl.where(t < 2, first, second), gl.where(t < 2, third, 0), there)
+    if not ORDERED:
+        # inputs 2t and 2t + 1 of the operand are groups 2 (t % 2) and the next
+        a, b = gl.where(t % 2 == 0, sums[0], sums[2]), gl.where(t % 2 == 0, sums[1], sums[3])  # type: ignore[misc]
+        first = _pack(a, b)
+        a, b = a - _low(first), b - _high(first)
+        second = _pack(a, b)
+        third = _pack(a - _low(second), b - _high(second))
+        put_two(to + K * 16 + quad * 256 + lane * 8, gl.where(t < 2, first, second), gl.where(t < 2, third, 0), there)
 
 
 @gluon.jit
-def quad_at(at, lane):
-    """Codes of rows g and g + 8, four groups; their scales; their biases as an operand."""
+def quad_at(at, lane, ORDERED: gl.constexpr):
+    """Codes of rows g and g + 8, four groups; their scales; their biases as an operand, or, ORDERED, as they are."""
     g, t = lane // 4, lane % 4
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     words = ()
     for j in gl.static_range(4):
         words += codes_at(at + (mine ^ (32 * j)))
     lines = at + 2048 + g * 8
-    biases = lines + 128 + t % 2 * 4
-    return words, _two_at(lines), _two_at(lines + 64), word_at(biases), word_at(biases + 64)
+    if ORDERED:
+        found = (words, _two_at(lines), _two_at(lines + 64), _two_at(lines + 128), _two_at(lines + 192))
+    else:
+        biases = lines + 128 + t % 2 * 4
+        found = (words, _two_at(lines), _two_at(lines + 64), word_at(biases), word_at(biases + 64))
+    return found
 
 
 @gluon.jit
@@ -183,6 +194,54 @@ def add_quad(acc, total, quad, inputs, sums, K: gl.constexpr, OCTETS: gl.constex
         args = [quad[3], quad[4], x0, x1, total[4 * n], total[4 * n + 1], total[4 * n + 2], total[4 * n + 3]]
         rest += gl.inline_asm_elementwise(BIASES, BIASES_REGISTERS, args, (gl.float32,) * 4, is_pure=True, pack=1)
     return acc, rest
+
+
+@gluon.jit
+def _half(words, j: gl.constexpr):
+    """The j-th of four bf16 in two words."""
+    return _low(words[j // 2]) if j % 2 == 0 else _high(words[j // 2])
+
+
+@gluon.jit
+def four_lanes(chains):
+    """Add up what four lanes of `slots` would have, as these do: rows g and g + 8 at vectors 2t and 2t + 1."""
+    found = ()
+    for n in gl.static_range(4):
+        found += ((chains[n] + chains[8 + n]) + (chains[4 + n] + chains[12 + n]),)
+    return found
+
+
+@gluon.jit
+def add_quad_ordered(chains, total, quad, inputs, sums, lane, CHAINED: gl.constexpr):
+    """Add products of one octet as `slots` does: to the chains of four lanes; or, not CHAINED, all four to `total`."""
+    words = quad[0]
+    terms = ()
+    for first in gl.static_range(0, 4, 2):
+        args = []
+        for i in gl.static_range(4):
+            args += [words[2 * first + i]]
+        for n in gl.static_range(2):
+            x = _eight_at(inputs + (first + n) * 1024)
+            for i in gl.static_range(8):
+                args += [x[i]]
+        c = gl.inline_asm_elementwise(CODES, CODES_REGISTERS, args, (gl.float32,) * 8, is_pure=True, pack=1)
+        for n in gl.static_range(8):
+            found = float_pair_at(sums + (first + n // 4) * 32 + lane % 4 * 8)
+            scale, bias = _half(quad[1], first + n // 4), _half(quad[3], first + n // 4)
+            if n % 4 >= 2:
+                scale, bias = _half(quad[2], first + n // 4), _half(quad[4], first + n // 4)
+            terms += (weighed(scale, bias, c[n], found[n % 2]),)  # type: ignore[assignment]
+    new = ()
+    if CHAINED:
+        for n in gl.static_range(16):
+            new += (chains[n] + terms[n],)  # type: ignore[assignment]
+        chains = new
+    else:
+        four = four_lanes(terms)
+        for n in gl.static_range(4):
+            new += (total[n] + four[n],)  # type: ignore[assignment]
+        total = new
+    return chains, total
 
 
 @gluon.jit

@@ -19,7 +19,18 @@ from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.ptx import AWAIT, LAUNCH, SYNC, WAIT, from_lane, run, shared
 from auraflux.ops.moe.cuda.assign import Blocks, assign_given
-from auraflux.ops.moe.cuda.int4_quads import TILE, W, add_quad, both, fetch_quad, load_inputs, put_inputs, quad_at
+from auraflux.ops.moe.cuda.int4_quads import (
+    TILE,
+    W,
+    add_quad,
+    add_quad_ordered,
+    both,
+    fetch_quad,
+    four_lanes,
+    load_inputs,
+    put_inputs,
+    quad_at,
+)
 from auraflux.ops.moe.cuda.stacks import gate_of, passed
 from auraflux.ops.moe.experts import Experts
 
@@ -74,29 +85,34 @@ def _pairs_of(placed, block, most, lane, OCTETS: gl.constexpr):
 
 
 @gluon.jit
-def _inputs(to, x, pair, pairs, k, warp, lane, FIRST: gl.constexpr, K: gl.constexpr, OCTETS: gl.constexpr):
+def _inputs(
+    to, x, pair, pairs, k, warp, lane, FIRST: gl.constexpr, K: gl.constexpr, OCTETS: gl.constexpr, ORDERED: gl.constexpr
+):  # fmt: skip
     """A block's vectors, but for the FIRST quads of each warp and the first octet."""
     EACH: gl.constexpr = (K // 256 + W - 1) // W
     for i in gl.static_range(FIRST, EACH * OCTETS):
         quad = i % EACH * W + warp
-        put_inputs(to + i // EACH * (17 * K), load_inputs(x, pair[i // EACH], pairs, k, quad, lane, K), quad, lane, K)
+        put_inputs(to + i // EACH * (17 * K), load_inputs(x, pair[i // EACH], pairs, k, quad, lane, K), quad, lane, K, ORDERED)
 
 
 @gluon.jit
 def _add_quads(
     acc, total, ring, inputs, part, source, more, lane,
-    K: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr, OCTETS: gl.constexpr,
+    K: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr, OCTETS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Add a warp's D quads in flight to its sums, and ask for those at `source` in their places."""
     for d in range(D):
         spot, n = ring + d * TILE, part * D + d
         run(wait_ptx(D - 1), lane)
-        quad = quad_at(spot, lane)
+        quad = quad_at(spot, lane, ORDERED != 0)
         run(SYNC, lane)
         fetch_quad(spot, lane, (source[0] + d * 128, source[1] + d * 128, source[2] + d * 8), more & (lane >= 0), K, HALVES)
         run(COMMIT, lane)
-        sums = inputs + 16 * K + n * 256 + lane * 8
-        acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums, K, OCTETS)
+        sums = inputs + 16 * K + n * 256
+        if ORDERED == 0:
+            acc, total = add_quad(acc, total, quad, inputs + n * 4096 + lane * 16, sums + lane * 8, K, OCTETS)
+        else:
+            acc, total = add_quad_ordered(acc, total, quad, inputs + n * 4096 + lane * 16, sums, lane, ORDERED == 2)
     return acc, total
 
 
@@ -131,9 +147,12 @@ def _down_sources(s, block0, owners, warp, lane, down, K: gl.constexpr, PER: gl.
 @gluon.jit
 def up_stream(
     x, placed, owner, gate, up, out, pairs, k, most,
-    H: gl.constexpr, INNER: gl.constexpr, D: gl.constexpr, OCTETS: gl.constexpr,
+    H: gl.constexpr, INNER: gl.constexpr, D: gl.constexpr, OCTETS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """silu(gate x) * up x of all blocks; a stage is 64 elements of a block, D quads of each warp are in flight."""
+    """silu(gate x) * up x of all blocks; a stage is 64 elements of a block, D quads of each warp are in flight.
+
+    ORDERED  0; 1 to add up as `up_slots` does, quad by quad, one octet at a time
+    """
     PARTS: gl.constexpr = H // 256 // D
     PER: gl.constexpr = INNER // 64
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
@@ -153,18 +172,18 @@ def up_stream(
         ahead = (source[0] + d * 128, source[1] + d * 128, source[2] + d * 8)
         fetch_quad(ring + d * TILE, lane, ahead, (begin < end) & (lane >= 0), H, True)
         run(COMMIT, lane)
-    put_inputs(inputs, raw, warp, lane, H)
-    _inputs(inputs, x, pair, pairs, k, warp, lane, 1, H, OCTETS)
+    put_inputs(inputs, raw, warp, lane, H, ORDERED != 0)
+    _inputs(inputs, x, pair, pairs, k, warp, lane, 1, H, OCTETS, ORDERED != 0)
     gl.thread_barrier()
     for block in range(block0, (end + PER - 1) // PER):
         if block > block0:
             pair = _pairs_of(placed, block, most, _again(lane), OCTETS)
             gl.thread_barrier()
-            _inputs(inputs, x, pair, pairs, k, warp, _again(lane), 0, H, OCTETS)
+            _inputs(inputs, x, pair, pairs, k, warp, _again(lane), 0, H, OCTETS, ORDERED != 0)
             gl.thread_barrier()
         for s in range(gl.maximum(begin, block * PER), gl.minimum(end, (block + 1) * PER)):
             zero = (tid * 0).to(gl.float32)
-            acc, total = (zero,) * (4 * OCTETS), (zero,) * (4 * OCTETS)
+            acc, total = (zero,) * (16 if ORDERED == 2 else 4 * OCTETS), (zero,) * (4 * OCTETS)
             for part in range(PARTS):
                 more = s < end
                 if part == PARTS - 1:
@@ -172,8 +191,10 @@ def up_stream(
                     source = _up_sources(s + 1, block0, owners, warp, _again(lane), gate, up, H, PER)
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
-                acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, H, D, True, OCTETS)
-            r, thread = both(acc, total, OCTETS), _again(tid)
+                acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, H, D, True, OCTETS, ORDERED)
+            r, thread = total, _again(tid)
+            if ORDERED == 0:
+                r = both(acc, total, OCTETS)
             for n in gl.static_range(2 * OCTETS):
                 mine = gl.load(placed + (block * OCTETS + n // 2) * 8 + thread % 4 * 2 + n % 2)
                 gated = r[n // 2 * 4 + n % 2]
@@ -188,8 +209,12 @@ def up_stream(
 def down_stream(
     x, placed, owner, down, out, pairs, most,
     INNER: gl.constexpr, HIDDEN: gl.constexpr, D: gl.constexpr, SKEWED: gl.constexpr, OCTETS: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Results of all blocks; a stage is 128 elements of a block."""
+    """Results of all blocks; a stage is 128 elements of a block.
+
+    ORDERED  0; 1 or 2 to add up as `down_slots` does, quad by quad or each group of a quad for itself, one octet at a time
+    """
     PARTS: gl.constexpr = INNER // 256 // D
     PER: gl.constexpr = HIDDEN // 128
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
@@ -211,11 +236,11 @@ def down_stream(
         gl.thread_barrier()
         # as many as warps of `up_stream` have stages of a block
         _await_stages(owner + (most + 1 + gl.minimum(block, most - 1)) + _again(lane) * 0, lane * 0 + INNER // 8)
-        _inputs(inputs, x, pair, pairs, 1, warp, _again(lane), 0, INNER, OCTETS)
+        _inputs(inputs, x, pair, pairs, 1, warp, _again(lane), 0, INNER, OCTETS, ORDERED != 0)
         gl.thread_barrier()
         for s in range(gl.maximum(begin, block * PER), gl.minimum(end, (block + 1) * PER)):
             zero = (tid * 0).to(gl.float32)
-            acc, total = (zero,) * (4 * OCTETS), (zero,) * (4 * OCTETS)
+            acc, total = (zero,) * (16 if ORDERED == 2 else 4 * OCTETS), (zero,) * (4 * OCTETS)
             for part in range(PARTS):
                 more = s < end
                 if part == PARTS - 1:
@@ -223,8 +248,13 @@ def down_stream(
                     source = _down_sources(s + 1, block0, owners, warp, lane, down, INNER, PER)
                 else:
                     source = (source[0] + D * 128, source[1] + D * 128, source[2] + D * 8)
-                acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, INNER, D, False, OCTETS)
-            r = both(acc, total, OCTETS)
+                acc, total = _add_quads(acc, total, ring, inputs, part, source, more, lane, INNER, D, False, OCTETS, ORDERED)
+            if ORDERED == 0:
+                r = both(acc, total, OCTETS)
+            elif ORDERED == 1:
+                r = total
+            else:
+                r = four_lanes(acc)
             for n in gl.static_range(4 * OCTETS):
                 mine = gl.load(placed + (block * OCTETS + n // 4) * 8 + lane % 4 * 2 + n % 2)
                 at = mine.to(gl.int64) * HIDDEN + (s % PER * 128 + warp * 16 + lane // 4 + n % 4 // 2 * 8)
@@ -255,20 +285,23 @@ def octets_for(pairs: int, experts: Experts) -> int:
     return 2 if crowded and ring_sizes(experts.hidden, 2)[0] and ring_sizes(experts.inner, 2)[0] else 1
 
 
-def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor) -> None:
-    """`expert_parts` of pairs that have been assigned to blocks."""
+def multiply(x: Tensor, k: int, blocks: Blocks, experts: Experts, parts: Tensor, ordered: tuple[int, int] = (0, 0)) -> None:
+    """`expert_parts` of pairs that have been assigned to blocks.
+
+    ordered  how both kernels add up, see there
+    """
     placed, owner, octets = blocks
     pairs, inner, hidden, most = x.shape[0] * k, experts.inner, experts.hidden, len(placed) // (8 * octets)
     between, processors = x.new_empty(pairs, inner), multiprocessors(x.device)
     (programs, depth), (down_programs, down_depth) = ring_sizes(hidden, octets), ring_sizes(inner, octets)
     launch(up_stream, (programs * processors,))(
         x, placed, owner, passed(gate_of(experts)), passed(experts.up), between, pairs, k, most,
-        hidden, inner, depth, octets,
+        hidden, inner, depth, octets, ordered[0],
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     launch(down_stream, (down_programs * processors,))(
         between, placed, owner, passed(experts.down), parts, pairs, most,
-        inner, hidden, down_depth, SKEW, octets,
+        inner, hidden, down_depth, SKEW, octets, ordered[1],
         num_warps=W.value, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
 

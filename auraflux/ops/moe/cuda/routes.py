@@ -3,6 +3,9 @@
 A few pairs (a token and one of its experts) read their experts each for itself; for one or two tokens the kernels choose the
 experts, too. Hundreds are brought into blocks of 8 or 16 of one expert, thousands into tiles for wgmma. What is not 4 bits in
 groups of 64 has a matvec for a few pairs and a grouped GEMM for more.
+
+Inside `invariant` any number of pairs is brought into blocks, which add up as `slots` does where that serves a few pairs; or
+goes through the grouped GEMM.
 """
 
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.hopper.device import multiprocessors, not_hopper
 from auraflux.ops.hopper.sizes import once_for_each
 from auraflux.ops.linear.cuda.call import Call as Product
@@ -95,7 +99,8 @@ def _not_in_slots(call: Pairs | Mixture) -> str | None:
 def _not_persistent(call: Pairs | Mixture) -> str | None:
     experts = call.experts
     most = persistent.most_pairs(experts.count)
-    if call.tokens > assign.MOST_TOKENS or call.pairs > most:
+    # inside `invariant` it takes more tokens in pieces
+    if (call.tokens > assign.MOST_TOKENS or call.pairs > most) and not is_invariant():
         return f"{call.tokens} tokens, {call.pairs} pairs; it is for up to {assign.MOST_TOKENS}, {most}"
     if call.k > assign.MOST_SLOTS or experts.count > assign.MOST_EXPERTS:
         return f"{call.k} of {experts.count} experts; it is for up to {assign.MOST_SLOTS} of {assign.MOST_EXPERTS}"
@@ -161,7 +166,11 @@ def _summed(call: Pairs, parts: Tensor, spots: Tensor | None, early: bool = Fals
 
 def _refuses_residual(call: Mixture) -> str | None:
     """Why few pairs are not multiplied and added to the residual stream by one kernel."""
-    return _not_few(call) or (None if call.h.dtype is call.x.dtype else "the residual stream is not in x's dtype")
+    return _not_few(call) or _other_stream(call)
+
+
+def _other_stream(call: Mixture) -> str | None:
+    return None if call.h.dtype is call.x.dtype else "the residual stream is not in x's dtype"
 
 
 def _biased_softmax(call: Mixture | Choice) -> str | None:
@@ -189,8 +198,20 @@ def _refuses_mix_tma(call: Mixture) -> str | None:
     return _not_int4(call.x, experts)
 
 
-def _refuses_mix_slots(call: Mixture) -> str | None:
-    if reason := _refuses_residual(call) or _biased_softmax(call):
+def _not_ordered(call: Mixture) -> str | None:
+    """Why `persistent` does not add up as `slots` does."""
+    if call.shared is not None:
+        return "there is a shared expert"
+    if call.experts.hidden > slots_launch.MOST_ORDERED:
+        return f"{call.experts.hidden} inputs; up to {slots_launch.MOST_ORDERED} a warp has one quad of them"
+    return _not_persistent(call) or _refuses_mix_slots(call, any_pairs=True)
+
+
+def _refuses_mix_slots(call: Mixture, any_pairs: bool = False) -> str | None:
+    if not any_pairs and is_invariant() and (reason := _not_ordered(call)):
+        return reason
+    few = None if any_pairs else _not_few(call)
+    if reason := few or _other_stream(call) or _biased_softmax(call):
         return reason
     if call.routing.groups != 1 or call.experts.count > slots_launch.MOST_CHOICES:
         most = slots_launch.MOST_CHOICES
@@ -203,13 +224,13 @@ def _refuses_steps(call: Mixture) -> str | None:
         return None
     return (
         None
-        if not _not_few(call) and not _not_in_slots(call)
+        if not is_invariant() and not _not_few(call) and not _not_in_slots(call)
         else "results are added to the residual stream as they are summed"
     )
 
 
 def _refuses_mix_persistent(call: Mixture) -> str | None:
-    if call.pairs <= FEW_PAIRS:
+    if call.pairs <= FEW_PAIRS and not is_invariant():
         return f"{call.pairs} pairs; it is for more than {FEW_PAIRS}"
     if reason := _biased_softmax(call):
         return reason
@@ -260,13 +281,36 @@ def _mix_by_steps(call: Mixture) -> Tensor:
     )
 
 
+def _pieces(call: Pairs | Mixture) -> list[slice]:
+    """Tokens that `persistent` takes together."""
+    most = min(assign.MOST_TOKENS, max(1, persistent.most_pairs(call.experts.count) // call.k))
+    return [slice(first, first + most) for first in range(0, call.tokens, most)]
+
+
 def _mix_persistent(call: Mixture) -> Tensor:
     added = Added(call.h, reference.shared_result(call.x, call.shared), call.shared_gate)
-    octets = persistent.octets_for(call.pairs, call.experts)
-    ids, blocks = assign.assign_chosen(call.scores, call.routing, call.bias, octets)
-    parts = call.x.new_empty(*ids.shape, call.experts.hidden, dtype=torch.float32)
-    persistent.multiply(call.x, call.k, blocks, call.experts, parts)
+    parts = call.x.new_empty(call.tokens, call.k, call.experts.hidden, dtype=torch.float32)
+    chosen = []
+    ordered = slots_launch.order_of(call.experts, call.k) if is_invariant() and not _not_ordered(call) else None
+    weights = None if ordered is None else call.scores.new_empty(call.tokens, call.k, dtype=torch.float32)
+    for some in _pieces(call):
+        octets = 1 if ordered is not None else persistent.octets_for(len(parts[some]) * call.k, call.experts)
+        here = None if weights is None else weights[some]
+        ids, blocks = assign.assign_chosen(call.scores[some], call.routing, call.bias, octets, here)
+        persistent.multiply(call.x[some], call.k, blocks, call.experts, parts[some], ordered or (0, 0))
+        chosen.append(ids)
+    ids = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+    if weights is not None:
+        return summed(parts, None, ids, weights, call.experts.count, call.x.dtype, added, early=True)
     return summed_by_scores(parts, ids, call.scores, call.routing, call.x.dtype, added)
+
+
+def _persistent(call: Pairs) -> Tensor:
+    def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
+        for some in _pieces(call):
+            persistent.write_parts(x[some], ids[some], experts, parts[some])
+
+    return _by_parts(call, write_parts, early=True)
 
 
 def _route_first(call: Mixture) -> Tensor:
@@ -314,24 +358,24 @@ def _no_choice(call: Choice) -> tuple[Tensor, Tensor]:
 
 
 CHOICES: Routes[Choice, tuple[Tensor, Tensor]] = Routes(
-    Route("nothing to choose", _refuses_no_choice, _no_choice),
+    Route("nothing to choose", _refuses_no_choice, _no_choice, alike=True),
     Route("rank_kernel", _refuses_rank, lambda call: routing.rank(*call)),
-    Route("route_kernel", _refuses_search, lambda call: routing.search(*call)),
+    Route("route_kernel", _refuses_search, lambda call: routing.search(*call), alike=True),
 )
 EXPERTS: Routes[Pairs, Tensor] = Routes(
-    Route("nothing to multiply", _refuses_nothing, _nothing),
+    Route("nothing to multiply", _refuses_nothing, _nothing, alike=True),
     Route("slots", _refuses_slots, _slots),
     Route("matvec", _not_few, lambda call: _by_parts(call, matvec.write_parts)),
-    Route("persistent", _not_persistent, lambda call: _by_parts(call, persistent.write_parts, early=True)),
+    Route("persistent", _not_persistent, _persistent, alike=True),
     Route("grouped_wgmma", _refuses_wgmma, _wgmma),
-    Route("grouped_gemm", _never, lambda call: _by_parts(call, grouped_gemm.write_parts, call.x.dtype)),
+    Route("grouped_gemm", _never, lambda call: _by_parts(call, grouped_gemm.write_parts, call.x.dtype), alike=True),
 )
 MIXTURES: Routes[Mixture, Tensor] = Routes(
     Route("matvec_tma", _refuses_mix_tma, _mix_tma, lambda call: _then_shared(call, _not_beside(call))),
-    Route("slots", _refuses_mix_slots, _mix_slots, lambda call: _then_shared(call, _not_in_slot(call))),
-    Route("step by step", _refuses_steps, _mix_by_steps, _then_experts),
-    Route("persistent", _refuses_mix_persistent, _mix_persistent, _then_shared),
-    Route("route first", _refuses_route_first, _route_first, lambda call: _then_experts(call, call.h)),
+    Route("slots", _refuses_mix_slots, _mix_slots, lambda call: _then_shared(call, _not_in_slot(call)), alike=True),
+    Route("step by step", _refuses_steps, _mix_by_steps, _then_experts, alike=True),
+    Route("persistent", _refuses_mix_persistent, _mix_persistent, _then_shared, alike=True),
+    Route("route first", _refuses_route_first, _route_first, lambda call: _then_experts(call, call.h), alike=True),
 )
 ROUTES: dict[str, Routes[Any, Any]] = {
     "route": CHOICES,

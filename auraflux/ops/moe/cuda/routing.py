@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.elementwise import sigmoid
 from auraflux.ops.hopper.launch import launch
@@ -190,7 +191,7 @@ def search(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tenso
     ids, weights = chosen(tokens, k, logits.device)
     shape = power_of_two(groups), power_of_two(experts // groups), power_of_two(k)
     size = shape[0] * shape[1]
-    rows = 1 if tokens <= FEW_TOKENS else max(1, SEARCHED // size)
+    rows = 1 if tokens <= FEW_TOKENS or is_invariant() else max(1, SEARCHED // size)
     launch(route_kernel, (cdiv(tokens, rows),))(
         logits, bias, ids, weights, tokens, experts, groups, routing.kept_groups, k, float(routing.scale),
         routing.scoring, routing.renormalize and routing.scoring != "chosen",

@@ -20,6 +20,7 @@ MOST_NBYTES = 112 << 10  # of shared memory for tiles; more, and `down_slots` ha
 MOST_GROUPS = 256  # of 16 rows, all slots together: their codes lie in shared memory at once
 MOST_SLOTS = 32  # one lane for each
 MOST_CHOICES = 512  # experts that the lanes of a warp hold the scores of
+MOST_ORDERED = 2048  # inputs, of which each warp of `up_slots` has one quad
 
 
 def multiply(x: Tensor, ids: Tensor, weights: Tensor | None, experts: Experts, out: Tensor) -> Tensor:
@@ -61,6 +62,12 @@ def _launch(
         *rule, DOWN_WARPS, num_warps=DOWN_WARPS, launch_pdl=True,
     )  # fmt: skip
     return out
+
+
+def order_of(experts: Experts, k: int) -> tuple[int, int]:
+    """How `persistent` adds up as these kernels do without a shared expert: quads one by one, or of a slot together."""
+    quads = experts.inner // 256
+    return 1, 2 if cdiv(k * quads, DOWN_WARPS) == quads else 1
 
 
 def up_sizes(hidden: int, tiles: int, tokens: int, processors: int) -> tuple[int, int]:

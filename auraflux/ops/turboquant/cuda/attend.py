@@ -95,6 +95,7 @@ class Work(NamedTuple):
     soon    of the steps under way, those asked for before the kernel before this one has ended
     one     a row has one part
     shared  programs share out the texts of a batch: grid (programs, heads * tiles), splits are those that run at once
+    each    keys that a part is to have, so that a row may have less than `splits`; 0 for equal parts
     """
 
     warps: int
@@ -103,6 +104,7 @@ class Work(NamedTuple):
     soon: int
     one: bool
     shared: bool
+    each: int
 
 
 @gluon.jit
@@ -153,13 +155,18 @@ def attend_pairs(
     oldest = gl.maximum(position + 1 - scores.window, 0)
     low = gl.maximum(oldest, KEPT.first) if LOW else 0
     end = gl.minimum(position + 1 - KEPT.newest, index.width * PAGE)
+    row, live, pitch = (token * HEADS + head) * G + tile * EACH, gl.minimum(EACH, G - tile * EACH), splits
+    if WORK.each > 0:
+        splits = gl.minimum(splits, gl.maximum(gl.cdiv(end - low, WORK.each), 1))
+        if split >= splits:
+            gdc_wait()
+            leave_nothing(parts, (row, split, pitch), live, NW)
+            return
     # splits take blocks in turn
     stride = splits * (NW * 16 * U)
     begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
-    row = (token * HEADS + head) * G + tile * EACH
     # where parts are left: rows of a program together, or parts of a row
-    left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, splits)
-    live = gl.minimum(EACH, G - tile * EACH)
+    left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, pitch)
     if not WORK.one:  # noqa: SIM102
         if begin >= end and (plain is None or split < splits - 1):
             gdc_wait()

@@ -9,12 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.hopper.device import MULTIPROCESSOR_NBYTES, multiprocessors
 from auraflux.ops.hopper.flash import EVERYTHING
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import Index, index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E, Parts, parts_like
+from auraflux.ops.hopper.split_kv import keys_each, merged_at_once
+from auraflux.ops.hopper.split_kv import splits_for as fixed_splits_for
 from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, shape_of, values_of
 from auraflux.ops.turboquant.cuda.attend import Scores, Work, attend_pairs, ring_begin
@@ -156,6 +159,15 @@ def _alone_for(programs: int, multiprocessors: int, capacity: int, page: int, bi
     return None
 
 
+def _plan(programs: int, pages: CodePages, windowed: bool) -> Plan:
+    bits, width = (pages.key_bits, pages.value_bits), pages.width
+    if is_invariant():
+        deep = max(1, depth(*bits, width))
+        return Plan(fixed_splits_for(1, pages.capacity), 1, deep, CUTS[width], deep)
+    processors = multiprocessors(pages.lengths.device)
+    return plan_for(programs, processors, pages.capacity, pages.pool[1], *bits, width, windowed)
+
+
 def attend_few(
     q: Tensor,
     pages: CodePages,
@@ -168,11 +180,12 @@ def attend_few(
     (tokens, heads, width), sequences = q.shape, len(pages.lengths)
     group, bits, device = heads // pages.heads, (pages.key_bits, pages.value_bits), q.device
     tiles = pages.heads * cdiv(group, COLUMNS)
-    plan = plan_for(tokens * tiles, multiprocessors(device), pages.capacity, pages.pool[1], *bits, width, window is not None)
+    plan = _plan(tokens * tiles, pages, window is not None)
     cut = plan.cut
     # programs of a head that run at once, where they share out texts that may differ in length
     room = max(1, cut.resident * multiprocessors(device) // tiles) if shares_out(plan, sequences, pages.capacity) else None
-    out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None
+    fixed = keys_each()
+    out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None and not fixed
     grid = (plan.splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
     rows, together = (tokens * heads, plan.splits) if room is None else (grid[0] * heads, 1)
     parts, index = None if one else parts_like(rows, together, width, device), index_of(pages, starts)
@@ -195,7 +208,7 @@ def attend_few(
         *(tokens, room or plan.splits, centres_of(pages.calibration), plain),
         SHAPE=shape_of(pages),
         KEPT=kept,
-        WORK=Work(cut.warps, plan.depth, plan.blocks, plan.soon, one, room is not None),
+        WORK=Work(cut.warps, plan.depth, plan.blocks, plan.soon, one, room is not None, fixed),
         G=group,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
@@ -220,7 +233,7 @@ def _finish(
 ) -> None:
     tokens, heads, width = out.shape
     if width == 256 and room is None:
-        padded = power_of_two(plan.splits)
+        padded = merged_at_once(plan.splits)
         launch(finish_rotated, (tokens * heads, width // ROTATED_COLUMNS))(
             *(parts, sinks, out, heads, plan.splits),
             D=width,
@@ -245,7 +258,7 @@ def _finish(
 
 def shares_out(plan: Plan, sequences: int, capacity: int) -> bool:
     """Whether programs share out the texts of a batch by their lengths: where these may differ much."""
-    return 1 < sequences <= MOST_SHARED and plan.cut is not ALONE and capacity > MOST_KEYS
+    return not is_invariant() and 1 < sequences <= MOST_SHARED and plan.cut is not ALONE and capacity > MOST_KEYS
 
 
 def finish_sizes(splits: int, width: int, shared: bool = False) -> dict[str, int]:
@@ -253,7 +266,10 @@ def finish_sizes(splits: int, width: int, shared: bool = False) -> dict[str, int
 
     shared  `splits` are the most that one row may have: most have fewer
     """
-    padded, lane = power_of_two(splits), 2048 // width
+    padded, lane = merged_at_once(splits), 2048 // width
+    if is_invariant():
+        # few parts at a time, as most rows have few
+        return {"D": width, "P": padded, "C": lane, "NW": 1}
     if shared:
         return {"D": width, "P": max(lane, padded), "C": lane, "NW": 2}
     warps = 1 if padded <= lane else 2 if padded <= 64 else 4 if padded <= 128 else 8

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
@@ -57,7 +58,7 @@ def encoded(x: Tensor, bits: int, seed: int, given: Codebook | None = None) -> t
 
 def _together(rows: int, matrix: bool) -> int:
     """How many rows one program encodes: several where that leaves enough programs."""
-    return 1 if matrix or rows < ROWS_TOGETHER * MANY_PROGRAMS else ROWS_TOGETHER
+    return 1 if matrix or rows < ROWS_TOGETHER * MANY_PROGRAMS or is_invariant() else ROWS_TOGETHER
 
 
 def decoded(codes: Tensor, norms: Tensor, bits: int, width: int, seed: int, given: Codebook | None = None) -> Tensor:

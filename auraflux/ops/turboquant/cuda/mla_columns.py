@@ -27,11 +27,12 @@ from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
 from auraflux.ops.hopper.split_kv import (
     ACROSS,
-    MOST_SPLITS,
     TILE,
     columns,
+    keys_each,
     room_for,
     share_of,
+    splits_for,
     sum_of_columns,
     tiles_of,
     top_of_columns,
@@ -208,18 +209,21 @@ def _attend(
 @gluon.jit
 def latent_code_columns(
     queries, signs, rotated, ropes, store, kept, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr,
-    S: gl.constexpr, N: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr,
-    KEPT: gl.constexpr,
+    S: gl.constexpr, N: gl.constexpr, BITS: gl.constexpr, RING: gl.constexpr, ST: gl.constexpr, KEPT: gl.constexpr,
+    EACH: gl.constexpr,
 ):  # fmt: skip
     """N heads of one token with one share of its positions; grid (tokens * tiles of heads, splits).
 
     scale  of scores, to base 2
     unit   what norms are multiplied by for levels of N(0, 1)
+    RING   how codes come, see `RINGS`
     KEPT   which positions are read as they are, see `KeptShape`
     """
+    RP: gl.constexpr = RING[0]
+    DEEP: gl.constexpr = RING[1]
     groups = (heads + N - 1) // N
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * N, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, index, S, 64)
+    share = share_of(token, split, splits, 1 << 30, index, S, 64, EACH)
     sequence, begin, _, end, count, old, seen = share
     table = index.table + sequence.to(gl.int64) * index.width
     line, room = token * heads + column, heads - column
@@ -258,14 +262,15 @@ def attend_code_columns(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, st
     (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     n, out = min(MOST_COLUMNS, max(8, power_of_two(heads))), torch.empty_like(q_latent)
     programs, device = tokens * cdiv(heads, n), out.device
-    splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, TILE)))
+    splits = splits_for(multiprocessors(device) // programs, table_width * page)
     parts = room_for(tokens * heads, splits, LATENT, torch.float32, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
     launch(latent_code_columns, (programs, splits))(
         q_latent, signs, tiles_of(q_rope, n), tiles_of(pages.rope, TILE),
         Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), kept_latents(pages),
         index_of(pages, starts), parts, scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), n,
-        pages.bits, *RINGS[n, pages.bits], STAGES, kept_shape(pages), num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
+        pages.bits, RINGS[n, pages.bits], STAGES, kept_shape(pages), keys_each(),
+        num_warps=4, maxnreg=REGISTERS[n], launch_pdl=True,
     )  # fmt: skip
     merge_rotated(parts, signs, out, MERGED, early=True)
     return out

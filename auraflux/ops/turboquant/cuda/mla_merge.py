@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.launch import launch
-from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.hopper.softmax import Parts
+from auraflux.ops.hopper.split_kv import merged_at_once
 from auraflux.ops.turboquant.cuda.hadamard import hadamard
 
 MERGED = 64  # channels of a program that merges: those whose transform is left to it
@@ -70,5 +70,5 @@ def merge_rotated_shares(
 def merge_rotated(parts: Parts, signs: Tensor, out: Tensor, half: int, early: bool) -> None:
     """Merge shares [lines, splits, D], [lines, splits] twice, into out [tokens, heads, D]."""
     lines, splits, width = parts[0].shape
-    sizes = width, power_of_two(splits), MERGED, half, early
+    sizes = width, merged_at_once(splits), MERGED, half, early
     launch(merge_rotated_shares, (lines, width // MERGED))(parts, signs, out, splits, *sizes, num_warps=4, launch_pdl=True)

@@ -24,7 +24,7 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E
-from auraflux.ops.hopper.split_kv import MOST_SPLITS, columns, room_for, share_of, tiles_of
+from auraflux.ops.hopper.split_kv import columns, keys_each, room_for, share_of, splits_for, tiles_of
 from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.hadamard import rotation_for
 from auraflux.ops.turboquant.cuda.mla_kept import kept_latents, kept_shape
@@ -174,6 +174,7 @@ def _mix(memory, out, count, at, room, splits, NP: gl.constexpr, ST: gl.constexp
 def latent_code_rows(
     queries, rotated, ropes, store, kept, index, parts, scale, unit, heads, splits, PAGE: gl.constexpr, S: gl.constexpr,
     NP: gl.constexpr, BITS: gl.constexpr, RP: gl.constexpr, DEEP: gl.constexpr, ST: gl.constexpr, KEPT: gl.constexpr,
+    EACH: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one token with one share of its positions, NP at a time; grid (tokens * tiles of heads, splits).
 
@@ -182,7 +183,7 @@ def latent_code_rows(
     gdc_launch_dependents()
     groups = (heads + 63) // 64
     token, column, split = gl.program_id(0) // groups, gl.program_id(0) % groups * 64, gl.program_id(1)
-    share = share_of(token, split, splits, 1 << 30, index, S, NP)
+    share = share_of(token, split, splits, 1 << 30, index, S, NP, EACH)
     sequence, begin, _, end, count, old, seen = share
     table = index.table + sequence.to(gl.int64) * index.width
     line, room = token * heads + column, heads - column
@@ -223,7 +224,7 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
     """`turboquant_latent_attention` of few tokens and many heads."""
     (tokens, heads, _), (sequences, table_width), page = q_latent.shape, pages.table.shape, pages.pool[1]
     out, programs, device = torch.empty_like(q_latent), tokens * cdiv(heads, HEADS), q_latent.device
-    splits = max(1, min(MOST_SPLITS, multiprocessors(device) // programs, cdiv(table_width * page, 2 * TILE)))
+    splits = splits_for(multiprocessors(device) // programs, table_width * page, 2 * TILE)
     # rounded once more, which means of many shares do not show
     parts = room_for(tokens * heads, splits, LATENT, torch.float16, device)
     signs, _ = rotation_for(LATENT, pages.seed, False, device)
@@ -231,7 +232,7 @@ def attend_code_rows(q_latent: Tensor, q_rope: Tensor, pages: LatentCodes, start
         tiles_of(hadamard_queries(q_latent, signs), HEADS), tiles_of(q_rope, HEADS), tiles_of(pages.rope, TILE),
         Coded(pages.codes, pages.norms, table_for(pages.bits, LATENT, device, pages.book)), kept_latents(pages),
         index_of(pages, starts), parts, scale * LOG2E.value, LATENT**-0.5, heads, splits, page, power_of_two(sequences), TILE,
-        pages.bits, *RINGS[pages.bits], STAGES, kept_shape(pages), num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
+        pages.bits, *RINGS[pages.bits], STAGES, kept_shape(pages), keys_each(), num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     merge_rotated(parts, signs, out, MIXED, early=False)
     return out

@@ -3,6 +3,8 @@
 Decoding is bound by reading codes. Hopper has kernels of its own for values that lie in pairs and for latents of 4 and 8 bits;
 plain Triton reads everything else. For a prompt, keys and values are dequantized once, and `attention` reads those. New tokens
 that are few are rotated by position and coded in one launch; a prompt's are rotated first, and on Hopper coded 16 at a time.
+
+Inside `invariant` a prompt's tokens are coded and attended from as few are, each alone.
 """
 
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.ops._dispatch import is_exact
+from auraflux.ops._dispatch import is_exact, is_invariant
 from auraflux.ops.attention.cuda import attention, split_latent
 from auraflux.ops.attention.cuda.mla_rope_append import MOST_FUSED
 from auraflux.ops.hopper.device import interpreted, not_hopper
@@ -70,7 +72,7 @@ def _refuses_attend(call: Attend) -> str | None:
     if pages.arrangement is not Arrangement.PAIRS:
         return NOT_PAIRS
     tokens = call.q.shape[0]
-    if tokens > attend_launch.MOST_TOKENS * pages.lengths.shape[0]:
+    if tokens > attend_launch.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
         return f"{tokens} new tokens; it is for up to {attend_launch.MOST_TOKENS} of a sequence"
     if call.q.dtype is torch.float32 and is_exact():
         return "exact products of float32 are wanted"
@@ -105,7 +107,7 @@ def _dequantized(call: Attend) -> Tensor:
 def _refuses_latent(call: AttendLatent) -> str | None:
     """Why kernels for few tokens over coded latents do not serve a call."""
     pages, keys, tokens = call.pages, call.pages.rope, call.q.shape[0]
-    if tokens > mla_columns.MOST_TOKENS * pages.lengths.shape[0]:
+    if tokens > mla_columns.MOST_TOKENS * pages.lengths.shape[0] and not is_invariant():
         return f"{tokens} new tokens; it is for up to {mla_columns.MOST_TOKENS} of a sequence"
     if pages.bits not in mla_columns.BITS:
         return f"{pages.bits} bits; it is for 4 and 8"
@@ -166,7 +168,7 @@ def _refuses_codec(call: Append) -> str | None:
 
 def _refuses_rope_append(call: RopeAppend) -> str | None:
     tokens, _, width = call.k.shape
-    if not 0 < tokens <= rope_append.MOST_TOKENS:
+    if not tokens > 0 or (tokens > rope_append.MOST_TOKENS and not is_invariant()):
         return f"{tokens} new tokens; it is for 1 to {rope_append.MOST_TOKENS}"
     if _given(call.pages):
         return GIVEN
@@ -192,7 +194,7 @@ def _refuses_kept(call: Append) -> str | None:
 def _append_kept(call: Append) -> None:
     k, v, pages, starts = call
     # few are coded from float32, as the reference does; a prompt's in 16 bits, which 8 bits hardly notice
-    many = k.shape[0] * k.shape[1] >= encode_prefill.MANY
+    many = k.shape[0] * k.shape[1] >= encode_prefill.MANY and not is_invariant()
     keep.keep(k, v, pages, starts)
     k = keep.without_centres(k, pages, starts, k.dtype if many else torch.float32)
     APPEND(Append(k, v, pages.codes_only, starts))
@@ -208,7 +210,7 @@ def _appended(call: RopeAppend) -> list[tuple[Routes[Append, None], Append]]:
 
 def _refuses_mla_rope_append(call: RopeAppendLatent) -> str | None:
     tokens, width = call.q.shape
-    if not 0 < tokens <= MOST_FUSED:
+    if not tokens > 0 or (tokens > MOST_FUSED and not is_invariant()):
         return f"{tokens} new tokens; it is for 1 to {MOST_FUSED}"
     if 2 * len(call.rotation[0]) != width // call.heads - call.nope:
         return "some channels of keys are not rotated by position"
@@ -225,30 +227,30 @@ def _latent_rope_first(call: RopeAppendLatent) -> tuple[Tensor, Tensor]:
 
 
 ATTEND: Routes[Attend, Tensor] = Routes(
-    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q)),
-    Route("attend", _refuses_attend, lambda call: attend_launch.attend_few(*call)),
+    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), alike=True),
+    Route("attend", _refuses_attend, lambda call: attend_launch.attend_few(*call), alike=True),
     Route("dequantized, then attention", _refuses_dequantized, _dequantized),
     Route("flash_codes", _never, lambda call: flash_codes_launch.attend(*call)),
 )
 ATTEND_LATENT: Routes[AttendLatent, Tensor] = Routes(
-    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q)),
-    Route("mla_columns", _refuses_columns, lambda call: mla_columns.attend_code_columns(*call)),
-    Route("mla_rows", _refuses_latent, lambda call: mla_rows.attend_code_rows(*call)),
+    Route("no new tokens", _refuses_no_queries, lambda call: torch.empty_like(call.q), alike=True),
+    Route("mla_columns", _refuses_columns, lambda call: mla_columns.attend_code_columns(*call), alike=True),
+    Route("mla_rows", _refuses_latent, lambda call: mla_rows.attend_code_rows(*call), alike=True),
     Route("flash_codes", _never, lambda call: flash_codes_launch.attend_latent(*call)),
 )
 APPEND: Routes[Append, None] = Routes(
-    Route("no new tokens", _refuses_no_tokens, lambda call: None),
-    Route("keep, then append", _refuses_kept, _append_kept, _after_kept),
+    Route("no new tokens", _refuses_no_tokens, lambda call: None, alike=True),
+    Route("keep, then append", _refuses_kept, _append_kept, _after_kept, alike=True),
     Route("encode_prefill", _refuses_encode_prefill, lambda call: encode_prefill.append_at_once(*call)),
-    Route("codec", _refuses_codec, lambda call: codec_launch.append(*call)),
+    Route("codec", _refuses_codec, lambda call: codec_launch.append(*call), alike=True),
 )
 ROPE_APPEND: Routes[RopeAppend, Tensor] = Routes(
-    Route("rope_append", _refuses_rope_append, lambda call: rope_append.append(*call)),
-    Route("norm and RoPE first", _refuses_rope_first, _rope_first, _appended),
+    Route("rope_append", _refuses_rope_append, lambda call: rope_append.append(*call), alike=True),
+    Route("norm and RoPE first", _refuses_rope_first, _rope_first, _appended, alike=True),
 )
 ROPE_APPEND_LATENT: Routes[RopeAppendLatent, tuple[Tensor, Tensor]] = Routes(
-    Route("mla_rope_append", _refuses_mla_rope_append, lambda call: mla_rope_append.rope_encode(*call)),
-    Route("norm and RoPE first, then codec", _never, _latent_rope_first),
+    Route("mla_rope_append", _refuses_mla_rope_append, lambda call: mla_rope_append.rope_encode(*call), alike=True),
+    Route("norm and RoPE first, then codec", _never, _latent_rope_first, alike=True),
 )
 ROUTES: dict[str, Routes[Any, Any]] = {
     "turboquant_attention": ATTEND,

@@ -1,0 +1,86 @@
+"""Inside `invariant` a row is on a GPU what it is alone, to the bit, and what the reference says."""
+
+import numpy as np
+import pytest
+import torch
+
+from auraflux.errors import InputError
+from auraflux.ops import invariant, linear
+from auraflux.ops._cases import Case, all_cases, tensors
+from auraflux.ops._dispatch import all_ops
+from auraflux.ops.assumed import assume_gpu
+from auraflux.ops.gpu_cases import CASES
+from auraflux.ops.routes import routes_of, verdict_of
+from auraflux.quant import quantize
+from tests.ops.test_cuda import LARGEST_NBYTES, _sound_interpreter, hold, small  # noqa: F401
+from tests.ops.test_invariance import OTHERS, ROWS, TEXTS, parted
+
+# whose results are not tokens', or that are not part of a model's step
+APART = {"sample", "penalize", "decode", "encode", "merge_partials"}
+SERVED = [case for case in all_cases() if case.op.name in {*ROWS, *TEXTS} - OTHERS - APART]
+MOST_CASES = 5  # of an op in the quick tests
+
+
+def params(cases: list[Case]) -> list:
+    """A few of every op, spread over its list; the others among the slow tests."""
+    found = []
+    for name in dict.fromkeys(case.op.name for case in cases):
+        mine = [case for case in cases if case.op.name == name]
+        chosen = {case.id for case in mine[:: max(1, -(-len(mine) // MOST_CASES))] if not case.slow}
+        found += [pytest.param(case, id=case.id, marks=[] if case.id in chosen else [pytest.mark.slow]) for case in mine]
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*(pytest.param(case, id=f"{case.id}-large") for case in CASES), *params(SERVED)])
+def test_a_row_is_what_it_is_alone(case: Case):
+    if case.op.kernel("cuda") is None:
+        pytest.skip("no cuda kernel")
+    with invariant():
+        assert parted(case, "cuda") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", params([case for case in SERVED if case.op.name not in ("route", "mixture")]))
+def test_a_row_is_what_the_reference_says(case: Case):
+    with invariant():
+        hold(case, "cuda")
+
+
+def few(name: str) -> list:
+    mine = [case for case in SERVED if case.op.name == name and small(case)]
+    fit = [case for case in mine if sum(tensor.nbytes for _, tensor in tensors(case.args())) <= LARGEST_NBYTES]
+    return [pytest.param(case, id=case.id) for case in fit[:: max(1, len(fit) // 3)]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("_sound_interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
+@pytest.mark.parametrize("case", [*few("linear"), *few("gated_delta_prefill"), *few("gated_delta_step"), *few("expert_mlp")])
+def test_interpreted_kernels_match_their_references(case: Case):
+    with invariant(), np.errstate(all="ignore"):
+        hold(case, "cpu")
+
+
+def test_every_table_says_what_is_alike():
+    tables = [routes_of(op, "cuda") for op in all_ops()]
+    assert not [table for table in tables if table is not None and not any(route.alike for route in table)]
+
+
+def test_choices_do_not_depend_on_the_number_of_tokens():
+    weight = quantize(torch.randn(256, 512, dtype=torch.bfloat16), 8, 64)
+    for tokens in (1, 2, 20, 200, 2000):
+        args = {"x": torch.zeros(tokens, 512, dtype=torch.bfloat16), "weight": weight}
+        with assume_gpu(), invariant():
+            found = verdict_of(linear, "cuda", args)
+        assert found is not None
+        assert found.taken == "gemm_alike"
+        with assume_gpu():
+            assert verdict_of(linear, "cuda", args) != found
+
+
+def test_what_no_kernel_holds_is_refused():
+    from auraflux.ops import compress_windows
+
+    with invariant(), pytest.raises(InputError, match="Leave --invariant out"):
+        compress_windows._refuse_invariant("cuda", "it has no kernel")
