@@ -31,6 +31,7 @@ from auraflux.ops.simd.vectors import _add_neighbours as add_neighbours
 
 BLOCK = 64  # positions whose weights are made together; blocks begin at multiples of it
 PART = 512  # positions that are summed up apart from others, and then joined in their order; parts begin at multiples of it
+LOOPED = BLOCK // LANES > 8  # whether a block has more vectors than registers can hold
 KEYS = LANES // 4
 TALL = 3 if LANES == 8 else 6  # rows of a tile, whose sums stay in registers
 WIDE = 2 if LANES == 8 else 4  # vectors of a value
@@ -126,7 +127,7 @@ def _sum(b, x, y):
 def _over_block(b, act):
     """Call act(offset in bytes, positions) for all vectors of a block: all written out or, where they are many, four a turn."""
     here = ISA.ints(list(range(LANES)))
-    if BLOCK // LANES <= 8:
+    if not LOOPED:
         for place in range(0, BLOCK, LANES):
             act(4 * place, b.add(here, splat(ISA.ints, place)))
         return
@@ -148,12 +149,15 @@ def weigh_row(b, scores, low, high, more, threshold, state, keep):
     """
     kind, nothing = ISA.floats, splat(ISA.floats, -float("inf"))
     first, last = (spread(b, b.trunc(x, I32), LANES) for x in (low, high))
-    added, top, sums = spread(b, more, LANES), variable(b, nothing), variable(b, splat(kind, 0.0))
+    added, top, sums, found = spread(b, more, LANES), variable(b, nothing), variable(b, splat(kind, 0.0)), []
 
     def mask(place, number):
         seen = b.and_(b.icmp_signed(">=", number, first), b.icmp_signed("<", number, last))
         score = b.select(seen, b.fadd(load(b, scores, place, kind), added), nothing)
-        store(b, score, scores, place)
+        if LOOPED:
+            store(b, score, scores, place)
+        else:
+            found.append(score)
         b.store(ISA.larger(b, score, b.load(top)), top)
 
     _over_block(b, mask)
@@ -167,7 +171,7 @@ def weigh_row(b, scores, low, high, more, threshold, state, keep):
     least = b.fmul(spread(b, threshold, LANES), fma(b, total, kept, _exp(b, b.fsub(highest, base))))
 
     def weigh(place, number):
-        weight = _exp(b, b.fsub(load(b, scores, place, kind), base))
+        weight = _exp(b, b.fsub(load(b, scores, place, kind) if LOOPED else found.pop(0), base))
         b.store(b.fadd(b.load(sums), weight), sums)
         store(b, b.select(b.fcmp_ordered("<", weight, least), splat(kind, 0.0), weight), scores, place)
 
