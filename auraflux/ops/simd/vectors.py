@@ -186,8 +186,11 @@ class Isa:
     # ceiling of 28-30
     ahead = 4096
     # inputs of one token that a turn of the loop over 2-bit codes takes, or 0: those of a group. Two Neoverse-N1 cores read
-    # 16.3 GB/s at 256, 15.1 without, 15.9 at 512; with more bits a turn of several groups is slower
+    # 16.3 GB/s at 256, 15.1 without, 15.9 at 512
     small_codes = 0
+    # the same with more bits. Groups of 32 with 4 bits are read at 23.1 GB/s at 64, 22.5 without; groups of 64 slower
+    small_spans = 0
+    widens_halves = False  # whether f16 becomes float32 by one instruction
     small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
 
     @property
@@ -288,8 +291,8 @@ class Dotprod(Isa):
     # two Neoverse-N1 cores read 4-bit weights at 27.6 GB/s without, 29.2 from 512 to 2048, 25.6 at 4096, beside a read ceiling
     # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
     ahead = 512
-    small_codes = 256
-    by_lane = small_tables = True
+    small_codes, small_spans = 256, 64
+    by_lane = small_tables = widens_halves = True
     digits = 3
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:

@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.simd.jit import LINE
 from auraflux.ops.simd.vectors import (
     F32,
     I16,
@@ -31,6 +32,7 @@ from auraflux.ops.simd.vectors import (
     kernel,
     load,
     machine,
+    pick,
     prefetch,
     splat,
     spread,
@@ -41,6 +43,9 @@ from auraflux.ops.simd.vectors import (
 
 LANES = ISA.lanes
 BYTES = 4 * LANES
+# whether loops take several vectors of a key, or several positions, in a turn, and ask for what is needed next line by line:
+# Neoverse-N1 forgets prefetches that come faster than memory does
+IN_TURNS = LANES == 4
 
 ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.float16}
 SIZES = {types.float32: 4, types.float16: 2, types.uint16: 2}
@@ -89,6 +94,9 @@ def widen(b, element, raw, kind):
     if element is types.float16:
         half = ir.HalfType() if kind == F32 else vector(ir.HalfType(), kind.count)
         return b.fpext(b.bitcast(raw, half), kind)
+    if kind != F32 and LANES == 4:
+        # ARM interleaves two registers twice as often in a cycle as it shifts
+        return b.bitcast(pick(b, splat(raw.type, 0), raw, [n for i in range(kind.count) for n in (i, kind.count + i)]), kind)
     wide = I32 if kind == F32 else vector(I32, kind.count)
     shift = ir.Constant(I32, 16) if kind == F32 else splat(wide, 16)
     return b.bitcast(b.shl(b.zext(raw, wide), shift), kind)
@@ -155,7 +163,7 @@ def value_block(
     weights  [heads][count], out [heads][vectors * LANES]: rows `weight_step` and `out_step` bytes apart
     rows     [count]  addresses of the values
     first    number of the first of those vectors
-    ahead    [count]  addresses of `ahead_nbytes` each that will be needed next
+    ahead    [count]  addresses of `ahead_nbytes` each that will be needed next; IN_TURNS, one where rows lie side by side
     """
     numbers = [b.add(first, at(v)) for v in range(wide)]
     places = [b.mul(_place(b, n, last), at(SIZES[element])) for n in numbers]
@@ -164,14 +172,30 @@ def value_block(
     for (h, v), slot in slots.items():
         factor = spread(b, load(b, keep, 4 * h, F32), LANES)
         sums[h, v] = variable(b, b.fmul(load(b, out, slot, ISA.floats), factor))
-    with cgutils.for_range(b, count) as loop:
-        row = load(b, rows, b.mul(loop.index, at(8)), I64)
-        prefetch(b, [load(b, ahead, b.mul(loop.index, at(8)), I64)], ahead_nbytes)
-        value = [_load_floats(b, element, row, place) for place in places]
+
+    def add(number, weigh):
+        value = [_load_floats(b, element, load(b, rows, b.mul(number, at(8)), I64), place) for place in places]
         for h in range(heads):
-            offset = b.add(b.mul(weight_step, at(h)), b.mul(loop.index, at(4)))
-            weight = spread(b, load(b, weights, offset, F32), LANES)
+            weight = weigh(h)
             for v in range(wide):
                 b.store(fma(b, weight, value[v], b.load(sums[h, v])), sums[h, v])
+
+    begun = at(0)
+    if IN_TURNS:
+        turns, soon = b.sdiv(count, at(LANES)), load(b, ahead, 0, I64)
+        with cgutils.for_range(b, turns) as loop:
+            turn = b.mul(loop.index, at(LANES))
+            four = [load(b, weights, b.add(b.mul(weight_step, at(h)), b.mul(turn, at(4))), ISA.floats) for h in range(heads)]
+            for n in range(LANES):
+                number = b.add(turn, at(n))
+                if n < SIZES[element]:
+                    prefetch(b, [b.add(soon, b.add(b.mul(loop.index, at(SIZES[element] * LINE)), at(n * LINE)))], LINE)
+                add(number, lambda h, n=n: pick(b, four[h], four[h], [n] * LANES))
+        begun = b.mul(turns, at(LANES))
+    with cgutils.for_range_slice(b, begun, count, at(1)) as (number, _):
+        if not IN_TURNS:
+            prefetch(b, [load(b, ahead, b.mul(number, at(8)), I64)], ahead_nbytes)
+        offset = b.mul(number, at(4))
+        add(number, lambda h: spread(b, load(b, weights, b.add(b.mul(weight_step, at(h)), offset), F32), LANES))
     for key, slot in slots.items():
         store(b, b.load(sums[key]), out, slot)

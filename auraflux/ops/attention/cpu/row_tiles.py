@@ -31,6 +31,7 @@ from auraflux.ops.simd.vectors import _add_neighbours as add_neighbours
 
 BLOCK = 64  # positions whose weights are made together; blocks begin at multiples of it
 PART = 512  # positions that are summed up apart from others, and then joined in their order; parts begin at multiples of it
+LOOPED = BLOCK // LANES > 8  # whether a block has more vectors than registers can hold
 KEYS = LANES // 4
 TALL = 3 if LANES == 8 else 6  # rows of a tile, whose sums stay in registers
 WIDE = 2 if LANES == 8 else 4  # vectors of a value
@@ -123,6 +124,20 @@ def _sum(b, x, y):
     return b.fadd(x, y)
 
 
+def _over_block(b, act):
+    """Call act(offset in bytes, positions) for all vectors of a block: all written out or, where they are many, four a turn."""
+    here = ISA.ints(list(range(LANES)))
+    if not LOOPED:
+        for place in range(0, BLOCK, LANES):
+            act(4 * place, b.add(here, splat(ISA.ints, place)))
+        return
+    with cgutils.for_range(b, at(BLOCK // (4 * LANES))) as loop:
+        first = b.mul(loop.index, at(4 * LANES))
+        for place in range(0, 4 * LANES, LANES):
+            number = b.add(first, at(place))
+            act(b.mul(number, at(4)), b.add(here, spread(b, b.trunc(number, I32), LANES)))
+
+
 @kernel(constants=0)
 def weigh_row(b, scores, low, high, more, threshold, state, keep):
     """Turn a block's scores of one row into weights, zero but for positions [low, high).
@@ -134,28 +149,34 @@ def weigh_row(b, scores, low, high, more, threshold, state, keep):
     """
     kind, nothing = ISA.floats, splat(ISA.floats, -float("inf"))
     first, last = (spread(b, b.trunc(x, I32), LANES) for x in (low, high))
-    added, places = spread(b, more, LANES), range(0, BLOCK, LANES)
-    found, top = [], nothing
-    for place in places:
-        number = ISA.ints([place + i for i in range(LANES)])
+    added, top, sums, found = spread(b, more, LANES), variable(b, nothing), variable(b, splat(kind, 0.0)), []
+
+    def mask(place, number):
         seen = b.and_(b.icmp_signed(">=", number, first), b.icmp_signed("<", number, last))
-        score = b.select(seen, b.fadd(load(b, scores, 4 * place, kind), added), nothing)
-        found.append(score)
-        top = _larger(b, score, top)
-    top = across(b, _larger, top)
+        score = b.select(seen, b.fadd(load(b, scores, place, kind), added), nothing)
+        if LOOPED:
+            store(b, score, scores, place)
+        else:
+            found.append(score)
+        b.store(ISA.larger(b, score, b.load(top)), top)
+
+    _over_block(b, mask)
+    highest = across(b, ISA.larger, b.load(top))
     before, total = (spread(b, load(b, state, 4 * i, F32), LANES) for i in range(2))
-    peak = _larger(b, top, before)
+    peak = ISA.larger(b, highest, before)
     # where nothing was seen yet any finite base gives weights of 0
     base = b.select(b.fcmp_ordered(">", peak, nothing), peak, splat(kind, 0.0))
     kept = _exp(b, b.fsub(before, base))
     # the sum of all weights will be no less than what is known of it here
-    least = b.fmul(spread(b, threshold, LANES), fma(b, total, kept, _exp(b, b.fsub(top, base))))
-    sums = splat(kind, 0.0)
-    for place, score in zip(places, found, strict=True):
-        weight = _exp(b, b.fsub(score, base))
-        sums = b.fadd(sums, weight)
-        store(b, b.select(b.fcmp_ordered("<", weight, least), splat(kind, 0.0), weight), scores, 4 * place)
-    total = fma(b, total, kept, across(b, _sum, sums))
+    least = b.fmul(spread(b, threshold, LANES), fma(b, total, kept, _exp(b, b.fsub(highest, base))))
+
+    def weigh(place, number):
+        weight = _exp(b, b.fsub(load(b, scores, place, kind) if LOOPED else found.pop(0), base))
+        b.store(b.fadd(b.load(sums), weight), sums)
+        store(b, b.select(b.fcmp_ordered("<", weight, least), splat(kind, 0.0), weight), scores, place)
+
+    _over_block(b, weigh)
+    total = fma(b, total, kept, across(b, _sum, b.load(sums)))
     _first(b, peak, state, 0)
     _first(b, total, state, 4)
     _first(b, b.fmul(kept, spread(b, load(b, keep, 0, F32), LANES)), keep, 0)

@@ -216,6 +216,8 @@ def _loaded_scales(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Val
 def _widen(b: ir.IRBuilder, kind: str, address: ir.Value, offset: ir.Value) -> ir.Value:
     if kind == "f32":
         return load(b, address, offset, FLOATS)
+    if kind == "f16" and ISA.widens_halves:
+        return b.fpext(load(b, address, offset, vector(ir.HalfType(), BLOCK)), FLOATS)
     bits = b.zext(load(b, address, offset, vector(I16, BLOCK)), INTS)
     if kind == "bf16":
         return b.bitcast(b.shl(bits, splat(INTS, 16)), FLOATS)
@@ -284,8 +286,10 @@ def rows_times_tokens(
 
 
 def _spans_at_once(form, tokens):
-    """Spans that a turn of the loop takes: where a token is alone and codes are small, unpacking starts long before it ends."""
-    return max(1, ISA.small_codes // form.span) if form.fast and tokens == 1 and form.bits == 2 else 1
+    """Spans that a turn of the loop takes: where a token is alone and spans are short, unpacking starts long before it ends."""
+    if not form.fast or tokens > 1:
+        return 1
+    return max(1, (ISA.small_codes if form.bits == 2 else ISA.small_spans) // form.span)
 
 
 def spans(b, form, groups):

@@ -21,6 +21,7 @@ from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     LANES,
     PLUS,
     STRAIGHT,
+    TILES,
     WAYS,
     Loops,
     ask_for,
@@ -49,6 +50,7 @@ MOST = 127 * HIGH + 64  # of a weight; an approximate exponential may be a littl
 MOST_Q = 127 * HIGH  # of a query's coordinate
 TINY, INFINITE = np.float32(1e-30), np.float32(np.inf)
 ONE = np.float32(1)
+THREES = 3 in TILES
 ONE_TILE = 4  # rows; for more, a block's keys are turned and looked up once
 
 
@@ -57,16 +59,24 @@ def fast_scratch(heads, width):
     """Bytes to work in."""
     places = 4 * (SIDE + BLOCK * width)
     blocks = places + BLOCK * width + heads * (LINE + 2 * BLOCK + 20) + 8 * BYTES * (BLOCK // LANES)
-    return blocks + heads * 2 * width + heads * BYTES * (width // 4) + 4 * width + 4 * heads * width + 2 * BLOCK * width + 1024
+    return (
+        blocks
+        + (heads + 1) * 2 * width
+        + heads * BYTES * (width // 4)
+        + 4 * width
+        + 4 * heads * width
+        + 2 * BLOCK * width
+        + 1024
+    )
 
 
 @jit
 def _tile(left):
-    return 4 if left >= 4 else 2 if left >= 2 else 1
+    return 4 if left >= 4 else left if left < 3 or THREES else 2
 
 
 @jit
-def _spread_query(q_at, width, bits, tile, h, target_at):
+def _spread_query(q_at, width, bits, room, h, target_at):
     """Round one query to two bytes and lay it out for `key_scores`; give what a step is worth, and what to take back."""
     q = floats(q_at, width)
     top = np.int32(0)
@@ -76,15 +86,16 @@ def _spread_query(q_at, width, bits, tile, h, target_at):
         top = size if size > top else top
     largest = float_of_bits(top)
     factor = np.float32(MOST_Q) / largest if TINY < largest < INFINITE else ZERO
-    target, vectors, total, upper = octets(target_at, 2 * width * tile), 8 // bits, 0, 0
-    for d in range(width):
-        n = np.int64(rint(q[d] * factor)) if factor != ZERO else 0
-        high = (n + HIGH // 2) >> 7
-        word, place = d * bits // 32, d % (32 // bits)
+    target, vectors, total, upper = octets(target_at, 2 * width * room), 2 if bits == 4 else 1, 0, 0
+    for word in range(width // (4 * vectors)):
         # low halves of bytes first, then high halves
-        at = (((word * vectors + place % vectors) * tile + h) * 2) * 4 + place // vectors
-        target[at], target[at + 4] = high & 255, (n - HIGH * high) & 255
-        total, upper = total + n, upper + high
+        for half in range(vectors):
+            at = ((word * vectors + half) * room + h) * 8
+            for byte in range(4):
+                n = np.int64(rint(q[(4 * word + byte) * vectors + half] * factor)) if factor != ZERO else 0
+                high = (n + HIGH // 2) >> 7
+                target[at + byte], target[at + 4 + byte] = high & 255, (n - HIGH * high) & 255
+                total, upper = total + n, upper + high
     if bits == 8 and STRAIGHT:
         # levels are half a step above their bytes, and their rest half of one
         return largest / np.float32(MOST_Q), -((total >> 1) + upper * HIGH // (2 * REST))
@@ -202,7 +213,7 @@ def _spread_queries(rows, width, bits, queries, units, excess):
         tile = _tile(heads - h)
         for i in range(h, h + tile):
             q, target = rows.q + 4 * rows.room * place_of(rows, i), queries + h * 2 * width
-            worth, over = _spread_query(q, width, WIDE_BITS[bits], tile, i - h, target)
+            worth, over = _spread_query(q, width, WIDE_BITS[bits], 4 if tile == 3 else tile, i - h, target)
             floats(units, heads)[i], int32s(excess, heads)[i] = worth * KEY_UNITS[bits] / root, over
         h += tile
 
@@ -255,7 +266,8 @@ def _lay_out(heads, width, work):
     rounded = scores + heads * LINE
     spread = rounded + heads * 2 * BLOCK
     queries = spread + 8 * BYTES * (BLOCK // LANES)
-    sums = (queries + heads * 2 * width + 63) // 64 * 64
+    # three queries are laid out like four
+    sums = (queries + (heads + 1) * 2 * width + 63) // 64 * 64
     units = sums + heads * BYTES * (width // 4)
     excess, keeps, gains, state = units + 4 * heads, units + 8 * heads, units + 12 * heads, units + 16 * heads
     found = state + 8 * heads

@@ -38,11 +38,16 @@ from auraflux.ops.turboquant.cpu.codes import CODES, HIGH, REST
 
 LANES = ISA.lanes
 BYTES = 4 * LANES  # of a vector, and how many bytes it holds
-TILES = (4, 2, 1)  # heads that share what is loaded
+TILES = (4, 3, 2, 1) if ISA.by_lane else (4, 2, 1)  # heads that share what is loaded
 PLUS = 0 if ISA.signed_codes else 128
 STRAIGHT = ISA.small_tables
 WAYS = 16 // LANES  # groups of tokens in a turn of a loop: short turns wait for what they begin with
 WEIGHT = 4 if ISA.by_lane else BYTES  # bytes of four tokens' weights, as they are loaded
+
+
+def room_of(tile):
+    """For how many heads the queries and weights of a tile are laid out: three take the registers of four."""
+    return 4 if tile == 3 else tile
 
 
 def _choose(b, heads, build):
@@ -142,7 +147,7 @@ def key_score_loop(
     """Score `heads` queries against LANES * `groups` keys.
 
     rows    [groups * LANES]  int64, addresses of the packed rows, each of 4 * `quads` words
-    q       [words][codes of a word / 4][heads][2] four bytes, as `spread_query` leaves them
+    q       [words][codes of a word / 4][room][2] four bytes, as `spread_query` leaves them
     units   [heads]           what a step of the result is worth
     excess  [heads]           int32, to be taken back
     out     [heads][.]        rows `out_step` bytes apart
@@ -189,7 +194,7 @@ def turned_score_loop(b, bits, heads, keys, key_step, groups, steps, norms, q, u
             with cgutils.for_range(b, steps) as loop:
                 place = b.add(here, b.mul(loop.index, at(bytes_ * BYTES)))
                 levels = [load(b, place, n * BYTES, ISA.bytes) for n in range(bytes_)]
-                x = _quads(b, b.add(q, b.mul(loop.index, at(tile * 8))), 2 * tile)
+                x = _quads(b, b.add(q, b.mul(loop.index, at(room_of(tile) * 8))), 2 * room_of(tile))
                 _add_dots(b, totals, levels, x)
             _store_scores(b, totals, group.index, norms, excess, units, out, out_step)
 
@@ -227,13 +232,13 @@ def _store_scores(b, totals, group, norms, excess, units, out, out_step):
 
 def _products(b, code, tile, where, quads, q):
     """Sums over a group of keys for each of some queries, of the high bytes and of the low ones."""
-    totals = _nothing(b, tile, 3 if code.straight else 2)
+    totals, room = _nothing(b, tile, 3 if code.straight else 2), room_of(tile)
     with cgutils.for_range(b, quads) as loop:
         words = _transpose(b, _side_by_side(b, where, b.mul(loop.index, at(16)), I32), 4)
-        query = b.add(q, b.mul(loop.index, at(4 * code.vectors * tile * 8)))
+        query = b.add(q, b.mul(loop.index, at(4 * code.vectors * room * 8)))
         for n, codes in enumerate(c for word in words for c in code.split(b, word)):
             levels = code.key_levels(b, codes, PLUS)
-            _add_dots(b, totals, levels, _quads(b, b.add(query, at(n * tile * 8)), 2 * tile))
+            _add_dots(b, totals, levels, _quads(b, b.add(query, at(n * room * 8)), 2 * room))
     return totals
 
 
@@ -260,12 +265,28 @@ def spread_weights(b, heads, weights, step, groups, out):
     weights  [heads][2][.]  bytes of seven bits, high and low, rows `step` bytes apart
     out      [groups][heads][2] vectors; four bytes each where a vector is 128 bits and one of its lanes serves for all
     """
+    if ISA.by_lane:
+        _choose(b, heads, lambda tile: _turn_weights(b, 2 * room_of(tile), weights, step, groups, out))
+        return
     lanes = [i // 4 for i in range(WEIGHT // 4)]
     with cgutils.for_range(b, groups) as group, cgutils.for_range(b, b.mul(heads, at(2))) as row:
         place = b.add(b.mul(row.index, step), b.mul(group.index, at(LANES)))
         four = load(b, weights, place, vector(I32, LANES // 4))
         target = b.mul(b.add(b.mul(group.index, b.mul(heads, at(2))), row.index), at(WEIGHT))
         store(b, pick(b, four, four, lanes), out, target)
+
+
+def _turn_weights(b, count, weights, step, groups, out):
+    """Put the four bytes of each of `count` rows side by side, a group after the other."""
+    with cgutils.for_range(b, b.sdiv(groups, at(WAYS))) as loop:
+        here = b.add(weights, b.mul(loop.index, at(BYTES)))
+        rows = [load(b, here, b.mul(step, at(n)), ISA.ints) for n in range(count)]
+        if count == 2:
+            turned = [_zip(b, *rows, 4, 1)]
+        else:
+            turned = list(zip(*(_transpose(b, rows[n : n + 4], 4) for n in range(0, count, 4)), strict=True))
+        for n, each in enumerate(v for group in turned for v in group):
+            store(b, each, out, b.add(b.mul(loop.index, at(count * BYTES)), at(n * BYTES)))
 
 
 @kernel(constants=1)
@@ -283,17 +304,18 @@ def add_value_loop(b, bits, heads, turned, step, groups, columns, weights, keeps
     sides = range(code.vectors)
 
     def build(tile):
+        room = room_of(tile)
         with cgutils.for_range(b, columns) as column:
             # sums of a block stay below 2**22, so that they become floats by a subtraction
             start = splat(ISA.ints, MAGIC_BITS)
             totals = {(s, h): [variable(b, start) for _ in range(2)] for s in sides for h in range(tile)}
             source = b.add(turned, b.mul(column.index, step))
             with cgutils.for_range(b, b.sdiv(groups, at(WAYS))) as loop:
-                here, place = b.mul(loop.index, at(WAYS * BYTES)), b.mul(loop.index, at(WAYS * 2 * tile * WEIGHT))
+                here, place = b.mul(loop.index, at(WAYS * BYTES)), b.mul(loop.index, at(WAYS * 2 * room * WEIGHT))
                 packed = [load(b, source, b.add(here, at(n * BYTES)), ISA.ints) for n in range(WAYS)]
                 levels = [[code.look_up(b, codes) for codes in code.split(b, each)] for each in packed]
                 for n in range(WAYS):
-                    found = _weights(b, b.add(weights, b.add(place, at(n * 2 * tile * WEIGHT))), 2 * tile)
+                    found = _weights(b, b.add(weights, b.add(place, at(n * 2 * room * WEIGHT))), 2 * room)
                     for (s, h), sums_of in totals.items():
                         _add_weighed(b, sums_of, found[2 * h : 2 * h + 2], levels[n][s])
             target = b.add(sums, b.mul(column.index, at(code.vectors * tile * BYTES)))
