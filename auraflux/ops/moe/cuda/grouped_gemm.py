@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.codes import code_value, weight_line, weight_value, weights_at
+from auraflux.ops.hopper.codes import bias_value, scale_value, value_of, weight_value
+from auraflux.ops.hopper.dot_codes import joined, unit_values
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, gate_of, passed
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, dense_bias, form, gate_of, of_expert, passed
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor
 
@@ -55,19 +56,31 @@ def place_pairs(ids, cursor, placed, pairs, experts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(
-    packed, scales, biases, row, rows, start, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BK: tl.constexpr,
+    codes, row, rows, start, K, BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """Weights [ROWS, BK] from column `start` on, of one group."""
+    """Weights [ROWS, BK] from column `start` on."""
     k = start + tl.arange(0, BK)
     there = (row < rows)[:, None]
     wide = row.to(tl.int64)[:, None]
     if BITS == 0:
-        return tl.load(packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
-    elif BITS == 2 or BITS == 4 or BITS == 8:  # noqa: RET505
+        return tl.load(codes.packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
+    elif GROUP < BK or BITS == 3 or BITS == 5 or BITS == 6:  # noqa: RET505
+        unit = start // 16 + tl.arange(0, BK // 16)[None, :]
+        inside = there & (unit * 16 < K)
+        words, found = (), ()
+        for i in tl.static_range((BITS + 1) // 2):
+            at = wide * (K // 32 * BITS) + unit * BITS // 2 + i
+            words += (tl.load(codes.packed + at, mask=inside, other=0),)  # type: ignore[assignment]
+        at = wide * (K // GROUP) + unit * 16 // GROUP
+        scale, bias = scale_value(codes.scales, at, inside, FORM), bias_value(codes.biases, at, inside, FORM)
+        values = unit_values(words, unit, codes.biases, BITS, FORM, False)
+        for j in tl.static_range(16):
+            found += (weight_value(values[j], scale, bias, FORM),)  # type: ignore[assignment]
+        return tl.reshape(joined(found, 0, 1, 16), [row.shape[0], BK])
+    else:
         WORDS: tl.constexpr = BK * BITS // 32
         word = start * BITS // 32 + tl.arange(0, WORDS)
-        bits = tl.load(packed + wide * (K // 32 * BITS) + word[None, :], mask=there, other=0).to(tl.uint32, bitcast=True)
+        bits = tl.load(codes.packed + wide * (K // 32 * BITS) + word[None, :], mask=there, other=0).to(tl.uint32, bitcast=True)
         # code j of a word is shifted down by BITS * j: its highest digit first, as the last axis is to count fastest
         bits = tl.join(bits, bits >> 16)
         bits = tl.join(bits, bits >> 8)
@@ -75,11 +88,9 @@ def _weights(
             bits = tl.join(bits, bits >> 4)
         if BITS < 4:
             bits = tl.join(bits, bits >> 2)
-        bits = tl.reshape(bits, [row.shape[0], BK])
-        slope, intercept = weight_line(scales, biases, wide * (K // GROUP) + start // GROUP, there, BITS, AFFINE)
-        return weight_value(code_value(bits, bits, 0, BITS, AFFINE), slope, intercept, AFFINE)
-    else:
-        return weights_at(packed, scales, biases, wide, k[None, :], there & (k < K)[None, :], K, BITS, GROUP, AFFINE)
+        value = value_of(tl.reshape(bits, [row.shape[0], BK]) & ((1 << BITS) - 1), codes.biases, BITS, FORM)
+        at = wide * (K // GROUP) + start // GROUP
+        return weight_value(value, scale_value(codes.scales, at, there, FORM), bias_value(codes.biases, at, there, FORM), FORM)
 
 
 @triton.jit
@@ -91,10 +102,8 @@ def _tokens(x, token, tokens, start, K, BK: tl.constexpr):
 
 @triton.jit
 def up_many(
-    x, placed, owner, gate, gate_scales, gate_biases, gate_step, gate_scale_step,
-    up, up_scales, up_biases, up_step, up_scale_step, gate_bias, up_bias, out,
-    experts, tokens, k, inner, hidden, alpha, limit, KIND: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
+    x, placed, owner, gate, up, gate_bias, up_bias, out, experts, tokens, k, inner, hidden, alpha, limit, KIND: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
     if expert >= experts:
@@ -102,17 +111,15 @@ def up_many(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     token = pair // k
-    gate, up = gate + expert * gate_step, up + expert * up_step
-    gate_scales, gate_biases = gate_scales + expert * gate_scale_step, gate_biases + expert * gate_scale_step
-    up_scales, up_biases = up_scales + expert * up_scale_step, up_biases + expert * up_scale_step
+    first, second = of_expert(gate, expert, FORM), of_expert(up, expert, FORM)
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     g, u = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, hidden, BK):
         value = _tokens(x, token, tokens, start, hidden, BK)
         if KIND != "relu2":
-            w = _weights(gate, gate_scales, gate_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+            w = _weights(first, row, inner, start, hidden, BITS, GROUP, FORM, BK)
             g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
-        w = _weights(up, up_scales, up_biases, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+        w = _weights(second, row, inner, start, hidden, BITS, GROUP, FORM, BK)
         u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
     g = add_bias(g, gate_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
     u = add_bias(u, up_bias, (expert * inner + row)[:, None], (row < inner)[:, None])
@@ -123,20 +130,20 @@ def up_many(
 
 @triton.jit
 def down_many(
-    x, placed, owner, down, scales, biases, step, scale_step, bias, out, experts, pairs, inner, hidden,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
+    x, placed, owner, down, bias, out, experts, pairs, inner, hidden,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
     if expert >= experts:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    down, scales, biases = down + expert * step, scales + expert * scale_step, biases + expert * scale_step
+    codes = of_expert(down, expert, FORM)
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, inner, BK):
         value = _tokens(x, pair, pairs, start, inner, BK)
-        w = _weights(down, scales, biases, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
+        w = _weights(codes, row, hidden, start, inner, BITS, GROUP, FORM, BK)
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
     total = add_bias(total, bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
     there = (row < hidden)[:, None] & (pair < pairs)[None, :]
@@ -159,9 +166,9 @@ def grouped(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
     return placed, owner
 
 
-def _group(stack: Stack) -> int:
-    """Columns that are multiplied at a time: at most a group, so that a row has one scale."""
-    return min(64, stack.group) if isinstance(stack, QTensor) else 64
+def _columns(stack: Stack) -> int:
+    """Columns that are multiplied at a time: at most a group, so that a row has one scale, but for groups of 16."""
+    return 64 if not isinstance(stack, QTensor) or stack.group == 16 else min(64, stack.group)
 
 
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
@@ -173,13 +180,13 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     rows, warps = UP_TILE
     shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
     launch(up_many, (cdiv(inner, rows), len(owner)))(
-        x, placed, owner, *passed(gate_of(experts)), *passed(experts.up), dense_bias(experts.gate_bias),
+        x, placed, owner, passed(gate_of(experts)), passed(experts.up), dense_bias(experts.gate_bias),
         dense_bias(experts.up_bias), between, experts.count, tokens, k, inner, hidden, *activation_of(experts),
-        **form(gate_of(experts)), **shape, BK=_group(gate_of(experts)),
+        **form(gate_of(experts)), **shape, BK=_columns(gate_of(experts)),
     )  # fmt: skip
     rows, warps = DOWN_TILE
     shape |= {"ROWS": rows, "num_warps": warps}
     launch(down_many, (cdiv(hidden, rows), len(owner)))(
-        between, placed, owner, *passed(experts.down), dense_bias(experts.down_bias), parts, experts.count,
-        pairs, inner, hidden, **form(experts.down), **shape, BK=_group(experts.down),
+        between, placed, owner, passed(experts.down), dense_bias(experts.down_bias), parts, experts.count,
+        pairs, inner, hidden, **form(experts.down), **shape, BK=_columns(experts.down),
     )  # fmt: skip

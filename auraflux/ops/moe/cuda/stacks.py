@@ -1,10 +1,10 @@
 """What both kinds of expert kernels share: how stacks are passed to them, and what lies between up and down.
 
-A stack is passed as codes, scales, biases and how far apart the experts lie in each; a dense one (`BITS` 0) as the same tensor
-three times. Experts need not lie side by side in memory, see `Experts`.
+A stack is passed as codes, scales, biases and how far apart the experts lie in each (`Passed`); a dense one (`BITS` 0) as the
+same tensor three times. Experts need not lie side by side in memory, see `Experts`.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.hopper.codes import UNITS, constants, operands
+from auraflux.ops.hopper.codes import Codes, constants, operands
 from auraflux.ops.hopper.device import FLOATS
 from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
 from auraflux.ops.hopper.launch import launch
@@ -171,8 +171,6 @@ def not_served(experts: Experts) -> str | None:
     """Why no kernel reads these experts."""
     for stack in experts.stacks:
         if isinstance(stack, QTensor):
-            if stack.only_cpu:
-                return f"{stack.kind} codes in groups of {stack.group}, which only the CPU's kernels read"
             if stack.lanes != 1:
                 return f"{stack.lanes} rows of the weight lie side by side, which is the CPU's order"
         elif stack.dtype not in FLOATS:
@@ -182,19 +180,32 @@ def not_served(experts: Experts) -> str | None:
     return "gate and up are held in different formats" if form(experts.stacks[0]) != form(experts.up) else None
 
 
-def form(stack: Stack) -> dict[str, int | bool]:
-    return constants(stack) if isinstance(stack, QTensor) else {"BITS": 0, "GROUP": 1, "AFFINE": False}
+def form(stack: Stack) -> dict[str, int | str]:
+    return constants(stack) if isinstance(stack, QTensor) else {"BITS": 0, "GROUP": 1, "FORM": ""}
 
 
-def unit(stack: Stack) -> int:
-    """Codes that are read together; dense weights are read one by one."""
-    return UNITS[stack.bits] if isinstance(stack, QTensor) else 1
+class Passed(NamedTuple):
+    """The arrays of a stack, and the steps from one expert to the next in codes and in scales; a dense one is all of them."""
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor
+    step: int
+    scale_step: int
 
 
-def passed(stack: Stack) -> tuple[Any, ...]:
-    """The arrays of a stack, and the steps from one expert to the next."""
-    parts = operands(stack) if isinstance(stack, QTensor) else (stack, stack, stack)
-    return *parts, parts[0].stride(0), parts[1].stride(0)
+def passed(stack: Stack) -> Passed:
+    packed, scales, biases = operands(stack) if isinstance(stack, QTensor) else (stack, stack, stack)
+    assert biases is not None
+    return Passed(packed, scales, biases, packed.stride(0), scales.stride(0))
+
+
+@triton.jit
+def of_expert(stack, expert, FORM: tl.constexpr):
+    """The codes of one expert's matrix; what stands in for biases is everybody's."""
+    at = expert * stack.scale_step
+    biases = stack.biases + at if FORM == "affine" else stack.biases
+    return Codes(stack.packed + expert * stack.step, stack.scales + at, biases)
 
 
 def gate_of(experts: Experts | SharedExpert) -> Stack:
