@@ -85,6 +85,36 @@ def mxfp4(rows: int, width: int) -> QTensor:
     return QTensor(packed, torch.randint(115, 122, (rows, width // 32), dtype=torch.uint8), None, 4, 32, (rows, width))
 
 
+# formats that MLX has not, and others whose scales are not in bf16: bits, inputs of a group, dtype of scales, whether there
+# are biases
+OTHER_FORMATS = {
+    "fp8": (8, 128, torch.float32, False),
+    "nvfp4": (4, 16, torch.float32, False),
+    "q6k": (6, 16, torch.float32, False),
+    "q3k": (3, 16, torch.float32, False),
+    "iq4": (4, 32, torch.float32, False),
+    "q2k": (2, 16, torch.float32, True),
+    "q4k": (4, 32, torch.float32, True),
+    "q5k": (5, 32, torch.float32, True),
+    "q8_0": (8, 32, torch.float16, True),
+    "tq": (2, 128, torch.float16, True),
+}
+
+
+def other_codes(rows: int, width: int, name: str) -> QTensor:
+    bits, group, dtype, biased = OTHER_FORMATS[name]
+    packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
+    if name == "fp8":
+        # the highest exponent, which what is no number has, does not occur
+        packed &= -0x40404041
+    scales = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(dtype)
+    return QTensor(packed, scales, -scales * 2 ** (bits - 1) if biased else None, bits, group, (rows, width))
+
+
+def other_product(tokens: int, rows: int, width: int, name: str) -> Args:
+    return {"x": torch.randn(tokens, width).to(BF16), "weight": other_codes(rows, width, name)}
+
+
 def product_of(tokens: int, rows: int, width: int, bits: int) -> Args:
     return {"x": torch.randn(tokens, width).to(BF16), "weight": codes(rows, width, bits=bits)}
 
@@ -226,6 +256,12 @@ LINEAR = [
     multiplied("4bit-8192x8256-1", partial(product_of, 1, 8192, 8256, 4)),
     *(multiplied(f"{bits}bit-8192x8192-1", partial(product_of, 1, 8192, 8192, bits)) for bits in (8, 6, 5, 3, 2)),
     multiplied("mxfp4-8192x8192-1", partial(mx_product, 1, 8192, 8192)),
+    *(multiplied(f"{name}-4096x14336-1", partial(other_product, 1, 4096, 14336, name)) for name in OTHER_FORMATS),
+    *(
+        multiplied(f"{name}-{rows}x{width}-{t}", partial(other_product, t, rows, width, name))
+        for name in ("fp8", "nvfp4", "q6k")
+        for t, rows, width in ((1, 14336, 4096), (2048, 4096, 14336))
+    ),
 ]
 
 # products as models ask for them: with the residual stream and its norm, several at once

@@ -237,8 +237,8 @@ LAYOUTS = {
     "MXFP4": Layout(_record(scale="u1", codes="V16"), 4, 32, _mxfp4, scale_bits=8),
 }
 
-# types that the kernels of a GPU do not read
-ONLY_CPU = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS"}
+# types that MLX has no format for
+NOT_IN_MLX = {"Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS"}
 
 
 def from_blocks(octets: Array, kind: str) -> QTensor:

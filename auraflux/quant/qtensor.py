@@ -38,7 +38,7 @@ UNBIASED = {
     "nvfp4": Unbiased("NVFP4", torch.float32, (4,), (16,)),
 }
 KINDS = ("affine", *UNBIASED)
-ONLY_CPU = ("fp8", *levels.KINDS)
+NOT_IN_MLX = ("fp8", *levels.KINDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +109,12 @@ class QTensor:
     @cached_property
     def format(self) -> tuple[int, int, int, torch.dtype | str]:
         """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype, or the kind."""
-        return self.bits, self.group, self.lanes, self.kind if self.kind in ONLY_CPU else self.scales.dtype
+        return self.bits, self.group, self.lanes, self.kind if self.kind in NOT_IN_MLX else self.scales.dtype
 
     @property
-    def only_cpu(self) -> bool:
-        """Whether none but the CPU's kernels read it, with rows side by side."""
-        return self.kind in ONLY_CPU or self.group not in affine.GROUPS
+    def in_mlx(self) -> bool:
+        """Whether MLX has such a format."""
+        return self.kind not in NOT_IN_MLX and self.group in affine.GROUPS
 
     @property
     def nbytes(self) -> int:
@@ -242,7 +242,7 @@ def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str 
     """Round a dense weight to codes, exactly as mlx.core.quantize does; to FP8 with the largest of a group on its largest code.
 
     weight  [N, K] or [E, N, K], float32, bfloat16 or float16; scales and biases keep its dtype; they are float32 in
-            formats that only the CPU has
+            formats that MLX has not
     """
     group = group or (mxfp4.GROUP if kind == "mxfp4" else 64)
     check_format(bits, group, kind)

@@ -23,7 +23,7 @@ from auraflux.quant import QTensor, check_format
 from auraflux.weights.boundary import regular
 from auraflux.weights.destination import NEW, put_in_place, working_folder
 from auraflux.weights.loader import ROUTERS, Rename, Weights, dense, is_blank
-from auraflux.weights.rounding import for_gpu, quantize_large
+from auraflux.weights.rounding import for_mlx, quantize_large
 from auraflux.weights.row_forms import as_bytes, form_of, with_checksums
 from auraflux.weights.stored import Checkpoint, Stored
 
@@ -148,9 +148,9 @@ class Writing(Weights):
 
     def rounded(self, found: Stored, name: str) -> Stored:
         """Round what is dense, and codes with more bits than were asked for."""
-        if isinstance(found, QTensor) and found.only_cpu and self.bits is not None:
+        if isinstance(found, QTensor) and not found.in_mlx and self.bits is not None:
             # mlx-lm has no such formats; those who publish FP8 give bf16 as the dtype of all else
-            found = dense(found).to(torch.bfloat16) if found.kind == "fp8" else for_gpu(found)
+            found = dense(found).to(torch.bfloat16) if found.kind == "fp8" else for_mlx(found)
         # mlx-lm has codes for the routers of some families, and reads them dense in all
         if self.bits is None or is_blank(found) or found.shape[-1] % self.group or ROUTERS.search(name):
             return found

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
+from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS, from_blocks, requantized_group, to_dense
 from auraflux.weights.boundary import brief, listed, regular
 from auraflux.weights.expert_files import ExpertFiles
 from auraflux.weights.gguf_families import architecture
@@ -135,11 +135,10 @@ class GGUFFile:
         counts = Counter(
             (kind, requantized_group(self.shape(name)[-1]))
             for name, kind in self.formats.items()
-            if kind not in DENSE and (kind not in LAYOUTS or kind in ONLY_CPU) and len(self.shape(name)) > 1
+            if kind not in DENSE and kind not in LAYOUTS and len(self.shape(name)) > 1
         )
         return [
             f"GGUF type {kind} ({count} of {len(self._tensors)} tensors) is "
-            f"{'kept to the bit on a CPU; on a GPU it is ' if kind in ONLY_CPU else ''}"
             f"rounded anew to {REQUANTIZED_BITS} bits in groups of {group}."
             for (kind, group), count in sorted(counts.items())
         ]

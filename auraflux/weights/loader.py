@@ -16,7 +16,7 @@ from auraflux.errors import FormatError
 from auraflux.quant import QTensor
 from auraflux.weights.divided import Division
 from auraflux.weights.expert_store import ExpertStore, map_experts
-from auraflux.weights.rounding import for_gpu, quantize_large
+from auraflux.weights.rounding import quantize_large
 from auraflux.weights.row_forms import RECORDS
 from auraflux.weights.row_table import RowTable
 from auraflux.weights.stored import Checkpoint, Stored
@@ -226,9 +226,9 @@ class Weights:
 
     def ready(self, found: Stored, in_order: bool = False) -> Stored:
         """A matrix or stack in the form the device's kernels like."""
-        if isinstance(found, QTensor) and found.only_cpu and (self.layout != "cpu" or in_order):
-            # kernels of a GPU, and those that want rows in order, do not read all formats
-            found = dense(found) if in_order or found.kind == "fp8" else for_gpu(found)
+        if isinstance(found, QTensor) and not found.in_mlx and in_order:
+            # kernels that want rows in order do not read all formats
+            found = dense(found)
         if isinstance(found, QTensor):
             if self.layout == "cpu" and not in_order:
                 from auraflux.ops.simd.vectors import ISA

@@ -26,7 +26,7 @@ from auraflux.weights.disk import forget
 from auraflux.weights.expert_files import PARTS, ExpertFile, ExpertFiles, stride_of
 from auraflux.weights.experts import stacks_of
 from auraflux.weights.loader import Rename, Source, is_blank
-from auraflux.weights.rounding import for_gpu, one_thread_each
+from auraflux.weights.rounding import one_thread_each
 from auraflux.weights.stored import Checkpoint, Stored
 from auraflux.weights.streamed import LayerExperts, Resident
 
@@ -139,10 +139,8 @@ class Packing(Writing):
         if isinstance(found, Tensor):
             found = found.contiguous()
         made = super().rounded(found, name)
-        if isinstance(made, QTensor) and made.kind == "fp8" and self.lanes == 1:
-            raise FormatError(f"{name} is FP8, which no kernel of a GPU reads. Give --quantize BITS, such as --quantize 8.")
         if isinstance(made, QTensor):
-            return (for_gpu(made) if made.only_cpu and self.lanes == 1 else made).interleave(self.lanes)
+            return made.interleave(self.lanes)
         if self.bits is None:
             kind = str(made.dtype).removeprefix("torch.")
             raise FormatError(

@@ -50,8 +50,8 @@ def _numbers(weight: Tensor | QTensor, rows: range | None = None) -> Tensor:
     return weight if rows is None else weight[rows.start : rows.stop]
 
 
-def for_gpu(weight: QTensor) -> QTensor:
-    """A weight that only the CPU's kernels read, rounded to what others read too."""
+def for_mlx(weight: QTensor) -> QTensor:
+    """A weight in a format that MLX has not, rounded to one that it has."""
     return quantize_large(weight, REQUANTIZED_BITS, requantized_group(weight.shape[-1]))
 
 

@@ -125,6 +125,7 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "lop3.b32": logic,
     "prmt.b32": chosen_bytes,
     "cvt.u32.u16": lambda a: a,
+    "cvt.f32.f16": lambda a: bits_of(a.astype(np.uint16).view(np.float16).astype(np.float32)),
     "add.f32": lambda a, b: bits_of(floats(a) + floats(b)),
     "mul.f32": lambda a, b: bits_of(floats(a) * floats(b)),
     "fma.rn.f32": lambda a, b, c: bits_of((floats(a).astype(np.float64) * floats(b) + floats(c)).astype(np.float32)),

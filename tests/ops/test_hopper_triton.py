@@ -20,15 +20,23 @@ from auraflux.quant import quantize
 from tests.ops.test_cuda import _sound_interpreter  # noqa: F401
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-FORMATS = [(bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)] + [(4, 32, "mxfp4")]
+FORMATS = [
+    *((bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)),
+    (4, 32, "mxfp4"),
+    (8, 64, "fp8"),
+    (3, 16, "centred"),
+    (6, 16, "centred"),
+    (4, 32, "iq4"),
+    (4, 16, "nvfp4"),
+]
 
 
 @triton.jit
-def _weights(packed, scales, biases, out, rows, K, BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr):
+def _weights(packed, scales, biases, out, rows, K, BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, 256)
     there = (k < K) & (row < rows)
-    found = weights_at(packed, scales, biases, row, k, there, K, BITS, GROUP, AFFINE)
+    found = weights_at(packed, scales, biases, row, k, there, K, BITS, GROUP, FORM)
     tl.store(out + row * K + k, found, mask=there)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from auraflux.quant.gguf_blocks import LAYOUTS, ONLY_CPU
+from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX
 from auraflux.weights.gguf_families import ARCHITECTURES, ENDS
 from tests.tested import outside
 
@@ -17,7 +17,7 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, WIDTH, VOCAB = 128, 192, 2, 4, 2, 32, 96
 # a type that is rounded
 OTHERS = {"IQ3_S": np.dtype([("scale", "<f2"), ("rest", "V108")])}
 # types that the package does not quantize to
-UNWRITTEN = {*ONLY_CPU, *OTHERS, "Q4_K", "Q5_K"}
+UNWRITTEN = {*NOT_IN_MLX, *OTHERS, "Q4_K", "Q5_K"}
 
 
 def llama_tensors(tied: bool = True, **extra: tuple[int, ...]) -> dict[str, np.ndarray]:

@@ -186,20 +186,28 @@ def test_experts_are_packed_one_by_one(kind: str, mixture: Path, tmp_path: Path)
     assert error(scores(target, ids), scores(tmp_path / "q", ids)) < 1e-6
 
 
-def test_nvfp4_is_rounded_to_eight_bits_where_no_kernel_reads_it(mixture: Path, tmp_path: Path):
-    meant = rewrite(mixture, tmp_path / "q", *FOLDERS["nvfp4"])
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_codes_are_kept_for_a_gpu(kind: str, mixture: Path, tmp_path: Path):
+    meant = rewrite(mixture, tmp_path / "q", *FOLDERS[kind])
     checkpoint, name = open_checkpoint(tmp_path / "q"), "model.layers.0.self_attn.o_proj.weight"
     weights = Weights(checkpoint, lambda name: name)
     weights.layout = "cuda"
-    on_gpu = weights.ready(checkpoint.load(name))
-    packed_for_gpu = pack(checkpoint, family(checkpoint.config), tmp_path / "gpu", lanes=1)
-    written = open_checkpoint(convert(checkpoint, family(checkpoint.config), tmp_path / "mlx", bits=8, group=32)).load(name)
-    for found in (on_gpu, written):
-        assert isinstance(found, QTensor)
-        assert (found.kind, found.bits) == ("affine", 8)
-        assert 1e-4 < error(dense(found), meant[name]) < 1e-2
+    found = weights.ready(checkpoint.load(name))
+    assert isinstance(found, QTensor)
+    assert (found.kind, found.lanes) == (kind, 1)
+    assert torch.equal(dense(found).double(), meant[name].double())
+    packed = pack(checkpoint, family(checkpoint.config), tmp_path / "gpu", lanes=1)
     ids = list(range(1, 20))
-    assert 1e-6 < error(scores(packed_for_gpu, ids), scores(tmp_path / "q", ids)) < 0.02
+    assert error(scores(packed, ids), scores(tmp_path / "q", ids)) < 1e-6
+
+
+def test_nvfp4_is_rounded_where_mlx_has_no_factor(llama: Path, tmp_path: Path):
+    meant = rewrite(llama, tmp_path / "q", *FOLDERS["nvfp4"])
+    checkpoint, name = open_checkpoint(tmp_path / "q"), "model.layers.0.self_attn.o_proj.weight"
+    found = open_checkpoint(convert(checkpoint, family(checkpoint.config), tmp_path / "mlx", bits=8, group=32)).load(name)
+    assert isinstance(found, QTensor)
+    assert (found.kind, found.bits) == ("affine", 8)
+    assert 1e-4 < error(dense(found), meant[name]) < 1e-2
 
 
 def test_modelopt_may_say_so_in_a_file_of_its_own(llama: Path, tmp_path: Path):
@@ -293,13 +301,6 @@ def test_fp8_is_rounded_where_mlx_has_no_codes_for_it(llama: Path, tmp_path: Pat
     assert 1e-4 < error(dense(found), meant[name]) < 1e-2
 
 
-def test_fp8_experts_are_not_packed_for_a_gpu(mixture: Path, tmp_path: Path):
-    rewrite(mixture, tmp_path / "q", *FOLDERS["fp8"])
-    checkpoint = open_checkpoint(tmp_path / "q")
-    with pytest.raises(FormatError, match=r"is FP8, which no kernel of a GPU reads\. Give --quantize"):
-        pack(checkpoint, family(checkpoint.config), tmp_path / "packed", lanes=1)
-
-
 def test_every_fp8_code_is_the_number_it_stands_for():
     """All 254 codes that are numbers, denormals and both zeros among them, in each of the ways the kernels read them."""
     octets = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8).repeat(1, 2)
@@ -351,8 +352,8 @@ def test_notes_say_what_is_kept(llama: Path, tmp_path: Path):
     for kind, notes in {
         "awq": ["AWQ: 14 weights are kept to the bit: scale * (code - zero)."],
         "gptq-16": ["GPTQ: 14 weights are exact, but held in float32: 4 bits in groups of 16 which no kernel has groups for."],
-        "nvfp4": ["ModelOpt: 14 weights are kept to the bit on a CPU", "Activations are not rounded"],
-        "modelopt-fp8": ["to the bit", "Activations are not", "not rounded to FP8, as the config asks", "On a GPU, FP8"],
+        "nvfp4": ["ModelOpt: 14 weights are kept to the bit: level * scale", "Activations are not rounded"],
+        "modelopt-fp8": ["to the bit", "Activations are not", "not rounded to FP8, as the config asks"],
         "ct-int8": ["to the bit", "asks for activations of fewer bits; they are not rounded"],
     }.items():
         rewrite(llama, tmp_path / kind, *FOLDERS[kind])

@@ -1,11 +1,14 @@
-"""Packed codes of 2 to 8 bits and MXFP4 unpacked inside Triton kernels.
+"""Packed codes unpacked inside Triton kernels: 2 to 8 bits, MXFP4, and the formats that have levels and no biases.
 
-Codes are read in units that are quick to take apart: a word of 2, 4 or 8 bits, or 8, 8 and 4 codes of the continuous stream
-of 3, 5 and 6 bits. A unit's code j comes out as a float: 2**BITS + code for the affine formats, whose bits are set beside the
-exponent of 2**BITS, one instruction less than a conversion. The offset is taken out where sums of activations are known.
-MXFP4 (`AFFINE` is False) comes out as its value over 2**14: its bits are those of a half whose exponent is 14 smaller.
+Kernels know a format by its bits, its group and its kind (`FORM`, see `QTensor.kind`). A code comes out as a float32, and
+`weight_value` makes the weight of it: affine codes as themselves, centred ones less their centre, IQ4's as their levels;
+MXFP4's and NVFP4's as level / 2**14 and FP8's as value / 2**8, whose bits are those of a half with a smaller exponent. There is
+no code for what is not a number: `quant/fp8.py` refuses those of FP8.
+
+`weights_at` reads any code of any row; `dot_codes.py` reads 16 at a time with fewer instructions.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,17 +16,12 @@ import triton
 import triton.language as tl
 
 from auraflux.ops._dispatch import Declined
-from auraflux.quant import QTensor
-
-UNITS = {2: 16, 3: 8, 4: 8, 5: 8, 6: 4, 8: 4}  # codes that are read together
-HALF_SHIFT = tl.constexpr(16384.0)
+from auraflux.quant import QTensor, levels
 
 
 def check_order(*weights: QTensor) -> None:
-    """Decline weights that are in the order of a CPU, and formats that no kernel reads."""
+    """Decline weights that are in the order of a CPU."""
     for weight in weights:
-        if weight.only_cpu:
-            raise Declined(f"{weight.kind} codes in groups of {weight.group}, which only the CPU's kernels read")
         if weight.lanes != 1:
             raise Declined(f"{weight.lanes} rows of the weight lie side by side, which is the CPU's order")
 
@@ -59,106 +57,94 @@ def raw_code(low, high, j, BITS: tl.constexpr):
     return code
 
 
+@triton.constexpr_function
+def centre_of(bits, form):
+    return 2.0 ** (bits - 1) if form == "centred" else 0.0
+
+
 @triton.jit
-def code_value(low, high, j, BITS: tl.constexpr, AFFINE: tl.constexpr):
-    """Give code j of units as float32: 2**BITS + code, or MXFP4's value over 2**14."""
-    code = raw_code(low, high, j, BITS)
-    if AFFINE:
-        value = ((code << (23 - BITS)) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
+def half_value(bits):
+    """The half that 16 bits are, as float32."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def value_of(code, table, BITS: tl.constexpr, FORM: tl.constexpr):
+    """Make the float of a code, an integer with nothing above it."""
+    if FORM == "iq4":
+        value = tl.load(table + code)
+    elif FORM == "fp8":
+        value = half_value(((code & 127) << 7) | ((code & 128) << 8))
+    elif FORM == "mxfp4" or FORM == "nvfp4":
+        value = half_value(((code & 7) << 9) | ((code & 8) << 12))
     else:
-        half = ((code & 7) << 9) | ((code & 8) << 12)
-        value = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        value = ((code << (23 - BITS)) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True) - (
+            2.0**BITS + centre_of(BITS, FORM)
+        )
     return value
 
 
 @triton.jit
-def scale_value(scales, at, there, AFFINE: tl.constexpr):
+def scale_value(scales, at, there, FORM: tl.constexpr):
     """Load scales as float32. MXFP4's are exponents: 0 stands for 2**-127, 255 for NaN."""
-    if AFFINE:
-        scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
-    else:
+    if FORM == "mxfp4":
         exponent = tl.load(scales + at, mask=there, other=127).to(tl.uint32)
         bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
         scale = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
     return scale
 
 
-@triton.jit
-def weight_line(scales, biases, at, there, BITS: tl.constexpr, AFFINE: tl.constexpr):
-    """Load the slope and the intercept that make weights of `code_value`."""
-    scale = scale_value(scales, at, there, AFFINE)
-    if AFFINE:
-        intercept = tl.load(biases + at, mask=there, other=0.0).to(tl.float32) - scale * (1 << BITS)
-    else:
-        intercept = tl.zeros_like(scale)
-    return scale, intercept
+@triton.constexpr_function
+def shift_of(form):
+    """What the float of a code must be multiplied by."""
+    return {"mxfp4": 2.0**14, "nvfp4": 2.0**14, "fp8": 2.0**8}.get(form, 1.0)
 
 
 @triton.jit
-def weight_value(value, slope, intercept, AFFINE: tl.constexpr):
-    # MXFP4 in two steps: its scale may be 2**127
-    """Make weights of `code_value` by slope and intercept."""
-    return value * slope + intercept if AFFINE else value * HALF_SHIFT * slope
+def bias_value(biases, at, there, FORM: tl.constexpr):
+    """Load biases as float32; 0 for formats without."""
+    return tl.load(biases + at, mask=there, other=0.0).to(tl.float32) if FORM == "affine" else 0.0
 
 
 @triton.jit
-def weights_at(packed, scales, biases, row, k, there, K, BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr):
+def weight_value(value, scale, bias, FORM: tl.constexpr):
+    """Make the weight of a code's float; rounded once where scale * code fits float32, as scales of GGUF's blocks have it."""
+    # in two steps: MXFP4's scale may be 2**127
+    return value * shift_of(FORM) * scale + bias
+
+
+@triton.jit
+def weights_at(packed, scales, biases, row, k, there, K, BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr):
     """Load weights in float32 at rows (int64) and columns that broadcast."""
     UNIT: tl.constexpr = 4 if BITS == 6 or BITS == 8 else 16 if BITS == 2 else 8
     low, high = unit_bits(packed + row * (K // 32 * BITS), k // UNIT, there, BITS)
-    slope, intercept = weight_line(scales, biases, row * (K // GROUP) + k // GROUP, there, BITS, AFFINE)
-    return weight_value(code_value(low, high, k % UNIT, BITS, AFFINE), slope, intercept, AFFINE)
-
-
-@triton.jit
-def weights_tile(
-    packed, scales, biases, row, rows, start, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Load weights [ROWS, BK] from column `start` on, of one group; dense ones where BITS is 0."""
-    k = start + tl.arange(0, BK)
-    there = (row < rows)[:, None]
-    wide = row.to(tl.int64)[:, None]
-    if BITS == 0:
-        return tl.load(packed + wide * K + k[None, :], mask=there & (k < K)[None, :], other=0.0)
-    elif BITS == 2 or BITS == 4 or BITS == 8:  # noqa: RET505
-        WORDS: tl.constexpr = BK * BITS // 32
-        word = start * BITS // 32 + tl.arange(0, WORDS)
-        bits = tl.load(packed + wide * (K // 32 * BITS) + word[None, :], mask=there, other=0).to(tl.uint32, bitcast=True)
-        # code j of a word is shifted down by BITS * j: its highest digit first, as the last axis is to count fastest
-        bits = tl.join(bits, bits >> 16)
-        bits = tl.join(bits, bits >> 8)
-        if BITS < 8:
-            bits = tl.join(bits, bits >> 4)
-        if BITS < 4:
-            bits = tl.join(bits, bits >> 2)
-        bits = tl.reshape(bits, [row.shape[0], BK])
-        slope, intercept = weight_line(scales, biases, wide * (K // GROUP) + start // GROUP, there, BITS, AFFINE)
-        return weight_value(code_value(bits, bits, 0, BITS, AFFINE), slope, intercept, AFFINE)
-    else:
-        return weights_at(packed, scales, biases, wide, k[None, :], there & (k < K)[None, :], K, BITS, GROUP, AFFINE)
-
-
-@triton.jit
-def tokens_tile(x, token, tokens, start, K, BK: tl.constexpr):
-    """Load columns of tokens, [BK, TOKENS]."""
-    k = start + tl.arange(0, BK)
-    return tl.load(x + token[None, :] * K + k[:, None], mask=(token < tokens)[None, :] & (k < K)[:, None], other=0.0)
+    at = row * (K // GROUP) + k // GROUP
+    scale, bias = scale_value(scales, at, there, FORM), bias_value(biases, at, there, FORM)
+    return weight_value(value_of(raw_code(low, high, k % UNIT, BITS), biases, BITS, FORM), scale, bias, FORM)
 
 
 class Codes(NamedTuple):
-    """A weight as kernels take it; where it has no biases, they are None, or scales stand in for them and are not read."""
+    """A weight as kernels take it; where it has no biases, they are None, or something stands in for them, see `operands`."""
 
     packed: torch.Tensor
     scales: torch.Tensor
     biases: torch.Tensor | None
 
 
+@cache
+def _table(kind: str, device: torch.device) -> torch.Tensor:
+    return levels.levels(kind, 4, device)
+
+
 def operands(weight: QTensor) -> Codes:
-    """Give a weight's codes; scales stand in for biases that are not there."""
-    return Codes(weight.packed, weight.scales, weight.scales if weight.biases is None else weight.biases)
+    """Give a weight's codes; where it has no biases, a table of levels or scales, which are not read, stand in for them."""
+    if weight.biases is not None:
+        return Codes(weight.packed, weight.scales, weight.biases)
+    return Codes(weight.packed, weight.scales, _table("iq4", weight.device) if weight.kind == "iq4" else weight.scales)
 
 
-def constants(weight: QTensor) -> dict[str, int | bool]:
+def constants(weight: QTensor) -> dict[str, int | str]:
     """Give the constants by which kernels tell formats apart."""
-    return {"BITS": weight.bits, "GROUP": weight.group, "AFFINE": weight.biases is not None}
+    return {"BITS": weight.bits, "GROUP": weight.group, "FORM": weight.kind}

@@ -79,7 +79,7 @@ def _halves_ptx(bits, r, w):
 
 
 @gluon.constexpr_function
-def _affine_ptx(bits, fields, r, w):
+def affine_ptx(bits, fields, r, w):
     """What makes the fields of a row ready, then each of them, as {r}f0, {r}f1, ..."""
     found = [_halves_ptx(bits, r, w)]
     made = set()
@@ -139,7 +139,7 @@ def column_ptx(bits, column, affine, tiles, gang):
     made = []
     for n, r in enumerate(rows):
         w = [f"${4 * tiles * gang + words * n + i}" for i in range(words)]
-        made.append(_eight_ptx(r, w) if bits == 8 else _affine_ptx(bits, fields, r, w) if affine else _mx_ptx(fields, r, w))
+        made.append(_eight_ptx(r, w) if bits == 8 else affine_ptx(bits, fields, r, w) if affine else _mx_ptx(fields, r, w))
     text += "".join(row[0] for row in made)
     for i in range(0, fields, 2):
         text += "".join(row[1 + i] + row[2 + i] for row in made)

@@ -1,5 +1,8 @@
 """Inputs of the cases: weights of every format, tokens for them, and how much there is to multiply."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from auraflux.ops._cases import Args
@@ -46,6 +49,10 @@ def several(tokens: int, rows: tuple[int, ...], width: int, bits: int, last_bits
 
 def in_bf16(args: Args) -> Args:
     return {**args, "x": args["x"].to(BF16)}
+
+
+def in_bf16_of(make: Callable[..., Args], *sizes: Any, **options: Any) -> Args:
+    return in_bf16(make(*sizes, **options))
 
 
 def with_biases(args: Args) -> Args:

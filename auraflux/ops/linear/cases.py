@@ -20,6 +20,7 @@ from auraflux.ops.linear._inputs import (
     from_stream,
     gated_stream,
     in_bf16,
+    in_bf16_of,
     large_product,
     lookup,
     pair,
@@ -104,13 +105,23 @@ TILED_LARGE = [
     (520, 200, 2112, 8, 64),
     (520, 2100, 128, 8, 32),
 ]
-# formats that only the CPU's kernels read
+# formats that MLX has not
 BLOCKS: list[tuple[str, int, dict[str, Any]]] = [
     ("q6k", 6, {"group": 16, "kind": "centred"}),
     ("q3k", 3, {"group": 16, "kind": "centred"}),
     ("q2k", 2, {"group": 16, "scales": F32}),
     ("iq4", 4, {"group": 32, "kind": "iq4"}),
     ("nvfp4", 4, {"group": 16, "kind": "nvfp4"}),
+]
+# and with others whose scales are not in bf16: on Hopper bits choose the kernel for one token in bf16
+UNITS: list[tuple[str, int, dict[str, Any]]] = [
+    *BLOCKS,
+    ("fp8", 8, {"group": 128, "kind": "fp8"}),
+    ("q4k", 4, {"group": 32, "scales": F32}),
+    ("q5k", 5, {"group": 32, "scales": F32}),
+    ("q8_0", 8, {"group": 32, "scales": F16}),
+    ("tq", 2, {"group": 128, "scales": F16}),
+    ("awq", 4, {"group": 128, "scales": F16}),
 ]
 
 CASES = [
@@ -142,6 +153,17 @@ CASES = [
         for tokens in (1, 29)
         for case in contracts(f"{name}-{tokens}", lambda t=tokens, b=bits, o=options: product(t, 50, 96, b, **o))
     ],
+    *[
+        linear_case(
+            f"bf16-{name}-{tokens}x{rows}x{width}",
+            lambda t=tokens, r=rows, w=width, b=bits, o=options: product(t, r, w, b, dtype=BF16, **o),
+            tol=4e-3,
+            slow=(name, width) != ("q2k", 384),
+        )
+        for name, bits, options in UNITS
+        for tokens, rows, width in ((1, 48, 384), (1, 64, 2048), (1, 33, 640), (7, 48, 384))
+    ],
+    linear_case("f16-q6k", lambda: product(1, 48, 384, 6, F16, group=16, kind="centred"), tol=1e-3, slow=True),
     *contracts("q3k-row-order", lambda: product(5, 50, 96, 3, group=16, kind="centred", lanes=1)),
     linear_case("fp8-row-order", lambda: product(3, 50, 192, 8, kind="fp8", lanes=1)),
     *contracts("row-order-1", lambda: product(1, 333, 192, 4, lanes=1)),
@@ -278,6 +300,19 @@ CASES = [
         Case(linears, f"bf16-{bits}bit-{len(rows)}", partial(several_in_bf16, 1, rows, width, bits), tol=4e-3)
         for bits, rows, width in ((8, (64, 16), 576), (8, (96, 32, 32), 2048), (6, (48, 16, 16, 32), 320))
     ],
+    *[
+        Case(
+            linears,
+            f"bf16-{name}-{len(rows)}",
+            partial(in_bf16_of, several, 1, rows, 384, bits, **options),
+            tol=4e-3,
+            slow=True,
+        )
+        for (name, bits, options), rows in zip(UNITS[:6:2], ((64, 16), (96, 32, 32), (48, 16, 16, 32)), strict=True)
+    ],
+    Case(
+        linears, "bf16-q6k-odd", lambda: in_bf16(several(1, (33, 5, 7), 96, 6, group=16, kind="centred")), tol=4e-3, slow=True
+    ),
     Case(linears, "bf16-biases", lambda: with_all_biases(several_in_bf16(1, (64, 32, 16), 512, 4)), tol=4e-3),
     Case(linears, "bf16-some-biases", lambda: with_biases(several_in_bf16(1, (64, 32, 16), 512, 8)), tol=4e-3),
     Case(linears, "dense-bf16-pair", lambda: in_bf16({"x": torch.randn(1, 333), "weights": bf16_pair(65, 1, 333)}), tol=4e-3),
@@ -299,6 +334,19 @@ CASES = [
             flops=flops,
         )
         for bits, width in ((8, 768), (2, 576))
+    ],
+    *[
+        Case(
+            gate_up_swiglu,
+            f"bf16-{name}-one-token-{rows}x{width}",
+            partial(in_bf16_of, pair, 1, rows, width, bits, **options),
+            tol=1e-2,
+            flops=flops,
+            slow=True,
+        )
+        for name, bits, options in UNITS[::2]
+        for rows, width in ((96, 384), (33, 96))
+        if width % options.get("group", 64) == 0
     ],
     Case(gate_up_swiglu, "one-token", lambda: pair(1, 1536, 576, 4), exact=False, tol=2e-2, flops=flops, bench=True),
     Case(gate_up_swiglu, "one-odd-token", lambda: pair(1, 63, 192, 3), flops=flops),

@@ -172,6 +172,16 @@ EXPERT_CASES = [
     case("nvfp4", lambda: routed(9, 3, layer(6, 64, 96, 4, group=16, kind="nvfp4"))),
     case("q6k", lambda: routed(9, 3, layer(6, 64, 96, 6, group=16, kind="centred"))),
     case("fp8", lambda: routed(9, 3, layer(6, 64, 128, 8, kind="fp8"))),
+    *(
+        case(f"many-{name}", lambda b=bits, o=options: routed(40, 3, layer(6, 64, 128, b, **o)))
+        for name, bits, options in (
+            ("nvfp4", 4, {"group": 16, "kind": "nvfp4"}),
+            ("q6k", 6, {"group": 16, "kind": "centred"}),
+            ("q3k", 3, {"group": 16, "kind": "centred"}),
+            ("iq4", 4, {"group": 32, "kind": "iq4"}),
+            ("fp8", 8, {"kind": "fp8"}),
+        )
+    ),
     case("dense-f32", lambda: routed(9, 3, dense_stack(6, 63, 100, torch.float32))),
     case("dense-bf16", lambda: routed(9, 3, dense_stack(6, 63, 100, BF16))),
     case("bf16", lambda: routed(3, 2, layer(4, 64, 128), BF16), tol=4e-3),

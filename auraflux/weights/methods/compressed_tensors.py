@@ -43,14 +43,13 @@ class CompressedTensors:
     """What the layers have, all of them together.
 
     bits, groups  of whole numbers
-    blocks        of FP8; floats  whether there is any
+    blocks        of FP8
     activations   whether some are to be rounded
     """
 
     bits: frozenset[int]
     groups: frozenset[int]
     blocks: fp8.Blocks
-    floats: bool
     activations: bool
     title: ClassVar[str] = "compressed-tensors"
     parts: ClassVar[tuple[str, ...]] = (
@@ -144,10 +143,7 @@ class CompressedTensors:
         return from_codes(packed, scales, zeros, bits, owners, "weight_zero_point" not in parts)
 
     def notes(self) -> list[str]:
-        rounding = (
-            ["config.json asks for activations of fewer bits; they are not rounded to those."] if self.activations else []
-        )
-        return [*rounding, *(fp8.NOTES[1:] if self.floats else [])]
+        return ["config.json asks for activations of fewer bits; they are not rounded to those."] if self.activations else []
 
 
 def _plan_mxfp4(headers: Mapping[str, Header]) -> Held:
@@ -207,6 +203,5 @@ def open_method(config: dict[str, Any]) -> CompressedTensors:
         frozenset(each.get("num_bits") or 8 for each in weights),
         frozenset(sizes),
         fp8.Blocks((*((block[0], block[1]) for block in blocks if len(block) == 2), *((1, size) for size in sizes)), False),
-        any((each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights),
         any(each.get("input_activations") for each in groups),
     )

@@ -25,10 +25,7 @@ CODES = "F8_E4M3"
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 NAMES = ("weight_scale_inv", "weight_scale")
 Block = tuple[int, int]
-NOTES = [
-    "Activations are not rounded to FP8, whatever config.json asks for.",
-    "On a GPU, FP8 weights get the activations' dtype, for want of kernels: bf16 rounds them unless scales are powers of two.",
-]
+NOTES = ["Activations are not rounded to FP8, whatever config.json asks for."]
 
 
 class Blocks(NamedTuple):

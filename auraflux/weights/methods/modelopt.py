@@ -29,9 +29,8 @@ BEFORE = "pre_quant_scale"
 
 @dataclass(frozen=True)
 class ModelOpt:
-    """algorithm  that of most layers; cache  that of keys and values, if any."""
+    """cache  the algorithm of keys and values, if any."""
 
-    algorithm: str
     cache: str | None
     title: ClassVar[str] = "ModelOpt"
     parts: ClassVar[tuple[str, ...]] = (*NAMES, BEFORE)
@@ -57,7 +56,7 @@ class ModelOpt:
     def notes(self) -> list[str]:
         rounding = ["Activations are not rounded, whatever the config asks for."]
         cache = [f"Keys and values are not rounded to {self.cache}, as the config asks for; --kv says how they are held."]
-        return [*rounding, *(cache if self.cache else []), *([] if self.algorithm in PURE else fp8.NOTES[1:])]
+        return [*rounding, *(cache if self.cache else [])]
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -73,4 +72,4 @@ def open_method(config: dict[str, Any]) -> ModelOpt:
         raise FormatError(f"ModelOpt with quant_algo {shown(algorithm)} is not read. Those that are: {known}.")
     if str(algorithm).upper() in PURE and config.get("group_size") not in (None, nvfp4.GROUP):
         raise FormatError(f"NVFP4 in groups of {shown(config['group_size'])} is not read; it has groups of {nvfp4.GROUP}.")
-    return ModelOpt(str(algorithm).upper(), config.get("kv_cache_quant_algo"))
+    return ModelOpt(config.get("kv_cache_quant_algo"))

@@ -18,7 +18,7 @@ from auraflux.weights.methods.fp8 import CODES
 from auraflux.weights.methods.method import Header, Held, check_width, expect, part
 from auraflux.weights.stored import Stored
 
-KEPT = "kept to the bit on a CPU: level * scale in float32; on a GPU they are rounded anew to 8 bits"
+KEPT = "kept to the bit: level * scale in float32"
 OCTETS = "U8"
 
 

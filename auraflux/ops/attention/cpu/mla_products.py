@@ -158,7 +158,7 @@ class HeadProducts(NamedTuple):
 
 def misplaced(weight: QTensor) -> str | None:
     """Why no kernel reads a weight."""
-    if weight.lanes == 1 and weight.biases is not None and not weight.only_cpu:
+    if weight.lanes == 1 and weight.biases is not None and weight.in_mlx:
         return None
     order = f"{weight.lanes} rows side by side" if weight.lanes > 1 else "rows one by one"
     return f"{weight.kind} weight in groups of {weight.group} with {order}; affine codes with rows one by one are needed"

@@ -17,7 +17,7 @@ COLUMNS_AT_ONCE = 2048
 @triton.jit
 def dequantize_rows(
     packed, scales, biases, ids, out, rows, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write out rows of a weight: those of `ids`, or all. An id out of range gives NaN."""
     row = tl.program_id(0).to(tl.int64)
@@ -27,7 +27,7 @@ def dequantize_rows(
         source = tl.load(ids + row).to(tl.int64)
         good = (source >= 0) & (source < rows)
     there = k < K
-    weight = weights_at(packed, scales, biases, source, k, there & good, K, BITS, GROUP, AFFINE)
+    weight = weights_at(packed, scales, biases, source, k, there & good, K, BITS, GROUP, FORM)
     tl.store(out + row * K + k, tl.where(good, weight, float("nan")), mask=there)
 
 

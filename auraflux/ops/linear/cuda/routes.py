@@ -1,8 +1,9 @@
 """Which kernel multiplies tokens by weights on CUDA: the first below that does not refuse.
 
-One token is bound by reading codes, so every format has a matvec. Some tokens are multiplied straight from codes: up to 16 by
-skinny products, up to 64 by clusters that share the width, up to a thousand (for gate and up of 4 bits any number) with wgmma.
-For more, the weight is written out in the activations' dtype, and cuBLAS does the rest, as it does with dense weights.
+One token is bound by reading codes, so every format has a matvec, and the last of them reads all. Some tokens are multiplied
+straight from codes of MLX's formats: up to 16 by skinny products, up to 64 by clusters that share the width, up to a thousand
+(for gate and up of 4 bits any number) with wgmma. For more, and for other formats, the weight is written out in the
+activations' dtype, and cuBLAS does the rest, as it does with dense weights.
 
 Inside `invariant` four-bit weights are multiplied in the order of their matvec, and all others by `gemm_alike`.
 """
@@ -27,6 +28,7 @@ from auraflux.ops.linear.cuda import (
     matvec_int4,
     matvec_int4_tma,
     matvec_int8,
+    matvec_units,
 )
 from auraflux.ops.linear.cuda.call import Call, Made, Normed
 from auraflux.ops.linear.cuda.dense import dequantized, multiply_dense
@@ -83,6 +85,12 @@ def _matvec_bits(call: Call) -> Made:
 def _matvec_int8(call: Call) -> Made:
     outs = call.outs()
     matvec_int8.multiply(call.x, call.coded, outs, call.biases, call.gated)
+    return Made(outs)
+
+
+def _matvec_units(call: Call) -> Made:
+    outs = call.outs()
+    matvec_units.multiply(call.x, call.coded, outs, call.biases, call.gated)
     return Made(outs)
 
 
@@ -229,6 +237,7 @@ PRODUCTS: Routes[Call, Made] = Routes(
     Route("gemm_int4_alike", limits.refuses_int4_alike, _int4_alike, alike=True),
     Route("matvec_int8", limits.refuses_matvec_int8, _matvec_int8),
     Route("matvec_bits", limits.refuses_matvec_bits, _matvec_bits),
+    Route("matvec_units", limits.refuses_matvec_units, _matvec_units),
     Route("matvec of three", limits.refuses_matvec_three, _matvec_three),
     Route("matvec of gate and up", limits.refuses_matvec_gated, _matvec_gated),
     Route("matvec_dense_normed", limits.refuses_dense_normed, _dense_normed, alike=True),

@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from auraflux.ops.hopper.codes import tokens_tile, weights_tile
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, form, gate_of, passed
-from auraflux.ops.moe.experts import Experts, Stack
-from auraflux.quant import QTensor
+from auraflux.ops.hopper.tiles import columns_of, tokens_tile, weights_tile
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, form, gate_of, of_expert, passed
+from auraflux.ops.moe.experts import Experts
 
 COUNTED = 1024  # pairs a program counts or places
 PLANNED = 32  # blocks a program plans
@@ -54,20 +53,9 @@ def place_pairs(ids, cursor, placed, pairs, experts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    stack, expert, row, rows, start, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Weights [ROWS, BK] of an expert from column `start` on, of one group."""
-    line, packed = expert * stack.scale_step, stack.packed + expert * stack.step
-    scales, biases = stack.scales + line, stack.biases + line
-    return weights_tile(packed, scales, biases, row, rows, start, K, BITS, GROUP, AFFINE, BK)
-
-
-@triton.jit
 def up_many(
     x, placed, owner, gate, up, out, experts, tokens, k, inner, hidden, alpha, limit, KIND: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
     if expert >= experts:
@@ -75,14 +63,15 @@ def up_many(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     token = pair // k
+    first, second = of_expert(gate, expert, FORM), of_expert(up, expert, FORM)
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     g, u = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, hidden, BK):
         value = tokens_tile(x, token, tokens, start, hidden, BK)
         if KIND != "relu2":
-            w = _weights(gate, expert, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+            w = weights_tile(first, row, inner, start, hidden, BITS, GROUP, FORM, BK)
             g = tl.dot(w.to(value.dtype), value, g, input_precision=PRECISION)
-        w = _weights(up, expert, row, inner, start, hidden, BITS, GROUP, AFFINE, BK)
+        w = weights_tile(second, row, inner, start, hidden, BITS, GROUP, FORM, BK)
         u = tl.dot(w.to(value.dtype), value, u, input_precision=PRECISION)
     g = add_bias(g, gate.bias, (expert * inner + row)[:, None], (row < inner)[:, None])
     u = add_bias(u, up.bias, (expert * inner + row)[:, None], (row < inner)[:, None])
@@ -94,18 +83,19 @@ def up_many(
 @triton.jit
 def down_many(
     x, placed, owner, down, out, experts, pairs, inner, hidden,
-    BITS: tl.constexpr, GROUP: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(owner + tl.program_id(1)).to(tl.int64)
     if expert >= experts:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(placed + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    codes = of_expert(down, expert, FORM)
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, inner, BK):
         value = tokens_tile(x, pair, pairs, start, inner, BK)
-        w = _weights(down, expert, row, hidden, start, inner, BITS, GROUP, AFFINE, BK)
+        w = weights_tile(codes, row, hidden, start, inner, BITS, GROUP, FORM, BK)
         total = tl.dot(w.to(value.dtype), value, total, input_precision=PRECISION)
     total = add_bias(total, down.bias, (expert * hidden + row)[:, None], (row < hidden)[:, None])
     there = (row < hidden)[:, None] & (pair < pairs)[None, :]
@@ -128,11 +118,6 @@ def grouped(ids: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
     return placed, owner
 
 
-def _group(stack: Stack) -> int:
-    """Columns that are multiplied at a time: at most a group, so that a row has one scale."""
-    return min(64, stack.group) if isinstance(stack, QTensor) else 64
-
-
 def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None:
     tokens, k = ids.shape
     inner, hidden, pairs = experts.inner, experts.hidden, tokens * k
@@ -144,11 +129,11 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     launch(up_many, (cdiv(inner, rows), len(owner)))(
         x, placed, owner, passed(gate_of(experts), experts.gate_bias), passed(experts.up, experts.up_bias), between,
         experts.count, tokens, k, inner, hidden, *activation_of(experts),
-        **form(gate_of(experts)), **shape, BK=_group(gate_of(experts)),
+        **form(gate_of(experts)), **shape, BK=columns_of(gate_of(experts)),
     )  # fmt: skip
     rows, warps = DOWN_TILE
     shape |= {"ROWS": rows, "num_warps": warps}
     launch(down_many, (cdiv(hidden, rows), len(owner)))(
         between, placed, owner, passed(experts.down, experts.down_bias), parts, experts.count,
-        pairs, inner, hidden, **form(experts.down), **shape, BK=_group(experts.down),
+        pairs, inner, hidden, **form(experts.down), **shape, BK=columns_of(experts.down),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from auraflux.ops.hopper.codes import UNITS, constants, operands
+from auraflux.ops.hopper.codes import Codes, constants, operands
 from auraflux.ops.hopper.device import FLOATS
 from auraflux.ops.hopper.elementwise import gelu, sigmoid, silu
 from auraflux.ops.hopper.launch import launch
@@ -195,8 +195,6 @@ def not_served(experts: Experts) -> str | None:
     """Why no kernel reads these experts."""
     for stack in experts.stacks:
         if isinstance(stack, QTensor):
-            if stack.only_cpu:
-                return f"{stack.kind} codes in groups of {stack.group}, which only the CPU's kernels read"
             if stack.lanes != 1:
                 return f"{stack.lanes} rows of the weight lie side by side, which is the CPU's order"
         elif stack.dtype not in FLOATS:
@@ -206,19 +204,22 @@ def not_served(experts: Experts) -> str | None:
     return "gate and up are held in different formats" if form(experts.stacks[0]) != form(experts.up) else None
 
 
-def form(stack: Stack) -> dict[str, int | bool]:
-    return constants(stack) if isinstance(stack, QTensor) else {"BITS": 0, "GROUP": 1, "AFFINE": False}
-
-
-def unit(stack: Stack) -> int:
-    """Codes that are read together; dense weights are read one by one."""
-    return UNITS[stack.bits] if isinstance(stack, QTensor) else 1
+def form(stack: Stack) -> dict[str, int | str]:
+    return constants(stack) if isinstance(stack, QTensor) else {"BITS": 0, "GROUP": 1, "FORM": ""}
 
 
 def passed(stack: Stack, bias: Tensor | None = None) -> Passed:
     """A stack, or a shared expert's weight, whose steps are not read."""
     packed, scales, biases = operands(stack) if isinstance(stack, QTensor) else (stack, stack, stack)
     return Passed(packed, scales, biases, packed.stride(0), scales.stride(0), None if bias is None else bias.contiguous())
+
+
+@triton.jit
+def of_expert(stack, expert, FORM: tl.constexpr):
+    """The codes of one expert's matrix; what stands in for biases is everybody's."""
+    at = expert * stack.scale_step
+    biases = stack.biases + at if FORM == "affine" else stack.biases
+    return Codes(stack.packed + expert * stack.step, stack.scales + at, biases)
 
 
 def gate_of(experts: Experts | SharedExpert) -> Stack:
