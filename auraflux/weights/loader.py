@@ -24,6 +24,7 @@ from auraflux.weights.stored import Checkpoint, Stored
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
 Rename = Callable[[str], str | None]
 SHOWN = 12  # names of a kind in an error
+MOST_MISSING = 10_000  # tensors, after which no more are looked for
 MTP = re.compile(r"(?:^|\.)(mtp\..*)")  # what Qwen calls what predicts further tokens
 # small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
 ROUTERS = re.compile(r"((mlp|block_sparse_moe)\.gate|shared_expert_gate|router(\.proj)?)\.weight$")
@@ -298,6 +299,10 @@ class Weights:
         """The checkpoint's name of a tensor that fits; otherwise what is wrong is noted."""
         if name not in self._stored:
             self._missing.append(name)
+            if len(self._missing) > MOST_MISSING:
+                # a config may name any number of experts
+                some, path = ", ".join(self._missing[:SHOWN]), self.checkpoint.path
+                raise FormatError(f"the tensors in {path} do not fit the model. Too many are missing: {some}, ...")
             return None
         stored = self._stored[name]
         if name in self._left:

@@ -88,6 +88,13 @@ def test_the_largest_numbers_that_are_taken_build_nothing(model: Path):
         auraflux.load(model, device="cpu")
 
 
+def test_not_all_of_many_missing_experts_are_looked_for(model: Path):
+    experts = {"num_experts": 1 << 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+    rewritten(model, model_type="qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, **experts)
+    with pytest.raises(FormatError, match=r"do not fit the model\. Too many are missing: .*mlp\.gate\.weight"):
+        auraflux.load(model, device="cpu")
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
 def test_a_pipe_is_not_waited_for(name: str, model: Path):
     (model / name).unlink()
