@@ -129,7 +129,9 @@ def test_text_parts_of_models_with_images_are_read(tmp_path: Path):
     kinds = ["full_attention" if kind == ATTENTION else kind for kind in settings["layer_types"]]
     outer = {"model_type": "qwen4_exp", "text_config": {**settings, "layer_types": kinds}, "eos_token_id": 3}
     (tmp_path / "config.json").write_text(json.dumps(outer))
-    assert torch.equal(scores(tmp_path, ids), wanted)
+    found = scores(tmp_path, ids)
+    assert torch.equal(found, wanted)
+    assert error(found, truth(model, ids)) < 1e-5
 
 
 def test_coded_keys_are_close(tmp_path: Path):

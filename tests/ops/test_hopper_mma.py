@@ -138,6 +138,13 @@ def test_four_groups_of_sixteen_rows_are_multiplied(second: int):
         assert not np.asarray(twice)[16:].any()
 
 
+def test_sums_of_groups_are_weighed():
+    machine = Hopper()
+    scale, bias, codes, inputs = drawn(4, len(machine.tid)).astype(np.float32)
+    found = functions(machine, "mma_int4_groups")["weighed"](scale, bias, codes * np.float32(2.0**-73), inputs)
+    assert close(np.asarray(found), scale * codes + bias * inputs, 1e-6)
+
+
 def test_values_can_be_stored_as_inputs_are_paired():
     machine = Hopper()
     made, row = functions(machine, "mma_int4_groups"), machine.tid % 16

@@ -59,6 +59,7 @@ def raw_code(low, high, j, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def centre_of(bits, form):
+    """Give what centred codes are less than their bits say; 0 for other formats."""
     return 2.0 ** (bits - 1) if form == "centred" else 0.0
 
 

@@ -25,13 +25,13 @@ WARPS, STAGES = 4, 3
 
 @triton.jit
 def multiply_shares(
-    x, codes, bias, out, part, tokens, rows, K, shares, FORM: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
+    x, codes, bias, out, part, tokens, rows, K, shares, BITS: tl.constexpr, GROUP: tl.constexpr,
+    FORM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows by TOKENS tokens; grid (tiles of rows, tiles of tokens, shares or 1).
 
     part  float32 [shares, tokens, rows] where each share goes; None for all of them in `out`
-    FORM  bits, group and kind of the weight; 0 bits for a dense one
+    BITS, GROUP, FORM  of the weight; 0 bits for a dense one
     WIDE  multiply in float32
     """
     row, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -44,7 +44,7 @@ def multiply_shares(
         found = tl.zeros([ROWS, TOKENS], tl.float32)
         for start in range(share * SHARE, tl.minimum((share + 1) * SHARE, K), BK):
             value = tokens_tile(x, token, tokens, start, K, BK)
-            w = weights_tile(codes, row, rows, start, K, FORM[0], FORM[1], FORM[2], BK)
+            w = weights_tile(codes, row, rows, start, K, BITS, GROUP, FORM, BK)
             if WIDE:
                 found = tl.dot(w.to(tl.float32), value.to(tl.float32), found, input_precision=PRECISION)
             else:
@@ -75,9 +75,9 @@ def add_in_order(part, bias, out, rows, count, shares, BLOCK: tl.constexpr):
 def multiply(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
     (tokens, width), rows = x.shape, weight.shape[0]
     if isinstance(weight, QTensor):
-        codes, form = operands(weight), tuple(constants(weight).values())
+        codes, form = operands(weight), constants(weight)
     else:
-        codes, form = Codes(weight, weight, weight), (0, 1, "")
+        codes, form = Codes(weight, weight, weight), {"BITS": 0, "GROUP": 1, "FORM": ""}
     wide = x.dtype is torch.float32 or INTERPRETED or (isinstance(weight, Tensor) and weight.dtype is not x.dtype)
     most = TILES[-2 if wide else -1]
     tile = next((size for size in TILES if tokens <= size <= most), most)
@@ -85,7 +85,8 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> Non
     split = shares > 1 and (INTERPRETED or tiles[0] * tiles[1] < 4 * multiprocessors(x.device))
     part = torch.empty(shares, tokens, rows, device=x.device) if split else None
     launch(multiply_shares, (*tiles, shares if split else 1))(
-        x, codes, bias, out, part, tokens, rows, width, shares, form, wide, ROWS, tile, columns_of(weight), SHARE,
+        x, codes, bias, out, part, tokens, rows, width, shares,
+        **form, WIDE=wide, ROWS=ROWS, TOKENS=tile, BK=columns_of(weight), SHARE=SHARE,
         num_warps=WARPS, num_stages=2 if wide else STAGES,
     )  # fmt: skip
     if part is not None:
