@@ -1,6 +1,7 @@
 """Tests marked `gpu` are skipped, and say why, where torch finds no GPU; there Triton's kernels run in its interpreter."""
 
 import os
+from collections import Counter
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # workers share the cores: whoever waits there must not spin. Read when the first library with threads is loaded
@@ -14,7 +15,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# files of few tests that take minutes: begun last, they would keep one worker busy when all others are done
+LONG = ("test_cuda_compile.py",)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONG, -sizes[item.path], item.path))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
