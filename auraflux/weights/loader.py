@@ -14,6 +14,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
+from auraflux.weights.boundary import named, shown
 from auraflux.weights.divided import Division
 from auraflux.weights.expert_store import ExpertStore, map_experts
 from auraflux.weights.rounding import quantize_large
@@ -23,7 +24,8 @@ from auraflux.weights.stored import Checkpoint, Stored
 
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
 Rename = Callable[[str], str | None]
-SHOWN = 12  # names of a kind in an error
+SHOWN = 4  # tensors of a kind in an error
+WIDEST = 150  # characters of what is said of one
 MOST_MISSING = 10_000  # tensors, after which no more are looked for
 MTP = re.compile(r"(?:^|\.)(mtp\..*)")  # what Qwen calls what predicts further tokens
 # small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
@@ -195,7 +197,7 @@ class Weights:
     def _some(self, name: str, found: Stored, take: Tensor) -> Stored:
         last = int(take.max())
         if last >= found.shape[0]:
-            self._wrong.append(f"{self._stored[name]} has shape {list(found.shape)}, {last + 1} rows are needed")
+            self._wrong.append(f"{self._stored[name]} has shape {shown(list(found.shape))}, {last + 1} rows are needed")
             return torch.zeros((), device=self.device).expand(len(take), found.shape[1])
         return found.take(take) if isinstance(found, QTensor) else found[take]
 
@@ -301,8 +303,8 @@ class Weights:
             self._missing.append(name)
             if len(self._missing) > MOST_MISSING:
                 # a config may name any number of experts
-                some, path = ", ".join(self._missing[:SHOWN]), self.checkpoint.path
-                raise FormatError(f"the tensors in {path} do not fit the model. Too many are missing: {some}, ...")
+                path = self.checkpoint.path
+                raise FormatError(f"the tensors in {path} do not fit the model. Too many are missing: {_first(self._missing)}.")
             return None
         stored = self._stored[name]
         if name in self._left:
@@ -311,7 +313,7 @@ class Weights:
         found = self.checkpoint.shape(stored)
         if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
-            self._wrong.append(f"{stored} has shape {list(found)}, [{wanted}] is needed")
+            self._wrong.append(f"{stored} has shape {shown(list(found))}, [{wanted}] is needed")
             return None
         return stored
 
@@ -319,7 +321,7 @@ class Weights:
         """Raise what was found to be wrong."""
         extra = sorted(self._stored[name] for name in self._left)
         reasons = [
-            f"{len(names)} {what}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+            f"{len(names)} {what}: {_first(names)}"
             for what, names in (
                 ("missing", sorted(set(self._missing))),
                 ("of the wrong shape", list(dict.fromkeys(self._wrong))),
@@ -329,6 +331,12 @@ class Weights:
         ]
         if reasons:
             raise FormatError(f"the tensors in {self.checkpoint.path} do not fit the model. {'; '.join(reasons)}.")
+
+
+def _first(lines: list[str]) -> str:
+    """The first few of what is wrong, as an error says it."""
+    few = ", ".join(line if len(line) <= WIDEST else f"{line[:WIDEST]}..." for line in map(named, lines[:SHOWN]))
+    return f"{few}, ..." if len(lines) > SHOWN else few
 
 
 def _form(found: Stored) -> str:

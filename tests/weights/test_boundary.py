@@ -95,6 +95,23 @@ def test_not_all_of_many_missing_experts_are_looked_for(model: Path):
         auraflux.load(model, device="cpu")
 
 
+def test_tensors_that_do_not_fit_are_told_in_few_words(model: Path):
+    path = model / "model.safetensors"
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    header.pop("__metadata__", None)
+    norm, *others = sorted(header, key=lambda name: not name.endswith("norm.weight"))
+    odd = {norm: {**header[norm], "shape": [1] * 999 + header[norm]["shape"]}}
+    odd |= {f"layers.{at}.{name}" if at < 9 else name: header[name] for at, name in enumerate(others)}
+    odd |= {f"{'odd.' * 500}weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
+    written = json.dumps(odd).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + whole[8 + size :])
+    with pytest.raises(FormatError, match=r"\d+ missing: .*, \.\.\.; 1 of the wrong shape: .* has shape \[1, 1, ") as refusal:
+        auraflux.load(model, device="cpu")
+    assert len(str(refusal.value).replace(str(model), "")) < 2000
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
 def test_a_pipe_is_not_waited_for(name: str, model: Path):
     (model / name).unlink()
