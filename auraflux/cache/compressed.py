@@ -142,5 +142,5 @@ class CompressedLayer(Layer):
         places, seen = self.entries.places(batch), (batch.positions + 1) // self.entries.rate
         if batch.single:
             return seen, places
-        owners = torch.repeat_interleave(torch.tensor(batch.counts, device=places.device))
+        owners = torch.repeat_interleave(torch.tensor(batch.counts, device=places.device), output_size=len(seen))
         return seen, places[owners]

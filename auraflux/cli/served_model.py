@@ -4,6 +4,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from auraflux.cli.options import load_model
+from auraflux.errors import SettingsError
 
 if TYPE_CHECKING:
     from auraflux.run.language import LanguageModel
@@ -55,6 +56,8 @@ def _load(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":
     if chosen["invented"] or chosen["shape"]:
         from auraflux.cli.bench_model import random_loaded
 
+        if chosen["prefix_disk"] is not None:
+            raise SettingsError("--prefix-disk is for models: random weights are others at the next start.")
         context = chosen["context"] or 4096
         return random_loaded(model, chosen["shape"], chosen["invented"], chosen["layers"], parallel, context, chosen)
     memory = {"cache_memory": chosen["cache_memory"] or "half", "prefix_disk": chosen["prefix_disk"]}

@@ -1,5 +1,6 @@
 """What a run has measured so far, on disk, so that one that was interrupted goes on."""
 
+import fcntl
 import hashlib
 import json
 from pathlib import Path
@@ -23,15 +24,19 @@ class State:
 
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = 0
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                record = _parse(line)
-                if record is None:
-                    break
-                self._found[record["setting"], record["task"]] = record["result"]
-                whole += len(line)
         self._file = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            self._file.close()
+            raise InputError(f"another run measures the same and keeps it in {path}. Wait until it has ended.") from err
+        whole = 0
+        for line in path.read_bytes().splitlines(keepends=True):
+            record = _parse(line)
+            if record is None:
+                break
+            self._found[record["setting"], record["task"]] = record["result"]
+            whole += len(line)
         self._file.truncate(whole)
 
     def __contains__(self, key: Key) -> bool:
@@ -65,8 +70,9 @@ class State:
 
     def remove(self) -> None:
         """Forget a run that is done: another measures again."""
-        self.close()
+        # removed before it is unlocked, so that nobody is left with a file that has no name
         self.path.unlink(missing_ok=True)
+        self.close()
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from auraflux.bench.load import server
 from auraflux.bench.load.plot import check_plot, draw
 from auraflux.cli import bench_serve, main
 from auraflux.cli.bench_serve_table import at_once, coming, notes
-from auraflux.errors import BackendError
+from auraflux.cli.served_model import open_desk
+from auraflux.errors import BackendError, SettingsError
 from tests.bench.load_stub import Stub, running
 
 STUB = Path(__file__).parents[1] / "bench" / "load_stub.py"
@@ -175,3 +177,9 @@ def test_refusals_are_one_sentence(words, message):
 
 def test_every_level_is_measured_once():
     assert bench_serve.parse_numbers("8, 1 8", "--clients", int, 100) == [1, 8]
+
+
+def test_prefixes_of_random_weights_are_not_kept_on_disk():
+    chosen = {"parallel": 1, "device": "cpu", "invented": True, "shape": "llama-8b", "layers": 1, "context": 64}
+    with pytest.raises(SettingsError, match="--prefix-disk is for models"):
+        open_desk(None, Pipe()[0], chosen | {"prefix_disk": "1GB"})

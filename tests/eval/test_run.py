@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from auraflux.cache.calibration import ModelVectors
+from auraflux.errors import InputError
 from auraflux.eval.metrics import summary
 from auraflux.eval.needle import haystack
 from auraflux.eval.reader import EngineReader, differences
@@ -111,6 +112,19 @@ def test_a_line_that_is_no_record_is_written_again(line: str, tmp_path: Path):
     again.add("a", "c", 2)
     again.close()
     assert path.read_text().count("\n") == 2
+
+
+def test_two_runs_do_not_keep_their_figures_in_one_file(tmp_path: Path):
+    path = tmp_path / "state"
+    state = State(path)
+    state.add("a", "b", 1)
+    with pytest.raises(InputError, match="another run measures the same"):
+        State(path)
+    state.close()
+    again = State(path)
+    assert again["a", "b"] == 1
+    again.remove()
+    assert not path.exists()
 
 
 def test_a_needle_is_scored_as_the_plain_forward_pass_scores_it():
