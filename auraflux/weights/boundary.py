@@ -18,6 +18,7 @@ LARGEST_JSON = 64 << 20  # bytes
 DEEPEST = 32  # objects and lists within each other
 SHOWN = 80  # characters of a value in an error
 LONGEST = 300  # of what another package says
+LISTED = 1200  # of names, after which no more are told
 
 
 def regular(path: Path, home: Path | None = None) -> Path:
@@ -156,6 +157,11 @@ def brief(err: BaseException) -> str:
 
 
 def listed(names: Sequence[str], most: int = 24) -> str:
-    """Names as an error lists them."""
-    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(named(name)[:SHOWN] for name in names[:most]) + rest
+    """Names as an error lists them: as many as have room."""
+    few: list[str] = []
+    for name in names[:most]:
+        few.append(named(name)[:SHOWN])
+        if sum(map(len, few)) > LISTED:
+            break
+    rest = f" and {len(names) - len(few):,} more" if len(names) > len(few) else ""
+    return ", ".join(few) + rest

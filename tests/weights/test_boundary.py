@@ -9,7 +9,19 @@ import pytest
 
 import auraflux
 from auraflux.errors import FormatError
-from auraflux.weights.boundary import LARGEST_JSON, check, either, list_of, mapping_of, number, read_json, regular, text, whole
+from auraflux.weights.boundary import (
+    LARGEST_JSON,
+    check,
+    either,
+    list_of,
+    listed,
+    mapping_of,
+    number,
+    read_json,
+    regular,
+    text,
+    whole,
+)
 from auraflux.weights.checkpoint import open_checkpoint
 from tests.run.tiny import tiny
 
@@ -208,3 +220,10 @@ def test_ends_are_numbers_wherever_they_are_named(model: Path):
     rewritten(model, text_config={"eos_token_id": "2"})
     with pytest.raises(FormatError, match="eos_token_id = '2'; a whole number"):
         auraflux.load(model, device="cpu")
+
+
+def test_many_long_names_are_told_in_few_words():
+    names = [f"{at:03}{'x' * 77}" for at in range(100)]
+    assert len(listed(names, 100)) < 1500
+    assert listed(names, 100).endswith("and 84 more")
+    assert listed(["a", "b", "c"], 2) == "a, b and 1 more"
