@@ -80,7 +80,8 @@ def _timed(model: LanguageModel, mode: str, size: int, wire: str, prompt: int, t
 
 def _crossings(model: LanguageModel, mode: str, size: int) -> int:
     """How often a token has to wait for the network."""
-    return size if mode == "pipeline" else len(model.engine.model.layers)  # type: ignore[attr-defined]
+    layers = len(model.engine.model.layers)  # type: ignore[attr-defined]
+    return {"pipeline": size, "tensor": 2 * layers}.get(mode, layers)
 
 
 def _read_nbytes(model: LanguageModel) -> int:
