@@ -6,12 +6,13 @@ bytes. Nothing is computed for free here but arithmetic, which one token's weigh
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from auraflux.cache import AttentionShape, Cache, CacheSettings
 from auraflux.errors import SettingsError
 from auraflux.models.config import experts_per_token, has_experts
-from auraflux.run.ranks.parallel import EXPERTS, PIPELINE
+from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, PIPELINE, TENSOR
 from auraflux.run.ranks.split import LAYER, Sizes, split
 from auraflux.run.ranks.wire import Wire
 from auraflux.weights.expert_settings import parse_nbytes
@@ -19,6 +20,7 @@ from auraflux.weights.plan import KINDS
 from auraflux.weights.stored import Checkpoint
 
 USED = 0.8  # of a machine's memory, for weights; the rest is the system's and the cache's
+MOST = 1 << 16  # ranks among which heads that share what they keep may be split
 USUAL_DISK = 2e9  # bytes a second, of an SSD that nobody has measured
 
 
@@ -48,6 +50,21 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a layer keeps of a text so long, which every token reads: bytes.
+
+    full     it sees everything, so that its pages can be dealt out
+    by_head  each head has keys and values of its own
+    sums     bytes of what a rank finds for a token in its pages, all heads of it
+    """
+
+    nbytes: int
+    full: bool
+    by_head: bool
+    sums: int
+
+
+@dataclass(frozen=True)
 class Weights:
     """Bytes of a model.
 
@@ -58,6 +75,9 @@ class Weights:
     active   the share of a layer's experts that a token uses
     hidden   numbers of a row
     packed   experts may stay on disk
+    heads    of keys in the layer that has fewest
+    unsliced why heads cannot be split; None where they can
+    kept     what layers keep of a text; none where no context was asked for
     """
 
     dense: list[int]
@@ -67,14 +87,27 @@ class Weights:
     active: float
     hidden: int
     packed: bool
+    heads: int = 1
+    unsliced: str | None = None
+    kept: tuple[Kept, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
         return Sizes([a + b for a, b in zip(self.dense, self.experts, strict=True)], self.ends)
 
+    def with_cache(self) -> "Weights":
+        """The same where each layer has what it keeps beside its weights: a token reads both."""
+        kept = [each.nbytes for each in self.kept] + [0] * (len(self.dense) - len(self.kept))
+        return replace(self, dense=[a + b for a, b in zip(self.dense, kept, strict=True)])
 
-def weights_of(checkpoint: Checkpoint, module: Any) -> Weights:
-    """Read a checkpoint's sizes; none of its weights."""
+
+def weights_of(
+    checkpoint: Checkpoint,
+    module: Any,
+    context: int | None = None,
+    settings: CacheSettings = CacheSettings("none"),  # noqa: B008
+) -> Weights:
+    """Read a checkpoint's sizes, none of its weights; with what a text of `context` tokens takes if that is given."""
     config = module.Config.from_hf(checkpoint.config)
     dense, experts, ends, head = [0] * config.layers, [0] * config.layers, 0, 0
     expert = re.compile(KINDS["experts"])
@@ -96,7 +129,45 @@ def weights_of(checkpoint: Checkpoint, module: Any) -> Weights:
     if mixed:
         count = _experts_of(config)
     share = experts_per_token(checkpoint.config) / count if mixed else 1.0
-    return Weights(dense, experts, ends, head, share, config.hidden, checkpoint.experts is not None)
+    shapes = module.make_caches(config)
+    heads, reason = _least_heads(shapes), module.Model.unsliced(config)
+    found = Weights(dense, experts, ends, head, share, config.hidden, checkpoint.experts is not None, heads, reason)
+    return found if context is None else replace(found, kept=_kept(config, shapes, context, settings))
+
+
+def _least_heads(shapes: list[Any]) -> int:
+    """Heads of keys in the layer that has fewest; layers whose heads share all that is kept have no say."""
+    found = [MOST]
+
+    def all_of(count: int) -> range:
+        found.append(count)
+        return range(count)
+
+    for shape in shapes:
+        shape.sliced(all_of)
+    return min(found)
+
+
+def _kept(config: Any, shapes: list[Any], context: int, settings: CacheSettings) -> tuple[Kept, ...]:
+    """What layers keep of a text of so many tokens."""
+    # the meta device makes stores without their memory
+    layers = Cache(shapes, settings, context=1, device="meta").layers
+    found = []
+    for number, (shape, layer) in enumerate(zip(shapes, layers, strict=True)):
+        if not shape.attends:
+            found.append(Kept(0, False, True, 0))
+            continue
+        seen = context if shape.span is None else min(context, shape.span)
+        by_head = isinstance(shape, AttentionShape)
+        width = (shape.value_width or shape.width) if by_head else shape.width
+        found.append(Kept(layer.token_nbytes * seen, shape.span is None, by_head, 4 * _queries(config, number) * (width + 2)))
+    return tuple(found)
+
+
+def _queries(config: Any, layer: int) -> int:
+    """Heads of queries in a layer, as families call it."""
+    heads = config.heads[layer] if isinstance(config.heads, list | tuple) else config.heads
+    return heads if isinstance(heads, int) else heads.count
 
 
 def _experts_of(config: Any) -> int:
@@ -132,15 +203,19 @@ class Forecast:
 
 def forecasts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> list[Forecast]:
     """The first machine alone, and every way to use all."""
-    found = [_pipeline(weights, hosts[:1], memory_rate, wire)]
+    cached = weights.with_cache()
+    found = [_pipeline(cached, hosts[:1], memory_rate, wire)]
     if len(hosts) > 1:
-        found.append(_pipeline(weights, hosts, memory_rate, wire))
+        found.append(_pipeline(cached, hosts, memory_rate, wire))
         if any(weights.experts):
-            found.append(_experts(weights, hosts, memory_rate, wire))
+            found.append(_experts(cached, hosts, memory_rate, wire))
+        if any(kept.full for kept in weights.kept):
+            found.append(_context(weights, hosts, memory_rate, wire))
+        found.append(_tensor(weights, hosts, memory_rate, wire))
     return found
 
 
-def _missed(weights: Weights, host: Host, dense: int, experts: int) -> float:
+def _missed(host: Host, dense: int, experts: int) -> float:
     """The share of some experts that a machine has no memory for beside its dense weights."""
     return 0.0 if not experts else max(0.0, 1 - max(0, host.room - dense) / experts)
 
@@ -165,7 +240,7 @@ def _pipeline(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire:
         first = held.start == 0
         dense = sum(weights.dense[n] for n in held) + (weights.ends if first else 0)
         experts = sum(weights.experts[n] for n in held)
-        missed = _missed(weights, host, dense, experts)
+        missed = _missed(host, dense, experts)
         if (reason := _refused(weights, host, dense, missed)) is not None:
             return Forecast(way, [weights.sizes.of(each) for each in parts], {"memory": 0.0}, reason)
         read = dense - (weights.ends - weights.head if first else 0) + experts * weights.active
@@ -177,15 +252,45 @@ def _pipeline(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire:
 
 
 def _experts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
-    way, count = f"{EXPERTS}={len(hosts)}", len(hosts)
-    dense, experts = sum(weights.dense) + weights.ends, sum(weights.experts) // count
-    parts, times = [dense + experts] * count, []
+    dense, experts = sum(weights.dense) + weights.ends, sum(weights.experts) // len(hosts)
+    mixtures = sum(1 for nbytes in weights.experts if nbytes)
+    network = mixtures * _meeting(wire, len(hosts), 4 * weights.hidden)
+    return _alike(EXPERTS, weights, hosts, memory_rate, dense, experts, network)
+
+
+def _context(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+    count = len(hosts)
+    kept = sum(-(-each.nbytes // count) if each.full else each.nbytes for each in weights.kept)
+    network = sum(_meeting(wire, count, each.sums) for each in weights.kept if each.full)
+    dense = sum(weights.dense) + weights.ends + kept
+    return _alike(CONTEXT, weights, hosts, memory_rate, dense, sum(weights.experts), network)
+
+
+def _tensor(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+    count = len(hosts)
+    few = f"a layer has {weights.heads} heads of keys" if weights.heads < count else None
+    if (reason := weights.unsliced or few) is not None:
+        return Forecast(f"{TENSOR}={count}", [], {"memory": 0.0}, reason)
+    kept = sum(-(-each.nbytes // count) if each.by_head else each.nbytes for each in weights.kept)
+    dense = sum(weights.dense) // count + weights.ends + kept
+    network = 2 * len(weights.dense) * _meeting(wire, count, 4 * weights.hidden)
+    return _alike(TENSOR, weights, hosts, memory_rate, dense, sum(weights.experts) // count, network)
+
+
+def _meeting(wire: Wire, count: int, nbytes: int) -> float:
+    """How long it takes until all ranks have what each has found: they send at the same time, one row after the other."""
+    return wire.latency_s + (count - 1) * (wire.seconds(nbytes) - wire.latency_s)
+
+
+def _alike(
+    mode: str, weights: Weights, hosts: Sequence[Host], memory_rate: float, dense: int, experts: int, network: float
+) -> Forecast:
+    """How ranks do that all have as much, and take every step together; the first scores tokens too."""
+    way, parts, times = f"{mode}={len(hosts)}", [dense + experts] * len(hosts), []
     for host in hosts:
-        missed = _missed(weights, host, dense, experts)
+        missed = _missed(host, dense, experts)
         if (reason := _refused(weights, host, dense, missed)) is not None:
             return Forecast(way, parts, {"memory": 0.0}, reason)
         times.append(experts * weights.active * missed / host.disk_rate)
     read = dense - (weights.ends - weights.head) + experts * weights.active
-    mixtures = sum(1 for nbytes in weights.experts if nbytes)
-    each = wire.latency_s + (count - 1) * (wire.seconds(4 * weights.hidden) - wire.latency_s)
-    return Forecast(way, parts, {"memory": read / memory_rate, "disk": max(times), "network": mixtures * each})
+    return Forecast(way, parts, {"memory": read / memory_rate, "disk": max(times), "network": network})

@@ -12,7 +12,8 @@ from auraflux.run.ranks.lead import Lead
 from auraflux.run.ranks.parallel import Parallel
 from auraflux.run.ranks.wire import HERE, find_wire
 
-FIRST = 5  # token of prompts; the others follow it
+PAGE = 64  # tokens
+FIRST, APART = 5, 101  # token of prompts, and how far those of two texts are from each other; the others follow it
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ def bench_ranks(
     path: str | Path, ways: list[tuple[str, int, str]], *, prompt: int, tokens: int, texts: int, **options: Any
 ) -> list[RanksRun]:
     """Time one process, and then each way: a mode, how many ranks, and a wire."""
-    options = {"context": prompt + tokens + 8, "sequences": texts, "cache_memory": "half", **options}
+    # every text has pages of its own, however short it is
+    context = -(-(prompt + tokens + 8) // PAGE) * PAGE
+    options = {"context": context, "sequences": texts, "cache_memory": "half", **options}
     found = [_timed(load(path, **options), "one process", 1, HERE, prompt, tokens, texts)]
     for mode, size, wire in ways:
         model = load(path, parallel=Parallel(mode, size, wire=wire), **options)
@@ -80,7 +83,8 @@ def _timed(model: LanguageModel, mode: str, size: int, wire: str, prompt: int, t
 
 def _crossings(model: LanguageModel, mode: str, size: int) -> int:
     """How often a token has to wait for the network."""
-    return size if mode == "pipeline" else len(model.engine.model.layers)  # type: ignore[attr-defined]
+    layers = len(model.engine.model.layers)  # type: ignore[attr-defined]
+    return {"pipeline": size, "tensor": 2 * layers}.get(mode, layers)
 
 
 def _read_nbytes(model: LanguageModel) -> int:
@@ -104,13 +108,13 @@ def _step_times(model: LanguageModel, prompt: int, tokens: int, texts: int) -> t
     """Seconds of reading a prompt, and of each step of writing so many texts."""
     engine, vocab = model.engine, model.engine.model.config.vocab
     sequences = [engine.cache.open() for _ in range(texts)]
-    ids = [(FIRST + at) % vocab for at in range(prompt)]
+    ids = [[(FIRST + number * APART + at) % vocab for at in range(prompt)] for number in range(texts)]
     began = time.perf_counter()
-    for sequence in sequences:
+    for sequence, text in zip(sequences, ids, strict=True):
         for start in range(0, prompt - 1, engine.chunk):
-            engine.read([sequence], [ids[start : min(start + engine.chunk, prompt - 1)]])
+            engine.read([sequence], [text[start : min(start + engine.chunk, prompt - 1)]])
     batch, steps = engine.writing(sequences), []
-    last = [ids[-1]] * texts
+    last = [text[-1] for text in ids]
     engine.decode(batch, last)
     prefill_s = (time.perf_counter() - began) / texts
     for _ in range(tokens):

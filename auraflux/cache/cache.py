@@ -156,7 +156,9 @@ class Cache:
     @property
     def held_token_nbytes(self) -> int:
         """The same of the layers that have memory here."""
-        return sum(-(-self.layers[number].token_nbytes // self.layers[number].group.deal.size) for number in self.held)
+        # layers after the last keep nothing of their own
+        held = [self.layers[number] for number in self.held if number < len(self.layers)]
+        return sum(-(-layer.token_nbytes // layer.group.deal.size) for layer in held)
 
     @property
     def sequence_nbytes(self) -> int:

@@ -5,15 +5,18 @@ them is in `ops/turboquant/calibration.py`, how they are found in `run/calibrate
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
+
+PER_HEAD = ("scale", "along", "across")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +39,14 @@ class LayerVectors:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
+    def between(self, heads: range) -> "LayerVectors":
+        """Those of some heads."""
+        parts = {name: getattr(self, name)[heads.start : heads.stop] for name in PER_HEAD}
+        return replace(self, **parts)
+
     def refusal(self, heads: int, width: int) -> str | None:
         """Say why they cannot be those of a layer of this shape; None if they can."""
-        for name in ("scale", "along", "across"):
+        for name in PER_HEAD:
             found = list(getattr(self, name).shape)
             if found != [heads, width]:
                 return f"'{name}' has shape {found}, and the layer's keys have [{heads}, {width}]"
@@ -93,6 +101,22 @@ class ModelVectors:
 
     def _changed(self, change: Callable[[LayerVectors], LayerVectors]) -> "ModelVectors":
         return ModelVectors({number: change(layer) for number, layer in self.layers.items()})
+
+    def sliced(self, share: Callable[[int], range]) -> "ModelVectors":
+        """Those of a rank's heads, where ranks have some heads each."""
+        return self._changed(lambda layer: layer.between(share(len(layer.scale))))
+
+    @staticmethod
+    def joined(parts: Sequence["ModelVectors"]) -> "ModelVectors":
+        """Those of all heads, of which each part has some, in their order."""
+        first = parts[0]
+        found = {}
+        for number, layer in first.layers.items():
+            each: dict[str, Any] = {
+                name: torch.cat([getattr(part.layers[number], name) for part in parts]) for name in PER_HEAD
+            }
+            found[number] = replace(layer, **each)
+        return ModelVectors(found)
 
     def of(self, number: int, heads: int, width: int) -> LayerVectors:
         """Those of a layer; refuse what cannot be its own."""

@@ -1,6 +1,7 @@
 """What a model says of its layers, and which kind of cache each gets."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from auraflux.errors import SettingsError
 from auraflux.ops.turboquant.calibration import Calibration
 from auraflux.ops.turboquant.rotation import NARROWEST, WIDEST
 
+Share = Callable[[int], range]  # which of so many heads of keys a rank has, where ranks have some heads each
 RECENT_PAGE = 16  # tokens; a sequence keeps few as they are, so that large pages would be mostly empty
 
 
@@ -68,6 +70,10 @@ class AttentionShape:
     attends = True
     page = None
 
+    def sliced(self, share: Share) -> "AttentionShape":
+        """The same with a rank's heads."""
+        return replace(self, heads=len(share(self.heads)))
+
     @property
     def title(self) -> str:
         return "full attention" if self.window is None else f"attention to {self.window} positions"
@@ -111,6 +117,10 @@ class LatentShape:
     attends = True
     title = "latent attention"
     span = page = None
+
+    def sliced(self, share: Share) -> "LatentShape":
+        """The same: heads share a latent."""
+        return self
 
     @property
     def plain_nbytes(self) -> int:
@@ -197,6 +207,10 @@ class CompressedShape:
     attends = True
     page = None
 
+    def sliced(self, share: Share) -> "CompressedShape":
+        """The same: heads share a vector."""
+        return self
+
     @property
     def title(self) -> str:
         if self.rate is None:
@@ -247,6 +261,10 @@ class IndexedShape:
     attends = True
     span = None
 
+    def sliced(self, share: Share) -> "IndexedShape":
+        """The same with a rank's heads; all ranks choose blocks."""
+        return replace(self, heads=len(share(self.heads)))
+
     @property
     def page(self) -> int:
         """Tokens of a page: a block's, so that what is chosen is a page table."""
@@ -294,6 +312,13 @@ class RecurrentShape:
     span = page = None
     plain_nbytes = 0
 
+    def sliced(self, share: Share) -> "RecurrentShape":
+        """The same with a rank's heads: those of keys and all that read them."""
+        values = self.heads * self.value_width
+        keys = (self.channels - values) // (2 * self.key_width)
+        mine = len(share(keys))
+        return replace(self, channels=self.channels // keys * mine, heads=self.heads // keys * mine)
+
     def refusal(self, bits: Bits, settings: CacheSettings) -> str | None:
         return "a recurrent state has no codes."
 
@@ -306,6 +331,10 @@ class RecurrentShape:
 class ChannelDeltaShape(RecurrentShape):
     """Three short convolutions over `channels` each, and a delta memory whose channels fade by themselves."""
 
+    def sliced(self, share: Share) -> "ChannelDeltaShape":
+        """The same: every rank has all of it."""
+        return self
+
     def build(self, room: Room, bits: Bits | None, number: int) -> ChannelDeltaLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width
         return ChannelDeltaLayer(room.states, *sizes, self.dtype or room.dtype)
@@ -314,6 +343,10 @@ class ChannelDeltaShape(RecurrentShape):
 @dataclass(frozen=True)
 class ScanShape(RecurrentShape):
     """A short convolution over `channels` and a memory of Mamba-2's rule."""
+
+    def sliced(self, share: Share) -> "ScanShape":
+        """The same: every rank has all of it."""
+        return self
 
     def build(self, room: Room, bits: Bits | None, number: int) -> ScanLayer:
         sizes = self.channels, self.heads, self.key_width, self.value_width

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @click.command("ranks")
 @model_argument
-@click.option("--way", "ways", multiple=True, metavar="MODE=N", help="pipeline=2, experts=2, context=2; several times.")
+@click.option(
+    "--way", "ways", multiple=True, metavar="MODE=N", help="pipeline=2, experts=2, context=2, tensor=2; several times."
+)
 @click.option("--wire", "wires", multiple=True, metavar="NAME", help="here, 10gbe, 1gbe or wifi; may be given several times.")
 @click.option("--prompt", type=click.IntRange(2, 1 << 20), default=128, show_default=True, help="Tokens of the prompt.")
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), default=32, show_default=True, help="Tokens to write.")

@@ -13,25 +13,33 @@ from auraflux.errors import SettingsError
 @click.option(
     "--hosts", required=True, metavar="A,B", help="Memory of each machine, and what its disk reads a second: 16GB,32GB/3GB."
 )
-@click.option("--wire", default="1gbe", show_default=True, help="The network between them: here, 10gbe, 1gbe or wifi.")
+@click.option(
+    "--wire",
+    default="1gbe",
+    show_default=True,
+    help="The network between them: here, 10gbe, 1gbe or wifi; or its latency and bytes a second: 20us/45GB.",
+)
+@click.option("--context", type=click.IntRange(1), help="Tokens of the text, which are kept and read too; by default none.")
+@click.option("--kv", default="auto", show_default=True, metavar="KXVY", help="Bits of its keys and values, or none.")
 @click.option("--memory-speed", metavar="SIZE", help="That a machine's memory gives a second; by default this one's, measured.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan(model: str, hosts: str, wire: str, memory_speed: str | None, as_json: bool) -> None:
+def plan(model: str, hosts: str, wire: str, context: int | None, kv: str, memory_speed: str | None, as_json: bool) -> None:
     """Tell what of MODEL fits where, how many tokens a second each way would write, and what bounds it.
 
     Figures are bytes over speeds: they say which way is worth trying, not what a benchmark will show.
     """
-    found = _look(model, hosts, wire, memory_speed)
+    found = _look(model, hosts, wire, context, kv, memory_speed)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         _show(found)
 
 
-def _look(model: str, hosts: str, wire: str, memory_speed: str | None) -> list[dict[str, Any]]:
+def _look(model: str, hosts: str, wire: str, context: int | None, kv: str, memory_speed: str | None) -> list[dict[str, Any]]:
     from auraflux.bench.ceiling import read_ceiling
     from auraflux.bench.forecast import forecasts, parse_hosts, weights_of
-    from auraflux.models import family
+    from auraflux.cache import CacheSettings
+    from auraflux.models import family, family_name
     from auraflux.run.progress import on_terminal
     from auraflux.run.ranks.wire import find_wire
     from auraflux.weights.checkpoint import open_checkpoint
@@ -41,7 +49,8 @@ def _look(model: str, hosts: str, wire: str, memory_speed: str | None) -> list[d
     machines, network = parse_hosts(hosts), find_wire(wire)
     with on_terminal() as report:
         checkpoint = open_checkpoint(locate(model, report))
-    weights = weights_of(checkpoint, family(checkpoint.config))
+    settings = CacheSettings(kv).for_family(family_name(checkpoint.config))
+    weights = weights_of(checkpoint, family(checkpoint.config), context, settings)
     given = None if memory_speed is None else float(parse_nbytes(memory_speed))
     if given is not None and given <= 0:
         raise SettingsError(f"--memory-speed {memory_speed!r} is none. Write it like 40GB.")

@@ -95,7 +95,9 @@ def _application(model: str | None, replicas: str, settings: "FrontSettings", ch
         ray_actor_options={"num_cpus": 1, "num_gpus": int(cuda)},
         **scaling,
     )
-    door = serve.deployment(Door, name="Door", max_ongoing_requests=1 << 20, ray_actor_options={"num_cpus": 0})
+    # an update replaces it too, and what it is passing on must come to its end
+    ends: dict[str, Any] = {"graceful_shutdown_timeout_s": settings.grace_s}
+    door = serve.deployment(Door, name="Door", max_ongoing_requests=1 << 20, ray_actor_options={"num_cpus": 0}, **ends)
     return door.bind(copies.bind(model, settings, {**chosen, "parallel": texts}), settings.limits)
 
 

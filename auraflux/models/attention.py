@@ -12,7 +12,8 @@ from auraflux.models.decoder import Stream
 from auraflux.models.rotation import Growth, Rotation
 from auraflux.ops import linear, rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
-from auraflux.weights.loader import Weights, dense
+from auraflux.weights.loader import Weights, dense, sampled
+from auraflux.weights.slices import span
 
 SAMPLED = 4  # rows
 GRAM_ROWS = 1024  # of a weight that are in memory in plain numbers at a time
@@ -61,14 +62,22 @@ class Attention:
         growth: Growth | None = None,
         parts: str = "qkv",
     ):
-        self.heads, self.turn, self.eps, self.softcap, self.gated = heads, turn, eps or 0.0, softcap, gated
+        self.turn, self.eps, self.softcap, self.gated = turn, eps or 0.0, softcap, gated
         self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
-        rows = {"q": heads.count * (2 if gated else 1), **dict.fromkeys(parts[1:], heads.kv)}
-        projections = {kind: f"{name}.{kind}_proj" for kind in rows}
-        self.qkv = [weights.matrix(projections[kind], n * heads.width, hidden) for kind, n in rows.items()]
-        self.qkv_bias = [weights.bias(projections[kind], n * heads.width) for kind, n in rows.items()]
-        self.out = weights.matrix(f"{name}.o_proj", hidden, heads.count * heads.width)
-        self.out_bias = weights.bias(f"{name}.o_proj", hidden)
+        # a rank has all queries of its heads of keys
+        mine, shared = weights.slices.heads(heads.kv), heads.count // heads.kv
+        self.heads, self.join = Heads(shared * len(mine), len(mine), heads.width), weights.slices.join
+        rows = {"q": shared * (2 if gated else 1) * heads.width, **dict.fromkeys(parts[1:], heads.width)}
+        each = [(f"{name}.{kind}_proj", n * heads.kv, span(mine, n)) for kind, n in rows.items()]
+        self.qkv = [weights.some_rows(projection, n, hidden, some) for projection, n, some in each]
+        self.qkv_bias = [weights.bias(*which) for which in each]
+        columns = span(mine, shared * heads.width)
+        self.out = weights.some_columns(f"{name}.o_proj", hidden, heads.count * heads.width, columns)
+        self.out_bias = weights.bias_once(f"{name}.o_proj", hidden)
+        self._sample: list[Tensor] | None = None
+        if not weights.slices.whole:
+            named = [*(projection for projection, _, _ in each), f"{name}.o_proj"]
+            self._sample = [tensor for matrix in named for tensor in weights.sample(matrix, SAMPLED)]
         self.norms: tuple[Tensor, Tensor] | None = None
         self.across: tuple[Tensor, Tensor] | None = None
         if eps is not None:
@@ -82,7 +91,8 @@ class Attention:
                 self.across = q_norm, k_norm
             else:
                 self.norms = q_norm, k_norm
-        self.sinks = weights.vector(f"{name}.sinks", heads.count) if sinks else None
+        sunk = span(mine, shared)
+        self.sinks = weights.vector(f"{name}.sinks", heads.count)[sunk.start : sunk.stop] if sinks else None
 
     def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
@@ -92,17 +102,20 @@ class Attention:
         out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
         if gate is not None:
             out = sigmoid_gate(out, gate)
-        return total, linear(out.view(len(q), -1), self.out, self.out_bias)
+        return total, self.projected(out)
+
+    def projected(self, out: Tensor) -> Tensor:
+        """What all heads give, [T, Hq, D], as the stream takes it: [T, H]."""
+        return self.join(linear(out.view(len(out), -1), self.out, self.out_bias))
 
     def sample(self) -> Iterator[Tensor]:
         """A few rows of each projection as they are held, whatever the device: they tell these weights from others."""
+        if self._sample is not None:
+            yield from self._sample
+            return
         for weight in (*self.qkv, self.out):
             rows = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // SAMPLED), device=weight.device)
-            if isinstance(weight, QTensor):
-                taken = weight.take(rows)
-                yield from (part for part in (taken.packed, taken.scales, taken.biases) if part is not None)
-            else:
-                yield weight[rows].bfloat16()
+            yield from sampled(weight.take(rows) if isinstance(weight, QTensor) else weight[rows])
 
     def output_gram(self) -> Tensor:
         """The products of the columns by which each query head's result is projected: [Hq, D, D] float32."""

@@ -142,7 +142,7 @@ class Decoder(ABC, Generic[ConfigT]):
     norms  of a layer, as checkpoints name them: before its mixer, and before its MLP
     shift  of the norms' weights, see `Weights.vector`
     span   the numbers of its layers
-    whole  why its layers cannot be on several ranks; None where they can
+    whole  why its layers cannot be on several ranks; None where they can, see `unsliced` for their heads
     mtp    the layer that predicts further tokens; None where it is not wanted
     """
 
@@ -165,6 +165,11 @@ class Decoder(ABC, Generic[ConfigT]):
             weights.skip("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
         self._announce()
         self.mtp = self._mtp(weights, self.mtp_place(config))
+
+    @classmethod
+    def unsliced(cls, config: ConfigT) -> str | None:
+        """Why its heads cannot be on several ranks; None where they can."""
+        return None
 
     @classmethod
     def mtp_place(cls, config: ConfigT) -> Place | None:
@@ -208,8 +213,8 @@ class Decoder(ABC, Generic[ConfigT]):
         return made
 
     def _head(self, weights: Weights) -> Stored:
-        """The matrix that scores the next token: the embedding's own where the two are tied."""
-        if not self.config.tied:
+        """The matrix that scores the next token: the embedding's own where the two are tied, or where another rank scores."""
+        if not self.config.tied and weights.slices.first:
             return weights.matrix("lm_head", self.config.vocab, self.config.hidden)
         weights.skip("lm_head.weight")
         return self.table

@@ -23,6 +23,7 @@ from auraflux.models.rotation import Growth, Rotation, growth, rope_settings, ro
 from auraflux.ops import Routing, add_norm_linears, latent_output, latent_query, linear
 from auraflux.quant import QTensor
 from auraflux.weights.loader import Weights
+from auraflux.weights.slices import cut, span
 from auraflux.weights.stored import Stored
 
 DENSE, SPARSE = "dense", "sparse"
@@ -157,16 +158,17 @@ class Attention:
     """Latent attention over the cache."""
 
     def __init__(self, config: Config, weights: Weights, name: str):
-        self.heads, self.nope, self.scale, self.growth = config.heads, config.widths.nope, config.scale, config.growth
+        mine = weights.slices.heads(config.heads)
+        self.heads, self.nope, self.scale, self.growth = len(mine), config.widths.nope, config.scale, config.growth
         self.turn = config.rotation.to(weights.device)
         hidden, widths = config.hidden, config.widths
-        self.query = _queries(config, weights, name)
+        self.query = _queries(config, weights, name, mine)
         self.kv_a = Projection(weights, f"{name}.kv_a_proj_with_mqa", widths.latent + widths.rope, hidden)
         self.latent_norm = weights.vector(f"{name}.kv_a_layernorm.weight", widths.latent)
         # how mlx-lm writes it
         halves = weights.has(f"{name}.embed_q.weight")
-        self.kv_b = (Halves if halves else Rows)(weights, name, config.heads, widths)
-        self.out = Projection(weights, f"{name}.o_proj", hidden, config.heads * widths.value)
+        self.kv_b = (Halves if halves else Rows)(weights, name, config.heads, mine, widths)
+        self.out = Output(weights, f"{name}.o_proj", hidden, config.heads * widths.value, span(mine, widths.value))
 
     def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
@@ -186,20 +188,32 @@ class Attention:
 
 
 class Projection:
-    """A matrix and its bias, if it has one."""
+    """A matrix and its bias, if it has one; `some` of their rows, by default all."""
 
-    def __init__(self, weights: Weights, name: str, rows: int, width: int):
-        self.weight, self.bias = weights.matrix(name, rows, width), weights.bias(name, rows)
+    def __init__(self, weights: Weights, name: str, rows: int, width: int, some: range | None = None):
+        self.weight = weights.matrix(name, rows, width) if some is None else weights.some_rows(name, rows, width, some)
+        self.bias = weights.bias(name, rows, some)
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
+class Output:
+    """What leads from some heads back to the stream."""
+
+    def __init__(self, weights: Weights, name: str, rows: int, width: int, columns: range):
+        self.weight, self.bias = weights.some_columns(name, rows, width, columns), weights.bias_once(name, rows)
+        self.join = weights.slices.join
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.join(linear(x, self.weight, self.bias))
+
+
 class FullRank:
     """Queries are the first product."""
 
-    def __init__(self, weights: Weights, name: str, rows: int, width: int):
-        self.first = Projection(weights, f"{name}_proj", rows, width)
+    def __init__(self, weights: Weights, name: str, rows: int, some: range, width: int):
+        self.first = Projection(weights, f"{name}_proj", rows, width, some)
 
     def rest(self, q: Tensor) -> Tensor:
         return q
@@ -208,29 +222,31 @@ class FullRank:
 class LowRank:
     """Queries are b(norm(a x)), a the first product."""
 
-    def __init__(self, weights: Weights, name: str, rows: int, rank: int, width: int):
+    def __init__(self, weights: Weights, name: str, rows: int, some: range, rank: int, width: int):
         self.first = Projection(weights, f"{name}_a_proj", rank, width)
         self.norm = weights.vector(f"{name}_a_layernorm.weight", rank)
-        self.b = Projection(weights, f"{name}_b_proj", rows, rank)
+        self.b = Projection(weights, f"{name}_b_proj", rows, rank, some)
 
     def rest(self, q: Tensor) -> Tensor:
         return add_norm_linears(q, None, self.norm, LATENT_EPS, [self.b.weight], [self.b.bias])[1][0]
 
 
-def _queries(config: Config, weights: Weights, name: str) -> FullRank | LowRank:
+def _queries(config: Config, weights: Weights, name: str, mine: range) -> FullRank | LowRank:
     widths = config.widths
-    rows = config.heads * (widths.nope + widths.rope)
+    each = widths.nope + widths.rope
+    rows = config.heads * each, span(mine, each)
     if widths.query is None:
-        return FullRank(weights, f"{name}.q", rows, config.hidden)
-    return LowRank(weights, f"{name}.q", rows, widths.query, config.hidden)
+        return FullRank(weights, f"{name}.q", *rows, config.hidden)
+    return LowRank(weights, f"{name}.q", *rows, widths.query, config.hidden)
 
 
 class Rows:
     """kv_b_proj as it is: for each head the rows for keys, then those for values."""
 
-    def __init__(self, weights: Weights, name: str, heads: int, widths: Widths):
+    def __init__(self, weights: Weights, name: str, heads: int, mine: range, widths: Widths):
         self.nope, self.rows = widths.nope, widths.nope + widths.value
-        self.weight = weights.matrix(f"{name}.kv_b_proj", heads * self.rows, widths.latent, in_order=True)
+        some = span(mine, self.rows)
+        self.weight = weights.some_rows(f"{name}.kv_b_proj", heads * self.rows, widths.latent, some, in_order=True)
 
     def query(self, q_nope: Tensor) -> Tensor:
         """Carry queries into the latent space: [T, H, nope] -> [T, H, latent]."""
@@ -244,9 +260,9 @@ class Rows:
 class Halves:
     """kv_b_proj as mlx-lm keeps it: a stack of the heads' key rows, turned over, and one of their value rows."""
 
-    def __init__(self, weights: Weights, name: str, heads: int, widths: Widths):
-        self.keys = _stack(weights, f"{name}.embed_q.weight", heads, widths.latent, widths.nope)
-        self.values = _stack(weights, f"{name}.unembed_out.weight", heads, widths.value, widths.latent)
+    def __init__(self, weights: Weights, name: str, heads: int, mine: range, widths: Widths):
+        self.keys = _stack(weights, f"{name}.embed_q.weight", heads, mine, widths.latent, widths.nope)
+        self.values = _stack(weights, f"{name}.unembed_out.weight", heads, mine, widths.value, widths.latent)
 
     def query(self, q_nope: Tensor) -> Tensor:
         """Carry queries into the latent space: [T, H, nope] -> [T, H, latent]."""
@@ -258,11 +274,11 @@ class Halves:
         return latent_output(mixed, self.values, 0)
 
 
-def _stack(weights: Weights, name: str, heads: int, rows: int, width: int) -> Stored:
-    """One matrix of all heads' rows, [heads * rows, width]."""
+def _stack(weights: Weights, name: str, heads: int, mine: range, rows: int, width: int) -> Stored:
+    """One matrix of some heads' rows, [heads * rows, width]."""
     found = weights.rounded(weights.stored(name, heads, rows, width), name)
     kept = weights.keep(name, weights.ready(found, in_order=True))
-    return kept.joined() if isinstance(kept, QTensor) else kept.flatten(0, 1)
+    return cut(kept.joined() if isinstance(kept, QTensor) else kept.flatten(0, 1), span(mine, rows), None)
 
 
 rename = text_name

@@ -149,7 +149,7 @@ class MLP(mlp.MLP):
 
     def __call__(self, stream: Stream) -> Residual:
         total, (gate, up) = add_norm_linears(*stream, (self.gate, self.up))
-        return total, rms_norm(linear(geglu(gate, up), self.down), self.norm, self.eps)
+        return total, rms_norm(self.join(linear(geglu(gate, up), self.down)), self.norm, self.eps)
 
 
 rename = text_name

@@ -233,7 +233,7 @@ class MLP(Gated):
     def plain(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream with all that was to be added to it, and the result before its norm."""
         total, (gate, up) = add_norm_linears(*stream, (self.gate, self.up))
-        return total, linear(geglu(gate, up), self.down)
+        return total, self.join(linear(geglu(gate, up), self.down))
 
     def __call__(self, stream: Stream) -> Residual:
         total, found = self.plain(stream)

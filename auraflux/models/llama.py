@@ -76,6 +76,10 @@ def _windows(keys: Keys) -> tuple[int | None, ...]:
 class Model(Decoder[Config]):
     """Attention and an MLP in every layer."""
 
+    @classmethod
+    def unsliced(cls, config: Config) -> str | None:
+        return "its norms of queries and keys are over all heads at once." if config.head_norms == ALL else None
+
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
         heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)

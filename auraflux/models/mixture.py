@@ -1,5 +1,6 @@
 """A mixture of experts, whatever its family chooses them by."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -68,17 +69,20 @@ class LatentMixture(Mixture):
     """A mixture whose experts take a narrower vector than the stream has, and give one.
 
     narrow  [L, H], wide  [H, L]
+    join    adds up what ranks have of the shared expert
     """
 
     narrow: Stored
     wide: Stored
+    join: Callable[[Tensor], Tensor]
 
     def __call__(self, stream: Stream | Given) -> Residual:
         """Give the stream with all that is added to it, [T, H]."""
         h, residual, (scores,) = stream.scores((self.router,), (self.router_bias,))
         ids, weights = route(scores, self.routing, self.choice_bias)
         found = linear(self.experts(linear(h, self.narrow), ids, weights), self.wide)
-        return combine(residual, found, shared_result(h, self.shared)), None
+        shared = shared_result(h, self.shared)
+        return combine(residual, found, None if shared is None else self.join(shared)), None
 
 
 def biased_mixture(
@@ -101,7 +105,8 @@ def biased_mixture(
     if config.latent is None:
         return made
     narrow = weights.matrix(f"{name}.fc1_latent_proj", width, hidden)
-    return LatentMixture(**vars(made), narrow=narrow, wide=weights.matrix(f"{name}.fc2_latent_proj", hidden, width))
+    wide = weights.matrix(f"{name}.fc2_latent_proj", hidden, width)
+    return LatentMixture(**vars(made), narrow=narrow, wide=wide, join=weights.slices.join)
 
 
 def _flat(weights: Weights, name: str, count: int) -> Tensor:

@@ -9,18 +9,19 @@ class MLP(FeedForward):
     """down(silu(gate x) * up x)."""
 
     def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
-        self.gate = weights.matrix(f"{name}.gate_proj", inner, hidden)
-        self.up = weights.matrix(f"{name}.up_proj", inner, hidden)
-        self.down = weights.matrix(f"{name}.down_proj", hidden, inner)
+        mine, self.join = weights.columns(f"{name}.down_proj", hidden, inner), weights.slices.join
+        self.gate = weights.some_rows(f"{name}.gate_proj", inner, hidden, mine)
+        self.up = weights.some_rows(f"{name}.up_proj", inner, hidden, mine)
+        self.down = weights.some_columns(f"{name}.down_proj", hidden, inner, mine)
 
     def as_expert(self) -> SharedExpert:
-        """The weights, for a mixture to add it to its experts."""
+        """The weights, for a mixture to add it to its experts; where ranks have some columns each, before these are joined."""
         return SharedExpert(self.gate, self.up, self.down)
 
     def __call__(self, stream: Stream) -> Residual:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
         total, inner = add_norm_gate_up(*stream, self.gate, self.up)
-        return total, linear(inner, self.down)
+        return total, self.join(linear(inner, self.down))
 
 
 class AddedMLP(MLP):
@@ -35,17 +36,18 @@ class SquareMLP(FeedForward):
     """down(relu(up x) ** 2)."""
 
     def __init__(self, weights: Weights, name: str, hidden: int, inner: int):
-        self.up = weights.matrix(f"{name}.up_proj", inner, hidden)
-        self.down = weights.matrix(f"{name}.down_proj", hidden, inner)
+        mine, self.join = weights.columns(f"{name}.down_proj", hidden, inner), weights.slices.join
+        self.up = weights.some_rows(f"{name}.up_proj", inner, hidden, mine)
+        self.down = weights.some_columns(f"{name}.down_proj", hidden, inner, mine)
 
     def as_expert(self) -> SharedExpert:
-        """The weights, for a mixture to add it to its experts."""
+        """The weights, for a mixture to add it to its experts, see `MLP`."""
         return SharedExpert(None, self.up, self.down)
 
     def __call__(self, stream: Stream) -> Residual:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
         total, (inner,) = add_norm_linears(*stream, [self.up])
-        return total, linear(relu_square(inner), self.down)
+        return total, self.join(linear(relu_square(inner), self.down))
 
 
 class NoMLP(FeedForward):

@@ -4,7 +4,7 @@ Hugging Face stores the weights of all norms but the delta layer's own as w of (
 As mlx-lm does, we tell the two apart by the layout of the convolutions, which it turns at the same time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing, delta_gates, gated_rms_norm, linear, qk_norm, rms_norm, sigmoid_gate
 from auraflux.weights.loader import MTP, Weights, dense
+from auraflux.weights.slices import span
 from auraflux.weights.stored import Stored
 
 TAPS = 4  # of the short convolution
@@ -155,14 +156,22 @@ class Delta:
     """
 
     def __init__(self, weights: Weights, name: str, hidden: int, config: DeltaConfig, eps: float, gate: str = "silu"):
-        self.config, self.eps, self.parts, self.gate = config, eps, config.parts, gate
-        heads, values = config.value_heads, self.parts[2]
-        rows = {"qkv": sum(self.parts), "z": values, "b": heads, "a": heads}
-        self.projections = _projections(weights, name, hidden, config, rows)
+        self.eps, self.gate, self.join = eps, gate, weights.slices.join
+        heads, values = config.value_heads, config.parts[2]
+        rows = {"qkv": sum(config.parts), "z": values, "b": heads, "a": heads}
+        mine, shared = weights.slices.heads(config.key_heads), heads // config.key_heads
+        some = None if weights.slices.whole else head_rows(config, mine)
+        self.projections = _projections(weights, name, hidden, config, rows, some)
         self.taps = taps_of(weights, f"{name}.conv1d.weight", rows["qkv"])
         self.a_log, self.dt_bias = weights.vector(f"{name}.A_log", heads), weights.vector(f"{name}.dt_bias", heads)
         self.norm = weights.vector(f"{name}.norm.weight", config.value_width)
-        self.out = weights.matrix(f"{name}.out_proj", hidden, values)
+        columns = span(mine, shared * config.value_width)
+        self.out = weights.some_columns(f"{name}.out_proj", hidden, values, columns)
+        self.config = config if some is None else replace(config, key_heads=len(mine), value_heads=shared * len(mine))
+        self.parts = self.config.parts
+        if some is not None:
+            self.taps, kept = self.taps[:, some["qkv"].to(weights.device)].contiguous(), span(mine, shared)
+            self.a_log, self.dt_bias = (each[kept.start : kept.stop] for each in (self.a_log, self.dt_bias))
 
     def __call__(self, stream: Stream | Given, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
@@ -172,7 +181,7 @@ class Delta:
         if batch.single and self.gate == "silu":
             weights = self.taps, self.a_log, self.dt_bias, self.norm
             out = store.step(batch, qkv, z, a, b, weights, UNIT_EPS, self.eps)
-            return total, linear(out.view(tokens, -1), self.out)
+            return total, self.join(linear(out.view(tokens, -1), self.out))
         decay, beta = delta_gates(a, b, self.a_log, self.dt_bias)
         parts = store.convolve(batch, qkv, self.taps).split_with_sizes(self.parts, 1)
         q, k = (part.contiguous().view(tokens, config.key_heads, config.key_width) for part in parts[:2])
@@ -183,25 +192,44 @@ class Delta:
             out = gated_rms_norm(out, z, self.norm, self.eps)
         else:
             out = sigmoid_gate(rms_norm(out, self.norm, self.eps), z)
-        return total, linear(out.view(tokens, -1), self.out)
+        return total, self.join(linear(out.view(tokens, -1), self.out))
 
     remember = __call__  # a memory is what its result is made of
 
 
-def _projections(weights: Weights, name: str, hidden: int, config: DeltaConfig, rows: dict[str, int]) -> list[Stored]:
-    """The matrices for qkv, z, b and a; qwen3_next has them in pairs, its GGUF files only the second."""
+def _projections(
+    weights: Weights, name: str, hidden: int, config: DeltaConfig, rows: dict[str, int], some: dict[str, Tensor] | None
+) -> list[Stored]:
+    """The matrices for qkv, z, b and a; qwen3_next has them in pairs, its GGUF files only the second.
+
+    some  rows of each; None for all
+    """
     made: list[Stored] = []
     for pair, parts in PAIRS.items():
         whole = sum(rows[part] for part in parts)
         if not weights.has(f"{name}.{pair}.weight"):
-            made += [weights.matrix(f"{name}.in_proj_{part}", rows[part], hidden) for part in parts]
+            kept = {part: None if some is None else some[part] for part in parts}
+            made += [weights.matrix(f"{name}.in_proj_{part}", rows[part], hidden, take=kept[part]) for part in parts]
         elif weights.shape(f"{name}.{pair}.weight")[0] == whole:
             order = grouped_rows(config)
+            order = order if some is None else {part: order[part][some[part]] for part in order}
             made += [weights.matrix(f"{name}.{pair}", rows[part], hidden, take=order[part]) for part in parts]
         else:
             # the order of rows that are not there would take memory; which tensors do not fit is told at the end
             made += [weights.stored(f"{name}.{pair}.weight", whole, hidden)]
     return made
+
+
+def head_rows(config: DeltaConfig, mine: range) -> dict[str, Tensor]:
+    """The rows of each projection that belong to some heads of keys."""
+    shared = config.value_heads // config.key_heads
+    q, k, v = (part.view(config.key_heads, -1)[mine.start : mine.stop].flatten() for part in _numbered(config.parts))
+    heads = torch.arange(mine.start * shared, mine.stop * shared)
+    return {"qkv": torch.cat([q, k, v]), "z": v - 2 * config.parts[0], "b": heads, "a": heads}
+
+
+def _numbered(parts: list[int]) -> tuple[Tensor, ...]:
+    return torch.arange(sum(parts)).split(parts)
 
 
 def grouped_rows(config: DeltaConfig) -> dict[str, Tensor]:

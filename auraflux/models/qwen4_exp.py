@@ -340,7 +340,7 @@ class IndexedAttention(Attention):
             asked = rms_norm(asked.view(len(q), self.index.heads, -1), self.index_norm, self.eps)
             chosen = store.choose(batch, self.turn(asked, batch.positions))
         out = sigmoid_gate(store.attend(batch, q, self.scale, chosen), gate)
-        return total, linear(out.view(len(q), -1), self.out, self.out_bias)
+        return total, self.projected(out)
 
     def remember(self, stream: Any, batch: Batch, store: Any) -> Any:
         """Store keys and values, and what blocks are chosen by."""

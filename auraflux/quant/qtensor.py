@@ -154,6 +154,24 @@ class QTensor:
             raise FormatError(f"columns of {self!r} cannot be moved in runs of {span}.")
         return self._map(lambda t: t.unflatten(-1, (len(order), -1))[..., order, :].flatten(-2))
 
+    def between(self, rows: range) -> "QTensor":
+        """Rows of a matrix that follow each other in their natural order."""
+        if len(self.shape) != 2 or self.lanes != 1:
+            raise FormatError(f"only a matrix with its rows in order can be cut; this is {self!r}.")
+        return self._map(lambda t: t[rows.start : rows.stop], shape=(len(rows), self.shape[1]))
+
+    def columns(self, wanted: range) -> "QTensor":
+        """Columns of a matrix whose rows are in their natural order, in whole groups."""
+        whole = max(self.group, CHUNK)
+        if len(self.shape) != 2 or self.lanes != 1 or wanted.start % whole or wanted.stop % whole:
+            raise FormatError(f"columns {wanted.start} to {wanted.stop} of {self!r} cannot be taken without cutting a group.")
+        width = self.shape[1]
+
+        def taken(t: Tensor) -> Tensor:
+            return t[:, wanted.start * t.shape[1] // width : wanted.stop * t.shape[1] // width].contiguous()
+
+        return self._map(taken, shape=(self.shape[0], len(wanted)))
+
     def part(self, rows: slice) -> "QTensor":
         """The same rows of every matrix of a stack whose rows are in their natural order."""
         if len(self.shape) != 3 or self.lanes != 1:

@@ -38,7 +38,10 @@ HEAVY = 4 << 30  # bytes of weights from which a CPU runs few tokens: more would
 
 
 class Others(Protocol):
-    """Ranks that have the rest of a model's layers."""
+    """Ranks that have the rest of a model's layers, or of its heads."""
+
+    def sliced(self, shapes: list[Any]) -> list[Any]:
+        """The shapes of what is here."""
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What all have, in their order."""
@@ -52,6 +55,9 @@ class Others(Protocol):
 
 class Nobody:
     """All layers are here."""
+
+    def sliced(self, shapes: list[Any]) -> list[Any]:
+        return shapes
 
     def gather(self, mine: bytes) -> list[bytes]:
         return [mine]
@@ -114,7 +120,8 @@ def vectors_for(
     vocab = model.config.vocab if tokenizer is None else min(model.config.vocab, tokenizer.vocab_size)
     tokens = random_tokens(count, vocab, () if tokenizer is None else sorted(tokenizer.special_ids))
     others.begin(tokens)
-    found = find_vectors(model, shapes, tokens, dtype, device, lambda a, b: report("calibrating", nbytes * a // b, nbytes))
+    here = others.sliced(shapes)
+    found = find_vectors(model, here, tokens, dtype, device, lambda a, b: report("calibrating", nbytes * a // b, nbytes))
     found = others.join(found)
     try:
         _keep(kept, found, {"weights": name, "model": fingerprint(path), "recipe": RECIPE, "tokens": count})

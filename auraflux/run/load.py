@@ -25,19 +25,20 @@ from auraflux.run.ngrams import NGrams
 from auraflux.run.prepare import compile_kernels
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.ranks.lead import Lead
-from auraflux.run.ranks.parallel import EXPERTS, PIPELINE, Parallel, parse_parallel
+from auraflux.run.ranks.parallel import EXPERTS, PIPELINE, TENSOR, Parallel, parse_parallel
+from auraflux.run.ranks.share import Share
 from auraflux.run.ranks.split import sizes_of
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.speculate import Speculation
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.divided import Division
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
 from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.fingerprint import fingerprint
 from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
 from auraflux.weights.row_table import loaded_nbytes
+from auraflux.weights.slices import Slices
 from auraflux.weights.stored import Checkpoint
 from auraflux.weights.watch import Watch
 
@@ -90,13 +91,14 @@ def load(
     speculate     what guesses at the next tokens, which are then checked together: "ngram" for the text so far, "mtp" for
                   the model's own further layer, or a smaller model with the same tokens; the text is the same without, see
                   docs/speculation.md
-    parallel      "pipeline=2": that many processes of this machine have a part of the layers each; or settings in full,
+    parallel      "pipeline=2": that many processes of this machine have a part of the layers each, with "tensor=2" a part of
+                  each, on a GPU of its own where `device` is one; or settings in full,
                   which may name other machines. See docs/distributed.md
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
     ranks = parse_parallel(parallel) if isinstance(parallel, str) else parallel
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
-    kept = expert_memory if isinstance(expert_memory, ExpertSettings) else ExpertSettings(expert_memory)
+    expert_settings = expert_memory if isinstance(expert_memory, ExpertSettings) else ExpertSettings(expert_memory)
     target = find_device(device)
     if quantize is not None:
         check_format(quantize, GROUP)
@@ -114,32 +116,33 @@ def load(
         further = _further_shapes(checkpoint, module, config, shapes, ranks) if speculate == "mtp" else []
         dtype = activation_dtype(target)
         free = free_nbytes() if target.type == "cpu" else free_device_nbytes(target) - loaded_nbytes(checkpoint.sizes())
-        lead = None if ranks is None else callers.enter_context(_lead(ranks, checkpoint, target, free, prefix_disk))
-        rooms: list[tuple[range | None, int]] = [(None, free)]
+        lead = None if ranks is None else callers.enter_context(_lead(ranks, checkpoint, config, target, free, prefix_disk))
+        rooms: list[tuple[range | None, int, list[Any]]] = [(None, free, [*shapes, *further])]
         if lead is not None:
-            rooms = [*lead.share(sizes_of(checkpoint, module.rename, config.layers))]
-        deal = ALONE if lead is None else lead.deal
+            rooms = [*lead.share(sizes_of(checkpoint, module.rename, config.layers), shapes)]
+        deal, here = (ALONE, shapes) if lead is None else (lead.deal, rooms[0][2])
         left_out = () if further or (place := module.Model.mtp_place(config)) is None else place.beyond
-        experts = keep_experts(checkpoint, kept, target, free, rooms[0][0], left_out)
+        experts = keep_experts(checkpoint, expert_settings, target, free, rooms[0][0], left_out)
         if experts is not None:
-            rooms = [(held, max(each - experts.share.nbytes, each // 2)) for held, each in rooms]
-        kept_shapes = [*shapes, *further]
-        longest = min(_context(context, config.context, kept_shapes, settings, dtype, each, held, deal) for held, each in rooms)
+            rooms = [(held, max(each - experts.share.nbytes, each // 2), kept) for held, each, kept in rooms]
+        asked = context, config.context
+        longest = min(_context(*asked, kept, settings, dtype, each, held, deal) for held, each, kept in rooms)
         options: dict[str, Any] = {"context": longest, "chunk": chunk or chunk_for(target, invariant), "dtype": dtype}
         # one place more is for scores of whole texts
         options |= {"sequences": sequences + 1, "kept": sequences}
-        limits = [(_cache_nbytes(cache_memory, each), held, deal) for held, each in rooms]
-        tokens = min(pool_tokens(kept_shapes, settings, *limit, **options) for limit in limits)
+        limits = [(kept, settings, _cache_nbytes(cache_memory, each), held, deal) for held, each, kept in rooms]
+        tokens = min(pool_tokens(*limit, **options) for limit in limits)
         wanted = calibration.is_wanted(calibrate, shapes, settings)
         # what is read depends on the tokens, so their steps cannot be repeated blindly
         graphs = graphs and (experts is None or experts.share.mapped) and (lead is None or not lead.whole)
         if lead is not None:
             sizes = {name: value for name, value in options.items() if name != "dtype"} | {"tokens": tokens}
-            lead.agree(settings, kept, quantize=quantize, exact=exact, graphs=graphs, sizes=sizes, calibrate=wanted)
+            terms = {"quantize": quantize, "exact": exact, "graphs": graphs, "device": target.type}
+            lead.agree(settings, expert_settings, **terms, sizes=sizes, calibrate=wanted)
         tokenizer = _tokenizer(checkpoint)
         fetch_kernels(target)
         with device_memory():
-            part = rooms[0][0], None if lead is None else lead.division
+            part = rooms[0][0], None if lead is None else lead.own()
             model = make_model(module, config, checkpoint, quantize, dtype, target, experts, tell, *part, mtp=bool(further))
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
             if target.type == "cpu" and lead is None and experts is None:
@@ -155,6 +158,7 @@ def load(
         watch.check()
         if lead is not None:
             lead.ready(vectors)
+            vectors = lead.own().vectors(vectors)
         callers.pop_all()
 
     how: dict[str, Any] = {
@@ -166,7 +170,7 @@ def load(
         "hidden": bool(further),
     }
     with device_memory():
-        engine = Engine(model, shapes, settings, **options, tokens=tokens, **how, device=target)
+        engine = Engine(model, here, settings, **options, tokens=tokens, **how, device=target)
         if engine.alike:
             engine.try_token()
         drafts = MTPDrafts.beside(engine, further[0]) if further else None
@@ -245,13 +249,29 @@ def pool_tokens(
     return min(most, context * (options["sequences"] + options.get("kept", 0)))
 
 
-def _lead(ranks: Parallel, checkpoint: Checkpoint, device: torch.device, free: int, disk: str | int | None) -> Lead:
+def _lead(
+    ranks: Parallel, checkpoint: Checkpoint, config: Any, device: torch.device, free: int, disk: str | int | None
+) -> Lead:
     """Call the other ranks; what they cannot do is refused."""
-    if device.type != "cpu":
+    if device.type != "cpu" and ranks.mode != TENSOR:
         raise SettingsError(
-            f"a model is divided among ranks on CPUs only, and this one is to run on {device}. Give --device cpu."
+            f"a model is divided so among ranks on CPUs only, and this one is to run on {device}. Give --device cpu, or "
+            f"--parallel {TENSOR}={ranks.size}."
         )
-    whole = family(checkpoint.config).Model.whole
+    if device.type != "cpu" and (ranks.hosts or torch.cuda.device_count() < ranks.size):
+        raise SettingsError(
+            f"{TENSOR}={ranks.size} wants as many GPUs of this machine, and there are {torch.cuda.device_count()}; "
+            "other hosts cannot be named. Give --device cpu, or fewer ranks."
+        )
+    module = family(checkpoint.config)
+    whole = module.Model.whole
+    if ranks.mode == TENSOR:
+        if (reason := module.Model.unsliced(config)) is not None:
+            raise SettingsError(
+                f"{checkpoint.path} cannot be divided by heads: {reason} Give --parallel pipeline={ranks.size}."
+            )
+        for shape in module.make_caches(config):
+            shape.sliced(Slices(0, ranks.size, lambda mine: mine).heads)
     if ranks.mode == PIPELINE and whole:
         raise SettingsError(f"{checkpoint.path} cannot be divided by layers: {whole}")
     if ranks.mode == EXPERTS and not has_experts(checkpoint.config):
@@ -295,10 +315,10 @@ def make_model(
     experts: ExpertStore | None,
     report: Report,
     layers: range | None = None,
-    division: Division | None = None,
+    share: Share | None = None,
     mtp: bool = False,
 ) -> Any:
-    """Load a model, or some of its layers, or some experts of each; `mtp` with the layer that predicts further tokens."""
+    """Load a model, or some of its layers, or a share of each; `mtp` with the layer that predicts further tokens."""
     total, done = sum(checkpoint.sizes().values()), 0
 
     def advance(nbytes: int) -> None:
@@ -306,7 +326,9 @@ def make_model(
         done += nbytes
         report("loading", done, total)
 
-    form: dict[str, Any] = {"bits": bits, "dtype": dtype, "device": device, "span": layers, "division": division, "mtp": mtp}
+    form: dict[str, Any] = {"bits": bits, "dtype": dtype, "device": device, "span": layers, "mtp": mtp}
+    if share is not None:
+        form |= {"division": share.division, "slices": share.slices}
     weights = Weights(checkpoint, module.rename, **form, experts=experts, advance=advance)
     model = module.Model(config, weights)
     weights.done()

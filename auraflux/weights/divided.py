@@ -5,7 +5,7 @@ in the order of the ranks, so that a result can be had again.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from auraflux.ops import combine, route
 from auraflux.ops.moe.reference import shared_result
-from auraflux.weights.streamed import Guess, Mix
+from auraflux.weights.slices import Slices
+from auraflux.weights.streamed import Guess, LayerExperts, Mix
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,16 @@ class Division:
     def share(self, count: int) -> range:
         """Of so many experts."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+
+def by_expert(slices: Slices) -> Division:
+    """Whole experts to ranks that have heads and columns of all else: what they give is joined with that."""
+    return Division(slices.rank, slices.size, alone_sum)
+
+
+def alone_sum(mine: Tensor) -> Tensor:
+    """What is joined later."""
+    return mine
 
 
 class Some(Protocol):
@@ -80,3 +91,24 @@ class Divided:
         """Numbers of experts that are here, and -1 for the others."""
         here = (ids >= self.share.start) & (ids < self.share.stop)
         return torch.where(here, ids - self.first, -1).int()
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Experts of which ranks have some columns each, or some experts, beside columns of the MLP that all tokens go to."""
+
+    experts: LayerExperts
+    join: Callable[[Tensor], Tensor]
+
+    def announce(self, guess: Guess | None) -> None:
+        """Say how to guess what the next mixture will ask for; None if there is none."""
+        self.experts.announce(guess)
+
+    def mix(self, tokens: Mix) -> Tensor:
+        """Choose every token's experts and add what they give, here and elsewhere, to the residual stream: [T, H]."""
+        mine = self.experts.mix(replace(tokens, residual=torch.zeros_like(tokens.residual)))
+        return combine(tokens.residual, self.join(mine))
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sum every token's experts: x [T, H], ids and weights [T, k] -> [T, H]."""
+        return self.join(self.experts(x, ids, weights))

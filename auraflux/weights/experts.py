@@ -15,8 +15,9 @@ from torch import Tensor
 
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare
 from auraflux.quant import QTensor
-from auraflux.weights.divided import Divided
+from auraflux.weights.divided import Divided, Joined, alone_sum, by_expert
 from auraflux.weights.loader import Source, Weights, dense
+from auraflux.weights.slices import Slices
 from auraflux.weights.stored import Stored
 from auraflux.weights.streamed import LayerExperts, Resident
 
@@ -31,11 +32,14 @@ def load_experts(
     activation  a checkpoint with gpt-oss's has biases too
     """
     home, alone = f"{name}.{stacks_of(activation)}", f"{name}.experts"
-    clamped, division = isinstance(activation, Clamp), weights.division
+    clamped, division, slices = isinstance(activation, Clamp), weights.division, weights.slices
     gated = not isinstance(activation, ReluSquare)
     if weights.experts is not None:
         biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
         kept = weights.experts.layer(name, count, hidden, inner, biases, activation)
+        if not slices.whole:
+            # a file has experts one after the other, whole
+            return Joined(Divided(kept, by_expert(slices).share(count), 0, alone_sum), slices.join)
         return kept if division is None else Divided(kept, division.share(count), 0, division.join)
     if weights.has(f"{home}.{'gate' if gated else 'up'}_proj.weight"):
         sources = _stacks(weights, home, count, hidden, inner, gated)
@@ -47,6 +51,18 @@ def load_experts(
         sources = _fused(weights, alone, count, hidden, inner)
     else:
         sources = _alternating(weights, alone, count, hidden, inner)
+    columns: range | None = None
+    if not slices.whole:
+        first = sources["down"].matrix(0)
+        group = slices.group(first, weights.rounds_in)
+        if slices.even(inner, group):
+            columns = slices.columns(inner, group, f"{home}.down_proj")
+            sources = {
+                kind: source.cut(None, columns) if kind == "down" else source.cut(columns, None)
+                for kind, source in sources.items()
+            }
+        else:
+            division = by_expert(slices)
     share = range(count) if division is None else division.share(count)
     made = {
         kind: weights.stack(f"{home}.{kind}_proj.weight", len(share), source.after(share.start))
@@ -55,11 +71,21 @@ def load_experts(
     weights.release(f"{alone}.gate_up_proj", f"{alone}.up_proj", f"{alone}.down_proj")
     biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
     biases = {kind: value[share.start : share.stop].contiguous() for kind, value in biases.items()}
+    if columns is not None:
+        biases = {kind: _some_bias(kind, value, columns, slices) for kind, value in biases.items()}
     if division is not None:
         # other ranks have the others
         weights.skip_under(f"{alone}.")
     resident = Resident(Experts(made.get("gate"), made["up"], made["down"], **biases, activation=activation))
-    return resident if division is None else Divided(resident, share, share.start, division.join)
+    found = resident if division is None else Divided(resident, share, share.start, division.join)
+    return found if slices.whole else Joined(found, slices.join)
+
+
+def _some_bias(kind: str, value: Tensor, columns: range, slices: Slices) -> Tensor:
+    """The bias of some columns; that of the result is one rank's."""
+    if kind == "down_bias":
+        return value if slices.first else torch.zeros_like(value)
+    return value[:, columns.start : columns.stop].contiguous()
 
 
 def stacks_of(activation: Activation | None) -> str:

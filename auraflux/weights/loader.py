@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from auraflux.errors import FormatError
+from auraflux.errors import FormatError, SettingsError
 from auraflux.quant import QTensor
 from auraflux.weights.boundary import named, shown
 from auraflux.weights.divided import Division
@@ -20,6 +20,7 @@ from auraflux.weights.expert_store import ExpertStore, map_experts
 from auraflux.weights.rounding import quantize_large
 from auraflux.weights.row_forms import RECORDS
 from auraflux.weights.row_table import RowTable
+from auraflux.weights.slices import WHOLE, Slices, cut, group_of
 from auraflux.weights.stored import Checkpoint, Stored
 
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
@@ -49,6 +50,10 @@ class Source:
         """The same, of experts from a number on."""
         return Source(lambda expert: self.matrix(first + expert), lambda expert: self.release(first + expert))
 
+    def cut(self, rows: range | None, columns: range | None) -> "Source":
+        """The same, of some rows or columns of every expert."""
+        return Source(lambda expert: cut(self.matrix(expert), rows, columns), self.release)
+
 
 def ours(stored: str, rename: Rename, mtp: bool) -> str | None:
     """The model's name for a tensor of the checkpoint; None for those it has no use for."""
@@ -68,6 +73,7 @@ class Weights:
     experts   how those of a packed model are kept; by default their files are mapped
     span      the numbers of the layers that are wanted; None for all
     division  which of every layer's experts are wanted; None for all
+    slices    which heads and columns of every layer are wanted
     mtp       whether the layer that predicts further tokens is wanted, see `models/mtp.py`
     advance   called with the bytes of each tensor that was taken
     """
@@ -84,12 +90,13 @@ class Weights:
         experts: ExpertStore | None = None,
         span: range | None = None,
         division: Division | None = None,
+        slices: Slices = WHOLE,
         mtp: bool = False,
         advance: Callable[[int], None] = lambda nbytes: None,
     ):
         if experts is None and checkpoint.experts is not None:
             experts = map_experts(checkpoint.experts, device)
-        self.experts, self.span, self.division, self.mtp = experts, span, division, mtp
+        self.experts, self.span, self.division, self.slices, self.mtp = experts, span, division, slices, mtp
         self.checkpoint, self.bits, self.group = checkpoint, bits, group
         self.dtype, self.device, self._advance = dtype, torch.device(device), advance
         # whose kernels read the weights
@@ -194,6 +201,48 @@ class Weights:
             found = self._some(f"{name}.weight", found, take)
         return self.keep(f"{name}.weight", self.ready(self.rounded(found, f"{name}.weight"), in_order))
 
+    def some_rows(self, name: str, rows: int, width: int, some: range, in_order: bool = False) -> Stored:
+        """A weight as `matrix` gives it, of which this rank has some of the rows."""
+        return self._cut(name, rows, width, some, None, in_order)
+
+    def some_columns(self, name: str, rows: int, width: int, columns: range) -> Stored:
+        """A weight as `matrix` gives it, of which this rank has some of the columns; groups of them cannot be cut."""
+        return self._cut(name, rows, width, None, columns)
+
+    def _cut(
+        self, name: str, rows: int, width: int, some: range | None, columns: range | None, in_order: bool = False
+    ) -> Stored:
+        if self.slices.whole:
+            return self.matrix(name, rows, width, in_order=in_order)
+        found, stored = self._take(f"{name}.weight", (rows, width)), f"{name}.weight"
+        if columns is not None and not is_blank(found):
+            group = group_of(found, self.rounds_in)
+            if columns.start % group or columns.stop % group:
+                raise SettingsError(
+                    f"{name} is held in groups of {group} columns, and rank {self.slices.rank} would have its columns "
+                    f"{columns.start} to {columns.stop}: a group cannot be cut. Give fewer ranks, or another way."
+                )
+        return self.keep(stored, self.ready(self.rounded(cut(found, some, columns), stored), in_order))
+
+    @property
+    def rounds_in(self) -> int | None:
+        """The groups in which dense matrices are rounded; None where they are left as they are."""
+        return None if self.bits is None else self.group
+
+    def columns(self, name: str, rows: int, width: int) -> range:
+        """Which columns of a matrix this rank has, in whole groups."""
+        if self.slices.whole:
+            return range(width)
+        found = self._take(f"{name}.weight", (rows, width))
+        return self.slices.columns(width, self.slices.group(found, self.rounds_in), name)
+
+    def sample(self, name: str, count: int) -> list[Tensor]:
+        """So many rows of a matrix as it would be held whole: they tell it from others."""
+        found = self._take(f"{name}.weight", (None, None))
+        rows = torch.arange(0, found.shape[0], max(1, found.shape[0] // count))
+        taken = found.take(rows) if isinstance(found, QTensor) else found[rows].contiguous()
+        return sampled(self.rounded(taken, f"{name}.weight"))
+
     def _some(self, name: str, found: Stored, take: Tensor) -> Stored:
         last = int(take.max())
         if last >= found.shape[0]:
@@ -201,9 +250,17 @@ class Weights:
             return torch.zeros((), device=self.device).expand(len(take), found.shape[1])
         return found.take(take) if isinstance(found, QTensor) else found[take]
 
-    def bias(self, name: str, *shape: int) -> Tensor | None:
-        """`name`.bias if the checkpoint has one."""
-        return self.vector(f"{name}.bias", *shape) if self.has(f"{name}.bias") else None
+    def bias(self, name: str, size: int, some: range | None = None) -> Tensor | None:
+        """`name`.bias if the checkpoint has one; `some` of it, by default all."""
+        if not self.has(f"{name}.bias"):
+            return None
+        found = self.vector(f"{name}.bias", size)
+        return found if some is None else found[some.start : some.stop]
+
+    def bias_once(self, name: str, size: int) -> Tensor | None:
+        """The bias of what is added up over ranks: one of them has it."""
+        found = self.bias(name, size)
+        return found if self.slices.first else None
 
     def stored(self, name: str, *shape: int | None) -> Stored:
         """A tensor as it lies in the checkpoint, for those who arrange it themselves; `release` it afterwards."""
@@ -346,6 +403,13 @@ def _form(found: Stored) -> str:
 def is_blank(found: Stored) -> TypeGuard[Tensor]:
     """Whether a tensor stands in for one that could not be had."""
     return isinstance(found, Tensor) and not any(found.stride())
+
+
+def sampled(rows: Stored) -> list[Tensor]:
+    """Rows of a matrix as tensors that tell it from others."""
+    if isinstance(rows, QTensor):
+        return [part for part in (rows.packed, rows.scales, rows.biases) if part is not None]
+    return [rows.bfloat16()]
 
 
 def dense(found: Stored) -> Tensor:

@@ -1,8 +1,10 @@
 """What is foretold of a divided model follows from its bytes."""
 
+from dataclasses import replace
+
 import pytest
 
-from auraflux.bench.forecast import Host, Weights, forecasts, parse_hosts
+from auraflux.bench.forecast import Host, Kept, Weights, forecasts, parse_hosts
 from auraflux.errors import SettingsError
 from auraflux.run.ranks.wire import Wire, find_wire
 
@@ -13,7 +15,7 @@ SLOW = Wire(1e-3, 1e8)
 
 
 def test_two_machines_hold_what_one_reads_from_disk():
-    alone, pipeline, experts = forecasts(MIXED, [Host(24 * GB)] * 2, 20 * GB, SLOW)
+    alone, pipeline, experts, _ = forecasts(MIXED, [Host(24 * GB)] * 2, 20 * GB, SLOW)
     assert alone.bound == "disk"
     # 32 GB of experts beside 5 GB; two machines have 19.2 GB each
     assert alone.terms["disk"] == pytest.approx(4 * GB * (1 - (19.2 - 5) / 32) / 2e9)
@@ -22,6 +24,33 @@ def test_two_machines_hold_what_one_reads_from_disk():
     assert experts.terms["network"] == pytest.approx(8 * (1e-3 + 8192 / 1e8))
     assert experts.terms["memory"] < pipeline.terms["memory"] == pytest.approx(alone.terms["memory"])
     assert pipeline.rate > alone.rate
+
+
+def test_heads_and_columns_are_read_at_the_same_time():
+    tensor = forecasts(MIXED, [Host(64 * GB)] * 4, 20 * GB, SLOW)[-1]
+    assert tensor.reason == "a layer has 1 heads of keys"
+    fast = Wire(1e-5, 4e11)
+    alone, *_, tensor = forecasts(replace(MIXED, heads=8), [Host(64 * GB)] * 4, 20 * GB, fast)
+    assert tensor.way == "tensor=4"
+    # all but the head, which the first has: eight layers of 0.5 GB, and an eighth of 4 GB
+    assert tensor.terms["memory"] == pytest.approx((8 * GB / 4 + GB / 2) / (20 * GB))
+    assert tensor.terms["network"] == pytest.approx(16 * (1e-5 + 3 * 8192 / 4e11))
+    assert tensor.rate > 2.5 * alone.rate
+
+
+def test_a_text_is_read_too_and_can_be_dealt_out():
+    kept = tuple(Kept(GB, full, by_head=True, sums=4096) for full in [True, False] * 4)
+    alone, pipeline, _, context, tensor = forecasts(
+        replace(MIXED, heads=8, kept=kept), [Host(80 * GB)] * 2, 20 * GB, find_wire("20us/45GB")
+    )
+    plain = forecasts(replace(MIXED, heads=8), [Host(80 * GB)] * 2, 20 * GB, find_wire("20us/45GB"))
+    assert [each.way for each in plain] == ["one machine", "pipeline=2", "experts=2", "tensor=2"]
+    assert alone.terms["memory"] - plain[0].terms["memory"] == pytest.approx(8 / 20)
+    assert pipeline.terms["memory"] - plain[1].terms["memory"] == pytest.approx(8 / 20)
+    # four of eight layers see everything
+    assert context.terms["memory"] - plain[0].terms["memory"] == pytest.approx(6 / 20)
+    assert context.terms["network"] == pytest.approx(4 * (20e-6 + 4096 / 45e9))
+    assert tensor.terms["memory"] - plain[-1].terms["memory"] == pytest.approx(4 / 20)
 
 
 def test_what_cannot_be_is_said():
@@ -40,3 +69,7 @@ def test_machines_as_users_write_them():
         parse_hosts("much")
     with pytest.raises(SettingsError, match="there is no wire"):
         find_wire("string")
+    assert find_wire("20us/45GB") == Wire(20e-6, 45e9)
+    for text in ("20us/", "us/45GB", "20us/0GB", "-1us/1GB"):
+        with pytest.raises(SettingsError):
+            find_wire(text)

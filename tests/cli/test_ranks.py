@@ -44,10 +44,13 @@ def test_what_cannot_be_is_one_sentence():
 def test_a_plan_says_what_fits_and_what_bounds_it():
     words = ["plan", str(tiny()), "--hosts", "1GB,2GB/1GB", "--memory-speed", "10GB", "--json"]
     found = json.loads(CliRunner().invoke(main, words, catch_exceptions=False).stdout)
-    assert [row["way"] for row in found] == ["one machine", "pipeline=2"]
+    assert [row["way"] for row in found] == ["one machine", "pipeline=2", "tensor=2"]
     assert sum(found[1]["parts"]) == found[0]["parts"][0]
     assert found[1]["bound"] == "network"
     assert found[0]["tokens_per_s"] > found[1]["tokens_per_s"]
+    long = json.loads(CliRunner().invoke(main, [*words, "--context", "100000"], catch_exceptions=False).stdout)
+    assert [row["way"] for row in long] == ["one machine", "pipeline=2", "context=2", "tensor=2"]
+    assert long[0]["tokens_per_s"] < found[0]["tokens_per_s"]
     refused = CliRunner().invoke(main, ["plan", str(tiny()), "--hosts", "some"])
     assert refused.exit_code == 1
     assert "not a size" in refused.output

@@ -31,6 +31,7 @@ DIVIDED = [
     "pipeline=2",
     "experts=2",
     "context=2",
+    "tensor=2",
     "context=0",
     "context=9999",
     "pipeline=²",

@@ -14,6 +14,7 @@ from tests.serve.server import Process, is_ready, process, wait_until
 
 OPTIONS = ("--parallel", "pipeline=2", "--parallel", "4", "--rank-timeout", "2", "--restart", "--calibrate", "off")
 ASKED = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+ALL = 200  # requests among failures
 NOTICED_S = 20.0  # at most, on a busy machine; 2 s and a moment on an idle one
 
 
@@ -90,14 +91,18 @@ async def ask_patiently(client: httpx.AsyncClient, served: Process, number: int,
         await asyncio.sleep(0.5)
 
 
-async def disturb(served: Process) -> None:
-    """Slow the follower down, then kill one, then stop one, with time to come back in between."""
-    for number in (signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP):
-        await asyncio.sleep(2)
+async def disturb(served: Process, answered: list[int]) -> None:
+    """Slow the follower down after some answers, kill it after more, and stop the next; each time there are more to come."""
+    for count, number in ((20, signal.SIGCONT), (70, signal.SIGKILL), (120, signal.SIGSTOP)):
+        while len(answered) < count:
+            await asyncio.sleep(0.01)
+        assert len(answered) < ALL, "all was answered before"
         process = follower(served)
-        if number == signal.SIGCONT:
+        for _ in range(6 if number == signal.SIGCONT else 0):
             os.kill(process, signal.SIGSTOP)
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(0.3)
+            os.kill(process, signal.SIGCONT)
+            await asyncio.sleep(0.1)
         os.kill(process, number)
         while number != signal.SIGCONT and is_ready(served.url):
             await asyncio.sleep(0.1)
@@ -106,24 +111,28 @@ async def disturb(served: Process) -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_requests_among_failures():
+@pytest.mark.parametrize("way", ["pipeline=2", "tensor=2"])
+def test_two_hundred_requests_among_failures(way: str):
     async def ask_all(served: Process) -> tuple[list[str], list[str]]:
         refusals: list[str] = []
+        answered: list[int] = []
         asking = asyncio.Semaphore(8)
 
         async def one(number: int) -> str:
             async with asking:
-                return await ask_patiently(client, served, number, refusals)
+                found = await ask_patiently(client, served, number, refusals)
+                answered.append(number)
+                return found
 
         async with httpx.AsyncClient(timeout=NOTICED_S) as client:
-            answers = asyncio.gather(*(one(number) for number in range(200)))
-            await disturb(served)
+            answers = asyncio.gather(*(one(number) for number in range(ALL)))
+            await disturb(served, answered)
             return await answers, refusals
 
-    with process(*OPTIONS) as served:
+    with process("--parallel", way, *OPTIONS[2:]) as served:
         served.ready()
         answers, refusals = asyncio.run(ask_all(served))
-        assert len(answers) == 200
+        assert len(answers) == ALL
         for number in range(10):
             assert len(set(answers[number::10])) == 1, "the same was asked, and another answer came"
         assert all("rank" in refusal for refusal in refusals)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
-from auraflux.cache.deal import ALONE, Deal
 from auraflux.errors import InputError, RankError
 from auraflux.machine import free_nbytes
 from auraflux.models import family
@@ -19,13 +20,13 @@ from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.load import keep_experts, make_model
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
 from auraflux.run.ranks.identity import identity
-from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, PIPELINE, TIMEOUT_S
+from auraflux.run.ranks.parallel import PIPELINE, TENSOR, TIMEOUT_S
 from auraflux.run.ranks.pipeline import Passing, Stage
+from auraflux.run.ranks.share import share_of
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
 from auraflux.run.ranks.whole import WholeRank
 from auraflux.run.ranks.wire import Wire
 from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.divided import Division
 from auraflux.weights.expert_settings import ExpertSettings
 from auraflux.weights.pull import locate
 from auraflux.weights.stored import Checkpoint
@@ -96,17 +97,16 @@ def _take_part(group: Group, checkpoint: Checkpoint, address: str) -> None:
 
 def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stage | WholeRank:
     """Load this rank's part and make its cache."""
-    module, device = family(checkpoint.config), find_device("cpu")
+    module, device = family(checkpoint.config), _device(group, terms["device"])
     config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
-    shapes, held = module.make_caches(config), range(*terms["held"][group.rank])
+    own = share_of(terms["mode"], group.rank, group.size, group.add_up, group.exchange)
+    shapes, held = own.sliced(module.make_caches(config)), range(*terms["held"][group.rank])
     experts = keep_experts(checkpoint, ExpertSettings(**terms["experts"]), device, free_nbytes(), held)
     weights = checkpoint, terms["quantize"], dtype, device, experts, lambda what, done, total: None
     whole = terms["mode"] != PIPELINE
-    division = Division(group.rank, group.size, group.add_up) if terms["mode"] == EXPERTS else None
-    deal = Deal(group.rank, group.size, group.exchange) if terms["mode"] == CONTEXT else ALONE
-    model = make_model(module, config, *weights, held, division)
-    vectors = _vectors(group, model, shapes, terms["calibrate"], whole, dtype, device)
-    here: dict[str, Any] = {"vectors": vectors, "held": held, "deal": deal, "dtype": dtype}
+    model = make_model(module, config, *weights, held, own)
+    vectors = own.vectors(_vectors(group, model, shapes, terms, dtype, device))
+    here: dict[str, Any] = {"vectors": vectors, "held": held, "deal": own.deal, "dtype": dtype, "device": device}
     cache = Cache(shapes, CacheSettings(**terms["kv"]), **terms["sizes"], **here)
     graphs = terms["graphs"] and (experts is None or experts.share.mapped)
     if whole:
@@ -115,16 +115,27 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stag
     return Stage(model, cache, terms["exact"], graphs, group)
 
 
+def _device(group: Group, kind: str) -> Any:
+    """Where this rank runs: of GPUs, the one with its number."""
+    if kind == "cpu":
+        return find_device("cpu")
+    device = find_device(f"cuda:{group.rank}")
+    torch.cuda.set_device(device)
+    group.open_devices()
+    return device
+
+
 def _vectors(
-    group: Group, model: Any, shapes: list[Any], calibrate: bool, whole: bool, dtype: Any, device: Any
+    group: Group, model: Any, shapes: list[Any], terms: dict[str, Any], dtype: Any, device: Any
 ) -> ModelVectors | None:
-    """What rank 0 knows of keys, or finds out with the help of all; it needs to be told nothing of layers that it has too."""
-    if calibrate and not whole:
+    """What rank 0 knows of keys, or finds out with the help of all; it needs to be told nothing of keys that it has too."""
+    whole = terms["mode"] != PIPELINE
+    if terms["calibrate"] and not whole:
         send_bytes(group, samples(model, shapes), 0)
     told = group.hear(0)
     if "tokens" in told:
         found = find_vectors(model if whole else Passing(model, group), shapes, told["tokens"], dtype, device)
-        if not whole:
+        if not whole or terms["mode"] == TENSOR:
             send_bytes(group, pack_vectors(found), 0)
         told = group.hear(0)
     if "end" in told:

@@ -1,6 +1,7 @@
 """`Group`: the processes of one model, numbered from 0, and messages between them.
 
-Tensors go through a gloo process group, notes as JSON in front of them. Nothing waits for a rank that is gone: every wait ends
+Tensors go through a gloo process group, notes as JSON in front of them; what GPUs of one machine give each other goes through
+NCCL. Nothing waits for a rank that is gone: every wait ends
 when the heart, a thread that looks after the others, has not seen one of them for a while.
 """
 
@@ -101,7 +102,8 @@ class Group:
         except RuntimeError as err:
             raise RankError(f"the {size} ranks have not found each other within {JOIN_S:.0f} s.") from err
         self.lost: str | None = None
-        self._heart = Heart(place, self._key, rank, size, timeout_s)
+        self._meeting, self._devices = meeting, None
+        self._heart = Heart(place, self._key, rank, size, timeout_s, self._abort)
         self._waiter = Waiter()
         self._sends: list[tuple[Any, Tensor]] = []
         self.tally = Tally()
@@ -192,8 +194,19 @@ class Group:
         self.lost = self.lost or why
         self._heart.stop()
 
+    def open_devices(self) -> None:
+        """Let GPUs give each other what they have; every rank calls it, with its own GPU as the current one."""
+        self._devices = device_group(dist.PrefixStore(self._key("nccl"), self._meeting), self.rank, self.size)
+
+    def _abort(self) -> None:
+        """End what GPUs wait for: their kernels would wait for ever."""
+        if self._devices is not None:
+            self._devices.abort()
+
     def exchange(self, mine: Tensor) -> list[Tensor]:
         """What all ranks give, in their order; each gives a tensor of the same shape."""
+        if mine.is_cuda:
+            return gathered(self._devices, mine, self.size)
         others = [rank for rank in range(self.size) if rank != self.rank]
         coming = {rank: self.expect(*mine.shape, source=rank) for rank in others}
         for rank in others:
@@ -222,6 +235,23 @@ class Group:
         self.lost = self.lost or "the group was closed."
         self._heart.stop()
         self._waiter.stop()
+
+
+def device_group(store: Any, rank: int, size: int) -> Any:
+    """GPUs of one machine that find each other through a store."""
+    kind: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if kind is None:
+        raise RankError("this build of torch has no NCCL, without which GPUs cannot share a model.")
+    options = kind.Options()
+    options._timeout = timedelta(seconds=JOIN_S)
+    return kind(store, rank, size, options)
+
+
+def gathered(backend: Any, mine: Tensor, size: int) -> list[Tensor]:
+    """What all ranks give, by one call of a process group of torch, be it gloo or NCCL."""
+    found = [torch.empty_like(mine) for _ in range(size)]
+    backend.allgather([found], [mine.contiguous()]).wait()
+    return found
 
 
 class Waiter:

@@ -24,10 +24,13 @@ class Heart:
     """Beats, and listens to the others: rank 0 to all, the others to rank 0.
 
     lost  why the group is of no use any more; None while all are there
+    then  called when it is
     """
 
-    def __init__(self, place: Meeting, key: Key, rank: int, size: int, timeout_s: float):
-        self.rank, self.timeout_s, self._key = rank, timeout_s, key
+    def __init__(
+        self, place: Meeting, key: Key, rank: int, size: int, timeout_s: float, then: Callable[[], None] = lambda: None
+    ):
+        self.rank, self.timeout_s, self._key, self._then = rank, timeout_s, key, then
         self.lost: str | None = None
         self._store, self._lock = place.store(timeout_s), threading.Lock()
         self._others = range(1, size) if rank == 0 else range(1)
@@ -51,18 +54,25 @@ class Heart:
 
     def _run(self) -> None:
         counts, seen = dict.fromkeys(self._others, -1), dict.fromkeys(self._others, time.monotonic())
+        slept = time.monotonic()
         while not self._stopped.wait(self.timeout_s / BEATS):
+            # a machine that was suspended knows nothing of the others' silence
+            stood_still = time.monotonic() - slept > self.timeout_s / 2
             try:
                 with self._lock:
                     self._store.add(self._key(f"beat/{self.rank}"), 1)
                     found = {other: self._store.add(self._key(f"beat/{other}"), 0) for other in self._others}
             except Exception:
-                self.lost = self.lost or "rank 0 is gone: nobody answers where the ranks met."
+                self._lose("rank 0 is gone: nobody answers where the ranks met.")
                 return
-            now = time.monotonic()
+            now = slept = time.monotonic()
             for other, count in found.items():
-                if count != counts[other]:
+                if stood_still or count != counts[other]:
                     counts[other], seen[other] = count, now
                 elif now - seen[other] > self.timeout_s:
-                    self.lost = f"rank {other} has not answered for {self.timeout_s:.0f} s."
+                    self._lose(f"rank {other} has not answered for {self.timeout_s:.0f} s.")
                     return
+
+    def _lose(self, why: str) -> None:
+        self.lost = self.lost or why
+        self._then()

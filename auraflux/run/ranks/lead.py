@@ -13,18 +13,18 @@ from typing import Any
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
-from auraflux.cache.deal import ALONE, Deal
+from auraflux.cache.deal import Deal
 from auraflux.errors import InputError, RankError
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
 from auraflux.run.ranks.identity import difference, identity
-from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, LOCAL, PIPELINE, Parallel, address_of
+from auraflux.run.ranks.parallel import LOCAL, PIPELINE, TENSOR, Parallel, address_of
 from auraflux.run.ranks.pipeline import Passing, PipelineRunner
+from auraflux.run.ranks.share import Share, share_of
 from auraflux.run.ranks.split import Sizes, split
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
 from auraflux.run.ranks.whole import WholeRunner
 from auraflux.run.ranks.wire import find_wire
 from auraflux.run.runner import Runner
-from auraflux.weights.divided import Division
 from auraflux.weights.stored import Checkpoint
 
 log = logging.getLogger("auraflux")
@@ -129,27 +129,38 @@ class Lead:
         """Whether every rank has all layers."""
         return self.parallel.mode != PIPELINE
 
-    @property
-    def division(self) -> Division | None:
-        """Which experts of every layer rank 0 has; None where it has all."""
-        return Division(0, self.parallel.size, lambda mine: self.group.add_up(mine)) if self.parallel.mode == EXPERTS else None
+    def own(self, rank: int = 0) -> Share:
+        """What a rank has of every layer."""
+        # a group that comes back is another
+        meet = lambda mine: self.group.add_up(mine), lambda mine: self.group.exchange(mine)
+        return share_of(self.parallel.mode, rank, self.parallel.size, *meet)
 
     @property
     def deal(self) -> Deal:
         """Which pages of every sequence rank 0 has."""
-        return Deal(0, self.parallel.size, lambda mine: self.group.exchange(mine)) if self.parallel.mode == CONTEXT else ALONE
+        return self.own().deal
 
-    def share(self, sizes: Sizes) -> list[tuple[range, int]]:
-        """Decide who has which layers: these, and the memory that is free beside them."""
+    def sliced(self, shapes: list[Any]) -> list[Any]:
+        """The shapes of what layers keep on rank 0."""
+        return self.own().sliced(shapes)
+
+    def share(self, sizes: Sizes, shapes: list[Any]) -> list[tuple[range, int, list[Any]]]:
+        """Decide who has which layers: these, the memory that is free beside them, and the shapes of what they keep."""
         everything = [range(len(sizes.layers))] * self.parallel.size
         self.held = everything if self.whole else split(sizes, self.memory)
-        return list(zip(self.held, self.memory, strict=True))
+        kept = [self.own(rank).sliced(shapes) for rank in range(self.parallel.size)]
+        return list(zip(self.held, self.memory, kept, strict=True))
 
     def agree(self, settings: CacheSettings, experts: Any, **terms: Any) -> None:
         """Tell the others what to load, and how."""
         held = [[each.start, each.stop] for each in self.held]
         self._terms = {"mode": self.parallel.mode, "held": held, "kv": asdict(settings), "experts": asdict(experts), **terms}
         self.group.say_all(self._terms)
+        self._open_devices()
+
+    def _open_devices(self) -> None:
+        if self._terms["device"] == "cuda":
+            self.group.open_devices()
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What all ranks have, in their order."""
@@ -165,6 +176,9 @@ class Lead:
 
     def join(self, mine: ModelVectors) -> ModelVectors:
         """The vectors that all ranks have found."""
+        if self.parallel.mode == TENSOR:
+            others = [unpack_vectors(collected(self.group, rank)) for rank in range(1, self.group.size)]
+            return ModelVectors.joined([mine, *others])
         found = dict(mine.layers)
         for rank in self._with_other_layers:
             found |= unpack_vectors(collected(self.group, rank)).layers
@@ -208,6 +222,7 @@ class Lead:
         self._serving = False
         self.group = self._call(unless)
         self.group.say_all({**self._terms, "calibrate": False})
+        self._open_devices()
         self.ready(self._vectors)
         self._runner.renew(self.group)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from auraflux.errors import SettingsError
 from auraflux.run.ranks.wire import HERE, find_wire
 
-PIPELINE, EXPERTS, CONTEXT = MODES = "pipeline", "experts", "context"
+PIPELINE, EXPERTS, CONTEXT, TENSOR = MODES = "pipeline", "experts", "context", "tensor"
 PORT = 29400
 LOCAL = "127.0.0.1"
 TIMEOUT_S = 15.0
@@ -17,7 +17,7 @@ class Parallel:
     """A model on several ranks.
 
     mode       "pipeline": each has some of the layers; "experts": each has some of every layer's experts; "context": each has
-               some pages of every text
+               some pages of every text; "tensor": each has some heads and columns of every layer
     size       of the group
     hosts      addresses of the machines, this one first, its own port after a colon; none for processes of this machine
     timeout_s  after which a rank that does not answer counts as gone
@@ -54,7 +54,7 @@ def parse_parallel(text: str, hosts: str | None = None, timeout_s: float = TIMEO
     mode, _, count = text.partition("=")
     if not count.isdecimal() or len(count) > 4:
         raise SettingsError(
-            f"{text!r:.80} does not say how a model is divided. Write it like pipeline=2, experts=2 or context=2."
+            f"{text!r:.80} does not say how a model is divided. Write it like pipeline=2, experts=2, context=2 or tensor=2."
         )
     named = tuple(host.strip() for host in hosts.split(",") if host.strip()) if hosts else ()
     return Parallel(mode, int(count), named, timeout_s, restart)

@@ -2,7 +2,8 @@
 
 That is some of every layer's experts, whose sums are added up: two machines with a disk each read two experts at a time, and
 hold twice as many. Or it is some pages of every sequence, and what is found there is joined: two machines hold a context that
-neither has room for. All else is computed by all.
+neither has room for. Or it is some heads and columns of every layer, for GPUs of one machine that read their parts of the
+weights at the same time. All else is computed by all.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache
 from auraflux.cache.journal import Journal, Mirror, facts_of
-from auraflux.ops import exact
+from auraflux.run.device import sent
 from auraflux.run.ranks.group import Group
 from auraflux.run.runner import Runner
 
@@ -36,6 +37,15 @@ class WholeRunner(Runner):
             self.group.break_up("a step was broken off, and the ranks are no longer at the same place.")
             raise
 
+    def score(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V] float32."""
+        found = super().score(hidden)
+        if found.is_cuda:
+            # a GPU goes on with whatever is there when a rank that it waited for is given up
+            torch.cuda.synchronize(found.device)
+            self.group.check()
+        return found
+
     def renew(self, group: Group) -> None:
         """Go on with another group, whose caches are empty."""
         self.group = group
@@ -50,7 +60,7 @@ class WholeRank:
 
     def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, read_nbytes: Callable[[], int]):
         self._read_nbytes = read_nbytes
-        self.model, self.cache, self.exact, self.group, self.mirror = model, cache, exact, group, Mirror(cache)
+        self.runner, self.group, self.mirror = Runner(model, cache, exact), group, Mirror(cache)
 
     def follow(self) -> None:
         """Take steps until rank 0 ends."""
@@ -61,5 +71,4 @@ class WholeRank:
                 self.group.say({"nbytes": self._read_nbytes()}, 0)
                 continue
             self.mirror.repeat(told["journal"])
-            with exact(self.exact):
-                self.model.part(torch.tensor(told["ids"]), self.mirror.batch(told["batch"]), self.cache)
+            self.runner.forward(sent(told["ids"], self.runner.device), self.mirror.batch(told["batch"]))

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from auraflux.errors import SettingsError
+from auraflux.weights.expert_settings import parse_nbytes
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,16 @@ WIRES = {
 
 
 def find_wire(name: str) -> Wire:
-    """The wire of a name."""
-    if name not in WIRES:
-        raise SettingsError(f"there is no wire {name!r}. Those there are: {', '.join(WIRES)}.")
-    return WIRES[name]
+    """The wire of a name, or of a latency in microseconds and bytes a second: "20us/45GB"."""
+    if name in WIRES:
+        return WIRES[name]
+    latency, slash, rate = name.partition("us/")
+    if not slash or not latency.isdecimal() or len(latency) > 9:
+        known = ", ".join(WIRES)
+        raise SettingsError(
+            f"there is no wire {name!r:.80}. Those there are: {known}; or a latency and a rate, like 20us/45GB."
+        )
+    nbytes = parse_nbytes(rate)
+    if nbytes <= 0:
+        raise SettingsError(f"a wire that gives {rate!r:.80} a second is none. Write it like 20us/45GB.")
+    return Wire(int(latency) / 1e6, float(nbytes))
