@@ -1,9 +1,10 @@
 """The sequences that take a step together."""
 
 from collections.abc import Callable
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,17 +159,18 @@ class Batch:
         lengths = [sequence.length for sequence in self.sequences]
         self._turn_to(max(lengths))
         spans = [range(length - new, length) for length, new in zip(lengths, counts, strict=True)]
-        positions = [*chain.from_iterable(spans)]
+        positions = [span[0] for span in spans] if self.single else []
         if self.fillers:
             assert self.single, "only steps of one token each are filled up"
             nothing = [0] * self.fillers
             lengths, counts, positions = lengths + [1] * self.fillers, counts + [1] * self.fillers, positions + nothing
-        self.index.write(lengths, [0, *accumulate(counts)], positions if self.single else [], self.extra or 0)
+        self.index.write(lengths, [0, *accumulate(counts)], positions, self.extra or 0)
         self._beyond = None
         if self.single:
             self.positions = self.index.positions
         else:
-            self.positions = torch.tensor(positions, dtype=torch.int32).to(self.index.device, non_blocking=True)
+            numbers = np.concatenate([np.arange(span.start, span.stop, dtype=np.int32) for span in spans])
+            self.positions = torch.from_numpy(numbers).to(self.index.device, non_blocking=True)
         for part in self.sequences[0].rows:
             rows = self.rows(part)
             part.refresh(self.index, rows + [part.filler] * self.fillers if self.fillers else rows)

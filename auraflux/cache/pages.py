@@ -87,6 +87,7 @@ class LayerGroup:
     deal   which pages have memory here
     plain_nbytes  of a token in all layers of the group, uncompressed in bf16
     stores        of all layers; those that others hold are on the device meta
+    page_nbytes   of a page in all of them
     note          hears what is done to pages
     """
 
@@ -101,7 +102,7 @@ class LayerGroup:
         deal: Deal = ALONE,
     ):
         self.span, self.size, self.spare, self.device, self.limit, self.deal = span, size, spare, device, limit, deal
-        self.pool, self.plain_nbytes = PagePool(pages, deal.size), 0
+        self.pool, self.plain_nbytes, self.page_nbytes = PagePool(pages, deal.size), 0, 0
         self.stores: list[Tensor] = []
         self.own: list[Tensor] = []
         self.holds = True
@@ -115,11 +116,8 @@ class LayerGroup:
         self.stores.append(reserve(self.deal.place(self.pool.count) + 1, *shape, dtype=dtype, device=where))
         if self.holds:
             self.own.append(self.stores[-1])
+        self.page_nbytes += self.stores[-1][0].nbytes
         return self.stores[-1]
-
-    @property
-    def page_nbytes(self) -> int:
-        return sum(store[0].nbytes for store in self.stores)
 
     @property
     def nbytes(self) -> int:
@@ -202,9 +200,10 @@ class LayerGroup:
 
     def copy_to(self, page: int, other: int) -> None:
         """Write a page's content to another."""
-        if self.deal.has(page):
-            for store in self.own:
-                store[self.deal.place(other)] = store[self.deal.place(page)]
+        if self.deal.has(page) and self.own:
+            to, source = self.deal.place(other), self.deal.place(page)
+            # in one launch: a page of every layer is little to copy
+            torch._foreach_copy_([store[to] for store in self.own], [store[source] for store in self.own])
 
 
 @dataclass(frozen=True)

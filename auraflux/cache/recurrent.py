@@ -29,14 +29,15 @@ from auraflux.ops.delta.reference import (
 class StateGroup:
     """The states of all recurrent layers, with one slot for each sequence.
 
-    stores  of all layers; those that others hold are on the device meta
-    note    hears what is done to states
+    stores       of all layers; those that others hold are on the device meta
+    slot_nbytes  of a slot in all of them
+    note         hears what is done to states
     """
 
     deal = ALONE
 
     def __init__(self, slots: int, device: torch.device):
-        self.slots, self.device = slots, device
+        self.slots, self.device, self.slot_nbytes = slots, device, 0
         self.stores: list[Tensor] = []
         self._free = list(range(slots - 1, -1, -1))
         self._open: set[StateRow] = set()
@@ -51,15 +52,12 @@ class StateGroup:
         self.stores.append(reserve(self.slots, *shape, dtype=dtype, device=where))
         if self.holds:
             self.own.append(self.stores[-1])
+        self.slot_nbytes += self.stores[-1][0].nbytes
         return self.stores[-1]
 
     def held(self, length: int) -> int:
         """Positions that are kept: a state holds none."""
         return 0
-
-    @property
-    def slot_nbytes(self) -> int:
-        return sum(store[0].nbytes for store in self.stores)
 
     @property
     def nbytes(self) -> int:

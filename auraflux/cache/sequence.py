@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from auraflux.cache.index import Note, StepIndex
@@ -71,7 +72,7 @@ class Checkpoint:
     marks: dict[Part, Any]
     owners: int = 1
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(mark.nbytes for mark in self.marks.values() if mark is not None)
 
@@ -81,28 +82,27 @@ class Checkpoints:
 
     stride        tokens after which a sequence makes one by itself; None for never
     limit_nbytes  of all together; those used longest ago go first
+    nbytes        of all together
     """
 
     def __init__(self, stride: int | None, limit_nbytes: int):
-        self.stride, self.limit_nbytes = stride, limit_nbytes
-        self._kept: list[Checkpoint] = []
+        self.stride, self.limit_nbytes, self.nbytes = stride, limit_nbytes, 0
+        # there may be thousands, and every step asks
+        self._kept: dict[Checkpoint, None] = {}
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._kept)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(checkpoint.nbytes for checkpoint in self._kept)
-
     def keep(self, checkpoint: Checkpoint) -> None:
-        self._kept.append(checkpoint)
+        self._kept[checkpoint] = None
+        self.nbytes += checkpoint.nbytes
         while self._kept and self.nbytes > self.limit_nbytes:
-            self._drop(self._kept[0])
+            self._drop(next(iter(self._kept)))
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """Note that a checkpoint was of use."""
-        self._kept.remove(checkpoint)
-        self._kept.append(checkpoint)
+        del self._kept[checkpoint]
+        self._kept[checkpoint] = None
 
     def disown(self, checkpoint: Checkpoint) -> None:
         """Drop a checkpoint unless another sequence still wants it."""
@@ -122,7 +122,8 @@ class Checkpoints:
         return False
 
     def _drop(self, checkpoint: Checkpoint) -> None:
-        self._kept.remove(checkpoint)
+        del self._kept[checkpoint]
+        self.nbytes -= checkpoint.nbytes
         for mark in checkpoint.marks.values():
             if mark is not None:
                 mark.release()

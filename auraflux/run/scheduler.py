@@ -85,6 +85,8 @@ class Scheduler:
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
         self._writer = Writer(engine)
+        # whether what the next turn would read has been read already
+        self._is_ahead = False
         self.speculate(speculation)
         self._turns = Turns()
 
@@ -277,6 +279,10 @@ class Scheduler:
 
     def _read(self, beside_writing: bool) -> bool:
         """Read the next pieces of prompts; False where a job was taken off meanwhile."""
+        if self._is_ahead:
+            # those texts come first: beside them prompts would be read in small pieces
+            self._is_ahead = False
+            return True
         for chosen in self._pieces(beside_writing):
             try:
                 self._check_files()
@@ -293,6 +299,7 @@ class Scheduler:
         with suppress(Exception):
             for chosen in self._pieces(beside_writing=False):
                 self._take_in(chosen)
+                self._is_ahead = True
 
     def _pieces(self, beside_writing: bool) -> list[list[tuple[Job, int]]]:
         """The prompts to read next, and how many tokens of each; those of a list go through the model together."""

@@ -1,5 +1,8 @@
 """Whatever was appended, cut, forked and restored: a cache gives what a fresh one with the same tokens gives."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from auraflux.cache import Cache, Sequence
+from auraflux.cache.sequence import Checkpoint, Checkpoints
 from auraflux.ops import exact, use_backend
 from tests.cache import toy as toys
 from tests.cache.toy import TOYS, VOCABULARY, Toy
@@ -238,3 +242,21 @@ def test_extreme_vectors_give_numbers(toy, scale, monkeypatch):
     )
     for tokens in ([5], [1, 2, 3] * 6):
         assert toy.fresh(tokens).isfinite().all()
+
+
+def test_checkpoints_are_counted_as_they_come_and_go():
+    """Those used longest ago go first, and what is left is counted without looking at each."""
+    released: list[int] = []
+    kept = Checkpoints(None, 10)
+    marks = [SimpleNamespace(nbytes=n, release=lambda n=n: released.append(n)) for n in range(1, 6)]
+    made: list[Any] = [Checkpoint(mark.nbytes, {"part": mark, "other": None}) for mark in marks]
+    for checkpoint in made[:4]:
+        kept.keep(checkpoint)
+    assert kept.nbytes == sum(checkpoint.nbytes for checkpoint in kept) == 10
+    kept.touch(made[0])
+    kept.keep(made[4])
+    assert released == [2, 3]
+    assert [checkpoint.position for checkpoint in kept] == [4, 1, 5]
+    kept.disown(made[3])
+    assert not kept.has(made[3])
+    assert kept.nbytes == sum(checkpoint.nbytes for checkpoint in kept) == 6

@@ -160,6 +160,21 @@ def test_a_gpu_reads_on_while_texts_end(full: bool, monkeypatch: pytest.MonkeyPa
     assert nothing_leaks(scheduler)
 
 
+def test_texts_that_end_with_their_first_token_do_not_slow_others_prompts_down(monkeypatch: pytest.MonkeyPatch):
+    """Prompts that are only scored go through the model in pieces as large as if nothing was written."""
+    steps: list[list[int]] = []
+    monkeypatch.setattr(Replayer, "ahead", True)
+    text, read = model_of("llama")[2], Engine.read
+    monkeypatch.setattr(
+        Engine, "read", lambda self, some, pieces: steps.append([len(piece) for piece in pieces]) or read(self, some, pieces)
+    )
+    scheduler, prompts = scheduler_for("llama", parallel=6, chunk=58), [text[at : at + 30] for at in range(0, 300, 50)]
+    found = finish(scheduler, submit(scheduler, prompts, replace(SETTINGS, max_tokens=1)))
+    assert steps == [[29, 29]] * 3
+    assert found == [tokens[:1] for tokens in wanted("llama", "k8v4", prompts)]
+    assert nothing_leaks(scheduler)
+
+
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("kv", ["k8v4"])
 @pytest.mark.parametrize("name", NAMES)
