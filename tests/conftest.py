@@ -1,7 +1,9 @@
 """Tests marked `gpu` are skipped, and say why, where torch finds no GPU; there Triton's kernels run in its interpreter."""
 
+import gc
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # workers share the cores: whoever waits there must not spin. Read when the first library with threads is loaded
@@ -17,6 +19,17 @@ if not torch.cuda.is_available():
 
 # files of few tests that take minutes: begun last, they would keep one worker busy when all others are done
 LONG = ("test_cuda_compile.py",)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Do not search in vain for garbage among all that is imported here and stays until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

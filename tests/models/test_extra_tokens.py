@@ -15,7 +15,7 @@ from auraflux.run.graph import Replayer
 from tests.models.oracles import error, prefill, save, tokens
 from tests.models.test_gpu import engine_for, use_every_expert
 from tests.models.test_qwen3_5_moe import qwen3_5_moe
-from tests.models.test_replay import ALL, MODELS, NAMES, engines
+from tests.models.test_replay import ALL, MODELS, engines, named_caches
 
 PIECES = 45, 3, 70, 1, 33  # tokens
 SIZES = [64, 32, 128, None, 64]  # of the steps they are read in, one token as it is
@@ -32,8 +32,7 @@ def said(engine: Engine, text: list[int]) -> Tensor:
     return torch.stack([*scores, *(engine.decode(batch, [token])[0] for token in text[at:])])
 
 
-@pytest.mark.parametrize("kv", ["none", "k8v4"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kv"), named_caches())
 def test_extra_tokens_come_to_nothing(name: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     source = ALL[name]()

@@ -36,8 +36,9 @@ UNRECORDED = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_shared}
 # rows are read from disk as tokens come
 UNREPLAYED = {"qwen4_exp": qwen4}
 ALL = MODELS | UNRECORDED | UNREPLAYED
-NAMES = [*(pytest.param(n, marks=pytest.mark.slow) if n in LATER else n for n in MODELS)]
-NAMES += [pytest.param(n, marks=pytest.mark.slow) for n in UNRECORDED | UNREPLAYED]
+# with which cache in the quick tests
+QUICK = {"llama": ("none", "k8v4"), "qwen2": ("k8v4",), "qwen3_moe": ("none",), "qwen3_5_moe": ("k8v4",), "gpt_oss": ("k8v4",)}
+QUICK |= {"deepseek_v3": ("k8v4",), "gemma3": ("none",)}
 PROMPT, STEPS = 50, 90  # past two pages, and past 64 and 128 tokens, where steps are recorded anew
 
 
@@ -52,8 +53,12 @@ def engines(folder: Path, kv: str) -> dict[bool, Engine]:
     return {graphs: Engine(model, shapes, CacheSettings(kv), graphs=graphs, **options) for graphs in (True, False)}
 
 
-@pytest.mark.parametrize("kv", ["none", "k8v4"])
-@pytest.mark.parametrize("name", NAMES)
+def named_caches() -> list:
+    pairs = [(name, kv) for name in ALL for kv in ("none", "k8v4")]
+    return [pytest.param(*pair, marks=[] if pair[1] in QUICK.get(pair[0], ()) else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "kv"), named_caches())
 def test_a_replayed_step_is_the_step(name: str, kv: str, tmp_path: Path):
     torch.manual_seed(0)
     source = ALL[name]()

@@ -9,6 +9,8 @@ import torch
 
 from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, all_cases, compare, in_row_order, tensors
+from auraflux.ops.linear._inputs import pair, product, several
+from auraflux.ops.linear.reference import gate_up_swiglu, linear, linears
 from auraflux.ops.turboquant._inputs import attend
 from auraflux.ops.turboquant.reference import turboquant_attention
 
@@ -18,6 +20,25 @@ NAMES = {case.id for case in CASES}
 # a program of the interpreter takes milliseconds, and large arguments are many programs
 LARGEST_NBYTES = 1 << 18
 MOST_CASES = 2  # of an op in the quick tests
+# these take seconds: they are among the slow tests, and in their place others of the op
+LONG = {
+    "linear-2bit-g64-1": "linear-few-rows",
+    "linears-one-token-exact": "linears-few-rows",
+    "linears-bf16-40-tokens-4bit": "linears-mixed-bits",
+    "gate_up_swiglu-one-odd-token": "gate_up_swiglu-few-rows",
+    "gate_up_swiglu-bf16-one-token": "gate_up_swiglu-dense",
+    "add_norm_linears-bf16-1-256": "add_norm_linears-biases",
+    "add_norm_gate_up-bf16": "add_norm_gate_up-many-tokens",
+    "latent_output-bf16-2-b4": "latent_output-4-bits",
+    "channel_gates-many-tokens": "channel_gates-odd",
+    "expert_mlp-many-q3k": "expert_mlp-limited",
+}
+# one token: a program, which has four rows, takes a fifth of a second
+FEW_ROWS = [
+    Case(linear, "few-rows", lambda: product(1, 7, 256, 4)),
+    Case(linears, "few-rows", lambda: several(1, (5, 3), 128, 4)),
+    Case(gate_up_swiglu, "few-rows", lambda: pair(1, 7, 192, 3)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +91,14 @@ def interpreted_cases() -> list:
     found = []
     for name in dict.fromkeys(case.op.name for case in CASES):
         mine = [case for case in CASES if case.op.name == name and small(case)]
-        chosen = {case.id for case in mine[:: max(1, -(-len(mine) // MOST_CASES))]}
+        chosen = {LONG.get(case.id, case.id) for case in mine[:: max(1, -(-len(mine) // MOST_CASES))]}
+        mine += [case for case in FEW_ROWS if case.op.name == name]
         found += [pytest.param(case, id=case.id, marks=[] if case.id in chosen else [pytest.mark.slow]) for case in mine]
     return found
+
+
+def test_what_is_said_of_cases_is_said_of_some():
+    assert {*LONG, *LONG.values()} <= {*NAMES, *(case.id for case in FEW_ROWS)}
 
 
 def hold(case: Case, device: str) -> None:

@@ -6,13 +6,13 @@ import torch
 
 from auraflux.errors import InputError
 from auraflux.ops import invariant, linear
-from auraflux.ops._cases import Case, all_cases, tensors
+from auraflux.ops._cases import Case, all_cases
 from auraflux.ops._dispatch import all_ops
 from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.gpu_cases import CASES
 from auraflux.ops.routes import routes_of, verdict_of
 from auraflux.quant import quantize
-from tests.ops.test_cuda import LARGEST_NBYTES, _sound_interpreter, hold, small  # noqa: F401
+from tests.ops.test_cuda import _sound_interpreter, hold  # noqa: F401
 from tests.ops.test_invariance import OTHERS, ROWS, TEXTS, parted
 
 # whose results are not tokens', or that are not part of a model's step
@@ -47,16 +47,25 @@ def test_a_row_is_what_the_reference_says(case: Case):
         hold(case, "cuda")
 
 
-def few(name: str) -> list:
-    mine = [case for case in SERVED if case.op.name == name and small(case)]
-    fit = [case for case in mine if sum(tensor.nbytes for _, tensor in tensors(case.args())) <= LARGEST_NBYTES]
-    return [pytest.param(case, id=case.id) for case in fit[:: max(1, len(fit) // 3)]]
+# small enough for the interpreter, by name: to make every case's tensors and count their bytes takes seconds
+INTERPRETED = (
+    *("linear-2bit-g64-1", "linear-q6k-1", "linear-bf16-one-token", "linear-dense-f32"),
+    *("gated_delta_prefill-narrow", "gated_delta_step-own-keys", "gated_delta_step-narrow"),
+    *("expert_mlp-one-token-exact", "expert_mlp-limited"),
+)
+INTERPRETED_SLOW = ("gated_delta_prefill-own-keys", "expert_mlp-many-q3k")
+
+
+def interpreted() -> list:
+    named = {case.id: case for case in SERVED}
+    quick = [pytest.param(named[name], id=name) for name in INTERPRETED]
+    return quick + [pytest.param(named[name], id=name, marks=pytest.mark.slow) for name in INTERPRETED_SLOW]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.usefixtures("_sound_interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
-@pytest.mark.parametrize("case", [*few("linear"), *few("gated_delta_prefill"), *few("gated_delta_step"), *few("expert_mlp")])
+@pytest.mark.parametrize("case", interpreted())
 def test_interpreted_kernels_match_their_references(case: Case):
     with invariant(), np.errstate(all="ignore"):
         hold(case, "cpu")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from auraflux.ops._cases import Args, Case, all_cases, in_row_order, tensors
 from auraflux.ops._dispatch import Declined, exact
+from tests.ops.quick import params
 
 ROWS = {
     **dict.fromkeys(("linear", "linears", "gate_up_swiglu"), ("x",)),
@@ -80,10 +81,6 @@ OTHERS = {"turboquant_values", "compress_windows"}
 MOST = 12  # rows of a case that are computed alone: some of the first and of the last
 CASES = [case for case in all_cases() if case.op.name not in OTHERS]
 WIDE = {"mixture-one-token-bf16", "mixture-some-wide"}  # others do the same on smaller experts
-
-
-def slow(case: Case) -> bool:
-    return case.slow or case.bench or case.id in WIDE
 
 
 def _row(value: Any, t: int) -> Any:
@@ -165,9 +162,7 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if slow(case) else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", params(CASES, also_slow=WIDE))
 def test_a_row_is_what_it_is_alone(case: Case):
     if case.op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")

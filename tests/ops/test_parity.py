@@ -5,6 +5,7 @@ import torch
 
 from auraflux.ops._cases import Case, all_cases, compare
 from auraflux.ops._dispatch import all_ops
+from tests.ops.quick import LARGE, params
 
 CASES = all_cases()
 
@@ -19,10 +20,7 @@ def _poison_unwritten_memory():
     torch.use_deterministic_algorithms(before)
 
 
-# sizes of the benchmark take the same ways as smaller ones, for longer
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.slow or case.bench else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", params(CASES))
 def test_cpu_kernel_matches_reference(case: Case):
     if case.op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")
@@ -39,3 +37,4 @@ def test_every_op_has_cases():
 def test_case_names_are_unique():
     names = [case.id for case in CASES]
     assert sorted(names) == sorted(set(names))
+    assert set(names) >= LARGE

@@ -31,7 +31,12 @@ from tests.models.test_replay import MODELS, UNREPLAYED
 KV = ["k8v4", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("none", "k4v4", "k3v3"))]
 # one of every kind of cache; the others are made of the same layers
 KINDS = ("llama", "qwen3_5_moe", "gpt_oss", "gemma3", "deepseek_v3", "gemma4_moe")
-NAMES = [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.slow]) for name in MODELS | UNREPLAYED]
+
+
+def named(*quick: str) -> list:
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in MODELS | UNREPLAYED]
+
+
 CALIBRATED = "k4v4 calibrated"  # with some positions as they are
 SETTINGS = Sampling(max_tokens=12)
 CONTEXT = 512
@@ -113,7 +118,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", named(*KINDS))
 def test_a_text_is_what_it_is_alone(name: str, kv: str):
     made, prompts = scheduler_for(name, kv), prompts_of(name)
     assert finish(made, submit(made, prompts)) == wanted(name, kv, prompts)
@@ -177,7 +182,7 @@ def test_texts_that_end_with_their_first_token_do_not_slow_others_prompts_down(m
 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("kv", ["k8v4"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", named("qwen3_5_moe", "gpt_oss", "deepseek_v3", "gemma4_moe"))
 def test_neighbours_come_and_go(name: str, kv: str):
     made, prompts = scheduler_for(name, kv), prompts_of(name)
     first, gone = submit(made, [prompts[0], prompts[3]], replace(SETTINGS, max_tokens=12))
@@ -191,7 +196,7 @@ def test_neighbours_come_and_go(name: str, kv: str):
 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", named("llama", "qwen3_5_moe", "gemma3"))
 def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
     # each text begins in one page and ends in another, and there are as many as texts
     made, prompts = scheduler_for(name, kv, tokens=256, context=192), [prompt[:40] for prompt in prompts_of(name)]

@@ -208,7 +208,7 @@ def test_memory_is_that_of_a_few_experts(tmp_path):
     import transformers as hf
 
     shapes = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-    mixture = {"moe_intermediate_size": 512, "num_experts": 96, "num_experts_per_tok": 2, "vocab_size": 96}
+    mixture = {"moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 2, "vocab_size": 96}
     model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shapes, **mixture, intermediate_size=64)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "hf")
     source = converted(tmp_path / "hf", tmp_path / "mlx", bits=8)

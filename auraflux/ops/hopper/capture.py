@@ -7,14 +7,14 @@ weights cost nothing.
 
 import importlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from auraflux.ops._cases import Case, in_row_order
+from auraflux.ops._cases import Args, Case, in_row_order
 from auraflux.ops._dispatch import Declined, exact, invariant
 from auraflux.ops.assumed import AMPERE, HOPPER, assume_gpu
 from auraflux.ops.hopper.launch import diverted
@@ -125,18 +125,21 @@ def captured() -> Iterator[list[Build]]:
         driver._active = before
 
 
-def launched(case: Case, alike: bool = False) -> list[Build]:
-    """The builds that a case launches on Hopper, and on the oldest GPU that is served; `alike`: inside `invariant`."""
+def launched(case: Case) -> tuple[list[Build], list[Build]]:
+    """The builds that a case launches on Hopper, and on the oldest GPU that is served; then those inside `invariant`."""
     kernel = case.op.kernel("cuda")
     if kernel is None:
-        return []
+        return [], []
     with captured() as builds:
         with assume_gpu(HOPPER):
             args = in_row_order(case.args())
-        for capability in (HOPPER, AMPERE):
-            with assume_gpu(capability), exact(case.exact), invariant(alike):
-                try:
-                    kernel(**args)
-                except Declined:
-                    continue
-    return builds
+        _call(kernel, case, args)
+    with captured() as alike, invariant():
+        _call(kernel, case, args)
+    return builds, alike
+
+
+def _call(kernel: Any, case: Case, args: Args) -> None:
+    for capability in (HOPPER, AMPERE):
+        with assume_gpu(capability), exact(case.exact), suppress(Declined):
+            kernel(**args)

@@ -56,9 +56,12 @@ Find = Callable[[str], list[Wanted]]
 
 def launches(family: str) -> list[Wanted]:
     """All that a family's cases launch."""
-    cases = [(case, True) for case in HOT] + [(case, False) for case in all_cases()]
-    mine = [(case, hot, alike) for case, hot in cases for alike in (False, True) if case.op.family == family]
-    return [Wanted(build, hot and not alike) for case, hot, alike in mine for build in launched(case, alike)]
+    found = []
+    for case, hot in [*((case, True) for case in HOT), *((case, False) for case in all_cases())]:
+        if case.op.family == family:
+            builds, alike = launched(case)
+            found += [*(Wanted(build, hot) for build in builds), *(Wanted(build, False) for build in alike)]
+    return found
 
 
 def chosen(found: Sequence[Wanted]) -> list[Wanted]:
