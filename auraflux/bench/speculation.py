@@ -1,13 +1,21 @@
-"""What guesses are worth: texts that repeat what they were given, and texts that do not, written with guesses and without."""
+"""What guesses are worth: texts that repeat what they were given, and texts that do not, written with guesses and without.
 
-from collections.abc import Callable, Iterator
+A model of random weights says nothing that a smaller one could guess. There guesses are right as often as they are told to be,
+and take the smaller model's time.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from inspect import getsource
 
 from auraflux.errors import ContextError
 from auraflux.run import stops
+from auraflux.run.draft_model import ModelDraft
+from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
+from auraflux.run.speculate import MOST, Draft, Speculation, Text
 from auraflux.run.stats import Stats
 
 LETTERS = 2400  # of what is repeated
@@ -43,13 +51,18 @@ def tasks() -> list[Task]:
     """A document to quote, a file to rename a class in, a story and a question."""
     speech = (resources.files("auraflux.eval") / "texts" / "1862-lincoln.txt").read_text("utf-8")[:LETTERS]
     code = getsource(stops)[:LETTERS]
-    again = code.replace("StopStrings", "Stops")[:BEGUN]
+    again = _words(code.replace("StopStrings", "Stops"))
     return [
-        Task("quote a document", f"The address:\n\n{speech}\n\nThe address once more:\n\n{speech[:BEGUN]}"),
+        Task("quote a document", f"The address:\n\n{speech}\n\nThe address once more:\n\n{_words(speech)}"),
         Task("edit code", f"```python\n{code}\n```\n\nWith StopStrings renamed to Stops:\n\n```python\n{again}"),
         Task("tell a story", "Once upon a time, there was a little girl who", 1.0),
         Task("explain", "The three primary colors are", 1.0),
     ]
+
+
+def _words(text: str) -> str:
+    """How a text begins: a word that is cut would be another one to a model."""
+    return text[:BEGUN].rpartition(" ")[0]
 
 
 def measure(model: LanguageModel, tokens: int, rounds: int, tell: Callable[[str], None]) -> Iterator[Gain]:
@@ -63,18 +76,69 @@ def measure(model: LanguageModel, tokens: int, rounds: int, tell: Callable[[str]
                     tell(f"{task.name}, round {number + 1} of {rounds}")
                     scheduler.speculate(speculation if guessing else None)
                     found[guessing].append(_write(model, task, tokens))
-            (_, stats, text), plain = found[True][-1], found[False]
-            best, faster = (max(rate for rate, _, _ in found[guessing]) for guessing in (False, True))
-            same = text == plain[-1][2]
-            yield Gain(task.name, best, faster, stats.tokens_per_step, stats.drafted, stats.accepted, same)
+            yield _gain(task.name, found[False], found[True])
     finally:
         scheduler.speculate(speculation)
 
 
-def _write(model: LanguageModel, task: Task, tokens: int) -> tuple[float, Stats, list[int]]:
-    assert model.tokenizer is not None, "text needs a tokenizer"
-    ids = model.tokenizer.encode(task.prompt)
+class Forced(ModelDraft):
+    """A small model that takes its time, but says the tokens of a known text, each of them with a chance."""
+
+    def __init__(self, engine: Engine, vocab: int, text: list[int], chance: float):
+        super().__init__(engine, vocab)
+        self._text, self._chance, self._vocabulary, self._random = text, chance, vocab, random.Random(len(text))
+
+    def _say(self, likeliest: int, place: int) -> int:
+        right = self._text[place] if place < len(self._text) else likeliest
+        return right if self._random.random() < self._chance else (right + 1) % self._vocabulary
+
+
+class Always(Speculation):
+    """Guesses at so many tokens in every step, whatever that is worth."""
+
+    def __init__(self, begin: Callable[[], Draft], count: int):
+        super().__init__(begin, count + 1)
+        self._count = count
+
+    def _counts(self, texts: Sequence[Text]) -> list[int]:
+        # no plain step is needed to compare with
+        self._steps = 0
+        return [min(self._count, max(text.room, 0)) for text in texts]
+
+
+def measure_forced(
+    model: LanguageModel, small: Engine, prompt: list[int], tokens: int, chance: float, rounds: int, tell: Callable[[str], None]
+) -> Iterator[Gain]:
+    """Write a text with 1 to 8 guesses in every step and without, by turns; each guess is right with a chance."""
+    scheduler, vocab = model.scheduler, model.engine.model.config.vocab
+    text = [*prompt, *_written(model, prompt, tokens)[2]]
+    for count in range(1, 9):
+        guessing = Always(lambda: Forced(small, vocab, text, chance), min(count, MOST))
+        found: dict[bool, list[tuple[float, Stats, list[int]]]] = {False: [], True: []}
+        # one more than is asked for: the first records steps
+        for number in range(rounds + 1):
+            for with_guesses in (False, True):
+                tell(f"{count} guesses a step, round {number + 1} of {rounds + 1}")
+                scheduler.speculate(guessing if with_guesses else None)
+                found[with_guesses].append(_written(model, prompt, tokens))
+        yield _gain(f"{count} guesses a step", found[False][1:], found[True][1:])
+    scheduler.speculate(None)
+
+
+def _written(model: LanguageModel, ids: list[int], tokens: int, temperature: float = 0.0) -> tuple[float, Stats, list[int]]:
     if len(ids) + tokens > model.context:
         raise ContextError(f"a text of {len(ids) + tokens} tokens does not fit the context of {model.context}.")
-    text = list(model.tokens(ids, max_tokens=tokens, temperature=task.temperature, seed=1, endless=True))
+    text = list(model.tokens(ids, max_tokens=tokens, temperature=temperature, seed=1, endless=True))
     return model.stats.decode_rate, model.stats, text
+
+
+def _gain(name: str, plain: list[tuple[float, Stats, list[int]]], guessed: list[tuple[float, Stats, list[int]]]) -> Gain:
+    """Compare the best of some rounds; what became of guesses is told of the last."""
+    (_, stats, text), (_, _, wanted) = guessed[-1], plain[-1]
+    best, faster = (max(rate for rate, _, _ in rounds) for rounds in (plain, guessed))
+    return Gain(name, best, faster, stats.tokens_per_step, stats.drafted, stats.accepted, text == wanted)
+
+
+def _write(model: LanguageModel, task: Task, tokens: int) -> tuple[float, Stats, list[int]]:
+    assert model.tokenizer is not None, "text needs a tokenizer"
+    return _written(model, model.tokenizer.encode(task.prompt), tokens, task.temperature)

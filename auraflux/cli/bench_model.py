@@ -136,6 +136,7 @@ def _document(name: str, ours: "Ours", found: "list[Speed]", profile: bool) -> d
         "model": name,
         "weights_nbytes": nbytes(engine.model),
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "invariant": engine.runner.invariant,
         "not_replayed_because": engine.replayer.refused,
         "results": [asdict(speed) for speed in found],
     }

@@ -1,34 +1,107 @@
 """`auraflux bench speculate`: what guesses are worth on texts that repeat themselves, and on texts that do not."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.bench_model import random_loaded
 from auraflux.cli.options import LOADING, load_model, model_argument, options
 from auraflux.errors import InputError
+
+if TYPE_CHECKING:
+    from auraflux.bench.speculation import Gain
+    from auraflux.run.language import LanguageModel
+
+
+def _written(
+    model: str | None, tokens: int, repeat: int, chosen: dict[str, Any], tell: Callable[[str], None]
+) -> "Iterator[Gain]":
+    """What guesses are worth for texts."""
+    from auraflux.bench.speculation import measure
+
+    loaded = load_model(model, {**chosen, "speculate": chosen["speculate"] or "ngram"}, sequences=1)
+    if loaded.tokenizer is None:
+        raise InputError(f"{loaded.path} has no tokenizer files, so it can write no text.")
+    return measure(loaded, tokens, repeat, tell)
+
+
+def _forced(
+    whole: "LanguageModel",
+    small: "LanguageModel",
+    at: int,
+    tokens: int,
+    accept: float,
+    repeat: int,
+    tell: Callable[[str], None],
+) -> "Iterator[Gain]":
+    """What guesses are worth of which a share is right."""
+    from auraflux.bench.speculation import measure_forced
+    from auraflux.run.calibrate import random_tokens
+
+    prompt = random_tokens(at, whole.engine.model.config.vocab)
+    return measure_forced(whole, small.engine, prompt, tokens, accept, repeat, tell)
 
 
 @click.command("speculate")
 @model_argument
 @click.option("--tokens", type=click.IntRange(min=2), default=200, show_default=True, help="Tokens to write of each text.")
+@click.option("--random", "invented", is_flag=True, help="Fill --shape with random weights; a smaller model guesses.")
+@click.option("--shape", metavar="NAME", help="With --random: the shape of a known model, such as llama-8b.")
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="With --random: so many layers instead of all.")
+@click.option(
+    "--draft-layers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="With --random: layers of the smaller model.",
+)
+@click.option(
+    "--accept",
+    type=click.FloatRange(0, 1),
+    default=0.7,
+    show_default=True,
+    help="With --random: how often a guess is right, whatever the smaller model says.",
+)
+@click.option("--at", type=click.IntRange(min=1), default=1024, show_default=True, help="With --random: tokens of the prompt.")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds; the best counts.")
 @options(LOADING)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench_speculate(model: str | None, tokens: int, repeat: int, as_json: bool, **chosen: Any) -> None:
-    """Time writing with MODEL, with guesses and without by turns; --speculate says whose, by default ngram."""
+def bench_speculate(
+    model: str | None,
+    tokens: int,
+    invented: bool,
+    shape: str | None,
+    layers: int | None,
+    draft_layers: int,
+    accept: float,
+    at: int,
+    repeat: int,
+    as_json: bool,
+    **chosen: Any,
+) -> None:
+    """Time writing with MODEL, with guesses and without by turns; --speculate says whose, by default ngram.
+
+    With --random: 1 to 8 guesses in every step, of which a share is right. A GPU then computes as with --invariant, since it is
+    known beforehand what the model will say.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    from auraflux.bench.speculation import measure
     from auraflux.cli.screen import stdout
 
-    loaded = load_model(model, {**chosen, "speculate": chosen["speculate"] or "ngram"}, sequences=1)
-    if loaded.tokenizer is None:
-        raise InputError(f"{loaded.path} has no tokenizer files, so it can write no text.")
     with Console(stderr=True).status("") as status:
-        found = list(measure(loaded, tokens, repeat, status.update))
+        if invented or shape is not None:
+            sizes = {"shape": shape, "invented": invented, "batch": 1, "context": at + tokens + 16}
+            whole, small = (
+                random_loaded(model, layers=count, chosen={**chosen, "invariant": True}, **sizes)
+                for count in (layers, draft_layers)
+            )
+            found = list(_forced(whole, small, at, tokens, accept, repeat, status.update))
+        else:
+            found = list(_written(model, tokens, repeat, chosen, status.update))
     if as_json:
         click.echo(json.dumps([asdict(gain) for gain in found], indent=2))
         return

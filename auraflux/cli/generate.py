@@ -91,6 +91,8 @@ def figures(stats: "Stats", kv: str) -> str:
     parts.append(held)
     if stats.experts is not None:
         parts.append(summary(stats.experts.total))
+    if stats.invariant:
+        parts.append("invariant")
     return " · ".join(parts)
 
 

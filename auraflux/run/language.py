@@ -141,6 +141,7 @@ class LanguageModel:
 
     def _measure(self, stats: Stats, figures: list[Figures], before: ExpertTraffic | None) -> None:
         stats.set(figures)
+        stats.invariant = self.engine.runner.invariant
         after = self._traffic()
         if after is not None and before is not None:
             stats.experts = after - before

@@ -5,6 +5,8 @@ CANDIDATES = 16  # newest places that are looked at
 LONGEST_MATCH = 32  # tokens before a place that are compared
 # tokens that match, from which on guesses are of the next kind: the more there are, the likelier is what follows
 KINDS = (4, 8)
+COPIED = len(KINDS) + 1  # the kind of those that go on with what was being copied, after something else stood there
+NEAR, SOON = 16, 32  # tokens that may have been left out or put in, and within which it goes on
 
 
 class NGrams:
@@ -21,6 +23,8 @@ class NGrams:
         # where each pair of tokens has been followed by something
         self._places: dict[tuple[int, int], list[int]] = {}
         self._indexed = PAIR
+        # how far back the place was that many tokens matched, and where the text ended then
+        self._copying: tuple[int, int] | None = None
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
         """Guess up to `count` tokens after these: those after the place that the longest end of the text has in common."""
@@ -30,14 +34,26 @@ class NGrams:
         places = self._places.get((tokens[-2], tokens[-1]), [])[-CANDIDATES:]
         if not places:
             return []
-        # of equally long ones the newest
-        length, place = max((_match(tokens, place), place) for place in places)
-        self.kind = sum(length >= least for least in KINDS)
+        # of equally long ones the newest; while something is copied, that
+        end = len(tokens)
+        long, near, length, place = max(self._judged(tokens, place) for place in places)
+        self.kind = COPIED if near and not long else sum(length >= least for least in KINDS)
+        if long:
+            self._copying = end - place, end
         guess = tokens[place : place + count]
         # a text that runs in a circle goes on to what is guessed
         for at in range(len(guess), count):
             guess.append(guess[at - (len(tokens) - place)])
         return guess
+
+    def _judged(self, tokens: list[int], place: int) -> tuple[bool, bool, int, int]:
+        """Whether many tokens before a place match, whether it goes on with what is being copied, how many match, the place."""
+        length, end = _match(tokens, place), len(tokens)
+        near = False
+        if self._copying is not None:
+            back, since = self._copying
+            near = end - since <= SOON and abs(end - place - back) <= NEAR
+        return length >= KINDS[-1], near, length, place
 
     def close(self) -> None:
         """Nothing is held elsewhere."""

@@ -11,6 +11,8 @@ text which does not repeat itself are never tried.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
@@ -22,12 +24,14 @@ MOST = 15  # guesses for a text at once: windows keep room to take back twice as
 MARGIN = 1.05  # by which a step must promise to be worth more than a plain one
 LIKELIEST = 0.98
 # how often guesses of a kind are right before anything is known, and how many tokens of experience that is worth
-PRIORS, WEIGHT = (0.3, 0.6, 0.85), 4.0
+PRIORS, WEIGHT = (0.3, 0.6, 0.85, 0.8), 4.0
 FADE = 0.9  # of experience with each guess
 REMEMBERED = 9  # measurements; their median counts
 FIRST = 1  # measurement that is left out: it may compile
 SMALL = 3  # tokens more than texts with which steps are tried first
 CHEAP = 0.15  # of a step for one more token a text, while that is not known
+# the same for guesses that need not be tried to be judged, since they are held against the text: as on two Neoverse-N1 cores
+DEAR = 0.4
 FRESH = 32  # steps after which a plain one is taken, so that it is known what that takes
 PATIENCE = 64  # plain steps after which guesses that did not pay are tried again; then twice as many
 
@@ -90,19 +94,19 @@ class Guesses:
     accepted  of them that were kept
     """
 
-    def __init__(self, draft: Draft, pooled: dict[int, Odds]):
+    def __init__(self, draft: Draft, pooled: "Pooled"):
         self.draft, self.drafted, self.accepted = draft, 0, 0
         self._pooled = pooled
-        self._odds: dict[int, Odds] = {}
+        self._odds: dict[tuple[int, int], Odds] = {}
         # guesses that are not used, where they begin in the text, and their kind
         self._watched: tuple[int, list[int], int] | None = None
 
-    def offer(self, ids: list[int], room: int) -> tuple[float, int]:
-        """How likely the next guess is to be right, and how many there are."""
+    def offer(self, ids: list[int], room: int) -> list[float]:
+        """How likely each of the next guesses is to be kept: all before it must be right, too."""
         count = min(room, MOST)
         if self.draft.free and count > 0:
             count = len(self._watch(ids, count))
-        return self._of(self.draft.kind).share, count
+        return list(accumulate((self._of(self.draft.kind, depth).share for depth in range(count)), mul))
 
     def ask(self, ids: list[int], count: int) -> Asked[Draft]:
         """Ask for so many guesses, to be checked."""
@@ -132,23 +136,46 @@ class Guesses:
             self._watched = len(ids), found, self.draft.kind
         return found
 
-    def _of(self, kind: int) -> Odds:
-        if kind not in self._odds:
-            self._odds[kind] = Odds(self._pooled[kind].share)
-        return self._odds[kind]
+    def _of(self, kind: int, depth: int) -> Odds:
+        # what is copied is as likely to go on after many tokens as after one; a model's own guesses grow worse
+        key = kind, 0 if self.draft.free else depth
+        if key not in self._odds:
+            self._odds[key] = Odds(self._pooled[key].share)
+        return self._odds[key]
 
     def _learn(self, kind: int, right: int, wrong: bool) -> None:
-        for odds in (self._of(kind), self._pooled[kind]):
-            odds.note(right, int(wrong))
+        if self.draft.free:
+            self._note(kind, 0, right, int(wrong))
+            return
+        for depth in range(right):
+            self._note(kind, depth, 1, 0)
+        if wrong:
+            self._note(kind, right, 0, 1)
+
+    def _note(self, kind: int, depth: int, right: int, wrong: int) -> None:
+        own = self._of(kind, depth)
+        for odds in (own, self._pooled[kind, 0 if self.draft.free else depth]):
+            odds.note(right, wrong)
+
+
+class Pooled(dict[tuple[int, int], Odds]):
+    """What is known of guesses at all texts, by their kind and by how many are before them in a step."""
+
+    def __missing__(self, key: tuple[int, int]) -> Odds:
+        return self.setdefault(key, Odds(PRIORS[key[0]]))
 
 
 class Costs:
-    """What steps take that give texts more than one token each, measured against those that do not."""
+    """What steps take that give texts more than one token each, measured against those that do not.
+
+    unknown  of a step for one more token a text, while that is not known
+    """
 
     def __init__(self) -> None:
         self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._left_out: dict[tuple[int, int], int] = defaultdict(int)
+        self.unknown = CHEAP
 
     def note(self, texts: int, more: int, seconds: float) -> None:
         """Learn what a step of so many texts took, with so many tokens more than texts."""
@@ -176,7 +203,7 @@ class Costs:
         if above is not None:
             slope = (known[above] - known[below]) / (above - below)
         elif below == 0:
-            slope = CHEAP / texts
+            slope = self.unknown / texts
         else:
             before = max(n for n in known if n < below)
             slope = max(0.0, (known[below] - known[before]) / (below - before) / 2)
@@ -212,13 +239,15 @@ class Speculation:
         self._begin, self._limit, self.costs = begin, limit, Costs()
         self._propose, self._hear = propose, hear
         self.drafted = self.accepted = 0
-        self._pooled = {kind: Odds(share) for kind, share in enumerate(PRIORS)}
+        self._pooled = Pooled()
         self._plain_steps = self._steps = 0
         self._patience = PATIENCE
 
     def begin(self) -> Guesses:
         """Guess at a new text."""
-        return Guesses(self._begin(), self._pooled)
+        draft = self._begin()
+        self.costs.unknown = DEAR if draft.free else CHEAP
+        return Guesses(draft, self._pooled)
 
     def forget_counts(self) -> None:
         """Count guesses from here on."""
@@ -275,8 +304,8 @@ class Speculation:
 
     def _counts(self, texts: Sequence[Text]) -> list[int]:
         """How many guesses each text gets: the likeliest of all, as many as make the step worth most."""
-        offers = [(0.0, 0) if text.guesses is None else text.guesses.offer(text.ids, text.room) for text in texts]
-        chances = [(share**at, number) for number, (share, count) in enumerate(offers) for at in range(1, count + 1)]
+        offers = [[] if text.guesses is None else text.guesses.offer(text.ids, text.room) for text in texts]
+        chances = [(chance, number) for number, offer in enumerate(offers) for chance in offer]
         chances.sort(key=lambda chance: -chance[0])
         costly = any(text.guesses is not None and not text.guesses.draft.free for text in texts)
         chosen = chances[: self._best([chance for chance, _ in chances], len(texts), costly)]

@@ -21,6 +21,7 @@ class Stats:
     drafted         tokens that were guessed and checked, see `run/speculate.py`
     accepted        of them that were right
     experts         what was read of a packed model's experts; None where all are in memory
+    invariant       whether results were asked for that do not depend on company (`--invariant`); a CPU gives no others
     """
 
     prompt_tokens: int = 0
@@ -35,6 +36,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     experts: ExpertTraffic | None = None
+    invariant: bool = False
 
     def set(self, figures: Iterable[Figures]) -> None:
         """Take over what is known of texts that were written together."""

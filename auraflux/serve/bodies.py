@@ -27,7 +27,11 @@ class Usage(BaseModel):
 
 
 class Timings(BaseModel):
-    """What the answer took: seconds, and bytes of the cache beside what they would be uncompressed."""
+    """What the answer took: seconds, bytes of the cache beside what they would be uncompressed, and steps.
+
+    drafted   tokens that were guessed and checked
+    accepted  of them that were right
+    """
 
     queue_s: float
     first_s: float
@@ -36,6 +40,9 @@ class Timings(BaseModel):
     cache_nbytes: int
     plain_nbytes: int
     cached_tokens: int
+    steps: int
+    drafted: int
+    accepted: int
 
 
 class CalledFunction(BaseModel):

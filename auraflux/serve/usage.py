@@ -21,7 +21,7 @@ def usage_of(answers: Sequence[Answer], count: int = 1) -> dict[str, Any]:
 
 
 def timings_of(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tell how long the first answer took, and what all take in the cache."""
+    """Tell how long the first answer took, what all take in the cache, and what became of guesses at them."""
     every = [_figures(answer) for answer in answers]
     first = every[0]
     decode_s = first.total_s - first.first_s
@@ -33,6 +33,9 @@ def timings_of(answers: Sequence[Answer]) -> dict[str, Any]:
         "cache_nbytes": sum(each.cache_nbytes for each in every),
         "plain_nbytes": sum(each.plain_nbytes for each in every),
         "cached_tokens": first.cached_tokens,
+        "steps": sum(each.steps for each in every),
+        "drafted": sum(each.drafted for each in every),
+        "accepted": sum(each.accepted for each in every),
     }
 
 

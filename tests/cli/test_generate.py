@@ -107,6 +107,17 @@ def test_json_has_text_and_figures():
     found = json.loads(result.stdout)
     assert len(found["texts"]) == 2
     assert found["stats"]["tokens"] == 10
+    assert found["stats"]["steps"] == 10
+    assert found["stats"]["invariant"] is False
+
+
+def test_figures_say_what_became_of_guesses_and_how_it_was_computed():
+    text = "the cat sat on the mat and the cat sat on the mat and the cat sat on the"
+    result = run("generate", tiny(), "-p", text, "-n", "40", "-t", "0", "--speculate", "ngram", "--invariant", *KEEP)
+    assert result.stderr.rstrip().endswith(" · invariant")
+    found = json.loads(run("generate", tiny(), "-p", "x", "-n", "4", "--invariant", "--json", *KEEP).stdout)["stats"]
+    assert found["invariant"] is True
+    assert (found["steps"], found["drafted"], found["accepted"]) == (4, 0, 0)
 
 
 def test_the_prompt_may_come_from_stdin():

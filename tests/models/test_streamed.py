@@ -49,7 +49,7 @@ def packed(name: str) -> tuple[Path, list[int]]:
     return folder / "packed", tokens(source, PROMPT + STEPS)
 
 
-def loaded(folder: Path, kept: str, exact: bool = True) -> tuple[Engine, ExpertStore]:
+def loaded(folder: Path, kept: str, exact: bool = True, kv: str = "k8v4") -> tuple[Engine, ExpertStore]:
     """An engine whose experts are kept in some way: all in memory, mapped, or so many of each layer."""
     checkpoint = open_checkpoint(folder)
     module, files = family(checkpoint.config), checkpoint.experts
@@ -63,7 +63,7 @@ def loaded(folder: Path, kept: str, exact: bool = True) -> tuple[Engine, ExpertS
     model = module.Model(config, weights)
     weights.done()
     options: dict[str, Any] = {"context": 512, "chunk": CHUNK, "exact": exact}
-    return Engine(model, module.make_caches(config), CacheSettings("k8v4"), **options), store
+    return Engine(model, module.make_caches(config), CacheSettings(kv), **options), store
 
 
 def resident(name: str, exact: bool) -> Engine:
@@ -103,6 +103,30 @@ def test_what_is_held_does_not_change_a_bit(name: str, exact: bool):
         engine, store = loaded(folder, kept, exact)
         assert torch.equal(run(engine, text), wanted), kept
         assert (store.traffic().total.misses > 0) == (kept != "mapped")
+
+
+WAYS = [(name, kv, exact) for name in {**MODELS, **LATER} for kv in ("none", "k8v4", "k4v4", "k3v3") for exact in (True, False)]
+QUICK = [("qwen3_moe", "k4v4", False), ("qwen3_5_moe", "none", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv", "exact"), [*QUICK, *(pytest.param(*way, marks=pytest.mark.slow) for way in WAYS if way not in QUICK)]
+)
+def test_pieces_change_nothing_while_experts_come_from_disk(name: str, kv: str, exact: bool):
+    folder, text = packed(name)
+    engine, store = loaded(folder, "few", exact, kv)
+
+    def read(size: int) -> torch.Tensor:
+        sequence = engine.cache.open()
+        batch = engine.cache.batch([sequence])
+        found = [engine.score(engine.step(batch, [text[at : at + size]])) for at in range(0, len(text), size)]
+        sequence.close()
+        return torch.cat(found)
+
+    whole = read(len(text))
+    for size in (1, 7, 37):
+        assert torch.equal(read(size), whole), f"pieces of {size}"
+    assert store.traffic().total.misses > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,6 +1,7 @@
 """A text's scores are the same bits however it is read: in pieces, beside others, after a fork, on one thread or on two."""
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from auraflux.cache import CacheSettings
+from auraflux.cache.prefix import PrefixStore
 from auraflux.models import family
 from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
@@ -132,6 +134,24 @@ def test_forks_and_cuts_change_nothing(name: str, kv: str, exact: bool):
 
 
 @every_way
+def test_kept_prefixes_change_nothing(name: str, kv: str, exact: bool):
+    """A text that begins like one that is kept, up to the end of a page and up to an odd place."""
+    engine, text, expected = whole(name, kv, exact)
+    kept, store, page = engine.cache.open(), PrefixStore(engine.cache), engine.cache.page
+    places = sorted((51, page if page < 100 else 64))
+    for start, end in pairwise((0, *places, 100)):
+        read(engine, kept, text[start:end], [end])
+        kept.checkpoint()
+    store.keep(text[:100], kept)
+    for place in places:
+        begun = store.open(text[: place + 1])
+        assert begun.held == place
+        assert torch.equal(read(engine, begun.sequence, text[place:], [9]), expected[place:]), f"after {place} tokens"
+        begun.sequence.close()
+    store.clear()
+
+
+@every_way
 def test_replayed_steps_change_nothing(name: str, kv: str, exact: bool):
     engine, text, expected = whole(name, kv, exact)
     sequence = engine.cache.open()
@@ -142,8 +162,13 @@ def test_replayed_steps_change_nothing(name: str, kv: str, exact: bool):
     sequence.close()
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("name", "kv", "exact"), [("llama", "k4v4", False), ("qwen3_5_moe", "none", True)])
+CUT = [("llama", "k4v4", False, 4), ("qwen3_5_moe", "none", True, 4)]
+SLOWLY_CUT = [(name, kv, exact, 20) for name in ALL for kv, exact in (("k4v4", False), ("k8v4", True), ("none", True))]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv", "exact", "examples"), [*CUT, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWLY_CUT)]
+)
 def test_any_cuts_change_nothing(name: str, kv: str, exact: bool, examples: int):
     engine, text, expected = whole(name, kv, exact)
     cuts = st.lists(st.integers(1, 40), min_size=1, max_size=8)

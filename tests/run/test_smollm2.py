@@ -83,3 +83,27 @@ def test_a_compressed_cache_costs_little(model: LanguageModel, kv: str, most: fl
 def perplexity(scores: torch.Tensor, ids: list[int]) -> float:
     chances = torch.log_softmax(scores[:-1].float(), -1)
     return math.exp(-float(chances.gather(1, torch.tensor(ids[1:])[:, None]).mean()))
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("kv", ["none", "k8v4", "k4v4", "k3v2"])
+def test_scores_of_a_text_are_the_same_however_it_is_cut(kv: str, exact: bool):
+    """300 tokens, read whole, in pieces of several sizes, and one by one by replayed steps."""
+    model = auraflux.load(exact=exact, kv=kv, context=512, device="cpu")
+    engine, ids = model.engine, model.tokenizer.encode(f"{TEXT} {TEXT}")[:300]
+    assert len(ids) == 300
+
+    def read(size: int) -> torch.Tensor:
+        sequence = engine.cache.open()
+        batch = engine.cache.batch([sequence])
+        pieces = [engine.score(engine.step(batch, [ids[at : at + size]])) for at in range(0, len(ids), size)]
+        sequence.close()
+        return torch.cat(pieces)
+
+    whole = read(300)
+    for size in (7, 37, 64, 100):
+        assert torch.equal(read(size), whole), f"pieces of {size}"
+    sequence = engine.cache.open()
+    batch = engine.writing([sequence])
+    assert torch.equal(torch.cat([engine.decode(batch, [token]).clone() for token in ids]), whole), "token by token"
+    sequence.close()

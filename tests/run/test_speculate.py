@@ -18,7 +18,7 @@ import auraflux
 from auraflux.cache.radix import common_length
 from auraflux.errors import AurafluxError, CacheFull, SettingsError
 from auraflux.run.graph import Replayer
-from auraflux.run.ngrams import NGrams
+from auraflux.run.ngrams import COPIED, NGrams
 from auraflux.run.request import Event, Request
 from auraflux.run.sampler import Sampler
 from auraflux.run.sampling import Sampling
@@ -228,6 +228,20 @@ def test_n_grams_go_on_as_the_longest_end_did():
     assert grown.propose(text, 3) == [4, 9, 2]
     # a text that runs in a circle is guessed to stay there
     assert NGrams().propose([6, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+
+
+def test_what_is_copied_goes_on_after_a_change():
+    said = list(range(100, 160))
+    # one token is another, and the pair after it has stood elsewhere since
+    text = [*said, *said[:20], 7, *said[21:23], 9, 9, *said[:20], 8, *said[21:23]]
+    draft = NGrams()
+    draft.propose(text[:-3], 3)
+    assert draft.propose(text, 3)[0] == 9
+    copying = [*said, *said[21:23], 9, 9, *said[:20]]
+    draft = NGrams()
+    draft.propose(copying, 3)
+    assert draft.propose([*copying, 8, *said[21:23]], 3) == said[23:26]
+    assert draft.kind == COPIED
 
 
 class Written:

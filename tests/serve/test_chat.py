@@ -61,6 +61,7 @@ def test_an_answer_in_one_piece():
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
     assert body["timings"]["cache_nbytes"] == 1000
     assert body["timings"]["first_s"] == 0.5
+    assert {"steps", "drafted", "accepted"} <= set(body["timings"])
 
 
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason():

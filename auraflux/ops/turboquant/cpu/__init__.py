@@ -45,6 +45,7 @@ from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes, row_
 
 PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
 JOBS_PER_THREAD = 4
+FEWEST = 8  # rows of queries that an item should have: what is looked up of keys serves all of them
 
 
 def rotate(x: Tensor, seed: int, inverse: bool = False) -> Tensor:
@@ -238,7 +239,7 @@ def turboquant_partials(
     parts = max(1, -(-pages.capacity // block))
     slots = parts + (pages.plain is not None) + (sinks is not None)
     o, m, l = (torch.empty(tokens, heads, slots, *tail) for tail in ((width,), (), ()))  # noqa: E741
-    plan = block, parts, parts, 0, o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
+    plan = block, parts, parts, 0, ROWS, o.data_ptr(), m.data_ptr(), l.data_ptr(), slots
     _attend(kernel, q, pages, starts, scale, window, softcap, threshold, plan, _jobs(pairs * heads * width))
     if sinks is not None:
         o[:, :, -1], m[..., -1], l[..., -1] = 0.0, sinks, 1.0
@@ -258,16 +259,17 @@ def turboquant_attention(
     kernel = ATTEND(Attend(q.shape[0], pages))
     tokens, heads, width = q.shape
     pairs = count_pairs(pages, starts, tokens, _reach(window))
-    jobs, runs, parts = _jobs(pairs * heads * width), 1, -(-pages.capacity // PART)
+    jobs, runs, parts, rows = _jobs(pairs * heads * width), 1, -(-pages.capacity // PART), ROWS
     if jobs > 1:
-        items = pages.heads * -(-tokens * heads // pages.heads // ROWS)
+        rows = _rows_of_item(tokens * heads // pages.heads, pages.heads * parts, jobs)
+        items = pages.heads * -(-tokens * heads // pages.heads // rows)
         runs = max(1, min(-(-JOBS_PER_THREAD * jobs // items), parts))
     if runs == 1:
         parts = 1
     slots = parts + (pages.plain is not None)
     o, m, l = (torch.empty(tokens * heads * slots * n) for n in (width, 1, 1))  # noqa: E741
     sums = o.data_ptr(), m.data_ptr(), l.data_ptr()
-    plan = PART, parts, runs, int(runs == 1), *sums, slots
+    plan = PART, parts, runs, int(runs == 1), rows, *sums, slots
     _attend(kernel, q, pages, starts, scale, window, softcap, threshold, plan, jobs)
     out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width) + 4 * width + LINE
     finishers = _jobs(o.numel())
@@ -297,12 +299,13 @@ def _attend(
     check_kept(pages, starts, tokens, newest.positions - 1)
     scratch = _scratch(width)
     rows = tokens * heads * padded(width) * 4
-    space = workspace(rows * (1 if pages.calibration is None else 2) + jobs * scratch)
+    taken = workspace(LINE + rows * (1 if pages.calibration is None else 2) + jobs * scratch)
+    space = taken + LINE
     unturned = space if pages.calibration is None else space + rows
     work = unturned + rows
     turn, spinners = turn_for(width, pages.seed).forward, min(jobs, _jobs(q.numel()))
     source = wide.data_ptr(), tokens * heads, heads, heads // pages.heads, turn, float(scale), vectors.scale
-    build_queries(width)(spinners, *source, space, unturned, work, scratch)
+    build_queries(width)(spinners, *source, space, unturned, work, scratch, taken)
     key_book, value_book = (levels.book for levels in _levels_of(pages))
     step = (
         space,
@@ -316,7 +319,9 @@ def _attend(
         EVERYTHING if window is None else window - 1,
         float(softcap or 0.0),
         float(threshold),
-        *plan,
+        *plan[:5],
+        taken,
+        *plan[5:],
         work,
         scratch,
         *(unturned, vectors.along, vectors.across, vectors.table),
@@ -324,6 +329,12 @@ def _attend(
         *((*loops_for(pages.key_bits, pages.value_bits), attend_kept.address) if kernel is attend_int8 else NOWHERE),
     )
     kernel(jobs, *step, *oldest, *newest)
+
+
+def _rows_of_item(rows: int, others: int, jobs: int) -> int:
+    """How many of a key head's rows an item has where there are items of `others` heads and parts: fewer if these are few."""
+    shares = -(-JOBS_PER_THREAD * jobs // others)
+    return min(max(-(-rows // shares // FEWEST) * FEWEST, FEWEST), ROWS)
 
 
 def _reach(window: int | None) -> int | None:

@@ -1,6 +1,7 @@
 """The kernels of attention on codes: queries are rotated, items of work attended to, their parts joined and rotated back.
 
-Jobs take items in turn. Every item leaves its unnormalised sums, highest scores and sums of weights.
+Jobs take the next item when they are done with one. Every item leaves its unnormalised sums, highest scores and sums of
+weights.
 """
 
 from functools import cache
@@ -8,12 +9,12 @@ from functools import cache
 import numpy as np
 
 from auraflux.ops.attention.cpu.row_tiles import close_row, fold_row
-from auraflux.ops.simd.jit import Kernel, arguments, call_kernel, floats, jit, real, share
+from auraflux.ops.simd.jit import Kernel, arguments, call_kernel, floats, int64s, jit, real, share
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.turboquant.cpu.attend_int8 import attend_rounded
 from auraflux.ops.turboquant.cpu.codec import turn_row
 from auraflux.ops.turboquant.cpu.exact import attend_codes, attend_plain
-from auraflux.ops.turboquant.cpu.items import count_items, kept_pages, opened
+from auraflux.ops.turboquant.cpu.items import count_items, kept_pages, opened, take
 
 ONE = np.float32(1)
 
@@ -28,9 +29,12 @@ def build_queries(width: int) -> Kernel:
 
         factors   [Hkv, width]  address of the scales of keys, or 0: queries are multiplied with them before they are rotated
         unturned  [rows, room]  is then left as `out` is, but not rotated and without them
+        taken     address of the number of items that are taken: none yet
         """
-        q, rows, heads, group, table, scale, factors, out, unturned, space, scratch = arguments(args, 11)
+        q, rows, heads, group, table, scale, factors, out, unturned, space, scratch, taken = arguments(args, 12)
         factor = real(scale)
+        if job == 0:
+            int64s(taken, 1)[0] = 0
         for row in share(rows, job, jobs):
             source, work = q + 4 * row * width, space + job * scratch
             if factors:
@@ -70,31 +74,31 @@ def attend_kept(args, job, jobs):
 @Kernel
 def attend_int8(args, job, jobs):
     """Attend to codes on rounded levels, queries and weights; to plain rows in float32."""
-    step, before = opened(args), 0
-    for b in range(step.sequences):
-        coded, count = count_items(step, b)
-        for number in range((job - before) % jobs, count, jobs):
-            work = step.space + job * step.scratch
-            if number < coded:
-                attend_rounded(step, b, number, work)
-            else:
-                call_kernel(step.attend_kept, (args, b, number - coded, work))
-        before += count
+    step = opened(args)
+    work = step.space + job * step.scratch
+    b, before, number = take(step, 0, 0)
+    while b < step.sequences:
+        coded = count_items(step, b)[0]
+        if number < coded:
+            attend_rounded(step, b, number, work)
+        else:
+            call_kernel(step.attend_kept, (args, b, number - coded, work))
+        b, before, number = take(step, b, before)
 
 
 @Kernel
 def attend_float32(args, job, jobs):
     """Attend in float32."""
-    step, kept, before = opened(args), kept_pages(args), 0
-    for b in range(step.sequences):
-        coded, count = count_items(step, b)
-        for number in range((job - before) % jobs, count, jobs):
-            work = step.space + job * step.scratch
-            if number < coded:
-                attend_codes(step, b, number, work)
-            else:
-                attend_plain(step, b, number - coded, kept, work)
-        before += count
+    step, kept = opened(args), kept_pages(args)
+    work = step.space + job * step.scratch
+    b, before, number = take(step, 0, 0)
+    while b < step.sequences:
+        coded = count_items(step, b)[0]
+        if number < coded:
+            attend_codes(step, b, number, work)
+        else:
+            attend_plain(step, b, number - coded, kept, work)
+        b, before, number = take(step, b, before)
 
 
 @cache

@@ -36,6 +36,7 @@ from auraflux.ops.turboquant.cpu.items import (
     clear_slots,
     item_at,
     parts_of,
+    place_and_run,
     place_of,
     row_nbytes,
     run_of,
@@ -402,7 +403,7 @@ def _attend_part(item, keys, values, loops, softcap, threshold, desk):
 @jit
 def attend_rounded(step, b, number, work):
     """Attend from an item's rows to codes."""
-    run, place, width = number % step.runs, number // step.runs, step.width
+    (place, run), width = place_and_run(step, b, number), step.width
     begin, stop = parts_of(step, b, run)
     keys, values = sides(step)
     loops = Loops(step.key_scores, step.turn_keys, step.turned_scores, step.add_values)

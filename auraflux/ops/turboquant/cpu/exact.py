@@ -3,6 +3,7 @@
 import numpy as np
 
 from auraflux.ops.attention.cpu.row_blocks import (
+    ROWS,
     Seen,
     begin_part,
     copy_row,
@@ -19,12 +20,12 @@ from auraflux.ops.turboquant.cpu.centres import LINE as PRODUCTS
 from auraflux.ops.turboquant.cpu.centres import meet_centres, products_nbytes
 from auraflux.ops.turboquant.cpu.items import (
     PLAIN,
-    ROWS,
     begin_run,
     clear_slots,
     item_at,
     padded,
     parts_of,
+    place_and_run,
     place_of,
     plain_items,
     plain_sides,
@@ -121,7 +122,7 @@ def _leave(item, desk, joined):
 @jit
 def attend_codes(step, b, number, work):
     """Attend from an item's rows to codes."""
-    run, place, softcap = number % step.runs, number // step.runs, real(step.softcap)
+    (place, run), softcap = place_and_run(step, b, number), real(step.softcap)
     begin, stop = parts_of(step, b, run)
     desk, unturned = _begin(item_at(step, b, place, begin), work)
     begin_run(step, b, place, run)

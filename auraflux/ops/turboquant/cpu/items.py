@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from auraflux.ops.attention.cpu.decode_tiles import fetch_add
 from auraflux.ops.attention.cpu.page_index import EVERYTHING
-from auraflux.ops.attention.cpu.row_blocks import ROWS
 from auraflux.ops.simd.jit import arguments, floats, int32s, jit
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.turboquant.cpu.centres import Centres
@@ -44,6 +44,8 @@ class Step(NamedTuple):
     block           positions of a part
     parts, runs     slots for parts that each row has; items that share the parts of a row
     joined          whether an item joins its parts in the first slot: there is one run
+    rows            most rows of queries that an item has
+    taken           address of the number of items that are taken
     o, m, totals    sums, highest scores and sums of weights, `slots` for each row
     space, scratch  what jobs work in, and how many bytes each
     unturned        the queries scaled only, laid out like q, where keys have centres
@@ -79,6 +81,8 @@ class Step(NamedTuple):
     parts: int
     runs: int
     joined: int
+    rows: int
+    taken: int
     o: int
     m: int
     totals: int
@@ -185,8 +189,30 @@ def plain_sides(kept):
 def count_items(step, b):
     """How many items a sequence makes, of codes and in all."""
     new = _new_tokens(step, b)[1]
-    blocks = (new * (step.heads // step.key_heads) + ROWS - 1) // ROWS * step.key_heads
+    blocks = (new * (step.heads // step.key_heads) + step.rows - 1) // step.rows * step.key_heads
     return blocks * step.runs, blocks * (step.runs + step.plain)
+
+
+@jit
+def take(step, b, before):
+    """Take the next item, of sequence b or a later one: its sequence, how many items those before have, and its number there.
+
+    A sequence past the last says that there is none.
+    """
+    number = fetch_add(step.taken, 1)
+    while b < step.sequences:
+        count = count_items(step, b)[1]
+        if number < before + count:
+            break
+        b, before = b + 1, before + count
+    return b, before, number - before
+
+
+@jit
+def place_and_run(step, b, number):
+    """The rows and the run of an item of codes: first runs come first, the last may be short."""
+    places = count_items(step, b)[0] // step.runs
+    return number % places, number // places
 
 
 @jit
@@ -258,8 +284,8 @@ def _item(step, b, place, slot, table, back, reach, ends):
     ends         of the positions meant, the last excluded
     """
     (length, new), group, room = _new_tokens(step, b), step.heads // step.key_heads, padded(step.width)
-    position, head, row = length - new - back, place % step.key_heads, place // step.key_heads * ROWS
-    size = min(ROWS, new * group - row)
+    position, head, row = length - new - back, place % step.key_heads, place // step.key_heads * step.rows
+    size = min(step.rows, new * group - row)
     # from the first position that the first row sees to the last row's own
     first = max(max(0, position + row // group - reach), ends[0])
     last = min(position + (row + size - 1) // group + 1, ends[1])

@@ -1,0 +1,52 @@
+"""What guesses are worth where it is said beforehand how many are right."""
+
+from functools import cache
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from auraflux.bench.random_weights import random_language
+from auraflux.bench.speculation import measure_forced
+from auraflux.cache import CacheSettings
+from auraflux.cli import main
+from auraflux.run.language import LanguageModel
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
+}
+
+
+@cache
+def model_of(layers: int) -> LanguageModel:
+    shape = {**TINY, "num_hidden_layers": layers}
+    return random_language(shape, CacheSettings("k8v4"), torch.device("cpu"), context=128, invariant=True)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+def test_guesses_are_right_as_often_as_they_are_told_to_be(chance: float):
+    found = list(measure_forced(model_of(2), model_of(1).engine, list(range(20)), 60, chance, 1, lambda _: None))
+    assert [gain.task for gain in found] == [f"{count} guesses a step" for count in range(1, 9)]
+    assert all(gain.same for gain in found)
+    first = found[0].accepted / found[0].drafted
+    assert first == chance if chance in (0, 1) else 0.5 < first < 0.9
+    # a guess after one that was wrong is of no use
+    assert found[-1].accepted / found[-1].drafted <= first
+    assert model_of(1).engine.cache.nbytes == 0
+
+
+@pytest.mark.parametrize("given", [["--shape", "llama-8b"], ["--random"], ["--random", "--shape", "llama-8b", "model"]])
+def test_random_weights_need_a_shape_and_no_model(given: list[str]):
+    done = CliRunner().invoke(main, ["bench", "speculate", *given])
+    assert done.exit_code == 1
+    assert "random weights need --random and --shape NAME, and no MODEL." in done.stderr
