@@ -151,7 +151,8 @@ def _by_moving_bytes(b: ir.IRBuilder, words: list[ir.Value], bits: int, number: 
         places = [(lane, first // 8 + i) for lane in range(row, row + BLOCK // 2) for first in starts for i in (0, 1)]
         moved = pick(b, here, behind, [4 * lane + byte if byte < 4 else 4 * (BLOCK + lane) + byte - 4 for lane, byte in places])
         halves.append(b.bitcast(b.lshr(b.bitcast(moved, shifts.type), shifts), BYTES))
-    return b.and_(pick(b, *halves, list(range(0, 8 * BLOCK, 2))), splat(BYTES, 2**bits - 1))
+    low, high = halves
+    return b.and_(pick(b, low, high, list(range(0, 8 * BLOCK, 2))), splat(BYTES, 2**bits - 1))
 
 
 def in_place(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[tuple[ir.Value, int]]:
