@@ -23,6 +23,9 @@ def inspect(path: str | None, quantize: int | None, expert_memory: str | None, a
     MODEL is a folder, a GGUF file or a name; with none, the built-in default. Memory is that of weights and cache together, for
     one sequence, with each setting of the cache: windows and recurrent layers do not grow with the context.
 
+    Of each format it says what is exact of its weights, and how they are multiplied, by one token and by a prompt: on this
+    machine's CPU, and on its GPU, or on an H200 where it has none. `auraflux ops --explain` tells which kernels these are.
+
     Of a packed model the disk is measured, for a second, and budgets for its experts are shown: which of them are mapped, how
     many experts are held otherwise, and how long a token's reads take.
     """
@@ -47,6 +50,7 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
     from auraflux.run.calibration import kept_for
     from auraflux.weights.checkpoint import open_checkpoint
     from auraflux.weights.plan import cache_table, contexts, plain_nbytes, survey
+    from auraflux.weights.speeds import advice, runs
 
     if bits is not None:
         check_format(bits, 64)
@@ -61,6 +65,8 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
     weights = tensors.total.memory_nbytes
     experts = None if checkpoint.experts is None else checkpoint.experts.without(beyond)
     k = 0 if experts is None else experts_per_token(checkpoint.config)
+    gpu, capability = _gpu()
+    products = runs(checkpoint, kind.rename, bits, capability)
     return {
         "path": path,
         "form": checkpoint.form,
@@ -75,6 +81,9 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
         "rows": vars(tensors.rows),
         "parts": {name: vars(share) for name, share in _largest_first(tensors.kinds)},
         "formats": {name: vars(share) for name, share in _largest_first(tensors.formats)},
+        "gpu": gpu,
+        "runs": [each.told() for each in products],
+        "advice": advice(products, path, weights, memory, experts is not None),
         "experts": None if experts is None else inspect_experts.look(experts, k, free, expert_memory),
         "plain": {
             "first": CacheSettings().plain_first,
@@ -87,6 +96,17 @@ def _look(path: str, bits: int | None, expert_memory: str | None) -> dict[str, A
             _setting(kv, cache, weights, memory, free) for kv, cache in cache_table(shapes, contexts(config.context)).items()
         ],
     }
+
+
+def _gpu() -> tuple[str, tuple[int, int]]:
+    """The GPU that kernels are asked for, and its compute capability."""
+    import torch
+
+    from auraflux.ops.assumed import HOPPER
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    return "an H200", HOPPER
 
 
 def _largest_first(shares: "dict[str, Share]") -> "list[tuple[str, Share]]":
@@ -124,6 +144,9 @@ def _show(found: dict[str, Any]) -> None:
         console.print(f"[yellow]note[/yellow] {escape(note)}")
     console.print(_shares("part", found["parts"], total))
     console.print(_shares("format", found["formats"], total))
+    console.print(_products(found))
+    for line in found["advice"]:
+        console.print(f"[yellow]advice[/yellow] {escape(line)}")
     if found["mtp"] is not None:
         size = _size(found["mtp"]["memory_nbytes"])
         console.print(f"a layer that predicts further tokens: {size} more in memory with --speculate mtp")
@@ -171,6 +194,20 @@ def _shares(title: str, shares: dict[str, dict[str, int]], total: dict[str, int]
         each = f"{share['memory_nbytes'] * 8 / max(1, share['parameters']):.2f}"
         sizes = _size(share["nbytes"]), _size(share["memory_nbytes"])
         table.add_row(name, str(share["tensors"]), _count(share["parameters"]), *sizes, each)
+    return table
+
+
+def _products(found: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("products of", "on", "one token", "a prompt", title_justify="left")
+    for each in found["runs"]:
+        name = f"{each['format']}{', experts' if each['experts'] else ''}: {each['kept']}"
+        for backend, paces in each["paces"].items():
+            cells = [f"{pace['does']}: {pace['fast']}" for pace in paces.values()]
+            table.add_row(escape(name), {"cpu": "CPU", "cuda": escape(found["gpu"])}[backend], *map(escape, cells))
+            name = ""
     return table
 
 

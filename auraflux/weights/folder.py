@@ -4,7 +4,7 @@ import ctypes
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +280,7 @@ class Folder:
             first, last = -(-tensor.data_ptr() // PAGE) * PAGE, (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE
             if last > first:
                 # pages of a file mapped for reading are read anew should anyone look at them again
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), DONTNEED)
+                _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), DONTNEED)
 
     def _quantized(self, name: str, codes: Tensor, scales: Tensor, biases: Tensor | None = None) -> QTensor:
         bits, group, mode = self._format(name)
@@ -302,6 +302,11 @@ class Folder:
 
 KINDS_OF = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _mxfp4_blocks(blocks: Tensor, exponents: Tensor) -> QTensor:

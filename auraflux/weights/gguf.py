@@ -160,6 +160,11 @@ class GGUFFile:
     def load_one(self, name: str, index: int) -> Stored:
         return self._stored(name, self._tensors[name][1].data[index], self.shape(name)[1:])
 
+    def first_row(self, name: str) -> Stored:
+        """The first row of a matrix, or of the first of a stack, as `load` would hold it."""
+        array, width = self._tensors[name][1].data, self.shape(name)[-1]
+        return self._stored(name, array.reshape(-1, array.shape[-1])[:1], (1, width))
+
     def _stored(self, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> Stored:
         kind = self._tensors[name][1].tensor_type.name
         if kind in DENSE:

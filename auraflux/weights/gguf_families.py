@@ -21,6 +21,7 @@ from auraflux.weights.gguf_settings import (
 )
 
 Shape = tuple[int, ...]
+INSTEAD = "Use the model's folder of safetensors: more families are read from those."
 
 ENDS = {
     "token_embd": "model.embed_tokens",
@@ -213,7 +214,7 @@ ARCHITECTURES = {
 def architecture(metadata: Mapping[str, Any]) -> Architecture:
     name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
-        raise FormatError(f"GGUF architecture {name!r} is not supported. Those that are: {', '.join(ARCHITECTURES)}.")
+        raise FormatError(f"GGUF architecture {name!r} is not supported. Those that are: {', '.join(ARCHITECTURES)}. {INSTEAD}")
     if name == "llama" and metadata.get("llama.expert_count"):
-        raise FormatError("GGUF files of architecture 'llama' with experts (Mixtral) are not supported.")
+        raise FormatError("GGUF files of architecture 'llama' with experts (Mixtral) are not supported. " + INSTEAD)
     return ARCHITECTURES[name]

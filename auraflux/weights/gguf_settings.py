@@ -86,7 +86,10 @@ def glm4_moe(words: Words) -> dict[str, Any]:
 
 def deepseek2(words: Words) -> dict[str, Any]:
     if words.get("attention.temperature_scale"):
-        raise FormatError("GGUF files of architecture 'deepseek2' whose queries grow with their positions are not supported.")
+        raise FormatError(
+            "GGUF files of architecture 'deepseek2' whose queries grow with their positions are not supported. "
+            "Use the model's folder of safetensors."
+        )
     heads, rope = words["attention.head_count"], words["rope.dimension_count"]
     # newer files give the widths of what is cached as key_length and value_length
     key = words.get("attention.key_length_mla") or words["attention.key_length"]

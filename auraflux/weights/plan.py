@@ -107,10 +107,10 @@ def survey(
         if ours.startswith(beyond):
             found.mtp.add(count, nbytes, memory)
             continue
-        for share in (found.kinds[_kind(ours)], found.formats[label], found.total):
+        for share in (found.kinds[part_of(ours)], found.formats[label], found.total):
             share.add(count, nbytes, memory)
     for table, nbytes in found.tables.items():
-        for share in (found.kinds[_kind(table)], found.rows, found.total):
+        for share in (found.kinds[part_of(table)], found.rows, found.total):
             share.memory_nbytes += min(nbytes, HOT_NBYTES)
     return found
 
@@ -123,13 +123,14 @@ def _add_rows(found: Survey, checkpoint: Checkpoint, name: str, ours: str) -> No
         form = form_named(record[2], width)
         width, label = (form.width, form.name) if form is not None else (width, record[2])
         label = re.sub(r"affine(\d)_(\d+)_.*", r"\1 bits, groups of \2", label)
-    for share in (found.kinds[_kind(ours)], found.formats[label or _format(checkpoint, name)[0]], found.total, found.rows):
+    for share in (found.kinds[part_of(ours)], found.formats[label or _format(checkpoint, name)[0]], found.total, found.rows):
         share.add(rows * width, nbytes, 0)
     table = ours[: ours.index(".ngram_embedding.") + len(".ngram_embedding.")]
     found.tables[table] = found.tables.get(table, 0) + nbytes
 
 
-def _kind(name: str) -> str:
+def part_of(name: str) -> str:
+    """The part of a model that a tensor of ours belongs to, one of `KINDS`."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
@@ -158,6 +159,11 @@ def _format(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
         return kind, stored.nbytes * 8 / math.prod(shape)
     kind = str(stored.dtype).removeprefix("torch.")
     return kind, _dense_bits(kind, shape)
+
+
+def format_of(checkpoint: Checkpoint, name: str) -> str:
+    """What a tensor's format is called."""
+    return _format(checkpoint, name)[0]
 
 
 def _dense_bits(kind: str, shape: tuple[int, ...]) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -84,6 +85,61 @@ def test_inspect_says_what_is_kept_of_other_formats(kind: str, label: str, note:
     assert found["formats"][label]["tensors"] == 14
     assert note in " ".join(found["notes"])
     assert label in " ".join(call("inspect", tmp_path / "q").stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "kept", "cpu"),
+    [
+        ("awq", "AWQ 4 bits, groups of 32", "kept to the bit", "codes are read as they are"),
+        ("gptq-act-order", "GPTQ 4 bits, groups of 32, as float32", "held in float32", "read as they are, 16 or 32 bits"),
+        ("nvfp4", "NVFP4", "kept to the bit", "codes are read as they are"),
+    ],
+)
+def test_inspect_says_how_formats_run(kind: str, label: str, kept: str, cpu: str, tmp_path: Path):
+    rewrite(tiny(text=False), tmp_path / "q", *FOLDERS[kind])
+    found = json.loads(call("inspect", tmp_path / "q", "--json").stdout)
+    run = next(each for each in found["runs"] if each["format"] == label)
+    assert kept in run["kept"]
+    assert not run["experts"]
+    assert run["paces"]["cpu"]["one"]["does"].startswith(cpu)
+    assert set(run["paces"]) == {"cpu", "cuda"}
+    assert all(pace["does"] and pace["fast"] for paces in run["paces"].values() for pace in paces.values())
+    assert found["advice"] == []
+
+
+def test_inspect_asks_for_what_dense_weights_become(tmp_path: Path):
+    plain, rounded = (
+        json.loads(call("inspect", tiny(text=False), "--json", *words).stdout)["runs"][0] for words in ([], ["--quantize", 4])
+    )
+    assert (plain["kept"], rounded["kept"]) == ("kept as it is", "rounded to 4 bits in groups of 64")
+    assert rounded["paces"]["cpu"]["one"]["does"].startswith("codes are read")
+
+
+def test_inspect_of_what_does_not_fit_says_what_to_do(model: Path, monkeypatch):
+    small = SimpleNamespace(memory_nbytes=1)
+    monkeypatch.setattr("auraflux.machine.this_machine", lambda: small)
+    found = json.loads(call("inspect", model, "--json").stdout)
+    assert found["advice"] == [f"the weights do not fit: `auraflux convert {model} NEW --bits 4` makes them smaller."]
+    assert "advice" in call("inspect", model).stdout
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+        {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": {"num_bits": 4}}}},
+        {"quant_method": "fp8", "fmt": "e5m2"},
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    ],
+    ids=lambda config: config["quant_method"],
+)
+def test_what_is_refused_has_something_in_its_place(config: dict, tmp_path: Path):
+    rewrite(tiny(text=False), tmp_path / "q", config, lambda weight, number: ({"weight": weight}, weight))
+    done = call("inspect", tmp_path / "q")
+    assert done.exit_code == 1
+    assert "Or use a bf16 or MLX folder, or a GGUF file of the model." in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_inspect_of_another_method_says_what_to_use(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -10,17 +11,19 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from auraflux.cache import Cache, CacheSettings
 from auraflux.models import FAMILIES, family, family_name
+from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert
 from auraflux.weights.loader import Weights
-from auraflux.weights.stored import Checkpoint
+from auraflux.weights.stored import Checkpoint, Stored
 from tests.models import (
     test_deepseek_v3,
     test_deepseek_v4,
@@ -38,14 +41,16 @@ from tests.models import (
     test_qwen4_exp,
 )
 from tests.models.oracles import save
-from tests.run.tiny import tiny
+from tests.run.tiny import WIDTHS, tiny
 from tests.weights.gguf_files import HIDDEN, INNER, llama_tensors, write_gguf
 from tests.weights.gguf_models import WORDS, written
 from tests.weights.gguf_models import tiny as gguf_model
 from tests.weights.packed_folders import hf_folder, packed
 from tests.weights.quantized_folders import FOLDERS, rewrite
 
-SCRATCH = Path(mkdtemp(prefix="auraflux-fuzz-"))
+# in memory where there is room for files: most of an input's time is the writing of its file
+MEMORY = Path("/dev/shm")
+SCRATCH = Path(mkdtemp(prefix="auraflux-fuzz-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
 atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -108,11 +113,24 @@ def open_all(path: Path) -> Checkpoint:
     return checkpoint
 
 
+class FirstRow(Weights):
+    """Weights of which the first row is computed, of the first that is held as codes."""
+
+    is_read = False
+
+    def ready(self, found: Stored, in_order: bool = False) -> Stored:
+        made = super().ready(found, in_order)
+        if isinstance(made, QTensor) and not self.is_read and len(made.shape) == 2:
+            self.is_read = True
+            assert made.take(torch.zeros(1, dtype=torch.int64)).dequantize().shape == (1, made.shape[1])
+        return made
+
+
 def load_all(path: Path) -> None:
     """Also read its weights, and what `inspect` says of them."""
     checkpoint = open_all(path)
     module = family(checkpoint.config)
-    weights = Weights(checkpoint, module.rename)
+    weights = FirstRow(checkpoint, module.rename)
     module.Model(module.Config.from_hf(checkpoint.config), weights)
     weights.done()
     assert all(isinstance(note, str) for note in checkpoint.notes)
@@ -178,23 +196,31 @@ def model_of(kind: str) -> Folder:
 
 
 @cache
+def small() -> Path:
+    """A model of one layer and few tokens: what inputs in the formats of others are made from."""
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=1, max_position_embeddings=512, eos_token_id=0, **WIDTHS)
+    return save(LlamaForCausalLM(config), SCRATCH / "small")
+
+
+@cache
 def quantized(kind: str) -> Folder:
-    """The tiny model in a format of others."""
-    rewrite(tiny(), SCRATCH / kind, *FOLDERS[kind])
+    """A small model whose MLP is in a format of others."""
+    rewrite(small(), SCRATCH / kind, *FOLDERS[kind], skip=("embed_tokens", "lm_head", "norm", "self_attn"))
     return Folder(SCRATCH / kind)
 
 
 @cache
 def converted() -> Folder:
-    """The tiny model as `convert` writes it."""
-    checkpoint = open_checkpoint(tiny())
+    """A small model as `convert` writes it."""
+    checkpoint = open_checkpoint(small())
     return Folder(convert(checkpoint, family(checkpoint.config), SCRATCH / "converted", group=32))
 
 
 @cache
 def blocks() -> Folder:
     """A gpt-oss as OpenAI published it: experts as blocks and exponents of MXFP4."""
-    folder, found = save(test_gpt_oss.gpt_oss(), SCRATCH / "blocks"), {}
+    model = test_gpt_oss.gpt_oss(num_hidden_layers=1, layer_types=["full_attention"], num_local_experts=2, vocab_size=32)
+    folder, found = save(model, SCRATCH / "blocks"), {}
     for name, tensor in load_file(folder / WEIGHTS).items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             count, width, rows = tensor.shape
@@ -223,22 +249,44 @@ def join(data: bytes, header: bytes) -> bytes:
 
 @cache
 def gguf_of(architecture: str, kind: str = "F32") -> bytes:
-    """A GGUF file of a family; its matrices have blocks of some type."""
+    """A GGUF file of a family; its matrices but those of attention have blocks of some type."""
     if architecture == "llama":
         # wide enough for blocks of 256
-        tensors = llama_tensors() if kind == "F32" else wide_tensors()
+        tensors = one_layer() if kind == "F32" else wide_tensors()
         words = {} if kind == "F32" else {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64}
+        words["block_count"] = 1
     else:
         tensors, words = written(gguf_model(architecture), architecture), dict(WORDS[architecture])
-    path = SCRATCH / f"{architecture}-{kind}.gguf"
-    return write_gguf(path, tensors, kind, architecture, words, tokenizer=True).read_bytes()
+    path, kinds = SCRATCH / f"{architecture}-{kind}.gguf", {name: "F32" for name in tensors if "self_attn" in name}
+    return write_gguf(path, tensors, kind, architecture, words, kinds, tokenizer=True).read_bytes()
+
+
+@cache
+def gguf_pieces() -> tuple[bytes, ...]:
+    """The files of a model that the `gguf` package has cut into two."""
+    tensors = wide_tensors()
+    words = {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64, "block_count": 1}
+    write_gguf(SCRATCH / "cut.gguf", tensors, "Q8_0", words=words, tokenizer=True, most=-(-len(tensors) // 2))
+    return tuple((SCRATCH / f"cut-0000{number}-of-00002.gguf").read_bytes() for number in (1, 2))
+
+
+@cache
+def header_nbytes(content: bytes) -> int:
+    """Where the tensors of a GGUF file begin."""
+    path = SCRATCH / "header.gguf"
+    path.write_bytes(content)
+    return gguf.GGUFReader(path).data_offset
+
+
+def one_layer() -> dict[str, np.ndarray]:
+    return {name: array for name, array in llama_tensors().items() if ".layers.1." not in name}
 
 
 def wide_tensors() -> dict[str, np.ndarray]:
     """A Llama of which every matrix has whole blocks of 256."""
     swapped = {HIDDEN: 256, INNER: 256, 64: 128}
     made = {}
-    for name, array in llama_tensors().items():
+    for name, array in one_layer().items():
         shape = tuple(swapped.get(size, size) for size in array.shape)
         made[name] = np.resize(array, shape)
     return made

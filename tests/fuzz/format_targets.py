@@ -1,19 +1,21 @@
 """Weights in the formats of others, changed by chance: what describes them, their names, kinds and sizes, and their bytes."""
 
 import random
+import struct
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGUFValueType
+from gguf import GGMLQuantizationType, GGUFValueType
 
 from auraflux.quant.gguf_blocks import LAYOUTS
 from auraflux.run.tokenizer import Tokenizer
+from auraflux.weights.folder import BESIDE
 from auraflux.weights.gguf_families import ARCHITECTURES
 from tests.fuzz import corpus
-from tests.fuzz.corpus import SCRATCH, Folder, gguf_of, join, load_all, open_all
+from tests.fuzz.corpus import SCRATCH, Folder, gguf_of, gguf_pieces, header_nbytes, join, load_all, open_all
 from tests.fuzz.harness import Target
 from tests.fuzz.mutate import as_json, mutated, nearby, octets, odd
 from tests.weights.gguf_files import HIDDEN, OTHERS, VOCAB
@@ -21,7 +23,7 @@ from tests.weights.gguf_models import WORDS
 from tests.weights.test_gguf import llama3_factors
 
 DTYPES = ["F64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "BOOL", "U8", "I8", "I16", "I32", "I64", "F32", "F16", "BF16", "C64"]
-HEADER = 8192  # octets of a GGUF file, about as many as it has before its tensors
+MEMORY = 64 << 20  # bytes; the files have less than 1 MiB
 
 
 def changed(rng: random.Random, folder: Folder, about: str) -> None:
@@ -45,6 +47,19 @@ def method(kinds: tuple[str, ...], rng: random.Random) -> None:
     changed(rng, corpus.quantized(rng.choice(kinds)), "quantization_config")
 
 
+def beside(rng: random.Random) -> None:
+    """A folder of ModelOpt whose config.json says nothing of the format: hf_quant_config.json does."""
+    folder = corpus.quantized(rng.choice(["nvfp4", "modelopt-fp8"]))
+    config = folder.config
+    said = {"producer": {"name": "modelopt"}, "quantization": config.pop("quantization_config")}
+    path = folder.write(as_json(rng, config)) / BESIDE
+    path.write_bytes(as_json(rng, mutated(rng, said)))
+    try:
+        load_all(folder.path)
+    finally:
+        path.unlink()
+
+
 def mlx(rng: random.Random) -> None:
     """What `convert` writes, in which modules may have a format of their own."""
     folder = corpus.converted()
@@ -64,9 +79,17 @@ def blocks(rng: random.Random) -> None:
 def gguf_header(make: Callable[[], bytes], name: str, rng: random.Random) -> None:
     """A GGUF file with octets changed: most often in its header, sometimes in its blocks."""
     path, content = SCRATCH / f"{name}.gguf", make()
-    at = 0 if rng.random() < 0.8 else rng.randrange(len(content))
-    path.write_bytes(content[:at] + octets(rng, content[at : at + HEADER]) + content[at + HEADER :])
+    path.write_bytes(with_others(rng, content))
     load_all(path)
+
+
+def with_others(rng: random.Random, content: bytes, most: int = 8) -> bytes:
+    """A GGUF file with other octets, in its header or behind it."""
+    start = header_nbytes(content)
+    if rng.random() < 0.8:
+        return octets(rng, content[:start], most) + content[start:]
+    at = rng.randrange(start, len(content))
+    return content[:at] + octets(rng, content[at : at + start], most) + content[at + start :]
 
 
 def gguf_families(rng: random.Random) -> None:
@@ -76,11 +99,12 @@ def gguf_families(rng: random.Random) -> None:
 
 def gguf_parts(rng: random.Random) -> None:
     """A file that is cut into two, one of them changed, missing, or the same as the other."""
-    content, names = gguf_of("llama"), [SCRATCH / f"parts-0000{number}-of-00002.gguf" for number in (1, 2)]
-    for path in names:
+    pieces, names = gguf_pieces(), [SCRATCH / f"parts-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for path, content in zip(names, pieces, strict=True):
         path.unlink(missing_ok=True)
-        if rng.random() < 0.9:
-            path.write_bytes(octets(rng, content[:HEADER], 2) + content[HEADER:] if rng.random() < 0.7 else content)
+        if rng.random() < 0.95:
+            content = content if rng.random() < 0.95 else rng.choice(pieces)
+            path.write_bytes(with_others(rng, content, 3) if rng.random() < 0.7 else content)
     load_all(rng.choice(names))
 
 
@@ -105,18 +129,14 @@ def gguf_words(rng: random.Random) -> None:
     spoken = {key: rng.choice([nearby, lambda r, v: odd(r)])(rng, found[key][1]) for key in rng.sample(sorted(found), 2)}
     if rng.random() < 0.1:
         spoken["general.architecture"] = rng.choice(sorted(ARCHITECTURES))
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.kv_data[0].clear()
-    for key, (types, value) in found.items():
-        _add(writer, key, *((types, value) if key not in spoken else (None, spoken[key])))
-    writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HIDDEN), np.float32))
+    fields = [
+        packed(key, *((types, value) if key not in spoken else (None, spoken[key]))) for key, (types, value) in found.items()
+    ]
+    arrays = {"token_embd.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
     if rng.random() < 0.2:
         factors = llama3_factors(8.0)
-        writer.add_tensor("rope_freqs.weight", rng.choice([factors, factors[1:], factors * 2]))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        arrays["rope_freqs.weight"] = rng.choice([factors, factors[1:], factors * 2])
+    path.write_bytes(gguf_content([field for field in fields if field], arrays))
     checkpoint = open_all(path)
     Tokenizer.from_gguf(checkpoint.metadata).encode("ab")  # type: ignore[attr-defined]
 
@@ -133,33 +153,53 @@ SCALING = {
 }
 TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.INT64, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
 # a number that has no room in its type, and a text that is none: the package cannot write them, so no file has them
-UNWRITABLE = (OverflowError, UnicodeEncodeError, gguf.gguf_writer.struct.error)
+UNWRITABLE = (OverflowError, UnicodeEncodeError, struct.error)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, types: list[GGUFValueType] | None, value: Any) -> None:
-    """Put a value under a key, in the types given or those it has in Python; what GGUF has no type for is left out."""
+WRITER = gguf.GGUFWriter(None, "llama")
+
+
+def packed(key: str, types: list[GGUFValueType] | None, value: Any) -> bytes:
+    """A field of a file, in the types given or those it has in Python; nothing where GGUF has no type for it."""
     if types is None:
         inner = {type(each) for each in value} if isinstance(value, list) else {type(value)}
         if len(inner) != 1 or not inner <= set(TYPES) or value == "":
-            return
+            return b""
         types = [GGUFValueType.ARRAY] if isinstance(value, list) else [TYPES[type(value)]]
     try:
-        writer._pack_val(value, types[0], True, types[-1] if len(types) > 1 else None)
+        name = WRITER._pack_val(key, GGUFValueType.STRING, add_vtype=False)
+        return name + WRITER._pack_val(value, types[0], True, types[-1] if len(types) > 1 else None)
     except UNWRITABLE:
-        return
-    writer.add_key_value(key, value, types[0], sub_type=types[-1] if len(types) > 1 else None)
+        return b""
+
+
+def gguf_content(fields: list[bytes], arrays: dict[str, np.ndarray]) -> bytes:
+    """A file of fields and of tensors in single precision."""
+    infos, data = b"", b""
+    for name, array in arrays.items():
+        sizes = array.shape[::-1]
+        infos += WRITER._pack_val(name, GGUFValueType.STRING, add_vtype=False)
+        infos += struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, GGMLQuantizationType.F32, len(data))
+        data += padded(array.tobytes())
+    head = struct.pack("<4sIQQ", b"GGUF", gguf.GGUF_VERSION, len(arrays), len(fields)) + b"".join(fields) + infos
+    return padded(head) + data
+
+
+def padded(content: bytes) -> bytes:
+    return content + bytes(-len(content) % gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
 TARGETS = [
-    *(Target(name, partial(method, kinds), 25) for name, kinds in corpus.METHODS.items()),
-    Target("mlx", mlx, 30),
-    Target("mxfp4-blocks", blocks, 10),
+    *(Target(name, partial(method, kinds), 25, memory=MEMORY) for name, kinds in corpus.METHODS.items()),
+    Target("modelopt-beside", beside, 15, memory=MEMORY),
+    Target("mlx", mlx, 30, memory=MEMORY),
+    Target("mxfp4-blocks", blocks, 10, memory=MEMORY),
     *(
-        Target(f"gguf-{kind.lower()}", partial(gguf_header, partial(gguf_of, "llama", kind), kind), 5)
+        Target(f"gguf-{kind.lower()}", partial(gguf_header, partial(gguf_of, "llama", kind), kind), 5, memory=MEMORY)
         for kind in sorted({*LAYOUTS, *OTHERS})
     ),
-    Target("gguf-header", partial(gguf_header, partial(gguf_of, "llama"), "header"), 20),
-    Target("gguf-families", gguf_families, 12),
-    Target("gguf-parts", gguf_parts, 10),
-    Target("gguf-words", gguf_words, 20),
+    Target("gguf-header", partial(gguf_header, partial(gguf_of, "llama"), "header"), 20, memory=MEMORY),
+    Target("gguf-families", gguf_families, 12, memory=MEMORY),
+    Target("gguf-parts", gguf_parts, 10, memory=MEMORY),
+    Target("gguf-words", gguf_words, 20, memory=MEMORY),
 ]

@@ -31,17 +31,19 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def mutated(rng: random.Random, value: Any, most: int = 3) -> Any:
     """A copy of a JSON value, changed in a few places."""
-    made, largest = copy.deepcopy(value), len(places(value)) + GROWN
+    made, found = copy.deepcopy(value), places(value)
+    largest = len(found) + GROWN
     for _ in range(rng.randint(1, most)):
-        made = _changed(rng, made)
         # a list of long lists would take more memory here than in what is tested
-        if len(places(made)) > largest:
+        if len(found) > largest:
             break
+        made = _changed(rng, made, rng.choice(found))
+        found = places(made)
     return made
 
 
-def _changed(rng: random.Random, value: Any) -> Any:
-    path = rng.choice(places(value))
+def _changed(rng: random.Random, value: Any, path: tuple[Any, ...]) -> Any:
+    """A value that is another at one of its places."""
     if not path:
         return odd(rng) if rng.random() < 0.1 else value
     parent = value

@@ -65,9 +65,13 @@ def write_gguf(
     words: dict[str, Any] | None = None,
     kinds: dict[str, str] | None = None,
     tokenizer: bool = False,
+    most: int = 0,
 ) -> Path:
-    """Write a file; matrices have the type `kind`, or the one given for their name."""
-    writer = gguf.GGUFWriter(path, architecture)
+    """Write a file; matrices have the type `kind`, or the one given for their name.
+
+    most  tensors of a file, of a model that is cut into several: the first has all metadata; 0 for one file
+    """
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most)
     given = {
         "block_count": LAYERS,
         "context_length": 256,

@@ -121,6 +121,18 @@ def test_files_in_parts(tmp_path):
     assert torch.equal(found.load(names[-1]), torch.from_numpy(tensors[names[-1]]))
 
 
+def test_files_that_the_package_has_cut(tmp_path):
+    """Only the first has metadata besides its place among the others; any of them may be named."""
+    tensors = llama_tensors()
+    write_gguf(tmp_path / "m.gguf", tensors, most=8)
+    parts = sorted(tmp_path.glob("m-*-of-*.gguf"))
+    assert len(parts) == -(-len(tensors) // 8)
+    for part in (parts[0], parts[-1]):
+        found = open_checkpoint(part)
+        assert sorted(found.sizes()) == sorted(tensors)
+        assert torch.equal(found.load("model.norm.weight"), torch.from_numpy(tensors["model.norm.weight"]))
+
+
 def experts(count: int) -> dict[str, tuple[int, ...]]:
     name = "model.layers.0.mlp.switch_mlp"
     return {

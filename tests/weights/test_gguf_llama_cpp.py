@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from auraflux.ops import use_backend
 from tests.models.oracles import save, scores, tokens, truth
 from tests.tested import outside
 from tests.weights.gguf_files import VOCAB, write_gguf
@@ -53,8 +52,7 @@ def test_llama_cpp_says_the_same_of_the_file(which: str, tmp_path: Path):
             model.lm_head.weight.div_(truth(model, ids).std())
     path = write_gguf(tmp_path / "m.gguf", written(model, kind), "F32", kind, words, tokenizer=True)
     llama = server(path)
-    with use_backend("reference"):
-        ours = torch.log_softmax(scores(path, ids).float(), -1)
+    ours = torch.log_softmax(scores(path, ids).float(), -1)
     for count in (1, 7, COUNT):
         theirs = likelihoods(llama, ids[:count])
         assert not theirs.isnan().any()

@@ -107,9 +107,9 @@ def test_rounding_on_load_counts(tmp_path):
     ],
 )
 def test_what_tensors_are_for(name: str, kind: str):
-    from auraflux.weights.plan import _kind
+    from auraflux.weights.plan import part_of
 
-    assert _kind(name) == kind
+    assert part_of(name) == kind
 
 
 def test_the_planner_takes_no_memory():

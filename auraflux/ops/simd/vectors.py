@@ -190,6 +190,7 @@ class Isa:
     small_codes = 0
     # the same with more bits. Groups of 32 with 4 bits are read at 23.1 GB/s at 64, 22.5 without; groups of 64 slower
     small_spans = 0
+    moves_bytes = False  # whether any bytes of two vectors become one by an instruction as cheap as any
     widens_halves = False  # whether f16 becomes float32 by one instruction
     small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
 
@@ -292,7 +293,7 @@ class Dotprod(Isa):
     # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
     ahead = 512
     small_codes, small_spans = 256, 64
-    by_lane = small_tables = widens_halves = True
+    by_lane = small_tables = widens_halves = moves_bytes = True
     digits = 3
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:

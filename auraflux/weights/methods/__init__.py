@@ -18,6 +18,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], Method]] = {
 }
 # what a folder reads without a method: gpt-oss's blocks, named by their tensors
 OWN = ("mxfp4",)
+INSTEAD = "a bf16 or MLX folder, or a GGUF file of the model."
 
 __all__ = ["Header", "Held", "Method", "method_of"]
 
@@ -37,6 +38,9 @@ def method_of(config: dict[str, Any], beside: dict[str, Any] | None = None) -> M
         known = ", ".join([*METHODS, *OWN])
         raise FormatError(
             f"the weights are quantized by {shown(name)}, which is not read. Methods that are: {known}. "
-            "Use such a folder, a bf16 or MLX folder, or a GGUF file of the model."
+            f"Use such a folder, {INSTEAD}"
         )
-    return METHODS[name](found)
+    try:
+        return METHODS[name](found)
+    except FormatError as err:
+        raise FormatError(f"{err} Or use {INSTEAD}") from err

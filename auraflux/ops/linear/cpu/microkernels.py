@@ -135,7 +135,24 @@ def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]
         mask = splat(BYTES, 2**bits - 1)
         found = [b.and_(b.lshr(v, splat(BYTES, shift)) if shift else v, mask) for v in packed for shift in range(0, 8, bits)]
         return [ISA.look_up(b, TABLES[form.kind], v) for v in found] if form.kind in TABLES else found
+    if ISA.moves_bytes:
+        return [_by_moving_bytes(b, words, bits, i) for i in range(8)]
     return [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
+
+
+def _by_moving_bytes(b: ir.IRBuilder, words: list[ir.Value], bits: int, number: int) -> ir.Value:
+    """Four adjacent codes of each lane, one in each byte: the two bytes that hold a code are moved together and shifted."""
+    word, start = divmod(4 * bits * number, 32)
+    here, behind = (b.bitcast(words[i], BYTES) for i in (word, min(word + 1, bits - 1)))
+    starts = [start + bits * code for code in range(4)]
+    shifts = ir.Constant(vector(I16, 2 * BLOCK), [first % 8 for first in starts] * (BLOCK // 2))
+    halves = []
+    for row in range(0, BLOCK, BLOCK // 2):
+        places = [(lane, first // 8 + i) for lane in range(row, row + BLOCK // 2) for first in starts for i in (0, 1)]
+        moved = pick(b, here, behind, [4 * lane + byte if byte < 4 else 4 * (BLOCK + lane) + byte - 4 for lane, byte in places])
+        halves.append(b.bitcast(b.lshr(b.bitcast(moved, shifts.type), shifts), BYTES))
+    low, high = halves
+    return b.and_(pick(b, low, high, list(range(0, 8 * BLOCK, 2))), splat(BYTES, 2**bits - 1))
 
 
 def in_place(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[tuple[ir.Value, int]]:
