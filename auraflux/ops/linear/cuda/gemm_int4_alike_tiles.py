@@ -102,7 +102,7 @@ def _split_sums(sums, H: gl.constexpr, COLUMN: gl.constexpr):
         )  # fmt: skip
     else:
         first, second = gl.split(sums.permute(1, 0))
-        found = (gl.convert_layout(first, COLUMN), gl.convert_layout(second, COLUMN))
+        found = (gl.convert_layout(first, COLUMN), gl.convert_layout(second, COLUMN))  # type: ignore[assignment]
     return found
 
 
