@@ -81,13 +81,33 @@ def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.
 
 
 def chosen_bytes(a: np.ndarray, b: np.ndarray, how: np.ndarray) -> np.ndarray:
-    nibbles = [how >> 4 * k & 15 for k in range(4)]
-    assert max(n.max() for n in nibbles) < 8
-    return sum((np.where(n < 4, a, b) >> 8 * (n % 4) & 255) << 8 * k for k, n in enumerate(nibbles))
+    """Bytes of two words; with its highest bit a digit of `how` asks for the sign in place of the byte."""
+    found = np.zeros_like(a)
+    for k in range(4):
+        digit = how >> 4 * k & 15
+        octet = np.where(digit & 4, b, a) >> 8 * (digit & 3) & 255
+        found = found | np.where(digit & 8, (octet >> 7) * 255, octet) << 8 * k
+    return found
 
 
 def larger_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(a & 0xFFFF, b & 0xFFFF) | np.maximum(a >> 16, b >> 16) << 16
+
+
+def larger_pairs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of numbers in bf16 those that are farther from zero; here without the signs that PTX gives them."""
+    return larger_halves(a & 0x7FFF7FFF, b & 0x7FFF7FFF)
+
+
+def pair_dot(first: int, signed: bool) -> Callable[..., np.ndarray]:
+    """Two 16-bit numbers times two bytes of a word from one on, added to a number."""
+
+    def dot(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        octets = [(b >> 8 * (first + k) & 255).astype(np.int8 if signed else np.uint8).astype(np.int64) for k in (0, 1)]
+        halves = [(a >> 16 * k & 0xFFFF).astype(np.int16).astype(np.int64) for k in (0, 1)]
+        return c + halves[0] * octets[0] + halves[1] * octets[1]
+
+    return dot
 
 
 def funnel(low: np.ndarray, high: np.ndarray, shift: np.ndarray) -> np.ndarray:
@@ -117,8 +137,16 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
     "sub.u32": lambda a, b: a - b,
+    "sub.s32": lambda a, b: a - b,
+    "mad.lo.s32": lambda a, b, c: a * b + c,
     "max.u32": np.maximum,
     "max.u16x2": larger_halves,
+    "max.NaN.xorsign.abs.bf16x2": larger_pairs,
+    **{
+        f"dp2a.{mode}.s32.{kind}": pair_dot(first, kind == "s32")
+        for mode, first in (("lo", 0), ("hi", 2))
+        for kind in ("s32", "u32")
+    },
     "selp.b32": lambda a, b, choice: np.where(choice.astype(bool), a, b),
     "mul.lo.u32": lambda a, b: a * b,
     "mul.rn.bf16x2": pairs_times,

@@ -53,7 +53,7 @@ def unit_shift(form, hopper):
 
 
 @triton.jit
-def _columns(tile, UNITS: tl.constexpr, WIDE: tl.constexpr):
+def columns(tile, UNITS: tl.constexpr, WIDE: tl.constexpr):
     """The columns of a tile [UNITS, WIDE] of which every thread has a row; 4 or 8."""
     if WIDE == 4:
         even, odd = tl.split(tl.reshape(tile, [UNITS, 2, 2]))
@@ -62,8 +62,8 @@ def _columns(tile, UNITS: tl.constexpr, WIDE: tl.constexpr):
         found = (x0, x1, x2, x3)
     else:
         even, odd = tl.split(tl.reshape(tile, [UNITS, 4, 2]))
-        x0, x2, x4, x6 = _columns(even, UNITS, 4)
-        x1, x3, x5, x7 = _columns(odd, UNITS, 4)
+        x0, x2, x4, x6 = columns(even, UNITS, 4)
+        x1, x3, x5, x7 = columns(odd, UNITS, 4)
         found = (x0, x1, x2, x3, x4, x5, x6, x7)  # type: ignore[assignment]
     return found
 
@@ -81,7 +81,7 @@ def unit_words(row, unit, there, BITS: tl.constexpr):
         at = unit[:, None] * EACH + tl.arange(0, EACH)[None, :]
         inside = there if len(there.shape) == 0 else there[:, None]
         tile = tl.load(row + at, mask=inside, other=0, eviction_policy=policy)
-        words = _columns(tile, unit.shape[0], 4) if BITS == 8 else tl.split(tile)
+        words = columns(tile, unit.shape[0], 4) if BITS == 8 else tl.split(tile)
     elif BITS == 2:
         words = (tl.load(row + unit, mask=there, other=0, eviction_policy=policy),)
     else:
@@ -211,7 +211,7 @@ def _inputs(x, unit, there, UNITS: tl.constexpr):
     for part in tl.static_range(16 // WIDE):
         at = unit[:, None] * 16 + (WIDE * part + tl.arange(0, WIDE))[None, :]
         tile = tl.load(x + at) if there is None else tl.load(x + at, mask=there[:, None], other=0.0)
-        found += _columns(tile.to(tl.float32), UNITS, WIDE)
+        found += columns(tile.to(tl.float32), UNITS, WIDE)
     for j in tl.static_range(16):
         total += found[j]
     return found, total
@@ -241,7 +241,7 @@ def joined(several, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr
 
 
 @triton.jit
-def _added(totals, UNITS: tl.constexpr, ROWS: tl.constexpr):
+def added(totals, UNITS: tl.constexpr, ROWS: tl.constexpr):
     """The sums over all threads, [ROWS]."""
     return tl.sum(tl.reshape(joined(totals, 0, 1, ROWS), [UNITS, ROWS]), 0)
 
@@ -283,7 +283,7 @@ def row_sums(
                 total += sum_x * bias
             new += (total,)  # type: ignore[assignment]
         totals = new
-    return _added(totals, UNITS, ROWS)
+    return added(totals, UNITS, ROWS)
 
 
 def program_shape(rows: int, weight: QTensor, device: torch.device) -> dict[str, int | bool]:

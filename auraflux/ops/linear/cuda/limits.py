@@ -23,7 +23,7 @@ from auraflux.ops.linear.cuda import (
     matvec_int4,
     matvec_int4_tma,
     matvec_int8,
-    matvec_units,
+    matvec_whole,
 )
 from auraflux.ops.linear.cuda.call import DENSE_ROWS, Call
 from auraflux.ops.linear.cuda.dequantize import not_written
@@ -170,23 +170,19 @@ def refuses_matvec_int8(call: Call) -> str | None:
     return refuses_matvec_bits(call) or matvec_int8.slower(call.x, call.coded)
 
 
-def refuses_matvec_units(call: Call) -> str | None:
+def refuses_matvec_whole(call: Call) -> str | None:
     if reason := _not_one(call):
         return reason
     if not call.coded:
         return NOT_ALIKE
     if call.norm is not None:
         return NOT_PLAIN
-    if len(call.coded) > matvec_units.MOST_WEIGHTS:
-        return f"more than {matvec_units.MOST_WEIGHTS} weights"
-    if len({bias is None for bias in call.biases}) > 1:
-        return "some weights have a bias, and some have none"
-    for weight in call.coded:
-        if reason := matvec_units.not_served(call.x, weight):
-            return reason
-        if _unaligned(call.x, weight.packed, weight.scales, weight.biases):
-            return UNALIGNED
-    return not_hopper(call.x.device)
+    if len(call.coded) > matvec_whole.MOST_WEIGHTS:
+        return f"more than {matvec_whole.MOST_WEIGHTS} weights"
+    if reason := matvec_whole.not_served(call.x, call.coded[0]):
+        return reason
+    # words are read of x
+    return not_hopper(call.x.device) or (UNALIGNED if _unaligned(call.x) else None)
 
 
 def refuses_matvec_three(call: Call) -> str | None:

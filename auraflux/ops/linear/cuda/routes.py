@@ -28,7 +28,7 @@ from auraflux.ops.linear.cuda import (
     matvec_int4,
     matvec_int4_tma,
     matvec_int8,
-    matvec_units,
+    matvec_whole,
 )
 from auraflux.ops.linear.cuda.call import Call, Made, Normed
 from auraflux.ops.linear.cuda.dense import dequantized, multiply_dense
@@ -88,9 +88,12 @@ def _matvec_int8(call: Call) -> Made:
     return Made(outs)
 
 
-def _matvec_units(call: Call) -> Made:
+def _matvec_whole(call: Call) -> Made:
     outs = call.outs()
-    matvec_units.multiply(call.x, call.coded, outs, call.biases, call.gated)
+    if call.gated:
+        matvec_whole.multiply_gated(call.x, call.coded[0], call.coded[1], outs[0])
+    else:
+        matvec_whole.multiply(call.x, call.coded, outs, call.biases)
     return Made(outs)
 
 
@@ -237,7 +240,7 @@ PRODUCTS: Routes[Call, Made] = Routes(
     Route("gemm_int4_alike", limits.refuses_int4_alike, _int4_alike, alike=True),
     Route("matvec_int8", limits.refuses_matvec_int8, _matvec_int8),
     Route("matvec_bits", limits.refuses_matvec_bits, _matvec_bits),
-    Route("matvec_units", limits.refuses_matvec_units, _matvec_units),
+    Route("matvec_whole", limits.refuses_matvec_whole, _matvec_whole),
     Route("matvec of three", limits.refuses_matvec_three, _matvec_three),
     Route("matvec of gate and up", limits.refuses_matvec_gated, _matvec_gated),
     Route("matvec_dense_normed", limits.refuses_dense_normed, _dense_normed, alike=True),
