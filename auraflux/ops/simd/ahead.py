@@ -18,6 +18,7 @@ import torch
 
 from auraflux.ops.simd import jit
 from auraflux.ops.simd.compiler import Part
+from auraflux.ops.simd.folder import CACHE_FOLDER
 from auraflux.ops.simd.jit import Kernel
 
 Tell = Callable[[str, int, int], None]  # what was compiled, how many so far, of how many
@@ -65,7 +66,7 @@ def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total
     if not missing:
         return
     workers = min(len(missing), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
-    if workers > 1 and jit.CACHE_FOLDER and sys.platform == "linux":
+    if workers > 1 and CACHE_FOLDER and sys.platform == "linux":
         _share(missing, workers, tell)
     # what no process has left in the cache
     for done, kernel in enumerate(missing):
