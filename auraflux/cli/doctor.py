@@ -82,10 +82,12 @@ def doctor(as_json: bool, compile_for: str | None) -> None:
 
 def _compile(model: str) -> None:
     """Load a model on this machine's processor, which compiles its kernels."""
+    from auraflux.ops.simd.ahead import wait
     from auraflux.ops.simd.folder import CACHE_FOLDER
     from auraflux.run.load import load
 
     load(model, device="cpu")
+    wait()
     if not CACHE_FOLDER:
         raise Failure("compiled kernels cannot be kept on this machine, so there is nothing to prepare.")
     kept = sum(1 for _ in Path(CACHE_FOLDER).rglob("*.nbc"))

@@ -11,7 +11,6 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -25,20 +24,11 @@ from torch import Tensor
 
 from auraflux.kernel_cache import is_kept
 from auraflux.ops._recording import recorder
-from auraflux.ops.simd.compiler import KernelCompiler, Part, PartCompiler
+from auraflux.ops.simd.compiler import FAST, OPTIONS, KernelCompiler
+from auraflux.ops.simd.compiler import jit_with as jit_with
 from auraflux.ops.simd.folder import CACHE_FOLDER, our_cache
 from auraflux.ops.simd.threads import LINE, crew, launch
 from auraflux.ops.simd.threads import threads as threads
-
-# contraction and reassociation let loops vectorise; NaN and infinity keep their meaning
-FAST = {"contract", "reassoc", "nsz"}
-OPTIONS: dict[str, Any] = {"error_model": "numpy"}
-
-
-def jit_with(*flags: str) -> Callable[..., Any]:
-    """Make a `jit` with other fast-math flags. At least one: without any, Numba takes those of the first caller."""
-    return partial(Part, targetoptions={**OPTIONS, "nopython": True, "fastmath": {*flags}}, pipeline_class=PartCompiler)
-
 
 jit = jit_with(*FAST)
 strict = jit_with("contract")  # no sum is reordered
@@ -164,7 +154,7 @@ def real(typingctx, bits):
     return types.float32(types.int64), codegen
 
 
-@numba.njit(inline="always")
+@jit
 def share(count, job, jobs):
     """The part of range(count) that falls to this job."""
     return range(job * count // jobs, (job + 1) * count // jobs)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from auraflux.errors import BackendError
 from auraflux.ops._recording import recorder
+from auraflux.ops.simd.compiler import KernelCompiler
 from auraflux.ops.simd.folder import our_cache
 from auraflux.ops.simd.jit import (
     LINE,
@@ -35,7 +36,7 @@ from auraflux.ops.simd.jit import (
     octets,
     real,
 )
-from auraflux.ops.simd.threads import crew, launch, threads
+from auraflux.ops.simd.threads import crew, launch_jobs, threads
 
 FIELDS = 3  # of a launch: address of the code, address of its arguments, jobs
 SCRATCH_NBYTES = 1 << 22
@@ -87,11 +88,11 @@ def _scale(args, job, jobs):
 
 with our_cache():
 
-    @numba.njit(nogil=True, cache=True)
+    @numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler)
     def _replay(shared, table_at, count):
         table = int64s(table_at, count * FIELDS)
         for n in range(count):
-            launch(shared, table[FIELDS * n], table[FIELDS * n + 1], table[FIELDS * n + 2])
+            launch_jobs(shared, table[FIELDS * n], table[FIELDS * n + 1], table[FIELDS * n + 2])
 
 
 class Recording:

@@ -3,7 +3,8 @@
 A launch is a number of jobs, written down in one word: whoever raises it by one has the next job. The calling thread takes jobs
 like the others and waits only for those that somebody has begun, so a thread that gets no core holds nothing up. Which thread
 has a job makes no difference to its result. Threads look for work for a while and then sleep, so that they do not take a busy
-machine's cores from each other.
+machine's cores from each other. Where more want to run than there are cores, one that is woken may take the core of who wakes
+it: for some time after that nobody is woken.
 
 One launch has the threads at a time; the jobs of another that comes meanwhile stay on the thread it comes from.
 """
@@ -13,6 +14,7 @@ import ctypes
 import os
 import platform
 import threading
+import time
 from typing import Any
 
 import numba
@@ -22,6 +24,7 @@ from numba.core import cgutils
 from numba.core import config as _config
 from numba.extending import intrinsic
 
+from auraflux.ops.simd.compiler import KernelCompiler, jit_with
 from auraflux.ops.simd.folder import our_cache
 
 # its names are made when it is imported, out of sight of type checkers
@@ -31,6 +34,7 @@ WORD = ir.IntType(64)
 
 # a few microseconds beyond what lies between two launches of a step; some 70 us on a Neoverse-N1
 LOOKS = 3000
+REST = 8  # times as long as waking took, nobody is woken
 
 # where what the threads share lies, in bytes; each on a line of its own, if it is written often
 TICKET = 0  # launches, jobs of this one, the next of them: 32, 16 and 16 bits
@@ -38,10 +42,16 @@ DONE = 1 * LINE  # jobs that are finished
 CODE, ARGS = 2 * LINE, 2 * LINE + 8
 TAKEN = 3 * LINE  # whether a launch has the threads
 SLEEPERS, AWAITED, STOPPED = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16
-LOCK, UNLOCK, SLEEP, WAKE = (5 * LINE + 8 * n for n in range(4))  # the system's functions
+LOCK, UNLOCK, SLEEP, WAKE, CLOCK = (5 * LINE + 8 * n for n in range(5))  # the system's functions
+RESTED = 5 * LINE + 40  # when sleepers may be woken again
+NOW = 5 * LINE + 48  # two words that the clock writes
 MUTEX, WORK, END = 6 * LINE, 8 * LINE, 10 * LINE  # what they need: a lock, sleepers that wait for work and for a launch's end
 SHARED_NBYTES = 12 * LINE
+MONOTONIC = time.CLOCK_MONOTONIC
 MOST_JOBS = (1 << 16) - 1
+
+
+part = jit_with("contract")
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -128,12 +138,12 @@ def run_job(typingctx, code, args, job, jobs):
     return types.void(*[types.int64] * 4), codegen
 
 
-@numba.njit(inline="always")
+@part
 def _left(ticket):
     return (ticket & MOST_JOBS) < (ticket >> 16 & MOST_JOBS)
 
 
-@numba.njit(inline="always")
+@part
 def _take_jobs(shared):
     """Run jobs of the launch for as long as there are any; gives whether the last one to finish was among them."""
     last = False
@@ -148,11 +158,29 @@ def _take_jobs(shared):
     return last
 
 
-@numba.njit(inline="always")
+@part
 def _wake(shared, sleepers):
+    # whoever has seen nothing to do sleeps when the lock is free; woken while it is taken, it would only wait for that
     _system(_read(shared + LOCK), shared + MUTEX, 0)
-    _system(_read(shared + WAKE), shared + sleepers, 0)
     _system(_read(shared + UNLOCK), shared + MUTEX, 0)
+    _system(_read(shared + WAKE), shared + sleepers, 0)
+
+
+@part
+def _now(shared):
+    """Nanoseconds on a clock that only goes forward."""
+    _system(_read(shared + CLOCK), MONOTONIC, shared + NOW)
+    return _read(shared + NOW) * 1_000_000_000 + _read(shared + NOW + 8)
+
+
+@part
+def _call_sleepers(shared):
+    """Wake threads for a launch, unless they were woken just now."""
+    before = _now(shared)
+    if before >= _read(shared + RESTED):
+        _wake(shared, WORK)
+        after = _now(shared)
+        _write(shared + RESTED, after + REST * (after - before))
 
 
 def _serve(shared):
@@ -178,7 +206,7 @@ def _serve(shared):
     return 0
 
 
-@numba.njit(inline="always")
+@part
 def _await(shared, jobs):
     """Wait until all jobs are finished."""
     for _ in range(LOOKS):
@@ -193,29 +221,34 @@ def _await(shared, jobs):
     _system(_read(shared + UNLOCK), shared + MUTEX, 0)
 
 
+@part
+def launch_jobs(shared, code, args, jobs):
+    """Run all jobs of a kernel, and come back when they are finished."""
+    if jobs == 1 or jobs > MOST_JOBS or not _replace(shared + TAKEN, 0, 1):
+        for job in range(jobs):
+            run_job(code, args, job, jobs)
+        return
+    _write(shared + CODE, code)
+    _write(shared + ARGS, args)
+    _write(shared + DONE, 0)
+    _write(shared + TICKET, ((_read(shared + TICKET) >> 32) + 1) << 32 | jobs << 16)
+    if _read(shared + SLEEPERS) != 0:
+        _call_sleepers(shared)
+    _take_jobs(shared)
+    _await(shared, jobs)
+    _write(shared + TAKEN, 0)
+
+
 with our_cache():
 
-    @numba.njit(nogil=True, cache=True)
-    def _stop(shared):
-        _write(shared + STOPPED, 1)
-        _wake(shared, WORK)
-
-    @numba.njit(nogil=True, cache=True)
+    @numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler)
     def launch(shared, code, args, jobs):
-        """Run all jobs of a kernel, and come back when they are finished."""
-        if jobs == 1 or jobs > MOST_JOBS or not _replace(shared + TAKEN, 0, 1):
-            for job in range(jobs):
-                run_job(code, args, job, jobs)
-            return
-        _write(shared + CODE, code)
-        _write(shared + ARGS, args)
-        _write(shared + DONE, 0)
-        _write(shared + TICKET, ((_read(shared + TICKET) >> 32) + 1) << 32 | jobs << 16)
-        if _read(shared + SLEEPERS) != 0:
+        """Run all jobs of a kernel, or with no jobs stop the threads."""
+        if jobs:
+            launch_jobs(shared, code, args, jobs)
+        else:
+            _write(shared + STOPPED, 1)
             _wake(shared, WORK)
-        _take_jobs(shared)
-        _await(shared, jobs)
-        _write(shared + TAKEN, 0)
 
 
 class _Crew:
@@ -236,10 +269,17 @@ class _Crew:
                 return self.count
             with our_cache():
                 # kept, because the machine code lives as long as this object
-                self._serve = numba.cfunc(types.int64(types.int64), cache=True)(_serve)
+                self._serve = numba.cfunc(types.int64(types.int64), cache=True, pipeline_class=KernelCompiler)(_serve)
             system = ctypes.CDLL(None)
-            for n, name in enumerate(("mutex_lock", "mutex_unlock", "cond_wait", "cond_broadcast")):
-                address = ctypes.cast(getattr(system, f"pthread_{name}"), ctypes.c_void_p)
+            needed = (
+                "pthread_mutex_lock",
+                "pthread_mutex_unlock",
+                "pthread_cond_wait",
+                "pthread_cond_broadcast",
+                "clock_gettime",
+            )
+            for n, name in enumerate(needed):
+                address = ctypes.cast(getattr(system, name), ctypes.c_void_p)
                 ctypes.memmove(self.shared + LOCK + 8 * n, ctypes.byref(address), 8)
             system.pthread_mutex_init(ctypes.c_void_p(self.shared + MUTEX), None)
             for each in (WORK, END):
@@ -258,7 +298,7 @@ class _Crew:
         """Stop all threads, before their code goes."""
         with self._one:
             if self._threads:
-                _stop(self.shared)
+                launch(self.shared, 0, 0, 0)
                 system = ctypes.CDLL(None)
                 for thread in self._threads:
                     system.pthread_join(thread, None)
@@ -280,6 +320,12 @@ os.register_at_fork(after_in_child=crew.forget)
 def threads() -> int:
     """How many jobs keep every thread busy."""
     return crew.count or crew.begin(config.NUMBA_NUM_THREADS)
+
+
+def make_ready() -> None:
+    """Have the threads, and the code that launches, before they are needed."""
+    threads()
+    launch.compile((types.int64,) * 4)
 
 
 def set_threads(count: int) -> None:
