@@ -265,7 +265,7 @@ def test_no_kernel_module_has_the_name_of_an_op():
 
 
 def test_compiled_cpu_code_does_not_depend_on_cuda_sources():
-    from auraflux.ops.simd.jit import cpu_sources
+    from auraflux.ops.simd.folder import cpu_sources
 
     sources = cpu_sources()
     assert [name_of(path) for path in sources if backend_of(path) == "cuda"] == []

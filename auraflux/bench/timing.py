@@ -2,7 +2,7 @@
 
 Each contender gets a burst of calls in turn, over and over, so that a busy moment of the machine meets all of them. Between
 bursts the process is left alone until it uses no processor time: the threads of a library may spin on after its last call
-(Numba's over omp for 5 ms, on two cores of a Xeon) and would take the cores from whoever comes next.
+(OpenMP's for 5 ms, on two cores of a Xeon) and would take the cores from whoever comes next.
 """
 
 import statistics

@@ -94,12 +94,12 @@ def bench_ops(
 
 def _run(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result]", dict[str, float], int]:
     """Measure the ceiling, then the cases, with progress on stderr."""
-    import numba
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from auraflux.bench.ceiling import read_ceiling
     from auraflux.bench.ops import run
+    from auraflux.ops.simd.threads import threads
 
     stderr = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -113,7 +113,7 @@ def _run(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result
         progress.update(task, description="read ceiling again")
         # the machine may have been busier before than during the run
         ceiling = {name: max(rate, first[name]) for name, rate in read_ceiling().items()}
-    return results, ceiling, numba.get_num_threads()
+    return results, ceiling, threads()
 
 
 def _show(found: dict[str, Any]) -> None:

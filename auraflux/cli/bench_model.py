@@ -107,14 +107,13 @@ def random_loaded(
 
 
 def _llama_cpp(loaded: "LanguageModel", context: int) -> list[Any]:
-    import numba
-
     from auraflux.bench.model import LlamaCpp
+    from auraflux.ops.simd.threads import threads
 
     if loaded.path.suffix != ".gguf":
         return []
     try:
-        return [LlamaCpp(loaded.path, context, numba.get_num_threads())]
+        return [LlamaCpp(loaded.path, context, threads())]
     except ImportError:
         click.echo("note: llama-cpp-python is not installed, so there is nothing to compare with.", err=True)
         return []

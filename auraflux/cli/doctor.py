@@ -82,10 +82,12 @@ def doctor(as_json: bool, compile_for: str | None) -> None:
 
 def _compile(model: str) -> None:
     """Load a model on this machine's processor, which compiles its kernels."""
-    from auraflux.ops.simd.jit import CACHE_FOLDER
+    from auraflux.ops.simd.ahead import wait
+    from auraflux.ops.simd.folder import CACHE_FOLDER
     from auraflux.run.load import load
 
     load(model, device="cpu")
+    wait()
     if not CACHE_FOLDER:
         raise Failure("compiled kernels cannot be kept on this machine, so there is nothing to prepare.")
     kept = sum(1 for _ in Path(CACHE_FOLDER).rglob("*.nbc"))
@@ -121,9 +123,8 @@ def _package(name: str, version: str | None, without: str, advice: str) -> Findi
 def _kernels() -> Iterator[Finding]:
     """What Numba compiles for, and how it runs its threads."""
     try:
-        import numba
-
-        from auraflux.ops.simd.jit import CACHE_FOLDER
+        from auraflux.ops.simd.folder import CACHE_FOLDER
+        from auraflux.ops.simd.threads import threads
         from auraflux.ops.simd.vectors import ISA, cpu_features
     except ModuleNotFoundError as err:
         yield Finding("numba kernels", "missing", f"{err.name} is not installed; the torch reference runs instead")
@@ -133,15 +134,8 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("cpu features", "ok", " ".join(known) or "none that matter here")
     advice = "no dot-product instructions were found: quantized weights are slow here" if ISA.name == "portable" else None
     yield Finding("instructions", "missing" if advice else "ok", f"{ISA.name}, {ISA.lanes} lanes", advice)
-    yield _threads(numba.get_num_threads(), numba.threading_layer())
+    yield Finding("threads", "ok", str(threads()))
     yield _cache(CACHE_FOLDER)
-
-
-def _threads(count: int, layer: str) -> Finding:
-    if layer == "omp":
-        return Finding("threads", "ok", f"{count}, omp")
-    advice = "waking threads takes ten times as long as with omp; install libgomp (apt install libgomp1)"
-    return Finding("threads", "missing", f"{count}, {layer}", advice)
 
 
 def _cache(folder: str) -> Finding:

@@ -15,7 +15,6 @@ OTHERS = {
     "HF_HOME": "Where huggingface_hub keeps models named as `org/name`; its other variables (`HF_TOKEN`, `HF_ENDPOINT`, "
     "`HF_HUB_OFFLINE`) hold too.",
     "NUMBA_NUM_THREADS": "How many threads CPU kernels run on; without it, one for each core.",
-    "NUMBA_THREADING_LAYER": "How Numba runs threads: `omp`, `tbb` or `workqueue`; without it, the first that is there.",
     "OMP_NUM_THREADS": "How many threads torch uses where it computes itself, as in references and dense products.",
     "CUDA_VISIBLE_DEVICES": "Which GPUs there are; empty, `--device auto` takes the CPU.",
     "TRITON_CACHE_DIR": "Where Triton keeps compiled GPU kernels; without it, `~/.triton/cache`.",

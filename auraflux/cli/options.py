@@ -158,7 +158,7 @@ def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False,
     """Load what the options ask for, with progress, and say what should be known about it; `chat` if templates are rendered."""
     if chosen.get("divided"):
         hush_torch()
-    from auraflux.ops.simd.jit import nothing_compiled
+    from auraflux.ops.simd.folder import nothing_compiled
     from auraflux.run.device import find_device
     from auraflux.run.load import load
     from auraflux.run.template_process import process

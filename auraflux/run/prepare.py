@@ -25,30 +25,36 @@ def compile_kernels(
     model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype, report: Report
 ) -> None:
     """Compile what a model will need."""
-    kernels = kernels_of(model, shapes, settings, exact=exact, calibrate=calibrate, dtype=dtype)
-    compile_all(kernels, lambda name, done, total: report(f"compiling kernels: {name}", done, total))
+    kernels, later = kernels_of(model, shapes, settings, exact=exact, calibrate=calibrate, dtype=dtype)
+    compile_all(kernels, lambda name, done, total: report(f"compiling kernels: {name}", done, total), later)
 
 
 def kernels_of(
     model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype
-) -> dict[Kernel, None]:
-    """The kernels that reading a prompt, writing, drawing and calibrating call, as far as running them on zeros tells."""
+) -> tuple[list[Kernel], list[Kernel]]:
+    """The kernels that calibrating, reading a prompt and writing call, as far as running them on zeros tells.
+
+    Then those of drawing by chance, which the likeliest token does without.
+    """
     few = _beginning(model, shapes)
     shapes = shapes[: len(few.layers)]
     sizes: dict[str, Any] = {"context": 2 * PROMPT, "chunk": PROMPT, "dtype": dtype, "device": "cpu"}
+    needed: list[Kernel] = []
     with noted() as kernels:
         try:
+            if calibrate:
+                find_vectors(few, shapes, [0] * PROMPT, dtype, "cpu")
             engine = Engine(few, shapes, settings, **sizes, exact=exact, graphs=False)
             sequence = engine.cache.open()
             engine.read([sequence], [[0] * PROMPT])
             logits = engine.decode(engine.cache.batch([sequence]), [0])
+            needed = list(kernels)
             Sampler([Row(Sampling(temperature=1.0, repetition_penalty=2.0))])(logits)
-            if calibrate:
-                find_vectors(few, shapes, [0] * PROMPT, dtype, "cpu")
         # zeros are no text: what they do not reach is compiled when it is needed
         except Exception as err:
             log.debug("not all kernels could be named before they run: %r", err)
-    return kernels
+    needed = needed or list(kernels)
+    return needed, [each for each in kernels if each not in needed]
 
 
 def _beginning(model: Any, shapes: list[Any]) -> Any:

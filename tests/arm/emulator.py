@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from auraflux.bench.cycles import TARGETS, assembly
-from auraflux.ops.simd import jit, vectors
+from auraflux.ops.simd import folder as folder_of_code
+from auraflux.ops.simd import vectors
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 BASE = 1 << 33  # where the emulated program sees the memory
@@ -25,7 +26,7 @@ class Machine:
         self.name, self.target, self.folder = name, TARGETS[name], folder
         vectors.ISA = vectors.ISAS[self.target.isa]
         # what Numba compiles beside these kernels is for them alone, and must not come from the cache or get there
-        jit.CACHE_FOLDER = ""
+        folder_of_code.CACHE_FOLDER = ""
         self.file = folder / "memory"
         self.file.write_bytes(bytes(nbytes))
         self.memory = np.memmap(self.file, np.uint8, "r+")

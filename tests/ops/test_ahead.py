@@ -49,6 +49,34 @@ def test_what_is_there_is_not_compiled_again():
     assert not told
 
 
+LATER = """
+import os, torch
+from auraflux.ops import rms_norm, sigmoid_gate, swiglu
+from auraflux.ops.simd import ahead
+
+x, weight = torch.ones(1, 64), torch.full((64,), 2.0)
+os.sched_getaffinity = lambda pid: {0, 1}
+with ahead.noted() as needed:
+    rms_norm(x, weight, 1e-6)
+with ahead.noted() as later:
+    swiglu(x, x), sigmoid_gate(x, x)
+ahead.compile_all(needed if NEEDED else [], lambda name, done, total: print(done, total), later)
+assert all(each.is_kept() for each in needed) is NEEDED
+ahead.wait()
+assert all(each.is_kept() for each in later)
+assert rms_norm(x, weight, 1e-6).allclose(weight)
+"""
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_what_is_needed_later_is_compiled_in_the_background(tmp_path: Path, needed: bool):
+    environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
+    code = LATER.replace("NEEDED", str(needed))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("0 1\n1 1\n" if needed else "")
+
+
 AHEAD = """
 import os, torch
 from auraflux.ops import rms_norm, sigmoid_gate, swiglu

@@ -10,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
 import torch
 from torch import Tensor
 
 from auraflux.ops._cases import Args, Case, all_cases, in_row_order, tensors
 from auraflux.ops._dispatch import Declined, exact
+from auraflux.ops.simd.threads import set_threads, threads
 from tests.ops.quick import params
 
 ROWS = {
@@ -143,7 +143,8 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
         chosen = (
             range(len(calls)) if writes else [*range(MOST // 2), *range(max(MOST // 2, len(calls) - MOST // 2), len(calls))]
         )
-        numba.set_num_threads(1)
+        before = threads()
+        set_threads(1)
         try:
             for n in chosen:
                 if n >= len(calls):
@@ -154,7 +155,7 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
                     if not same(tensor, whole[i][t * rows : (t + 1) * rows]):
                         return f"row {t} of result {i}"
         finally:
-            numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+            set_threads(before)
     if writes:
         for (path, have), (_, want) in zip(tensors(alone), tensors(together), strict=True):
             if have.is_floating_point() and not same(have, want):

@@ -1,7 +1,6 @@
 """What parity with the reference does not show of the CPU kernels on codes: accuracy on peaked scores, exact codes, faults, bad
 numbers."""
 
-import numba
 import pytest
 import torch
 
@@ -9,6 +8,7 @@ from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
 from auraflux.ops.simd.jit import entry
+from auraflux.ops.simd.threads import set_threads, threads
 from auraflux.ops.simd.vectors import ISA
 from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, quantize_chunks, search_table
@@ -78,10 +78,10 @@ def test_a_page_outside_the_pool_is_refused():
 
 @pytest.fixture
 def _one_thread():
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
+    before = threads()
+    set_threads(1)
     yield
-    numba.set_num_threads(before)
+    set_threads(before)
 
 
 # threads would share the positions, and know only their own part of the weights

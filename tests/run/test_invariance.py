@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import numba
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +15,7 @@ from torch import Tensor
 from auraflux.cache import CacheSettings
 from auraflux.cache.prefix import PrefixStore
 from auraflux.models import family
+from auraflux.ops.simd.threads import set_threads, threads
 from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
@@ -101,12 +101,13 @@ def test_pieces_and_company_change_nothing(name: str, kv: str, exact: bool):
     assert torch.equal(alone(engine, text, [1]), expected), "token by token"
     for count in (1, 3, 8):
         assert torch.equal(alone(engine, text, [37], others[:count]), expected), f"beside {count} others"
-    numba.set_num_threads(1)
+    before = threads()
+    set_threads(1)
     try:
         assert torch.equal(alone(engine, text, [LENGTH]), expected), "on one thread"
         assert torch.equal(alone(engine, text, [16]), expected), "on one thread, in pieces"
     finally:
-        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+        set_threads(before)
 
 
 def test_the_setting_changes_nothing_on_a_cpu():

@@ -94,8 +94,9 @@ def _onnx_graph(weight: QTensor, arrays: Sequence[dict[str, np.ndarray]], accura
 
 def _onnxruntime(accuracy_level: int) -> Callable[[Args, int], Contender]:
     def make(args: Args, copies: int) -> Contender:
-        import numba
         import onnxruntime
+
+        from auraflux.ops.simd.threads import threads
 
         weight = args["weight"].rows()
         codes, scales, zeros = _onnx_arrays(weight)
@@ -104,7 +105,7 @@ def _onnxruntime(accuracy_level: int) -> Callable[[Args, int], Contender]:
         turned = [(np.roll(codes, n, 0), np.roll(scales, n, 0), np.roll(zeros, n, 0)) for n in range(copies)]
         arrays = [{f"codes{n}": c, f"scales{n}": s, f"zeros{n}": z} for n, (c, s, z) in enumerate(turned)]
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = numba.get_num_threads()
+        options.intra_op_num_threads = threads()
         options.log_severity_level = 3
         # its threads would otherwise spin on into the next contender's burst
         options.add_session_config_entry("session.force_spinning_stop", "1")

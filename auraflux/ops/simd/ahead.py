@@ -18,7 +18,9 @@ import torch
 
 from auraflux.ops.simd import jit
 from auraflux.ops.simd.compiler import Part
+from auraflux.ops.simd.folder import CACHE_FOLDER
 from auraflux.ops.simd.jit import Kernel
+from auraflux.ops.simd.threads import make_ready
 
 Tell = Callable[[str, int, int], None]  # what was compiled, how many so far, of how many
 
@@ -59,14 +61,15 @@ def noted() -> Iterator[dict[Kernel, None]]:
             jit.notes = None
 
 
-def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total: None) -> None:
-    """Compile what is not in the cache yet, the largest first, with as many processes as there are processors."""
-    missing = sorted((each for each in kernels if not each.is_kept()), key=_size, reverse=True)
-    if not missing:
-        return
-    workers = min(len(missing), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
-    if workers > 1 and jit.CACHE_FOLDER and sys.platform == "linux":
-        _share(missing, workers, tell)
+def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total: None, later: Iterable[Kernel] = ()) -> None:
+    """Compile what is not in the cache yet, the largest first, with as many processes as there are processors.
+
+    later  kernels that are compiled after the others, by processes that go on while this one does other things
+    """
+    missing, rest = (sorted((e for e in some if not e.is_kept()), key=_size, reverse=True) for some in (kernels, later))
+    workers = min(len(missing + rest), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 0
+    if workers > (not rest) and CACHE_FOLDER and sys.platform == "linux":
+        _share(missing, rest, workers, tell)
     # what no process has left in the cache
     for done, kernel in enumerate(missing):
         if not kernel.is_kept():
@@ -88,8 +91,17 @@ def _size(kernel: Kernel) -> int:
     return len(found)
 
 
-def _share(missing: list[Kernel], workers: int, tell: Tell) -> None:
-    """Let processes compile kernels in turn."""
+_going_on: list[Any] = []  # processes that compile what is not needed yet
+
+
+def wait() -> None:
+    """Wait for what is compiled in the background."""
+    while _going_on:
+        _going_on.pop().join()
+
+
+def _share(missing: list[Kernel], rest: list[Kernel], workers: int, tell: Tell) -> None:
+    """Let processes compile kernels in turn, and wait for those that are missing."""
     context = multiprocessing.get_context("fork")
     turn = context.Value("q", 0)
     receiver, sender = context.Pipe(duplex=False)
@@ -101,20 +113,28 @@ def _share(missing: list[Kernel], workers: int, tell: Tell) -> None:
         while True:
             with turn.get_lock():
                 number, turn.value = turn.value, turn.value + 1
-            if number >= len(missing):
+            if number < len(missing):
+                missing[number].compile()
+                sender.send(number)
+                continue
+            if number >= len(missing) + len(rest):
                 return
-            missing[number].compile()
-            sender.send(number)
+            # only where nobody else wants a processor
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            rest[number - len(missing)].compile()
 
     with warnings.catch_warnings():
         # other threads of this process hold no lock that compiling needs
         warnings.simplefilter("ignore", DeprecationWarning)
         processes = [context.Process(target=_quietly, args=(work,), daemon=True) for _ in range(workers)]
-        tell(missing[0].__name__, 0, len(missing))
+        for each in missing[:1]:
+            tell(each.__name__, 0, len(missing))
         for process in processes:
             process.start()
     sender.close()
+    _going_on.extend(processes)
     try:
+        make_ready()
         # a process that ends before its time leaves some to be compiled here
         with suppress(EOFError):
             for done in range(1, len(missing) + 1):
@@ -122,10 +142,10 @@ def _share(missing: list[Kernel], workers: int, tell: Tell) -> None:
     except BaseException:
         for process in processes:
             process.terminate()
+        wait()
         raise
-    finally:
-        for process in processes:
-            process.join()
+    if not rest:
+        wait()
 
 
 def _quietly(work: Callable[[], None]) -> None:

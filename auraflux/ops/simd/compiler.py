@@ -5,6 +5,8 @@ there again; of a kernel made of eighty functions that is most of the time. Here
 kernel takes it in.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -115,3 +117,13 @@ class Part(CPUDispatcher):
         made = result._replace(entry_point=object())
         self.targetctx.insert_user_function(made.entry_point, made.fndesc, [made.library])
         self.overloads[tuple(made.signature.args)] = made
+
+
+# contraction and reassociation let loops vectorise; NaN and infinity keep their meaning
+FAST = {"contract", "reassoc", "nsz"}
+OPTIONS: dict[str, Any] = {"error_model": "numpy"}
+
+
+def jit_with(*flags: str) -> Callable[..., Any]:
+    """Make a `jit` with other fast-math flags. At least one: without any, Numba takes those of the first caller."""
+    return partial(Part, targetoptions={**OPTIONS, "nopython": True, "fastmath": {*flags}}, pipeline_class=PartCompiler)

@@ -4,21 +4,13 @@ Kernels take addresses (`tensor.data_ptr()`) and sizes, because an array argumen
 fraction of one. Inside, `floats(address, n)` and its siblings make an array over the memory. Nothing checks bounds in there:
 shapes, dtypes and contiguity are checked before a kernel runs.
 
-`@jit` compiles a function, `@Kernel` one that all threads run together. Compiled code is kept on disk (kernel_cache.py), in a
-folder named after a digest of the CPU ops' sources: Numba itself looks only at the file of the function it compiles, and would
-run stale code after a change in a module that function was built from.
+`@jit` compiles a function, `@Kernel` one that all threads run together (threads.py). Compiled code is kept on disk (folder.py).
 """
 
-import hashlib
-import os
-import platform
 import struct
 import threading
 from array import array
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -26,68 +18,17 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core import config as _config
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
-from numba.np.ufunc import parallel
 from torch import Tensor
 
-from auraflux.kernel_cache import is_kept, kept_in, open_folder
+from auraflux.kernel_cache import is_kept
 from auraflux.ops._recording import recorder
-from auraflux.ops.simd.compiler import KernelCompiler, Part, PartCompiler
-
-# its names are made when it is imported, out of sight of type checkers
-config: Any = _config
-LINE = 64  # bytes of a cache line
-
-
-def cpu_sources() -> list[Path]:
-    """The modules that compiled code may be made of: all ops but what runs on a GPU or makes inputs."""
-    ops = Path(__file__).parent.parent
-    found = (path for path in ops.rglob("*.py") if not {"cuda", "hopper"} & {*path.relative_to(ops).parts[:-1], path.stem})
-    return sorted(path for path in found if not path.stem.endswith(("cases", "_inputs")))
-
-
-def _sources_digest() -> str:
-    digest = hashlib.sha256(f"{numba.__version__} {platform.machine()} {os.environ.get('AURAFLUX_ISA', '')}".encode())
-    for path in cpu_sources():
-        source = path.read_bytes()
-        digest.update(f"{path} {len(source)}".encode() + source)
-    return digest.hexdigest()[:16]
-
-
-CACHE_FOLDER = open_folder(_sources_digest())
-
-
-def nothing_compiled() -> bool:
-    """Whether the next kernels will have to be compiled: none of these sources is in the cache yet."""
-    return not CACHE_FOLDER or next(Path(CACHE_FOLDER).rglob("*.nbc"), None) is None
-
-
-def _choose_threads() -> None:
-    # numba's own order prefers tbb; omp wakes its threads in 3 microseconds, workqueue in 35 (two Neoverse-N1 cores)
-    if "NUMBA_THREADING_LAYER" not in os.environ:
-        config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-
-
-_choose_threads()
-
-
-# contraction and reassociation let loops vectorise; NaN and infinity keep their meaning
-FAST = {"contract", "reassoc", "nsz"}
-
-
-def _our_cache() -> AbstractContextManager[None]:
-    return kept_in(CACHE_FOLDER)
-
-
-OPTIONS: dict[str, Any] = {"error_model": "numpy"}
-
-
-def jit_with(*flags: str) -> Callable[..., Any]:
-    """Make a `jit` with other fast-math flags. At least one: without any, Numba takes those of the first caller."""
-    return partial(Part, targetoptions={**OPTIONS, "nopython": True, "fastmath": {*flags}}, pipeline_class=PartCompiler)
-
+from auraflux.ops.simd.compiler import FAST, OPTIONS, KernelCompiler
+from auraflux.ops.simd.compiler import jit_with as jit_with
+from auraflux.ops.simd.folder import CACHE_FOLDER, our_cache
+from auraflux.ops.simd.threads import LINE, crew, launch
+from auraflux.ops.simd.threads import threads as threads
 
 jit = jit_with(*FAST)
 strict = jit_with("contract")  # no sum is reordered
@@ -95,21 +36,8 @@ strict = jit_with("contract")  # no sum is reordered
 
 def entry(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function that Python calls for what it returns."""
-    with _our_cache():
+    with our_cache():
         return numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(function)
-
-
-@intrinsic
-def _call(typingctx, function, args, job, jobs):
-    """Call the machine code at an address."""
-
-    def codegen(context, builder, signature, values):
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [word, word, word])
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic
@@ -132,19 +60,6 @@ def call_kernel(typingctx, function, args):
         return context.get_dummy_value()
 
     return types.void(function, args), codegen
-
-
-with _our_cache():
-
-    @numba.njit(nogil=True, cache=True)
-    def _launch_here(function, args, jobs):
-        for job in range(jobs):
-            _call(function, args, job, jobs)
-
-    @numba.njit(nogil=True, cache=True, parallel=True)
-    def _launch_threads(function, args, jobs):
-        for job in numba.prange(jobs):
-            _call(function, args, job, jobs)
 
 
 def held(values: array) -> int:
@@ -190,7 +105,7 @@ class Kernel:
     def compile(self) -> int:
         """Compile it, or fetch it from the cache, and give its address."""
         if self._address is None:
-            with _our_cache():
+            with our_cache():
                 # kept, because the machine code lives as long as this object
                 self._compiled: Any = numba.cfunc(JOB, cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(
                     self.body
@@ -211,24 +126,10 @@ class Kernel:
         if self._pack is None:
             self._pack = struct.Struct("".join("d" if type(value) is float else "q" for value in args)).pack
         packed = array("q", self._pack(*args))
-        launch = _launch_here if jobs == 1 else _launch_threads
-        launch(self._address or self.compile(), packed.buffer_info()[0], jobs)
+        launch(crew.shared, self._address or self.compile(), packed.buffer_info()[0], jobs)
         if recorder and (recording := recorder.recording) is not None:
             assert self._address is not None
             recording.add(self._address, packed, jobs)
-
-
-_count_threads: Callable[[], int] | None = None
-
-
-def threads() -> int:
-    """How many jobs keep every thread busy."""
-    global _count_threads
-    if _count_threads is None:
-        # starts them; what it asks then answers in 0.2 microseconds, it itself in 1.6
-        numba.get_num_threads()
-        _count_threads = getattr(parallel, "_get_num_threads", numba.get_num_threads)
-    return _count_threads()
 
 
 @intrinsic(prefer_literal=True)
@@ -253,7 +154,7 @@ def real(typingctx, bits):
     return types.float32(types.int64), codegen
 
 
-@numba.njit(inline="always")
+@jit
 def share(count, job, jobs):
     """The part of range(count) that falls to this job."""
     return range(job * count // jobs, (job + 1) * count // jobs)

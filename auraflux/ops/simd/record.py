@@ -25,19 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from auraflux.errors import BackendError
 from auraflux.ops._recording import recorder
+from auraflux.ops.simd.compiler import KernelCompiler
+from auraflux.ops.simd.folder import our_cache
 from auraflux.ops.simd.jit import (
     LINE,
     Kernel,
-    _call,
-    _launch_threads,
-    _our_cache,
     arguments,
     floats,
     int64s,
     octets,
     real,
-    threads,
 )
+from auraflux.ops.simd.threads import crew, launch_jobs, threads
 
 FIELDS = 3  # of a launch: address of the code, address of its arguments, jobs
 SCRATCH_NBYTES = 1 << 22
@@ -87,17 +86,13 @@ def _scale(args, job, jobs):
         out[i] = x[i] * real(factor)
 
 
-with _our_cache():
+with our_cache():
 
-    @numba.njit(nogil=True, cache=True)
-    def _replay(table_at, count):
+    @numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler)
+    def _replay(shared, table_at, count):
         table = int64s(table_at, count * FIELDS)
         for n in range(count):
-            code, args, jobs = table[FIELDS * n], table[FIELDS * n + 1], table[FIELDS * n + 2]
-            if jobs == 1:
-                _call(code, args, 0, 1)
-            else:
-                _launch_threads(code, args, jobs)
+            launch_jobs(shared, table[FIELDS * n], table[FIELDS * n + 1], table[FIELDS * n + 2])
 
 
 class Recording:
@@ -173,7 +168,7 @@ class Recording:
 
     def replay(self) -> None:
         """Make all launches again."""
-        _replay(self._launches.buffer_info()[0], len(self._launches) // FIELDS)
+        _replay(crew.shared, self._launches.buffer_info()[0], len(self._launches) // FIELDS)
 
 
 def _alike(x: Any, y: Any) -> bool:

@@ -17,11 +17,14 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core import config as _config
 from numba.extending import intrinsic
 
 from auraflux.errors import BackendError
-from auraflux.ops.simd.jit import LINE, config
+from auraflux.ops.simd.threads import LINE
 
+# its names are made when it is imported, out of sight of type checkers
+config: Any = _config
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 # 1.5 * 2**23: its bits plus n are the float 12582912 + n for |n| < 2**22, so that sums of integers started there become floats

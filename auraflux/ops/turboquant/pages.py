@@ -206,16 +206,16 @@ class CodePages(PagedCodes):
         codes = self.arrangement.restored(unpack(self.value_codes, self.value_bits, self.width))
         return replace(self, value_codes=pack(arrangement.stored(codes), self.value_bits), arrangement=arrangement)
 
-    @property
+    @cached_property
     def heads(self) -> int:
         return self.key_codes.shape[1]
 
-    @property
+    @cached_property
     def pool(self) -> tuple[int, int]:
         """How many pages there are, and how many tokens each holds."""
         return self.key_codes.shape[0], self.key_codes.shape[2]
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Positions that a row of the table has room for."""
         return self.table.shape[1] * self.key_codes.shape[2]

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from auraflux.errors import InputError
+from auraflux.kinds import told_once
 from auraflux.ops.attention.pages import spans
 from auraflux.ops.simd.jit import entry, int32s, jit
 
@@ -38,9 +39,10 @@ def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, coun
 
 def count_pairs(pages: Any, starts: Tensor, tokens: int, reach: int | None) -> int:
     """Count the pairs of a query and a key, once it is sure that no kernel will leave the pages, of whatever kind."""
-    (count, size), (sequences, width) = pages.pool, pages.table.shape
-    index = pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr()
-    found = survey(*index, sequences, tokens, size, count, EVERYTHING if reach is None else reach)
+    size, table, width, lengths, sequences, count = _places(pages)
+    found = survey(
+        table, width, lengths, starts.data_ptr(), sequences, tokens, size, count, EVERYTHING if reach is None else reach
+    )
     if found < 0:
         spans(pages, starts, tokens, reach)
         raise InputError("the page table, lengths and starts do not fit each other.")
@@ -49,8 +51,15 @@ def count_pairs(pages: Any, starts: Tensor, tokens: int, reach: int | None) -> i
 
 def index_of(pages: Any, starts: Tensor) -> tuple[int, int, int, int, int, int]:
     """Rows in a page, addresses of the table, its width, addresses of lengths and starts, how many sequences."""
-    sequences, width = pages.table.shape
-    return pages.pool[1], pages.table.data_ptr(), width, pages.lengths.data_ptr(), starts.data_ptr(), sequences
+    size, table, width, lengths, sequences, _ = _places(pages)
+    return size, table, width, lengths, starts.data_ptr(), sequences
+
+
+@told_once
+def _places(pages: Any) -> tuple[int, int, int, int, int, int]:
+    """Rows in a page, address of the table, its width, address of lengths, how many sequences, how many pages."""
+    (count, size), (sequences, width) = pages.pool, pages.table.shape
+    return size, pages.table.data_ptr(), width, pages.lengths.data_ptr(), sequences, count
 
 
 @jit

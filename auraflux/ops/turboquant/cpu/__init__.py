@@ -1,6 +1,7 @@
 """Codes on CPU: torch outside, addresses inside. Rows are coded in `codec`, attended to in `exact` and `attend_int8`;
 `routes.py` says which of these."""
 
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -267,12 +268,14 @@ def turboquant_attention(
     if runs == 1:
         parts = 1
     slots = parts + (pages.plain is not None)
-    o, m, l = (torch.empty(tokens * heads * slots * n) for n in (width, 1, 1))  # noqa: E741
-    sums = o.data_ptr(), m.data_ptr(), l.data_ptr()
+    states = tokens * heads * slots
+    found = torch.empty(states * (width + 2))
+    o = found.data_ptr()
+    sums = o, o + 4 * states * width, o + 4 * states * (width + 1)
     plan = PART, parts, runs, int(runs == 1), rows, *sums, slots
     _attend(kernel, q, pages, starts, scale, window, softcap, threshold, plan, jobs)
     out, scratch = torch.empty(tokens, heads, width), scratch_nbytes(width) + 4 * width + LINE
-    finishers = _jobs(o.numel())
+    finishers = _jobs(states * width)
     sizes = tokens * heads, heads, slots, 0 if sinks is None else sinks.data_ptr()
     table = turn_for(width, pages.seed).back
     build_finish(width)(finishers, *sums, *sizes, table, out.data_ptr(), workspace(finishers * scratch), scratch)
@@ -342,6 +345,7 @@ def _reach(window: int | None) -> int | None:
     return None if window is None else max(window - 1, 0)
 
 
+@cache
 def _scratch(width: int) -> int:
     room = padded(width)
     fast = fast_scratch(ROWS, width) + products_nbytes(ROWS, room)

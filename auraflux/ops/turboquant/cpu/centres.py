@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numba.core import cgutils
 
+from auraflux.kinds import told_once
 from auraflux.ops.attention.cpu.row_tiles import lay_quarters, score_rows
 from auraflux.ops.simd.jit import floats, jit, jit_with
 from auraflux.ops.simd.softmax import ZERO, fill
@@ -42,6 +43,7 @@ class Centres(NamedTuple):
 NO_VECTORS = Vectors(0, 0, 0, 0, 0)
 
 
+@told_once
 def vectors_of(pages: CodePages) -> Vectors:
     found = pages.calibration
     if found is None:

@@ -55,14 +55,17 @@ def levels_for(bits: int, width: int, given: Codebook | None = None) -> Levels:
     if (given := unusual(given, width)) is not None:
         return Levels(given.levels.data_ptr(), given.middles.data_ptr(), 0, 1)
     # `codebook` keeps these tensors, and alone knows when they change
-    return _levels(bits, width, _tables(bits, width, CPU))
+    tables = _tables(bits, width, CPU)
+    known = _known.get((bits, width))
+    if known is None or known[0] is not tables:
+        book, _, order = tables
+        ordered = torch.equal(order, torch.arange(1 << bits))
+        found = Levels(book.data_ptr(), search_table(bits, width).ctypes.data, order.data_ptr(), int(ordered))
+        known = _known[bits, width] = tables, found
+    return known[1]
 
 
-@cache
-def _levels(bits: int, width: int, tables: tuple[Tensor, Tensor, Tensor]) -> Levels:
-    book, _, order = tables
-    ordered = torch.equal(order, torch.arange(1 << bits))
-    return Levels(book.data_ptr(), search_table(bits, width).ctypes.data, order.data_ptr(), int(ordered))
+_known: dict[tuple[int, int], tuple[tuple[Tensor, Tensor, Tensor], Levels]] = {}
 
 
 @cache

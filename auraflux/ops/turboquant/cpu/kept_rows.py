@@ -10,6 +10,7 @@ from numba.core import cgutils
 from torch import Tensor
 
 from auraflux.errors import InputError
+from auraflux.kinds import told_once
 from auraflux.ops.attention.cpu.decode_tiles import FLOAT, LANES, NUMBERS, WIDENS_HALVES, number_of, widen_row
 from auraflux.ops.attention.cpu.page_index import survey
 from auraflux.ops.attention.pages import KVPages, spans
@@ -41,6 +42,7 @@ class Kept(NamedTuple):
 NOTHING_KEPT = Kept(0, 0, 0, 0, 0, 1, FLOAT)
 
 
+@told_once
 def kept_in(pages: CodePages | LatentCodes) -> tuple[Kept, Kept]:
     """The first positions, and the newest."""
     plain = pages.plain
