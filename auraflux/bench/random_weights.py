@@ -16,8 +16,8 @@ from auraflux.run import calibration
 from auraflux.run.calibrate import FEW, find_vectors, random_tokens
 from auraflux.run.device import activation_dtype, chunk_for, device_memory
 from auraflux.run.engine import Engine
+from auraflux.run.fit import pool_tokens
 from auraflux.run.language import LanguageModel
-from auraflux.run.load import pool_tokens
 from auraflux.run.scheduler import Scheduler
 from auraflux.weights.loader import ROUTERS, Source, Weights
 from auraflux.weights.stored import Stored

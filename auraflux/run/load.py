@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from auraflux.cache import Cache, CacheSettings
-from auraflux.cache.deal import ALONE, Deal
+from auraflux.cache import CacheSettings
+from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.errors import SettingsError
-from auraflux.machine import cache_folder, free_nbytes, this_machine
-from auraflux.models import family, family_name
-from auraflux.models.config import experts_per_token, has_experts
+from auraflux.machine import cache_folder
+from auraflux.models.config import has_experts
 from auraflux.quant import check_format
 from auraflux.run import calibration
-from auraflux.run.device import activation_dtype, chunk_for, device_memory, fetch_kernels, find_device, free_device_nbytes
+from auraflux.run.device import chunk_for, device_memory, fetch_kernels, find_device
 from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
+from auraflux.run.fit import Fit, Sizes, fitted, free_for
 from auraflux.run.language import LanguageModel
 from auraflux.run.mtp_drafts import MTPDrafts
 from auraflux.run.ngrams import NGrams
@@ -27,23 +27,19 @@ from auraflux.run.progress import Report, on_terminal
 from auraflux.run.ranks.lead import Lead
 from auraflux.run.ranks.parallel import EXPERTS, PIPELINE, TENSOR, Parallel, parse_parallel
 from auraflux.run.ranks.share import Share
-from auraflux.run.ranks.split import sizes_of
 from auraflux.run.scheduler import Scheduler
+from auraflux.run.source import Source
 from auraflux.run.speculate import Speculation
 from auraflux.run.tokenizer import Tokenizer
-from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
+from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes
 from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.fingerprint import fingerprint
 from auraflux.weights.loader import Weights
-from auraflux.weights.pull import locate
 from auraflux.weights.row_table import loaded_nbytes
 from auraflux.weights.slices import Slices
 from auraflux.weights.stored import Checkpoint
-from auraflux.weights.watch import Watch
 
 GROUP = 64  # of weights that are rounded on the way
-SHARE = 4  # unless a context is given, a sequence that fills it takes at most this part of the free memory
 
 
 def load(
@@ -105,105 +101,77 @@ def load(
     for name, size, most in (("context", context, 1 << 40), ("chunk", chunk, 1 << 20), ("sequences", sequences, 1 << 16)):
         if size is not None and (type(size) is not int or not 1 <= size <= most):
             raise SettingsError(f"{name}={size!r:.80} must be a whole number from 1 to {most:,}.")
+    sizes = Sizes(context, chunk or chunk_for(target, invariant), sequences, cache_memory)
     # ranks that were called are let go if anything fails
     with on_terminal(report) as tell, ExitStack() as callers:
-        checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), tell))
-        watch = Watch(checkpoint.files())
-        module = family(checkpoint.config)
-        settings = settings.for_family(family_name(checkpoint.config))
-        config = module.Config.from_hf(checkpoint.config)
-        shapes = module.make_caches(config)
-        further = _further_shapes(checkpoint, module, config, shapes, ranks) if speculate == "mtp" else []
-        dtype = activation_dtype(target)
-        free = free_nbytes() if target.type == "cpu" else free_device_nbytes(target) - loaded_nbytes(checkpoint.sizes())
-        lead = None if ranks is None else callers.enter_context(_lead(ranks, checkpoint, config, target, free, prefix_disk))
-        rooms: list[tuple[range | None, int, list[Any]]] = [(None, free, [*shapes, *further])]
-        if lead is not None:
-            rooms = [*lead.share(sizes_of(checkpoint, module.rename, config.layers), shapes)]
-        deal, here = (ALONE, shapes) if lead is None else (lead.deal, rooms[0][2])
-        left_out = () if further or (place := module.Model.mtp_place(config)) is None else place.beyond
-        experts = keep_experts(checkpoint, expert_settings, target, free, rooms[0][0], left_out)
-        if experts is not None:
-            rooms = [(held, max(each - experts.share.nbytes, each // 2), kept) for held, each, kept in rooms]
-        asked = context, config.context
-        longest = min(_context(*asked, kept, settings, dtype, each, held, deal) for held, each, kept in rooms)
-        options: dict[str, Any] = {"context": longest, "chunk": chunk or chunk_for(target, invariant), "dtype": dtype}
-        # one place more is for scores of whole texts
-        options |= {"sequences": sequences + 1, "kept": sequences}
-        limits = [(kept, settings, _cache_nbytes(cache_memory, each), held, deal) for held, each, kept in rooms]
-        tokens = min(pool_tokens(*limit, **options) for limit in limits)
-        wanted = calibration.is_wanted(calibrate, shapes, settings)
+        source = Source.open(path_or_name, settings, speculate == "mtp", ranks, tell)
+        free = free_for(source.checkpoint, target)
+        lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, free, prefix_disk))
+        fit = fitted(source, target, free, sizes, expert_settings, lead)
+        wanted = calibration.is_wanted(calibrate, source.shapes, source.settings)
         # what is read depends on the tokens, so their steps cannot be repeated blindly
-        graphs = graphs and (experts is None or experts.share.mapped) and (lead is None or not lead.whole)
+        graphs = graphs and (fit.experts is None or fit.experts.share.mapped) and (lead is None or not lead.whole)
         if lead is not None:
-            sizes = {name: value for name, value in options.items() if name != "dtype"} | {"tokens": tokens}
             terms = {"quantize": quantize, "exact": exact, "graphs": graphs, "device": target.type}
-            lead.agree(settings, expert_settings, **terms, sizes=sizes, calibrate=wanted)
-        tokenizer = _tokenizer(checkpoint)
+            lead.agree(source.settings, expert_settings, **terms, sizes=fit.sizes, calibrate=wanted)
+        tokenizer = source.tokenizer()
         fetch_kernels(target)
         with device_memory():
-            part = rooms[0][0], None if lead is None else lead.own()
-            model = make_model(module, config, checkpoint, quantize, dtype, target, experts, tell, *part, mtp=bool(further))
+            files = source.module, source.config, source.checkpoint
+            form: dict[str, Any] = {"layers": fit.held, "share": None if lead is None else lead.own()}
+            form["mtp"] = bool(source.further)
+            model = make_model(*files, quantize, fit.dtype, target, fit.experts, tell, **form)
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
-            if target.type == "cpu" and lead is None and experts is None:
-                compile_kernels(model, shapes, settings, exact=exact, calibrate=wanted, dtype=dtype, report=tell)
-            vectors = None
-            if wanted:
-                nbytes = loaded_nbytes(checkpoint.sizes())
-                count = calibration.enough_tokens(nbytes, target, experts is not None and not experts.share.mapped)
-                about: dict[str, Any] = {"dtype": dtype, "device": target, "nbytes": nbytes, "report": tell}
-                run = model if lead is None else lead.passing(model)
-                where = checkpoint.path, tokenizer, count
-                vectors = calibration.vectors_for(calibrate, run, shapes, *where, **about, others=lead)
-        watch.check()
+            if target.type == "cpu" and lead is None and fit.experts is None:
+                kept = source.shapes, source.settings
+                compile_kernels(model, *kept, exact=exact, calibrate=wanted, dtype=fit.dtype, report=tell)
+            vectors = _vectors(calibrate, source, model, fit, tokenizer, target, lead, tell) if wanted else None
+        source.watch.check()
         if lead is not None:
             lead.ready(vectors)
             vectors = lead.own().vectors(vectors)
         callers.pop_all()
 
-    how: dict[str, Any] = {
-        "exact": exact,
-        "invariant": invariant,
-        "graphs": graphs,
-        "vectors": vectors,
-        "ranks": lead,
-        "hidden": bool(further),
-    }
+    how: dict[str, Any] = {"exact": exact, "invariant": invariant, "graphs": graphs, "vectors": vectors, "ranks": lead}
     with device_memory():
-        engine = Engine(model, here, settings, **options, tokens=tokens, **how, device=target)
+        how["hidden"] = bool(source.further)
+        engine = Engine(model, fit.shapes, source.settings, **fit.options, **how, device=target)
         if engine.alike:
             engine.try_token()
-        drafts = MTPDrafts.beside(engine, further[0]) if further else None
-    notes = checkpoint.notes if experts is None else [*checkpoint.notes, *experts.notes]
-    ends = _ends(checkpoint, tokenizer)
-    kind = str(checkpoint.config.get("model_type", ""))
+        drafts = MTPDrafts.beside(engine, source.further[0]) if source.further else None
     disk = None
     if prefix_disk is not None:
-        name = fingerprint(checkpoint.path, quantize, exact, engine.cache.format, *["invariant"] * engine.alike)
+        name = fingerprint(source.path, quantize, exact, engine.cache.format, *["invariant"] * engine.alike)
         folder = Path(prefix_folder) if prefix_folder is not None else cache_folder() / "prefixes"
         disk = PrefixDisk(folder / name, parse_nbytes(prefix_disk), name)
     speculation = None
     if speculate is not None:
         same: dict[str, Any] = {"device": str(target), "kv": kv, "exact": exact, "graphs": graphs, "calibrate": calibrate}
-        same |= {"invariant": invariant}
-        same |= {"context": longest, "sequences": sequences, "chunk": chunk, "report": report}
+        same |= {"invariant": invariant, "context": fit.sizes["context"], "sequences": sequences, "chunk": chunk}
+        same["report"] = report
         speculation = _speculation(speculate, engine, drafts, tokenizer, same)
-    how = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": watch, "speculation": speculation}
-    scheduler = Scheduler(engine, tokenizer, ends, **how)
-    return LanguageModel(scheduler, checkpoint.path, notes, experts, model_type=kind)
+    queue: dict[str, Any] = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": source.watch}
+    scheduler = Scheduler(engine, tokenizer, source.ends(tokenizer), **queue, speculation=speculation)
+    notes = [*source.checkpoint.notes, *(fit.experts.notes if fit.experts is not None else ())]
+    return LanguageModel(scheduler, source.path, notes, fit.experts, model_type=source.kind)
 
 
-def _further_shapes(checkpoint: Checkpoint, module: Any, config: Any, shapes: list[Any], ranks: Parallel | None) -> list[Any]:
-    """The shape of what a model's own layer keeps that predicts further tokens; refused where there is none."""
-    place = module.Model.mtp_place(config)
-    if place is None or not place.is_in(checkpoint, module.rename):
-        raise SettingsError(
-            f"{checkpoint.path} has no layer that predicts further tokens (MTP), or none that is known here. "
-            "Give --speculate ngram or a smaller model."
-        )
-    if ranks is not None:
-        raise SettingsError("a model that is divided among ranks cannot guess with its own layer: leave --speculate mtp out.")
-    return [shapes[place.like]]
+def _vectors(
+    calibrate: str | Path,
+    source: Source,
+    model: Any,
+    fit: Fit,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+    lead: Lead | None,
+    report: Report,
+) -> ModelVectors | None:
+    """What is known of a model's keys: kept from before, or found now."""
+    nbytes = loaded_nbytes(source.checkpoint.sizes())
+    count = calibration.enough_tokens(nbytes, device, fit.experts is not None and not fit.experts.share.mapped)
+    run = model if lead is None else lead.passing(model)
+    about: dict[str, Any] = {"dtype": fit.dtype, "device": device, "nbytes": nbytes, "report": report, "others": lead}
+    return calibration.vectors_for(calibrate, run, source.shapes, source.path, tokenizer, count, **about)
 
 
 def _speculation(
@@ -219,39 +187,7 @@ def _speculation(
     return Speculation(lambda: ModelDraft(small.engine, vocab), engine.chunk)
 
 
-def _cache_nbytes(wanted: str | int | None, free: int) -> int | None:
-    if wanted is None:
-        return None
-    return free // 2 if wanted == "half" else parse_nbytes(wanted)
-
-
-def pool_tokens(
-    shapes: list[Any],
-    settings: CacheSettings,
-    nbytes: int | None,
-    held: range | None = None,
-    deal: Deal = ALONE,
-    *,
-    context: int,
-    **options: Any,
-) -> int:
-    """Tokens of all texts together for which a cache has room; without a limit as many as two of full context have."""
-    if nbytes is None:
-        return 2 * context
-    # the meta device makes stores without their memory
-    least = Cache(shapes, settings, context=context, tokens=1, held=held, deal=deal, **options, device="meta")
-    most = max(1, (nbytes - least.reserved_nbytes) // max(least.page_nbytes, 1)) * least.page
-    if most < context:
-        raise SettingsError(
-            f"cache_memory={nbytes} has room for {most} tokens beside the windows and states of {options['sequences']} texts, "
-            f"and the context is {context}. Give more, fewer texts at once, or a shorter context."
-        )
-    return min(most, context * (options["sequences"] + options.get("kept", 0)))
-
-
-def _lead(
-    ranks: Parallel, checkpoint: Checkpoint, config: Any, device: torch.device, free: int, disk: str | int | None
-) -> Lead:
+def _lead(ranks: Parallel, source: Source, device: torch.device, free: int, disk: str | int | None) -> Lead:
     """Call the other ranks; what they cannot do is refused."""
     if device.type != "cpu" and ranks.mode != TENSOR:
         raise SettingsError(
@@ -263,46 +199,19 @@ def _lead(
             f"{TENSOR}={ranks.size} wants as many GPUs of this machine, and there are {torch.cuda.device_count()}; "
             "other hosts cannot be named. Give --device cpu, or fewer ranks."
         )
-    module = family(checkpoint.config)
-    whole = module.Model.whole
+    model, path = source.module.Model, source.path
     if ranks.mode == TENSOR:
-        if (reason := module.Model.unsliced(config)) is not None:
-            raise SettingsError(
-                f"{checkpoint.path} cannot be divided by heads: {reason} Give --parallel pipeline={ranks.size}."
-            )
-        for shape in module.make_caches(config):
+        if (reason := model.unsliced(source.config)) is not None:
+            raise SettingsError(f"{path} cannot be divided by heads: {reason} Give --parallel pipeline={ranks.size}.")
+        for shape in source.shapes:
             shape.sliced(Slices(0, ranks.size, lambda mine: mine).heads)
-    if ranks.mode == PIPELINE and whole:
-        raise SettingsError(f"{checkpoint.path} cannot be divided by layers: {whole}")
-    if ranks.mode == EXPERTS and not has_experts(checkpoint.config):
-        raise SettingsError(f"{checkpoint.path} has no experts to divide. Give --parallel pipeline={ranks.size}.")
+    if ranks.mode == PIPELINE and model.whole:
+        raise SettingsError(f"{path} cannot be divided by layers: {model.whole}")
+    if ranks.mode == EXPERTS and not has_experts(source.checkpoint.config):
+        raise SettingsError(f"{path} has no experts to divide. Give --parallel pipeline={ranks.size}.")
     if disk is not None:
         raise SettingsError("prefixes of a model that is divided among ranks cannot be kept on disk: leave --prefix-disk out.")
-    return Lead(ranks, checkpoint, free)
-
-
-def keep_experts(
-    checkpoint: Checkpoint,
-    settings: ExpertSettings,
-    device: torch.device,
-    free: int,
-    layers: range | None = None,
-    left_out: tuple[str, ...] = (),
-) -> ExpertStore | None:
-    """How the experts of a packed model, or of some of its layers, are kept, where so much memory is free."""
-    files = None if checkpoint.experts is None else checkpoint.experts.within(layers).without(left_out)
-    if files is not None and not files.files:
-        return None
-    if files is None:
-        if settings != ExpertSettings():
-            raise SettingsError(
-                f"{checkpoint.path} is not packed, so its experts are loaded with all else. To read them from disk as they are "
-                f"chosen, run 'auraflux pack' on it first."
-            )
-        return None
-    share = share_out(files, experts_per_token(checkpoint.config), settings.nbytes(free), settings.io)
-    below = settings.main_nbytes(free_nbytes()) * files.count // files.nbytes
-    return ExpertStore(files, share, settings, device=device, main_slots=below)
+    return Lead(ranks, source.checkpoint, free)
 
 
 def make_model(
@@ -333,40 +242,3 @@ def make_model(
     model = module.Model(config, weights)
     weights.done()
     return model
-
-
-def _context(
-    wanted: int | None,
-    trained: int,
-    shapes: list[Any],
-    settings: CacheSettings,
-    dtype: torch.dtype,
-    free: int,
-    held: range | None = None,
-    deal: Deal = ALONE,
-) -> int:
-    """Most tokens of a sequence; refuses settings that the model's layers cannot have before anything is loaded."""
-    # the meta device makes stores without their memory
-    per_token = Cache(shapes, settings, context=1, held=held, deal=deal, dtype=dtype, device="meta").held_token_nbytes
-    if wanted is not None:
-        there = this_machine().memory_nbytes
-        if wanted * max(per_token, 1) > there:
-            raise SettingsError(
-                f"context={wanted} would take {wanted * max(per_token, 1) / 1e9:,.0f} GB of a machine that has "
-                f"{there / 1e9:,.0f} GB. Ask for less."
-            )
-        return wanted
-    return max(1, min(trained, free // SHARE // max(per_token, 1)))
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    if checkpoint.path.is_dir():
-        return Tokenizer.from_folder(checkpoint.path)
-    return Tokenizer.from_gguf(checkpoint.metadata)  # type: ignore[attr-defined]
-
-
-def _ends(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Tokens that end a text."""
-    found = checkpoint.config.get("eos_token_id")
-    listed = found if isinstance(found, list) else [] if found is None else [found]
-    return frozenset(listed) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())

@@ -17,7 +17,8 @@ from auraflux.models import family
 from auraflux.run.calibrate import find_vectors
 from auraflux.run.calibration import samples
 from auraflux.run.device import activation_dtype, find_device
-from auraflux.run.load import keep_experts, make_model
+from auraflux.run.fit import keep_experts
+from auraflux.run.load import make_model
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
 from auraflux.run.ranks.identity import identity
 from auraflux.run.ranks.parallel import PIPELINE, TENSOR, TIMEOUT_S

@@ -32,6 +32,7 @@ from auraflux.quant import QTensor
 WARPS = 8
 ROWS = 16 * WARPS  # of a program
 TILES = (8, 16, 32, 64)  # tokens of a program
+MOST_REGISTERS = 128  # of a thread that brings tokens into order; by itself the assembler takes 48, and memory for the rest
 STAGES_NBYTES, MOST_STAGES = 208 << 10, 8  # of shared memory, and what is in flight in it
 
 
@@ -131,7 +132,8 @@ def multiply(
     sums = x.new_empty(width // 64, padded, dtype=torch.float32)
     factors = None if normed.weight is None else sums.new_empty(padded)
     tokens = Tokens(ordered.view(torch.int8), sums, factors)
-    launch(order_tokens, (count,))(x, normed, tokens, padded, width, warps, tile, num_warps=warps, launch_pdl=True)
+    sizes = padded, width, warps, tile
+    launch(order_tokens, (count,))(x, normed, tokens, *sizes, num_warps=warps, maxnreg=MOST_REGISTERS, launch_pdl=True)
     ends = tuple(accumulate(cdiv(each, ROWS) for each in rows))
     split = ends[-1] * (padded // tile) < processors
     part = sums.new_empty(warps, padded, ends[-1] * ROWS) if split else None
