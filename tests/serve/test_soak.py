@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import auraflux
-from auraflux.run import load
+from auraflux.run import fit
 from auraflux.serve.front import FrontSettings
 from tests.models.oracles import save
 from tests.models.test_replay import MODELS, UNREPLAYED
@@ -178,7 +178,7 @@ def test_clients_that_leave_and_one_that_hardly_reads(name: str, monkeypatch: py
     asked, slow = questions(CLIENTS, longest=140), Question((7, 8, 9), 150, 1.0, 99)
     left = sum(question.leaves is not None for question in asked)
     assert CLIENTS / 5 < left < CLIENTS / 2
-    monkeypatch.setattr(load, "pool_tokens", lambda *shapes, **options: PAGES * 64)
+    monkeypatch.setattr(fit, "pool_tokens", lambda *shapes, **options: PAGES * 64)
     options: dict[str, Any] = {"path": folder(name), "context": CONTEXT, "sequences": PARALLEL}
 
     async def together() -> tuple[list[str | None], str]:
