@@ -94,7 +94,7 @@ def bench_speculate(
 
     with Console(stderr=True).status("") as status:
         if invented or shape is not None:
-            sizes = {"shape": shape, "invented": invented, "batch": 1, "context": at + tokens + 16}
+            sizes: dict[str, Any] = {"shape": shape, "invented": invented, "batch": 1, "context": at + tokens + 16}
             whole, small = (
                 random_loaded(model, layers=count, chosen={**chosen, "invariant": True}, **sizes)
                 for count in (layers, draft_layers)
