@@ -68,7 +68,8 @@ def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total
     """
     missing, rest = (sorted((e for e in some if not e.is_kept()), key=_size, reverse=True) for some in (kernels, later))
     workers = min(len(missing + rest), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 0
-    if workers > (not rest) and CACHE_FOLDER and sys.platform == "linux":
+    # one alone is of use only where it goes on in the background
+    if workers >= (1 if rest else 2) and CACHE_FOLDER and sys.platform == "linux":
         _share(missing, rest, workers, tell)
     # what no process has left in the cache
     for done, kernel in enumerate(missing):

@@ -152,13 +152,18 @@ def refuses_matvec_int4_tma(call: Call) -> str | None:
     return matvec_int4_tma.slower(call.coded[0], multiprocessors(call.x.device))
 
 
-def refuses_matvec_bits(call: Call) -> str | None:
+def _not_plain_codes(call: Call) -> str | None:
+    """Why a call is not one token, as it is, times codes."""
     if reason := _not_one(call):
         return reason
     if not call.coded:
         return NOT_ALIKE
-    if call.norm is not None:
-        return NOT_PLAIN
+    return None if call.norm is None else NOT_PLAIN
+
+
+def refuses_matvec_bits(call: Call) -> str | None:
+    if reason := _not_plain_codes(call):
+        return reason
     if len(call.coded) > matvec_bits.MOST_WEIGHTS or not 0 < call.width <= matvec_bits.WIDEST:
         return f"more than {matvec_bits.MOST_WEIGHTS} weights, or wider than {matvec_bits.WIDEST}"
     if len({bias is None for bias in call.biases}) > 1:
@@ -171,12 +176,8 @@ def refuses_matvec_int8(call: Call) -> str | None:
 
 
 def refuses_matvec_whole(call: Call) -> str | None:
-    if reason := _not_one(call):
+    if reason := _not_plain_codes(call):
         return reason
-    if not call.coded:
-        return NOT_ALIKE
-    if call.norm is not None:
-        return NOT_PLAIN
     if len(call.coded) > matvec_whole.MOST_WEIGHTS:
         return f"more than {matvec_whole.MOST_WEIGHTS} weights"
     if reason := matvec_whole.not_served(call.x, call.coded[0]):
