@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from importlib import resources
 from inspect import getsource
 
+from torch import Tensor
+
 from auraflux.errors import ContextError
 from auraflux.run import stops
+from auraflux.run.device import sent
 from auraflux.run.draft_model import ModelDraft
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
@@ -88,8 +91,8 @@ class Forced(ModelDraft):
         super().__init__(engine, vocab)
         self._text, self._chance, self._vocabulary, self._random = text, chance, vocab, random.Random(len(text))
 
-    def _say(self, likeliest: int, place: int) -> int:
-        right = self._text[place] if place < len(self._text) else likeliest
+    def _say(self, likeliest: Tensor, place: int) -> Tensor:
+        right = sent([self._text[place]], likeliest.device) if place < len(self._text) else likeliest
         return right if self._random.random() < self._chance else (right + 1) % self._vocabulary
 
 
