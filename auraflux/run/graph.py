@@ -7,6 +7,7 @@ are recorded, and on a GPU, which would wait for the Python of a mixture's many 
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,7 +215,10 @@ def _uncollected() -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with warnings.catch_warnings():
+            # of a step that says at once why it cannot be captured
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            yield
     finally:
         if collects:
             gc.enable()
