@@ -15,15 +15,12 @@ from auraflux.ops import use_backend
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.run.engine import Engine
 from auraflux.run.graph import Replayer
-from auraflux.run.mtp_drafts import MTPDrafts
 from auraflux.run.request import Request
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.loader import Weights
 from tests.models.oracles import error, prefill, save, tokens, truth
-from tests.models.test_mtp import MODELS as FURTHER
-from tests.models.test_mtp import family_of, with_mtp
 from tests.models.test_replay import ALL, MODELS, PROMPT, STEPS
 
 pytestmark = pytest.mark.gpu
@@ -152,27 +149,3 @@ def test_a_long_prompt_is_read_by_replays_of_a_piece(name: str, kv: str, tmp_pat
         recorded = [step for step in engine.replayer._steps.values() if step.recording and len(step.ids) == PIECE]
         assert bool(recorded) == graphs, engine.replayer.unread
     assert torch.equal(found[True], found[False])
-
-
-@pytest.mark.parametrize("kv", ["none", "k8v4"])
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "glm4_moe"])
-def test_a_further_layer_guesses_the_same_by_replays(name: str, kv: str, tmp_path: Path):
-    """Guesses of one text and of two together, and those of the CPU."""
-    torch.manual_seed(0)
-    folder = with_mtp(FURTHER[name](), tmp_path).folder
-    found = {}
-    for device, graphs in (("cuda", True), ("cuda", False), ("cpu", False)):
-        model, shapes, place = family_of(folder, device=device, dtype=torch.float32)
-        sizes: dict[str, Any] = {"context": 256, "sequences": 2, "chunk": 64, "exact": True}
-        engine = Engine(model, shapes, CacheSettings(kv), **sizes, graphs=graphs, hidden=True, device=device)
-        drafts = MTPDrafts.beside(engine, shapes[place.like])
-        ids = torch.randint(0, model.config.vocab, (90,), generator=torch.Generator().manual_seed(1)).tolist()
-        asked = []
-        for length in (60, 33):
-            draft, sequence = drafts.begin(), engine.cache.open()
-            drafts.hear([(draft, ids[:length], 0, engine.read([sequence], [ids[: length - 1]]))])
-            asked.append((draft, ids[:length], 5))
-        # the first time kernels are compiled, the second they are recorded
-        found[device, graphs] = [(drafts.propose(asked), drafts.propose(asked[:1])) for _ in range(4)]
-        assert graphs == any(step.recording is not None for step in drafts.replayer._steps.values())
-    assert all(each == found["cuda", False] for each in (found["cuda", True], found["cpu", False]))
