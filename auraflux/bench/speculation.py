@@ -1,17 +1,23 @@
 """What guesses are worth: texts that repeat what they were given, and texts that do not, written with guesses and without.
 
-A model of random weights says nothing that a smaller one could guess. There guesses are right as often as they are told to be,
-and take the smaller model's time.
+A model of random weights says nothing that a smaller one could guess. There the text is dictated, guesses are right as often as
+they are told to be, and take the smaller model's time.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from inspect import getsource
 
+import torch
+from torch import Tensor
+
+from auraflux.cache import Batch
 from auraflux.errors import ContextError
 from auraflux.run import stops
+from auraflux.run.device import sent
 from auraflux.run.draft_model import ModelDraft
 from auraflux.run.engine import Engine
 from auraflux.run.language import LanguageModel
@@ -88,8 +94,8 @@ class Forced(ModelDraft):
         super().__init__(engine, vocab)
         self._text, self._chance, self._vocabulary, self._random = text, chance, vocab, random.Random(len(text))
 
-    def _say(self, likeliest: int, place: int) -> int:
-        right = self._text[place] if place < len(self._text) else likeliest
+    def _say(self, likeliest: Tensor, place: int) -> Tensor:
+        right = sent([self._text[place]], likeliest.device) if place < len(self._text) else likeliest
         return right if self._random.random() < self._chance else (right + 1) % self._vocabulary
 
 
@@ -106,22 +112,43 @@ class Always(Speculation):
         return [min(self._count, max(text.room, 0)) for text in texts]
 
 
+@contextmanager
+def dictated(engine: Engine, text: list[int]) -> Iterator[None]:
+    """Have an engine prefer the next token of a text, whatever its model makes of those before; for one sequence at a time."""
+    decode, verify = engine.decode, engine.verify
+
+    def preferred(scores: Tensor, batch: Batch) -> Tensor:
+        end = batch.sequences[0].length
+        following = text[end - len(scores) + 1 : end + 1]
+        if following:
+            rows = sent(list(enumerate(following)), scores.device)
+            scores[rows[:, 0], rows[:, 1]] = torch.inf
+        return scores
+
+    engine.decode = lambda batch, ids: preferred(decode(batch, ids), batch)  # type: ignore[method-assign]
+    engine.verify = lambda batch, ids: preferred(verify(batch, ids), batch)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine.decode, engine.verify
+
+
 def measure_forced(
-    model: LanguageModel, small: Engine, prompt: list[int], tokens: int, chance: float, rounds: int, tell: Callable[[str], None]
+    model: LanguageModel, small: Engine, text: list[int], at: int, chance: float, rounds: int, tell: Callable[[str], None]
 ) -> Iterator[Gain]:
-    """Write a text with 1 to 8 guesses in every step and without, by turns; each guess is right with a chance."""
-    scheduler, vocab = model.scheduler, model.engine.model.config.vocab
-    text = [*prompt, *_written(model, prompt, tokens)[2]]
-    for count in range(1, 9):
-        guessing = Always(lambda: Forced(small, vocab, text, chance), min(count, MOST))
-        found: dict[bool, list[tuple[float, Stats, list[int]]]] = {False: [], True: []}
-        # one more than is asked for: the first records steps
-        for number in range(rounds + 1):
-            for with_guesses in (False, True):
-                tell(f"{count} guesses a step, round {number + 1} of {rounds + 1}")
-                scheduler.speculate(guessing if with_guesses else None)
-                found[with_guesses].append(_written(model, prompt, tokens))
-        yield _gain(f"{count} guesses a step", found[False][1:], found[True][1:])
+    """Write a text from a place on with 1 to 8 guesses in every step and without, by turns; each is right with a chance."""
+    scheduler, vocab, prompt = model.scheduler, model.engine.model.config.vocab, text[:at]
+    with dictated(model.engine, text):
+        for count in range(1, 9):
+            guessing = Always(lambda: Forced(small, vocab, text, chance), min(count, MOST))
+            found: dict[bool, list[tuple[float, Stats, list[int]]]] = {False: [], True: []}
+            # one more than is asked for: the first records steps
+            for number in range(rounds + 1):
+                for with_guesses in (False, True):
+                    tell(f"{count} guesses a step, round {number + 1} of {rounds + 1}")
+                    scheduler.speculate(guessing if with_guesses else None)
+                    found[with_guesses].append(_written(model, prompt, len(text) - at))
+            yield _gain(f"{count} guesses a step", found[False][1:], found[True][1:])
     scheduler.speculate(None)
 
 

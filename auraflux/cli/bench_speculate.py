@@ -41,8 +41,8 @@ def _forced(
     from auraflux.bench.speculation import measure_forced
     from auraflux.run.calibrate import random_tokens
 
-    prompt = random_tokens(at, whole.engine.model.config.vocab)
-    return measure_forced(whole, small.engine, prompt, tokens, accept, repeat, tell)
+    text = random_tokens(at + tokens, whole.engine.model.config.vocab)
+    return measure_forced(whole, small.engine, text, at, accept, repeat, tell)
 
 
 @click.command("speculate")
@@ -84,8 +84,7 @@ def bench_speculate(
 ) -> None:
     """Time writing with MODEL, with guesses and without by turns; --speculate says whose, by default ngram.
 
-    With --random: 1 to 8 guesses in every step, of which a share is right. A GPU then computes as with --invariant, since it is
-    known beforehand what the model will say.
+    With --random: 1 to 8 guesses in every step, of which a share is right; the text is dictated.
     """
     from rich.console import Console
     from rich.table import Table
@@ -95,10 +94,7 @@ def bench_speculate(
     with Console(stderr=True).status("") as status:
         if invented or shape is not None:
             sizes: dict[str, Any] = {"shape": shape, "invented": invented, "batch": 1, "context": at + tokens + 16}
-            whole, small = (
-                random_loaded(model, layers=count, chosen={**chosen, "invariant": True}, **sizes)
-                for count in (layers, draft_layers)
-            )
+            whole, small = (random_loaded(model, layers=count, chosen=chosen, **sizes) for count in (layers, draft_layers))
             found = list(_forced(whole, small, at, tokens, accept, repeat, status.update))
         else:
             found = list(_written(model, tokens, repeat, chosen, status.update))

@@ -65,6 +65,13 @@ class MTP:
 
     def __call__(self, embedded: Tensor, hidden: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run pairs of a batch, a token's result and the next token's embedding, both [T, H]: what the head scores, [T, H]."""
-        both = rms_norm(embedded, self.token_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps)
-        x, delta = self.layer(linear(torch.cat(both, 1), self.joint), None, batch, cache.layers[0])
+        return self.through(self.side_by_side(embedded, hidden), batch, cache)
+
+    def side_by_side(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Norm both parts of pairs: [T, 2 H]."""
+        return torch.cat([rms_norm(embedded, self.token_norm, self.eps), rms_norm(hidden, self.hidden_norm, self.eps)], 1)
+
+    def through(self, pairs: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """[T, 2 H] -> [T, H]."""
+        x, delta = self.layer(linear(pairs, self.joint), None, batch, cache.layers[0])
         return rms_norm(x if delta is None else combine(x, delta), self.norm, self.eps)

@@ -1,5 +1,10 @@
 """Guesses of a second, smaller model that has the same tokens."""
 
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
 from auraflux.cache import Batch, Sequence
 from auraflux.cache.radix import common_length
 from auraflux.errors import AurafluxError, SettingsError
@@ -35,18 +40,18 @@ class ModelDraft:
         if count < 1:
             return []
         batch = self._read_up_to(tokens)
-        guess: list[int] = []
-        last = tokens[-1]
-        while len(guess) < count:
-            last = self._say(int(self.engine.decode(batch, [last])[0].argmax()), len(tokens) + len(guess))
-            if last >= self._vocab:
-                break
-            guess.append(last)
+        found: list[Tensor] = []
+        last: list[int] | Tensor = tokens[-1:]
+        # a GPU goes from guess to guess without telling them
+        for place in range(len(tokens), len(tokens) + count):
+            last = self._say(self.engine.decode(batch, last).argmax(-1), place)
+            found.append(last)
+        guess = list(takewhile(lambda token: token < self._vocab, torch.cat(found).tolist()))
         self._read = [*tokens, *guess][: batch.sequences[0].length]
         return guess
 
-    def _say(self, likeliest: int, place: int) -> int:
-        """The guess at a place in the text."""
+    def _say(self, likeliest: Tensor, place: int) -> Tensor:
+        """The guess at a place in the text, [1]."""
         return likeliest
 
     def _read_up_to(self, tokens: list[int]) -> Batch:

@@ -149,10 +149,17 @@ class Engine:
 
     def verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         """Several tokens of each sequence: the scores after every one, [T, V]."""
-        if len(ids) == 1 and self.device.type == "cpu":
-            return self.replayer.verify(batch, ids[0])
+        if self._recurs(batch, list(map(len, ids))):
+            return self.replayer.verify(batch, ids)
         self.replayer.settling = False
         return self.score(self.step(batch, ids))
+
+    def _recurs(self, batch: Batch, counts: list[int]) -> bool:
+        """Whether a step that checks guesses is replayed. Sequences get as many tokens as the one with most: a GPU has time."""
+        if len(set(counts)) == 1:
+            return len(counts) == 1 or self.device.type == "cuda"
+        longest = max(sequence.length for sequence in batch.sequences) + max(counts)
+        return self.device.type == "cuda" and self.ranks is None and not self.cache.moves and longest <= batch.context
 
     @property
     def hidden(self) -> Tensor | None:

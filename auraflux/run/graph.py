@@ -7,6 +7,7 @@ are recorded, and on a GPU, which would wait for the Python of a mixture's many 
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
-from auraflux.run.device import device_memory
+from auraflux.run.device import device_memory, sent
 from auraflux.run.runner import Runner
 
 log = logging.getLogger("auraflux")
 
 KEPT = 128  # recordings; the one that was used longest ago goes first
-SEVERAL = 8  # of them that check guesses: they hold the activations of all layers
+SEVERAL = 8  # of them that check guesses on a CPU: they hold the activations of all layers
 SWITCHED_OFF = "it is switched off"
 
 
@@ -75,8 +76,8 @@ class Replayer:
         """Scores of the next token, [B, V]; tokens may be on the device still."""
         return self._or_cut_back(batch, lambda: self._decode(batch, ids))
 
-    def verify(self, batch: Batch, ids: list[int]) -> Tensor:
-        """Scores after each of a single sequence's tokens, [T, V]; their number should recur."""
+    def verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
+        """Scores after each of several tokens of every sequence, [T, V]; the largest number of a sequence's should recur."""
         return self._or_cut_back(batch, lambda: self._verify(batch, ids))
 
     def _or_cut_back(self, batch: Batch, work: Callable[[], Tensor]) -> Tensor:
@@ -109,10 +110,19 @@ class Replayer:
     def forget(self) -> None:
         """Give all recordings up."""
         self._steps.clear()
+        self._several.clear()
 
-    def _verify(self, batch: Batch, ids: list[int]) -> Tensor:
-        batch.extend([len(ids)])
-        found = self._replayed(batch, torch.tensor(ids), lambda step: self.runner.repeated(step.ids, batch))
+    def _verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
+        longest = max(map(len, ids))
+        # sequences with fewer tokens are given their last again, so that steps recur
+        filled = torch.tensor([each + each[-1:] * (longest - len(each)) for each in ids])
+        batch.extend([longest] * len(ids))
+        found = self._replayed(batch, filled.flatten(), lambda step: self.runner.repeated(step.ids, batch))
+        if sum(map(len, ids)) < len(found):
+            wanted = [line * longest + at for line, each in enumerate(ids) for at in range(len(each))]
+            found = found[sent(wanted, found.device)]
+            for sequence, each in zip(batch.sequences, ids, strict=True):
+                sequence.truncate(sequence.length - longest + len(each))
         return self.runner.after(found, batch)
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
@@ -138,7 +148,7 @@ class Replayer:
         key = batch.index, places, batch.silent, () if batch.single else tuple(batch.counts)
         steps, most = self._steps, KEPT
         if not batch.single and batch.extra is None:
-            steps, most = self._several, SEVERAL
+            steps, most = self._several, SEVERAL if self.runner.device.type == "cpu" else KEPT
         step = steps.pop(key, None)
         if step is None:
             device = self.runner.device
@@ -205,7 +215,10 @@ def _uncollected() -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with warnings.catch_warnings():
+            # of a step that says at once why it cannot be captured
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            yield
     finally:
         if collects:
             gc.enable()

@@ -15,9 +15,10 @@ from torch import Tensor
 from auraflux.cache import Batch, Cache
 from auraflux.cache import Sequence as Held
 from auraflux.errors import AurafluxError, CacheFull
-from auraflux.ops import exact
 from auraflux.run.device import device_memory, sent
 from auraflux.run.engine import Engine
+from auraflux.run.graph import Replayer
+from auraflux.run.runner import Runner
 from auraflux.run.speculate import MOST, Asked, Told
 from auraflux.weights.traffic import guessing
 
@@ -89,14 +90,26 @@ class MTPDraft:
             count -= min(count, len(rows))
 
 
+class LayerRunner(Runner):
+    """The layer, as a `Replayer` runs it."""
+
+    model: Any
+
+    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
+        """Run pairs whose parts lie side by side: [T, 2 H] -> [T, H]."""
+        with self.contract():
+            return self.model.mtp.through(given, batch, self.cache)
+
+
 class MTPDrafts:
     """The layer of a model, and what it keeps of all texts.
 
-    exact  see `Runner`
+    graphs  replay its steps
     """
 
-    def __init__(self, model: Any, cache: Cache, exact: bool):
-        self.model, self.cache, self.exact = model, cache, exact
+    def __init__(self, runner: LayerRunner, graphs: bool):
+        self.runner, self.model, self.cache = runner, runner.model, runner.cache
+        self.replayer = Replayer(runner, graphs)
 
     @classmethod
     def beside(cls, engine: Engine, shape: Any) -> "MTPDrafts":
@@ -107,7 +120,9 @@ class MTPDrafts:
         sizes: dict[str, Any] = {"context": cache.context + MOST + 1, "sequences": cache.sequences, "tokens": cache.tokens}
         sizes |= {"page": cache.page, "chunk": engine.chunk}
         own = Cache([shape], settings, **sizes, dtype=cache.dtype, device=cache.device)
-        return cls(engine.model, own, engine.runner.exact)
+        runner = LayerRunner(engine.model, own, engine.runner.exact)
+        runner.invariant = engine.runner.invariant
+        return cls(runner, engine.graphs)
 
     def begin(self) -> MTPDraft:
         """Guess at a new text."""
@@ -174,13 +189,16 @@ class MTPDrafts:
         before = [sequence.length for sequence in batch.sequences]
         try:
             # all that the layer's experts are read for
-            with device_memory(), exact(self.exact), guessing(range(len(ids))):
+            with device_memory(), self.runner.contract(), guessing(range(len(ids))):
                 batch.extend(counts)
-                return self.model.mtp(self.model.embedded(ids), hidden, batch, self.cache)
+                pairs = self.model.mtp.side_by_side(self.model.embedded(ids), hidden)
+                # as many as a step has checked at most; those of a prompt are more, and other numbers every time
+                recurs = len(set(counts)) == 1 and counts[0] <= MOST + 1
+                return self.replayer.repeat(batch, pairs) if recurs else self.runner.repeated(pairs, batch)
         except BaseException:
             batch.cut_back(before)
             raise
 
     def _likeliest(self, hidden: Tensor) -> Tensor:
-        with exact(self.exact):
+        with self.runner.contract():
             return self.model.logits(hidden).argmax(-1)

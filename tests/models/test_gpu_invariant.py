@@ -13,6 +13,7 @@ from auraflux.run.engine import Engine
 from auraflux.run.request import Request
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
+from tests.run.test_speculate import Told, eager
 
 pytestmark = pytest.mark.gpu
 
@@ -147,3 +148,35 @@ def test_prompts_that_were_found_change_nothing(name: str, kv: str):
             found.append(made)
         scheduler.prefixes.clear()
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("kv", KVS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_guesses_change_nothing(name: str, kv: str):
+    """Texts alone and together, some with a settled number of guesses and some with fewer, by replays and by Python."""
+    engine = engine_of(name, kv)
+    scheduler = Scheduler(engine, None, frozenset(), parallel=4)
+    prompts, sampling = (
+        [text_of(n, length) for n, length in enumerate((131, 20, 300, 64))],
+        Sampling(max_tokens=60, endless=True),
+    )
+
+    def text_by_text(together: int) -> list[list[int]]:
+        texts = []
+        for at in range(0, len(prompts), together):
+            jobs = [scheduler.submit(Request(tuple(prompt), sampling)) for prompt in prompts[at : at + together]]
+            scheduler.wait(lambda jobs=jobs: all(job.finish for job in jobs))
+            texts += [job.stream.tokens for job in jobs]
+        return texts
+
+    plain = text_by_text(1)
+    whole = [[*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)]
+    guessing = eager(lambda: Told(whole))
+    scheduler.speculate(guessing)
+    assert text_by_text(1) == plain
+    assert text_by_text(4) == plain
+    assert guessing.accepted > 100
+    recorded = [step for step in engine.replayer._several.values() if step.recording is not None]
+    assert recorded, engine.replayer.unread
+    # states cannot be cut, so that texts with fewer guesses are not filled up
+    assert engine.cache.moves or any(len(step.batch.counts) == 4 for step in recorded)

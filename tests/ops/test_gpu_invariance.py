@@ -1,12 +1,14 @@
 """Inside `invariant` a row is on a GPU what it is alone, to the bit, and what the reference says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from auraflux.errors import InputError
 from auraflux.ops import invariant, linear
-from auraflux.ops._cases import Case, all_cases
+from auraflux.ops._cases import Case, all_cases, tensors
 from auraflux.ops._dispatch import all_ops
 from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.gpu_cases import CASES
@@ -19,6 +21,8 @@ from tests.ops.test_invariance import OTHERS, ROWS, TEXTS, parted
 APART = {"sample", "penalize", "decode", "encode", "merge_partials"}
 SERVED = [case for case in all_cases() if case.op.name in {*ROWS, *TEXTS} - OTHERS - APART]
 MOST_CASES = 5  # of an op in the quick tests
+# what kernels for any number of tokens leave of bf16: they round weights of most formats, and what is between two products
+ROUNDED = 5e-3
 
 
 def params(cases: list[Case]) -> list:
@@ -43,8 +47,9 @@ def test_a_row_is_what_it_is_alone(case: Case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", params([case for case in SERVED if case.op.name not in ("route", "mixture")]))
 def test_a_row_is_what_the_reference_says(case: Case):
+    in_bf16 = any(tensor.dtype is torch.bfloat16 for _, tensor in tensors(case.args()))
     with invariant():
-        hold(case, "cuda")
+        hold(replace(case, tol=max(case.tol, ROUNDED)) if in_bf16 else case, "cuda")
 
 
 # small enough for the interpreter, by name: to make every case's tensors and count their bytes takes seconds

@@ -77,6 +77,25 @@ def test_a_step_that_checks_guesses_is_replayed_for_each_number_of_tokens():
     assert torch.equal(*found)
 
 
+def test_texts_with_fewer_guesses_are_checked_with_those_that_have_more():
+    found = []
+    for made in (engine(), engine(graphs=False)):
+        sequences = [made.cache.open() for _ in range(3)]
+        for number, sequence in enumerate(sequences):
+            prefill(made, sequence, IDS[number:])
+        batch, scores = made.cache.batch(sequences), []
+        before = [sequence.length for sequence in sequences]
+        # as a GPU does: each is given as many tokens as the one with most
+        for pieces in ([IDS[:4], IDS[:1], IDS[3:5]], [IDS[:1], IDS[2:6], IDS[:1]], [IDS[:4], IDS[1:5], IDS[2:6]]):
+            scores.append(made.replayer.verify(batch, pieces) if made.graphs else made.verify(batch, pieces))
+            assert [sequence.length for sequence in sequences] == [n + len(p) for n, p in zip(before, pieces, strict=True)]
+            for sequence, length in zip(sequences, before, strict=True):
+                sequence.truncate(length)
+        found.append(torch.cat(scores))
+        assert sum(step.recording is not None for step in made.replayer._several.values()) == made.graphs
+    assert torch.equal(*found)
+
+
 def test_the_newest_window_waits_until_it_is_full():
     settings = CacheSettings("k8v4", newest=32)
     replayed, plain = engine(kv=settings), engine(kv=settings, graphs=False)

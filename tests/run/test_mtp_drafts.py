@@ -145,6 +145,28 @@ def test_guesses_are_those_of_the_layer(name: str):
     assert drafts.propose([(told[0][0], [*texts[0], 1], 4)]) == [[]]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kv", ["k8v4", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [NAMES[1], *(pytest.param(name, marks=pytest.mark.slow) for name in (NAMES[0], "glm4_moe"))])
+def test_steps_of_the_layer_are_replayed(name: str, kv: str, device: str):
+    """Guesses at two texts and at one: the first time kernels are compiled, the second they are recorded."""
+    model, shapes, place = family_of(both(name).folder, bits=4, group=32, device=device)
+    ids = tokens(both(name).model, 90)
+    found = {}
+    for graphs in (True, False):
+        sizes = {"context": 256, "sequences": 2, "chunk": 64, "exact": True, "hidden": True}
+        engine = Engine(model, shapes, CacheSettings(kv), **sizes, graphs=graphs, device=device)
+        drafts, asked = MTPDrafts.beside(engine, shapes[place.like]), []
+        for length in (60, 33):
+            draft, sequence = drafts.begin(), engine.cache.open()
+            drafts.hear([(draft, ids[:length], 0, engine.read([sequence], [ids[: length - 1]]))])
+            asked.append((draft, ids[:length], 5))
+        found[graphs] = [(drafts.propose(asked), drafts.propose(asked[:1])) for _ in range(4)]
+        steps = drafts.replayer._steps.values()
+        assert [step.recording is not None for step in steps] == [graphs] * 2, drafts.replayer.refused
+    assert found[True] == found[False]
+
+
 STOPS = list(product(NAMES, ["in the step", "after it", "in the layer", "while it hears"], [KeyboardInterrupt, CacheFull]))
 QUICK_STOPS = [STOPS[0], STOPS[4], STOPS[11], STOPS[14]]
 

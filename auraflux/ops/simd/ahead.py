@@ -47,6 +47,7 @@ def _zeroed() -> Iterator[None]:
 
 
 _one = threading.Lock()
+_going_on: list[Any] = []  # processes that compile what is not needed yet
 
 
 @contextmanager
@@ -66,6 +67,8 @@ def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total
 
     later  kernels that are compiled after the others, by processes that go on while this one does other things
     """
+    # on a busy machine those of the last call may not have had a processor yet: more of them would not get one sooner
+    later = () if any(process.is_alive() for process in _going_on) else later
     missing, rest = (sorted((e for e in some if not e.is_kept()), key=_size, reverse=True) for some in (kernels, later))
     workers = min(len(missing + rest), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 0
     # one alone is of use only where it goes on in the background
@@ -90,9 +93,6 @@ def _size(kernel: Kernel) -> int:
                 found.add(part)
                 waiting.append(part.py_func)
     return len(found)
-
-
-_going_on: list[Any] = []  # processes that compile what is not needed yet
 
 
 def wait() -> None:
@@ -133,7 +133,7 @@ def _share(missing: list[Kernel], rest: list[Kernel], workers: int, tell: Tell) 
         for process in processes:
             process.start()
     sender.close()
-    _going_on.extend(processes)
+    _going_on[:] = processes + [process for process in _going_on if process.is_alive()]
     try:
         make_ready()
         # a process that ends before its time leaves some to be compiled here

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from auraflux.ops._dispatch import Declined, is_invariant
 from auraflux.ops.attention.cuda.append import append_rows, split_rows
 from auraflux.ops.attention.cuda.flash_paged import attend
 from auraflux.ops.attention.cuda.mla_rope_append import not_fused, rope_append
@@ -56,6 +57,8 @@ def attention_partials(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Parts:
+    if is_invariant():
+        raise Declined("how keys are divided depends on how many tokens there are")
     out = parts_like(q.shape[0] * q.shape[1], 1, pages.v.shape[3], q.device)
     attend(q, None, (pages.k, pages.v), pages, starts, scale, out, window, sinks, softcap)
     return out
