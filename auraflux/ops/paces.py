@@ -46,8 +46,6 @@ WRITTEN = Pace("written out, then a dense product", "a dense product's time and 
 DENSE = Pace("read as they are, 16 or 32 bits a weight", "near the read ceiling", "products in float32")
 DENSE_PRODUCT = Pace("a dense product", "cuBLAS's")
 INT8 = Pace("codes are read as they are, activations in int8", "0.4 to 0.9 of the read ceiling", "products of int8")
-# codes of 3, 5 and 6 bits lie across words: a Neoverse-N1 takes longer to put them into bytes than to read them
-UNPACKED = Pace(INT8.does, "0.2 to 0.6 of the read ceiling: codes lie across words", INT8.many)
 FLOAT32 = Pace("codes are read as they are, activations in float32", "below 0.6 of the read ceiling", "products in float32")
 
 # family -> backend -> route
@@ -97,8 +95,7 @@ def pace_of(weight: torch.Tensor | QTensor, tokens: int, backend: str, gpu: Capa
         reason = "there is none" if verdict is None else verdict.refused[-1][1]
         return Pace(NO_KERNEL, f"the reference runs, slowly: {reason}")
     taken = [name for name in _taken(verdict) if name not in WITHOUT] or [verdict.taken]
-    pace = PACES[op.family][backend].get(taken[-1], Pace(taken[-1], "not measured"))
-    return UNPACKED if pace is INT8 and isinstance(weight, QTensor) and 32 % weight.bits else pace
+    return PACES[op.family][backend].get(taken[-1], Pace(taken[-1], "not measured"))
 
 
 def _call(weight: torch.Tensor | QTensor, tokens: int, backend: str) -> tuple[Op, dict[str, Any]]:

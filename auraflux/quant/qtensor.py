@@ -2,7 +2,8 @@
 
 `packed`, `scales` and `biases` are the arrays of MLX's format, with the rows of the matrix in their natural order (`lanes` 1)
 or with `lanes` rows side by side: then element i of each of those rows lies in adjacent memory, so that one vector load of the
-CPU kernels meets as many rows as the vector has 32-bit lanes. The bytes are the same, transposed within blocks of rows.
+CPU kernels meets as many rows as the vector has 32-bit lanes. The words are the same, transposed within blocks of rows; but
+codes of 3, 5 and 6 bits are then in other places of their words, see `packing.py`.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.kinds import check_fields
 from auraflux.quant import affine, levels, mxfp4
-from auraflux.quant.packing import CHUNK, unpack
+from auraflux.quant.packing import CHUNK, placed, unpack, unplaced
 
 CODES = torch.float8_e4m3fn
 
@@ -146,7 +147,7 @@ class QTensor:
         if self.lanes == 1:
             return self._map(lambda t: t[rows], shape=(len(rows), self.shape[1]))
         block, lane = rows // self.lanes, rows % self.lanes
-        return self._map(lambda t: t[block, :, lane].contiguous(), shape=(len(rows), self.shape[1]), lanes=1)
+        return self._map(lambda t: t[block, :, lane].contiguous(), shape=(len(rows), self.shape[1]), lanes=1)._in_order()
 
     def moved(self, order: Tensor, span: int) -> "QTensor":
         """The matrix with its columns, in runs of `span`, in another order."""
@@ -215,14 +216,18 @@ class QTensor:
                 t = torch.cat([t, t.new_zeros(*t.shape[:-2], missing, t.shape[-1])], -2)
             return t.unflatten(-2, (-1, lanes)).transpose(-1, -2).contiguous()
 
-        return self._map(turn, lanes=lanes)
+        return replace(self, packed=placed(self.packed, self.bits))._map(turn, lanes=lanes)
 
     def rows(self) -> "QTensor":
         """The same weight with its rows one after the other, as MLX stores it."""
         if self.lanes == 1:
             return self
         count = self.shape[-2]
-        return self._map(lambda t: t.transpose(-1, -2).flatten(-3, -2)[..., :count, :].contiguous(), lanes=1)
+        return self._map(lambda t: t.transpose(-1, -2).flatten(-3, -2)[..., :count, :].contiguous(), lanes=1)._in_order()
+
+    def _in_order(self) -> "QTensor":
+        """With codes that were in the places they have with rows side by side."""
+        return replace(self, packed=unplaced(self.packed, self.bits))
 
     def _map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> "QTensor":
         biases = None if self.biases is None else change(self.biases)

@@ -20,11 +20,13 @@ import torch
 from auraflux.errors import FormatError
 from auraflux.ops.moe.experts import KINDS
 from auraflux.quant import QTensor
+from auraflux.quant.packing import PLACES
 from auraflux.weights.boundary import read_json, regular
 
 FOLDER, MANIFEST = "experts", "manifest.json"
 LAYER = re.compile(r"(model|mtp)\.layers\.(\d{1,6})\.")
-NAME, VERSION = "auraflux-experts", 1
+NAME, VERSION = "auraflux-experts", 2
+FIRST_VERSION = 1  # the same, but for the places of codes of 3, 5 and 6 bits in rows that lie side by side
 ALIGNMENT = 4096
 PARTS = ("packed", "scales", "biases")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
@@ -194,10 +196,16 @@ class _Reading:
     def files(self, found: dict[str, Any]) -> ExpertFiles:
         if found.get("format") != NAME:
             raise self.wrong(f"'format' is {found.get('format')!r}, not {NAME!r}")
-        if found.get("version") != VERSION:
+        if found.get("version") not in (FIRST_VERSION, VERSION):
             raise self.wrong(f"its version is {found.get('version')!r}; this auraflux reads version {VERSION}")
         count, hidden, inner, lanes = (self.number(found, key) for key in ("count", "hidden", "inner", "lanes"))
         forms = [self.form(each, hidden, inner, lanes) for each in self.entries(found, "formats")]
+        bits = {matrix.bits for like, _ in forms for matrix in like.values()}
+        if found["version"] == FIRST_VERSION and lanes > 1 and bits & PLACES.keys():
+            raise FormatError(
+                f"{self.path}: an earlier auraflux packed codes of {min(bits & PLACES.keys())} bits in another order. "
+                "Pack the model again."
+            )
         layers = [self.layer(each, count, forms) for each in self.entries(found, "layers")]
         for what, names in (("module", [file.module for file in layers]), ("file", [file.path.name for file in layers])):
             if len(set(names)) < len(names):

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from tests.arm.emulator import Machine
 
@@ -29,6 +30,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     from auraflux.ops.linear.cpu.microkernels import Form, prepare_token, rows_times_tokens, unpack_rows
     from auraflux.ops.linear.cpu.panels import gather_tile, rows_times_tile, tile_nbytes
     from auraflux.quant.levels import levels
+    from auraflux.quant.packing import placed
 
     spec, width, tokens, groups = Form(fast, bits, group, kind), GROUP * GROUPS, 8, GROUP * GROUPS // group
     form, what = spec.text, f"linear {bits} bits, groups of {group}, {kind}{'' if fast else ', exact'}"
@@ -41,7 +43,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     meant = codes if kind == "f32" else levels(kind, bits).numpy()[codes]
     expected = rounded @ (meant * scale.T.repeat(group, 1) + bias.T.repeat(group, 1)).T
 
-    code_at = machine.put(packed(codes, bits).T)
+    code_at = machine.put(placed(torch.from_numpy(packed(codes, bits).view(np.int32)), bits).numpy().T)
     scale_at, bias_at, x_at = machine.put(scale), machine.put(bias), machine.put(x)
     stride, tol = width * spec.act_nbytes, 1e-5 if fast else 2e-6
     acts, scales, sums = machine.room(np.int8, tokens, stride), *(machine.room(np.float32, tokens, groups) for _ in range(2))
@@ -159,7 +161,7 @@ def check_softmax(machine: Machine) -> None:
 def main(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(name, Path(folder))
-        for bits in (2, 3, 4, 8):
+        for bits in (2, 3, 4, 5, 6, 8):
             check_linear(machine, bits)
             check_linear(machine, bits, fast=False)
         for bits, tile in ((8, 4), (8, 1), (6, 2), (4, 4), (4, 3), (4, 2)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor, affine, mxfp4, quantize
-from auraflux.quant.packing import pack, unpack
+from auraflux.quant.packing import PLACES, pack, placed, unpack, unplaced
 from tests.mlx_arrays import from_mlx, to_mlx
 
 FORMATS = [(bits, group) for bits in affine.BITS for group in affine.GROUPS]
@@ -52,13 +52,16 @@ def test_mxfp4_is_mlx_to_the_bit(dtype: torch.dtype):
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("rows", [1, 15, 16, 33])
-def test_rows_side_by_side_hold_the_same_weight(rows: int, lanes: int):
+@pytest.mark.parametrize("bits", affine.BITS)
+def test_rows_side_by_side_hold_the_same_weight(bits: int, rows: int, lanes: int):
     torch.manual_seed(rows)
-    weight = quantize(torch.randn(3, rows, 64), 4, 32)
+    weight = quantize(torch.randn(3, rows, 64), bits, 32)
     turned = weight.interleave(lanes)
     assert torch.equal(turned.dequantize(), weight.dequantize())
     assert torch.equal(turned.rows().packed, weight.packed)
     assert torch.equal(turned[1].dequantize(), weight[1].dequantize())
+    some = torch.tensor([rows - 1, 0])
+    assert torch.equal(turned[2].take(some).packed, weight[2].take(some).packed)
     if rows % lanes == 0:
         assert turned.nbytes == weight.nbytes
 
@@ -76,6 +79,26 @@ def test_packing_round_trips(bits: int, chunks: int, seed: int):
     words = pack(codes, bits)
     assert words.shape == (2, bits * chunks)
     assert torch.equal(unpack(words, bits), codes.to(torch.uint8))
+
+
+@given(st.sampled_from(sorted(PLACES)), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_codes_are_found_in_their_places(bits: int, chunks: int, seed: int):
+    codes = torch.randint(0, 2**bits, (2, 32 * chunks), generator=torch.Generator().manual_seed(seed))
+    words = pack(codes, bits)
+    moved = placed(words, bits)
+    octets = moved.view(torch.uint8).view(2, chunks, bits, 4).long()
+    for number, pieces in enumerate(PLACES[bits]):
+        found = torch.zeros(2, chunks, 4, dtype=torch.long)
+        for piece in pieces:
+            found = found << piece.size | octets[:, :, piece.word] >> piece.low & 2**piece.size - 1
+        assert torch.equal(found, codes.view(2, chunks, 8, 4)[:, :, number])
+    assert torch.equal(unplaced(moved, bits), words)
+
+
+@pytest.mark.parametrize("bits", sorted(PLACES))
+def test_places_take_every_bit_once(bits: int):
+    taken = [(p.word, p.low + i) for pieces in PLACES[bits] for p in pieces for i in range(p.size)]
+    assert sorted(taken) == [(word, bit) for word in range(bits) for bit in range(8)]
 
 
 def test_packing_is_a_little_endian_stream():

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from auraflux.errors import FormatError
+from auraflux.ops.simd.vectors import ISA
+from auraflux.quant import quantize
 from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.expert_files import ALIGNMENT, open_experts
+from auraflux.weights.expert_files import ALIGNMENT, open_experts, write_format
 from tests.weights.packed_folders import experts_of, hf_folder, packed
 
 
@@ -96,7 +99,7 @@ def set_to(*keys: Any, to: Any) -> Callable[[Any], None]:
 
 HOSTILE = {
     "other-format": (set_to("format", to="zip"), "'format' is 'zip'"),
-    "later-version": (set_to("version", to=2), "its version is 2; this auraflux reads version 1"),
+    "later-version": (set_to("version", to=3), "its version is 3; this auraflux reads version 2"),
     "absolute-path": (set_to("layers", 0, "file", to="/etc/passwd"), "must be the name of a .bin file beside the manifest"),
     "path-upwards": (set_to("layers", 0, "file", to="../config.bin"), "must be the name of a .bin file"),
     "path-with-nul": (set_to("layers", 0, "file", to="a\0.bin"), "must be the name of a .bin file"),
@@ -135,6 +138,16 @@ def test_a_hostile_manifest_is_refused(name: str, folder: Path):
     rewrite(folder, change)
     with pytest.raises(FormatError, match=f"manifest.json is not a manifest of experts: .*{message}"):
         open_checkpoint(folder)
+
+
+def test_codes_that_an_earlier_version_ordered_otherwise_are_refused(folder: Path):
+    rewrite(folder, set_to("version", to=1))
+    assert open_experts(folder).lanes == ISA.lanes
+    shapes = {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}
+    like = {kind: quantize(torch.zeros(shape), 6, 64).interleave(ISA.lanes) for kind, shape in shapes.items()}
+    rewrite(folder, set_to("formats", to=[write_format(like)]))
+    with pytest.raises(FormatError, match=r"packed codes of 6 bits in another order\. Pack the model again"):
+        open_experts(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"count": ' + "9" * 5000 + "}", "\xff", "[" * 100_000])

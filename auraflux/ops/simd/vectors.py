@@ -193,7 +193,7 @@ class Isa:
     small_codes = 0
     # the same with more bits. Groups of 32 with 4 bits are read at 23.1 GB/s at 64, 22.5 without; groups of 64 slower
     small_spans = 0
-    moves_bytes = False  # whether any bytes of two vectors become one by an instruction as cheap as any
+    denormals = False  # whether products of denormal floats take no longer than others
     widens_halves = False  # whether f16 becomes float32 by one instruction
     small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
 
@@ -233,6 +233,16 @@ class Isa:
     def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
         """The same address, from which nothing should be loaded before these vectors are made."""
         return address
+
+    def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
+        """Bytes of the highest `count` bits of one vector's bytes and, below them, the highest bits of the other's."""
+        kept = b.and_(top, splat(self.bytes, 256 - (256 >> count)))
+        return b.or_(kept, b.lshr(rest, splat(self.bytes, count)))
+
+    def powers(self, b: ir.IRBuilder, address: ir.Value, offset: ir.Value) -> ir.Value:
+        """Load a byte for each lane as the exponent of a float."""
+        exponents = b.zext(load(b, address, offset, vector(I8, self.lanes)), self.ints)
+        return b.bitcast(b.shl(exponents, splat(self.ints, 23)), self.floats)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         """The larger of two floats; y, which is a number, where x is none."""
@@ -296,7 +306,7 @@ class Dotprod(Isa):
     # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
     ahead = 512
     small_codes, small_spans = 256, 64
-    by_lane = small_tables = widens_halves = moves_bytes = True
+    by_lane = small_tables = widens_halves = denormals = True
     digits = 3
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
@@ -320,6 +330,17 @@ class Dotprod(Isa):
         # no instruction, but one that LLVM believes to need all of them
         kind = ir.FunctionType(I64, [I64, *(each.type for each in made)])
         return b.asm(kind, "", ",".join(["=r", "0", *["w" for _ in made]]), [address, *made], side_effect=True)
+
+    def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
+        # one instruction, which LLVM finds only where it does not rearrange what comes after
+        return call(b, "llvm.aarch64.neon.vsri.v16i8", self.bytes, top, rest, ir.Constant(I32, count))
+
+    def powers(self, b: ir.IRBuilder, address: ir.Value, offset: ir.Value) -> ir.Value:
+        # bytes go to the top of their lanes by a look-up, in place of two instructions that widen them
+        four = b.insert_element(splat(self.floats, 0.0), load(b, address, offset, F32), ir.Constant(I32, 0))
+        places = ir.Constant(self.bytes, [n for lane in range(4) for n in (-1, -1, -1, lane)])
+        moved = call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, b.bitcast(four, self.bytes), places)
+        return b.bitcast(b.lshr(b.bitcast(moved, self.ints), splat(self.ints, 1)), self.floats)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         # one instruction, where a comparison and a choice would be waited for at every step

@@ -1,5 +1,7 @@
 """Rows of an embedding table on CPU: codes are turned into numbers where they lie, whichever way its rows are ordered."""
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from auraflux.ops.linear.reference import Weight
 from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int64s, jit, octets, share, threads
 from auraflux.ops.simd.math import float_of_bits
 from auraflux.quant import QTensor, affine, levels, mxfp4
+from auraflux.quant.packing import CHUNK, PLACES
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
@@ -49,10 +52,38 @@ def _scale(address, kind, i):
     return float_of_bits(exponent << np.uint32(23) if exponent else SMALLEST)
 
 
+@cache
+def _places(bits: int, side_by_side: bool) -> Tensor:
+    """Where the codes of a chunk are: for each, of as many pieces as one has, the word, a shift, a mask, and the shift back.
+
+    returns int32 [CHUNK, pieces, 4]; a mask of nothing where there are fewer
+    """
+    rows = []
+    for i in range(CHUNK):
+        word, shift = divmod(i * bits, 32)
+        if side_by_side and bits in PLACES:
+            pieces, left = PLACES[bits][i // 4], bits
+            row = []
+            for piece in pieces:
+                left -= piece.size
+                row.append((piece.word, 8 * (i % 4) + piece.low, 2**piece.size - 1, left))
+        else:
+            here = min(bits, 32 - shift)
+            row = [(word, shift, 2**here - 1, 0)]
+            if here < bits:
+                row.append((word + 1, 0, 2 ** (bits - here) - 1, here))
+        rows.append(row)
+    most = max(map(len, rows))
+    return torch.tensor([row + [(0, 0, 0, 0)] * (most - len(row)) for row in rows], dtype=torch.int32)
+
+
 @Kernel
 def _rows(args, job, jobs):
-    ids, long, packed, scales, biases, levels_at, kind, bits, group, lanes, width, count, target = arguments(args, 13)
-    words, groups, levels, mask = width * bits // 32, width // group, floats(levels_at, 1 << bits), np.uint32((1 << bits) - 1)
+    ids, long, packed, scales, biases, levels_at, kind, bits, group, lanes, width, places_at, pieces, count, target = arguments(
+        args, 15
+    )
+    words, groups, levels = width * bits // 32, width // group, floats(levels_at, 1 << bits)
+    places = int32s(places_at, 4 * CHUNK * pieces)
     for place in share(count, job, jobs):
         row = int64s(ids, place + 1)[place] if long else np.int64(int32s(ids, place + 1)[place])
         # of `lanes` rows side by side, element i of each is next to the others'
@@ -65,11 +96,11 @@ def _rows(args, job, jobs):
             at = (block * groups + g) * lanes + lane
             scale, bias = _scale(scales, kind, at), _scale(biases, kind, at) if biases else np.float32(0)
             for i in range(g * group, g * group + group):
-                word, shift = (i * bits) >> 5, (i * bits) & 31
-                code = np.uint32(codes[word * lanes]) >> np.uint32(shift)
-                if shift + bits > 32:
-                    code |= np.uint32(codes[(word + 1) * lanes]) << np.uint32(32 - shift)
-                out[i] = levels[code & mask] * scale + bias
+                first, code = (i // CHUNK) * bits, np.uint32(0)
+                for p in range(i % CHUNK * pieces * 4, (i % CHUNK + 1) * pieces * 4, 4):
+                    word = np.uint32(codes[(first + places[p]) * lanes])
+                    code |= (word >> np.uint32(places[p + 1]) & np.uint32(places[p + 2])) << np.uint32(places[p + 3])
+                out[i] = levels[code] * scale + bias
 
 
 def embed(ids: Tensor, table: Weight) -> Tensor:
@@ -77,8 +108,8 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
         return table.index_select(0, ids.view(-1)).view(*ids.shape, table.shape[1])
     count, width = ids.numel(), table.shape[1]
     out = torch.empty(*ids.shape, width)
-    meant = LEVELS[table.kind, table.bits]
-    shape = SCALES[table.scales.dtype], table.bits, table.group, table.lanes, width
+    meant, places = LEVELS[table.kind, table.bits], _places(table.bits, table.lanes > 1)
+    shape = SCALES[table.scales.dtype], table.bits, table.group, table.lanes, width, places.data_ptr(), places.shape[1]
     jobs = threads() if count * width >= PARALLEL_FROM else 1
     _rows(jobs, ids.data_ptr(), ids.dtype is torch.int64, *table.addresses, meant.data_ptr(), *shape, count, out.data_ptr())
     return out

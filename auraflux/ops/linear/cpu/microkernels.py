@@ -4,7 +4,7 @@ A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes an
 contracts share the interface: *fast* rounds activations to int8 per group and uses the byte dot product; *exact* multiplies
 float32, or, where the byte dot product is much the quicker (`ISA.digits`), rounds activations to 24 bits per group: three
 digits of a byte each, whose sums are whole numbers and have no error. All use, per group, s * sum(code * x) + b * sum(x), the
-second sum made once per token.
+second sum made once per token; where b is a number times s, that number is a factor of the sum.
 
 When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens. A result's
 sums are made in the same order however many tokens there are.
@@ -36,12 +36,12 @@ from auraflux.ops.simd.vectors import (
     splat,
     spread,
     store,
+    sum_four,
     variable,
     vector,
 )
 from auraflux.quant.levels import IQ4
-
-CHUNK = 32  # inputs; their codes are exactly `bits` words
+from auraflux.quant.packing import CHUNK, PLACES, Piece
 
 
 class Form(NamedTuple):
@@ -83,6 +83,11 @@ class Form(NamedTuple):
         return 0 if self.kind == "e4m3" else ISA.digits
 
     @property
+    def raw(self) -> bool:
+        """Whether float32 activations are scaled, for weights that have e4m3's exponents."""
+        return self.kind == "e4m3" and ISA.denormals
+
+    @property
     def act_nbytes(self) -> int:
         return self.digits or 4
 
@@ -94,7 +99,32 @@ class Form(NamedTuple):
     @property
     def value_bits(self) -> int:
         """Of the bytes that the dot product takes."""
-        return 8 if self.kind == "iq4" else self.bits
+        return 8 if self.kind == "iq4" and not self.signed else self.bits
+
+    @property
+    def signed(self) -> bool:
+        """Whether levels are looked up as they are, those below zero too."""
+        return self.kind in LEVELS and ISA.by_lane and self.digits > 0
+
+    @property
+    def table(self) -> list[int]:
+        """What is looked up for a code, as signed bytes."""
+        least = 0 if self.signed else min(LEVELS[self.kind])
+        return [(level - least + 128) % 256 - 128 for level in LEVELS[self.kind]]
+
+    @property
+    def zero(self) -> int:
+        """Which of the numbers that the dot product takes stands for zero, without biases."""
+        if self.kind in LEVELS:
+            found = 0 if self.signed else -min(LEVELS[self.kind])
+        else:
+            found = 2 ** (self.bits - 1) if self.kind == "centred" else 0
+        return found - 128 if self.digits and self.value_bits == 8 and ISA.signed_codes else found
+
+    @property
+    def unit(self) -> float:
+        """What the levels of a table are multiples of, but for MXFP4, whose scales have that factor."""
+        return 0.5 if self.kind == "nvfp4" else 1.0
 
     @property
     def span(self) -> int:
@@ -110,11 +140,11 @@ class Form(NamedTuple):
 BLOCK = ISA.lanes
 FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
 
-# twice the MXFP4 levels, plus 12: small unsigned numbers the dot product can take
-MXFP4_TABLE = [12 + sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12)]
-MXFP4_OFFSET = -12.0
-# what is looked up for a code, as signed bytes
-TABLES = {"e8m0": MXFP4_TABLE, "nvfp4": MXFP4_TABLE, "iq4": [(v - IQ4[0] + 128) % 256 - 128 for v in IQ4]}
+# twice the MXFP4 levels: whole numbers
+TWICE = tuple(sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12))
+LEVELS = {"e8m0": TWICE, "nvfp4": TWICE, "iq4": IQ4}
+# exponent of the largest activation of a group where e4m3 is over 2**120: products are far from both ends of float32
+MIDDLE = 60
 
 
 def activation_order(bits: int) -> list[int]:
@@ -134,54 +164,76 @@ def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]
         packed = [b.bitcast(word, BYTES) for word in words]
         mask = splat(BYTES, 2**bits - 1)
         found = [b.and_(b.lshr(v, splat(BYTES, shift)) if shift else v, mask) for v in packed for shift in range(0, 8, bits)]
-        return [ISA.look_up(b, TABLES[form.kind], v) for v in found] if form.kind in TABLES else found
-    if ISA.moves_bytes:
-        return [_by_moving_bytes(b, words, bits, i) for i in range(8)]
-    return [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
+        return [ISA.look_up(b, form.table, v) for v in found] if form.kind in LEVELS else found
+    packed = [b.bitcast(word, BYTES) for word in words]
+    return [_joined(b, packed, pieces, bits) for pieces in PLACES[bits]]
 
 
-def _by_moving_bytes(b: ir.IRBuilder, words: list[ir.Value], bits: int, number: int) -> ir.Value:
-    """Four adjacent codes of each lane, one in each byte: the two bytes that hold a code are moved together and shifted."""
-    word, start = divmod(4 * bits * number, 32)
-    here, behind = (b.bitcast(words[i], BYTES) for i in (word, min(word + 1, bits - 1)))
-    starts = [start + bits * code for code in range(4)]
-    shifts = ir.Constant(vector(I16, 2 * BLOCK), [first % 8 for first in starts] * (BLOCK // 2))
-    halves = []
-    for row in range(0, BLOCK, BLOCK // 2):
-        places = [(lane, first // 8 + i) for lane in range(row, row + BLOCK // 2) for first in starts for i in (0, 1)]
-        moved = pick(b, here, behind, [4 * lane + byte if byte < 4 else 4 * (BLOCK + lane) + byte - 4 for lane, byte in places])
-        halves.append(b.bitcast(b.lshr(b.bitcast(moved, shifts.type), shifts), BYTES))
-    low, high = halves
-    return b.and_(pick(b, low, high, list(range(0, 8 * BLOCK, 2))), splat(BYTES, 2**bits - 1))
+def _joined(b: ir.IRBuilder, packed: list[ir.Value], pieces: tuple[Piece, ...], bits: int) -> ir.Value:
+    """Codes from the pieces they are in: the highest bits stay at the top, what follows is put below them."""
+    first, *others = pieces
+    if not others:
+        word = packed[first.word]
+        return b.and_(b.lshr(word, splat(BYTES, first.low)) if first.low else word, splat(BYTES, 2**bits - 1))
+    found, count = _at_top(b, packed, first), first.size
+    for piece in others:
+        found = ISA.put_below(b, found, _at_top(b, packed, piece), count)
+        count += piece.size
+    return b.lshr(found, splat(BYTES, 8 - bits))
 
 
-def in_place(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[tuple[ir.Value, int]]:
-    """The same for one token: codes of 2 bits stay where they are in a byte, and sums are shifted by so much in their place."""
-    if form.bits != 2:
+def _at_top(b: ir.IRBuilder, packed: list[ir.Value], piece: Piece) -> ir.Value:
+    above = 8 - piece.low - piece.size
+    return b.shl(packed[piece.word], splat(BYTES, above)) if above else packed[piece.word]
+
+
+def kept_apart(form: Form, tokens: int) -> tuple[int, ...]:
+    """By how many bits codes are shifted in their bytes when one token meets them, where groups repay a sum for each."""
+    if tokens > 1:
+        return (0,)
+    if form.bits == 2 and form.group > 16:
+        return (0, 2, 4)
+    return (0, 3) if form.bits == 3 and form.group > 32 else (0,)
+
+
+def in_place(b: ir.IRBuilder, form: Form, codes: ir.Value, tokens: int) -> list[tuple[ir.Value, int]]:
+    """The same, where some codes stay where they are in a byte: sums are shifted by so much in their place."""
+    shifts = kept_apart(form, tokens)
+    if len(shifts) == 1:
         return [(v, 0) for v in code_vectors(b, form, codes)]
     packed = [b.bitcast(load(b, codes, 4 * BLOCK * i, INTS), BYTES) for i in range(form.bits)]
-    masked = [[(b.and_(v, splat(BYTES, 3 << shift)), shift) for shift in (0, 2, 4)] for v in packed]
-    return [pair for v, low in zip(packed, masked, strict=True) for pair in (*low, (b.lshr(v, splat(BYTES, 6)), 0))]
+    masked = [[(b.and_(v, splat(BYTES, 2**form.bits - 1 << shift)), shift) for shift in shifts] for v in packed]
+    if form.bits == 2:
+        return [pair for v, low in zip(packed, masked, strict=True) for pair in (*low, (b.lshr(v, splat(BYTES, 6)), 0))]
+    others = [(_joined(b, packed, pieces, form.bits), 0) for pieces in PLACES[form.bits] if len(pieces) > 1]
+    return [*(pair for low in masked for pair in low), *others]
 
 
 def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
     """Load the codes of one chunk: 32 vectors of floats, one input of each row, in natural order."""
-    words = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)]
+    if form.bits in PLACES:
+        words, width = [b.bitcast(v, INTS) for v in code_vectors(b, form, codes)], 8
+    else:
+        words, width = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)], form.bits
     if form.kind == "e4m3":
         return [_eighth(b, words[i // 4], i % 4) for i in range(CHUNK)]
-    found = [b.and_(_field(b, words, i * form.bits, form.bits), splat(INTS, 2**form.bits - 1)) for i in range(CHUNK)]
-    if form.kind in TABLES:
-        levels = [b.bitcast(ISA.look_up(b, TABLES[form.kind], b.bitcast(v, BYTES)), INTS) for v in found]
+    found = [b.and_(_field(b, words, i * width, width), splat(INTS, 2**width - 1)) for i in range(CHUNK)]
+    if form.kind in LEVELS:
+        levels = [b.bitcast(ISA.look_up(b, form.table, b.bitcast(v, BYTES)), INTS) for v in found]
         found = [b.and_(v, splat(INTS, 255)) for v in levels]
     return [b.sitofp(v, FLOATS) for v in found]
 
 
 def _eighth(b: ir.IRBuilder, word: ir.Value, byte: int) -> ir.Value:
-    """Widen e4m3: its exponent, 7 from the middle, is raised to float32's 127 by a product, which denormals survive."""
+    """Widen e4m3: its exponent, 7 from the middle, is raised to float32's 127 by a product, which denormals survive.
+
+    Or by the activations (`Form.raw`): then numbers are over 2**120 here.
+    """
     top = b.shl(word, splat(INTS, 24 - 8 * byte)) if byte < 3 else word
     # the sign stays in place, and the bits between it and the exponent are copies of it that go
     moved = b.and_(b.ashr(top, splat(INTS, 4)), splat(INTS, 0x87F00000))
-    return b.fmul(b.bitcast(moved, FLOATS), splat(FLOATS, 2.0**120))
+    found = b.bitcast(moved, FLOATS)
+    return found if ISA.denormals else b.fmul(found, splat(FLOATS, 2.0**120))
 
 
 def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
@@ -201,33 +253,26 @@ def _to_bytes(b: ir.IRBuilder, field: ir.Value, bits: int) -> ir.Value:
     return b.or_(low, b.and_(high, splat(INTS, (one << 8) * 0x10001)))
 
 
-def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value]:
-    """Load one group's scales and biases for all rows, as float32, for the codes as the dot product takes them."""
-    scale, bias = _loaded_scales(b, form, scales, biases, group)
+def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value | None]:
+    """Load one group's scales and biases for all rows, as float32, for the codes as the dot product takes them.
+
+    A format without biases has its scales in their place, or None if its numbers need none.
+    """
+    if not form.has_biases:
+        scale = _scale(b, form, scales, group)
+        return [scale, scale if form.zero else None]
+    scale, bias = (_widen(b, form.kind, each, b.mul(group, at(BLOCK * form.scale_nbytes))) for each in (scales, biases))
     if form.digits and form.value_bits == 8 and ISA.signed_codes:
         bias = fma(b, scale, splat(FLOATS, 128.0), bias)
     return [scale, bias]
 
 
-def _loaded_scales(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value]:
-    kind = form.kind
-    if kind == "e8m0":
-        exponents = b.zext(load(b, scales, b.mul(group, at(BLOCK)), vector(I8, BLOCK)), INTS)
-        # the table holds twice the levels, hence one less in the exponent; 255 stands for NaN
-        value = b.fmul(b.bitcast(b.shl(exponents, splat(INTS, 23)), FLOATS), splat(FLOATS, 0.5))
-        broken = b.icmp_signed("==", exponents, splat(INTS, 255))
-        value = b.select(broken, splat(FLOATS, float("nan")), value)
-        return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
-    if kind == "nvfp4":
-        value = b.fmul(load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS), splat(FLOATS, 0.5))
-        return [value, b.fmul(value, splat(FLOATS, MXFP4_OFFSET))]
-    if kind in ("e4m3", "centred", "iq4"):
-        value = load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)
-        zero = {"e4m3": 0, "centred": 2 ** (form.bits - 1), "iq4": -IQ4[0]}[kind]
-        return [value, b.fmul(value, splat(FLOATS, -float(zero))) if zero else splat(FLOATS, 0.0)]
-    size = {"bf16": 2, "f16": 2, "f32": 4}[kind]
-    offset = b.mul(group, at(BLOCK * size))
-    return [_widen(b, kind, address, offset) for address in (scales, biases)]
+def _scale(b: ir.IRBuilder, form: Form, scales: ir.Value, group: ir.Value) -> ir.Value:
+    if form.kind != "e8m0":
+        return load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)
+    found = ISA.powers(b, scales, b.mul(group, at(BLOCK)))
+    # the table holds twice the levels, hence a half; 255 stands for NaN, which infinity less a half of it is
+    return fma(b, found, splat(FLOATS, -0.5), found)
 
 
 def _widen(b: ir.IRBuilder, kind: str, address: ir.Value, offset: ir.Value) -> ir.Value:
@@ -270,6 +315,8 @@ def rows_times_tokens(
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
     code_bits = 8 * form.ready_nbytes if ready else form.bits
     inner = _dots_of_bytes if form.digits else _dots_of_floats
+    if form.raw and not ready:
+        inner = _dots_of_eighths
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
 
     def multiply_span(number):
@@ -283,11 +330,13 @@ def rows_times_tokens(
             # after the products, so that it takes no registers from them
             scale, bias = scale_and_bias(b, form, scales, biases, group)
             for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
-                if form.digits:
+                if form.raw:
+                    dot = b.fmul(dot, splat(FLOATS, 2.0 ** (120 - MIDDLE)))
+                if form.digits or form.raw:
                     value = fma(b, b.fmul(dot, scale), _float(b, act_scale, group), b.load(total))
                 else:
                     value = fma(b, dot, scale, b.load(total))
-                b.store(fma(b, bias, _float(b, act_sum, group), value), total)
+                b.store(value if bias is None else fma(b, bias, _float(b, act_sum, group), value), total)
 
     done = at(0)
     if at_once > 1:
@@ -315,8 +364,7 @@ def spans(b, form, groups):
 
 def _dots_of_bytes(b, form, ready, codes, acts):
     """Sums of codes times activations, for each group of a span and each token."""
-    # sums of what is shifted are kept apart
-    shifts = (0, 2, 4) if form.bits == 2 and len(acts) == 1 else (0,)
+    shifts = kept_apart(form, len(acts))
     dots = [
         [
             [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in range(form.digits)]
@@ -331,7 +379,7 @@ def _dots_of_bytes(b, form, ready, codes, acts):
             found = [(b.bitcast(load(b, code_at, 4 * BLOCK * i, INTS), BYTES), 0) for i in range(8)]
         else:
             code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
-            found = in_place(b, form, code_at) if len(acts) == 1 else [(v, 0) for v in code_vectors(b, form, code_at)]
+            found = in_place(b, form, code_at, len(acts))
         places = [b.add(address, b.mul(chunk, at(CHUNK))) for address in acts]
         x = [[ISA.quads(b, b.add(place, at(form.span * digit)), 8) for digit in range(form.digits)] for place in places]
         size = len(found) // form.parts
@@ -381,6 +429,29 @@ def _dots_of_floats(b, form, ready, codes, acts):
     return [[b.load(dot) for dot in totals] for totals in dots]
 
 
+def _dots_of_eighths(b, form, ready, codes, acts):
+    """The same straight from e4m3 codes that need no product.
+
+    Lanes are four inputs of one row here, as they lie in a word: they are the sums that `_add_products` adds in pairs.
+    """
+    dots = [variable(b, splat(FLOATS, 0.0)) for _ in acts]
+    with _chunks(b, form) as chunk:
+        code_at = b.add(codes, b.mul(chunk, at(4 * BLOCK * form.bits)))
+        where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
+        sums = [[splat(FLOATS, 0.0)] * BLOCK for _ in acts]
+        for word in range(form.bits):
+            octets = b.bitcast(load(b, code_at, 4 * BLOCK * word, INTS), BYTES)
+            rows = [
+                row for half in range(2) for row in _widened(b, pick(b, octets, octets, list(range(8 * half, 8 * half + 8))))
+            ]
+            for t, address in enumerate(where):
+                x = load(b, address, 16 * word, FLOATS)
+                sums[t] = [fma(b, row, x, total) for row, total in zip(rows, sums[t], strict=True)]
+        for found, total in zip(sums, dots, strict=True):
+            b.store(b.fadd(b.load(total), sum_four(b, found)), total)
+    return [[b.load(dot) for dot in dots]]
+
+
 @contextmanager
 def _chunks(b, form):
     with cgutils.for_range(b, at(form.span // CHUNK)) as loop:
@@ -395,7 +466,7 @@ def _add_products(b, values, inputs, acts, totals, ways):
     """
     parts = []
     for way in range(ways):
-        sums = [splat(FLOATS, 0.0) if way else b.load(total) for total in totals]
+        sums = [splat(FLOATS, 0.0) if ways > 1 else b.load(total) for total in totals]
         for i in inputs[way::ways]:
             found = [spread(b, load(b, address, 4 * i, F32), BLOCK) for address in acts]
             sums = [fma(b, values[i], x, total) for x, total in zip(found, sums, strict=True)]
@@ -403,7 +474,15 @@ def _add_products(b, values, inputs, acts, totals, ways):
     while len(parts) > 1:
         parts = [[b.fadd(x, y) for x, y in zip(*parts[i : i + 2], strict=True)] for i in range(0, len(parts), 2)]
     for value, total in zip(parts[0], totals, strict=True):
-        b.store(value, total)
+        b.store(b.fadd(b.load(total), value) if ways > 1 else value, total)
+
+
+def _widened(b, octets):
+    """Eight e4m3 codes as floats over 2**120, four at a time: copies of the sign go, zeros come below."""
+    wide = vector(I16, 8)
+    moved = b.and_(b.shl(b.sext(octets, wide), splat(wide, 4)), splat(wide, 0x87FF - 0x10000))
+    places = [[first + n // 2 + (8 if n % 2 else 0) for n in range(8)] for first in (0, 4)]
+    return [b.bitcast(pick(b, splat(wide, 0), moved, each), FLOATS) for each in places]
 
 
 @kernel(constants=1)
@@ -423,6 +502,26 @@ def unpack_rows(b, form, codes, groups, tile):
 
 
 @kernel(constants=1)
+def place_codes(b, form, codes, groups):
+    """Move the codes of one block of rows from a stream of bits to the places they have in an interleaved weight."""
+    form = Form.parse(form)
+    bits = form.bits
+    with cgutils.for_range(b, b.mul(spans(b, form, groups), at(form.span // CHUNK))) as loop:
+        here = b.add(codes, b.mul(loop.index, at(4 * BLOCK * bits)))
+        words = [load(b, here, 4 * BLOCK * i, INTS) for i in range(bits)]
+        found = [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
+        made = [splat(BYTES, 0)] * bits
+        for v, pieces in zip(found, PLACES[bits], strict=True):
+            left = bits
+            for piece in pieces:
+                left -= piece.size
+                bits_of = b.and_(b.lshr(v, splat(BYTES, left)), splat(BYTES, 2**piece.size - 1))
+                made[piece.word] = b.or_(made[piece.word], b.shl(bits_of, splat(BYTES, piece.low)))
+        for i, v in enumerate(made):
+            store(b, v, here, 4 * BLOCK * i)
+
+
+@kernel(constants=1)
 def prepare_token(b, form, x, groups, acts, scales, sums):
     """Ready one token's float32 activations: as they are, or as digits in the order of the codes, the first of a span first."""
     form = Form.parse(form)
@@ -437,13 +536,22 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
             place = b.add(place, b.mul(b.srem(loop.index, at(form.parts)), at(group)))
             for i, digit in enumerate(digits):
                 store(b, pick(b, digit, digit, order), acts, b.add(place, at(form.span * i)))
-            store(b, scale, scales, slot)
+            store(b, _times(b, scale, form.unit), scales, slot)
         else:
             add = ir.FunctionType(F32, [F32, values.type])
             reduce = cgutils.get_or_insert_function(b.module, add, f"llvm.vector.reduce.fadd.v{group}f32")
             total = b.call(reduce, [ir.Constant(F32, -0.0), values], fastmath=("reassoc",))
-            store(b, values, acts, b.mul(loop.index, at(4 * group)))
-        store(b, total, sums, slot)
+            if form.raw:
+                values, scale = _centre_group(b, values)
+                store(b, scale, scales, slot)
+            store(b, _times(b, values, form.unit), acts, b.mul(loop.index, at(4 * group)))
+        store(b, _times(b, total, form.unit * (1.0 if form.has_biases else -form.zero)), sums, slot)
+
+
+def _times(b: ir.IRBuilder, value: ir.Value, factor: float) -> ir.Value:
+    if factor == 1:
+        return value
+    return b.fmul(value, ir.Constant(F32, factor) if value.type == F32 else splat(value.type, factor))
 
 
 def _largest(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
@@ -504,3 +612,16 @@ def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
     first = b.ashr(b.add(middle, splat(whole, 128)), splat(whole, 8))
     digits = [b.trunc(each, vector(I8, group)) for each in (first, middle, last)]
     return digits, scale, _scaled_sum(b, last, unit)
+
+
+def _centre_group(b: ir.IRBuilder, values: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Multiply a group by a power of two, so that the exponent of its largest is `MIDDLE`; also one over it times 2**MIDDLE."""
+    exponent = b.lshr(_largest(b, values), ir.Constant(I32, 23))
+    # below 2**-67 powers of two run out, and exponents are smaller; what is no number stays so
+    exponent = b.select(b.icmp_unsigned("<", exponent, ir.Constant(I32, MIDDLE)), ir.Constant(I32, MIDDLE), exponent)
+    exponent = b.select(b.icmp_unsigned(">", exponent, ir.Constant(I32, 254)), ir.Constant(I32, 254), exponent)
+    factor, scale = (
+        b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
+        for bits in (b.sub(ir.Constant(I32, 2 * 127 + MIDDLE), exponent), exponent)
+    )
+    return b.fmul(values, spread(b, factor, values.type.count)), scale

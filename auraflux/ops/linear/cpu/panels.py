@@ -86,7 +86,7 @@ def rows_times_tile(b, form, codes, scales, biases, tile, groups, out, out_strid
                     _lane(b, address, b.add(where, at(t // 4 * 16)), t % 4) for address in (scales_at, sums_at)
                 )
                 value = fma(b, b.fmul(dot, scale), act_scale, b.load(total))
-                b.store(fma(b, bias, act_sum, value), total)
+                b.store(value if bias is None else fma(b, bias, act_sum, value), total)
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
 

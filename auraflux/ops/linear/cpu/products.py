@@ -14,11 +14,12 @@ import numba
 import torch
 from torch import Tensor
 
-from auraflux.ops.linear.cpu.microkernels import BLOCK, Form, prepare_token, rows_times_tokens, unpack_rows
+from auraflux.ops.linear.cpu.microkernels import BLOCK, Form, place_codes, prepare_token, rows_times_tokens, unpack_rows
 from auraflux.ops.linear.cpu.panels import gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, levels
+from auraflux.quant.packing import PLACES
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
@@ -233,7 +234,7 @@ def build_multiply(spec: Form) -> Kernel:
     form, group, has_biases = spec.text, spec.group, int(spec.has_biases)
     act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.ready_nbytes, spec.scale_nbytes, spec.bits
     # a constant, so that one branch is compiled; inlined functions held here would name the kernel anew in every process
-    by_panel = has_panels(spec)
+    by_panel, in_places = has_panels(spec), spec.bits in PLACES
 
     @Kernel
     def multiply(args, job, jobs):
@@ -277,6 +278,8 @@ def build_multiply(spec: Form) -> Kernel:
                             _transpose(
                                 int32s(table[p + CODES], rows * words), int32s(codes + here, words * BLOCK), first, rows, words
                             )
+                            if in_places:
+                                place_codes((form, codes + here, groups))
                             _turn_scales(table[p + SCALES], scales + here, first, rows, groups, scale_nbytes)
                             if has_biases:
                                 _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
