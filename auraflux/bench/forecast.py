@@ -7,6 +7,7 @@ bytes. Nothing is computed for free here but arithmetic, which one token's weigh
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import comb, factorial
 from typing import Any
 
 from auraflux.cache import AttentionShape, Cache, CacheSettings
@@ -72,7 +73,7 @@ class Weights:
     experts  of each layer, all of them
     ends     of the embedding and the head
     head     of the head alone
-    active   the share of a layer's experts that a token uses
+    active   the share of a layer's experts that a token uses; chosen  how many these are
     hidden   numbers of a row
     packed   experts may stay on disk
     heads    of keys in the layer that has fewest
@@ -87,6 +88,7 @@ class Weights:
     active: float
     hidden: int
     packed: bool
+    chosen: int = 1
     heads: int = 1
     unsliced: str | None = None
     kept: tuple[Kept, ...] = ()
@@ -128,10 +130,11 @@ def weights_of(
     mixed = has_experts(checkpoint.config) and any(experts)
     if mixed:
         count = _experts_of(config)
-    share = experts_per_token(checkpoint.config) / count if mixed else 1.0
+    used = experts_per_token(checkpoint.config) if mixed else 1
+    share = used / count
     shapes = module.make_caches(config)
     heads, reason = _least_heads(shapes), module.Model.unsliced(config)
-    found = Weights(dense, experts, ends, head, share, config.hidden, checkpoint.experts is not None, heads, reason)
+    found = Weights(dense, experts, ends, head, share, config.hidden, checkpoint.experts is not None, used, heads, reason)
     return found if context is None else replace(found, kept=_kept(config, shapes, context, settings))
 
 
@@ -183,12 +186,14 @@ class Forecast:
     parts   bytes that each machine holds or streams
     terms   seconds of a token by what takes them
     reason  why it cannot be; None if it can
+    options that it takes beside --parallel
     """
 
     way: str
     parts: list[int]
     terms: dict[str, float]
     reason: str | None = None
+    options: str = ""
 
     @property
     def rate(self) -> float:
@@ -252,10 +257,45 @@ def _pipeline(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire:
 
 
 def _experts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
-    dense, experts = sum(weights.dense) + weights.ends, sum(weights.experts) // len(hosts)
-    mixtures = sum(1 for nbytes in weights.experts if nbytes)
-    network = mixtures * _meeting(wire, len(hosts), 4 * weights.hidden)
-    return _alike(EXPERTS, weights, hosts, memory_rate, dense, experts, network)
+    """The faster of two: each disk has its own experts, or those that nobody holds are dealt out evenly."""
+    count, k = len(hosts), weights.chosen
+    dense, experts = sum(weights.dense) + weights.ends, sum(weights.experts) // count
+    mixtures, row = sum(1 for nbytes in weights.experts if nbytes), 4 * weights.hidden
+    missed = max(_missed(host, dense, experts) for host in hosts)
+    found = []
+    for even in (True, False):
+        network = mixtures * _meeting(wire, count, row * -(-k // count) if even else row)
+        each = _alike(EXPERTS, weights, hosts, memory_rate, dense, experts, network)
+        if each.reason is None and missed:
+            each.terms["disk"] *= slowest(k, missed, count, even) * count / (k * missed)
+            each = replace(each, options="" if even else "--expert-balance off")
+        found.append(each)
+    # where nothing is read there is nothing to balance
+    return max(found, key=lambda each: each.rate) if missed else found[1]
+
+
+def slowest(k: int, missed: float, count: int, even: bool) -> float:
+    """How many of a token's k experts the disk reads that reads most, where each is missed with such a probability.
+
+    even  they are dealt out evenly to so many disks; otherwise each belongs to one of them
+    """
+    total = 0.0
+    for reads in range(k + 1):
+        most = -(-reads // count) if even else _largest_share(reads, count)
+        total += comb(k, reads) * missed**reads * (1 - missed) ** (k - reads) * most
+    return total
+
+
+def _largest_share(things: int, count: int) -> float:
+    """The mean of the largest share where chance deals things out to so many."""
+    mean = 0.0
+    for most in range(things):
+        # ways to deal, over all that there are, in which nobody has more than `most`: by the generating function of shares
+        ways = [1.0] + [0.0] * things
+        for _ in range(count):
+            ways = [sum(ways[n - i] / factorial(i) for i in range(min(n, most) + 1)) for n in range(things + 1)]
+        mean += 1 - ways[things] * factorial(things) / count**things
+    return mean
 
 
 def _context(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:

@@ -39,6 +39,12 @@ EXPERTS = [
     ),
     click.option("--expert-main-memory", metavar="SIZE", help="For a GPU: main memory for experts on their way there."),
     click.option("--expert-guess", is_flag=True, help="Read ahead what the next layer's router chooses when it is run early."),
+    click.option(
+        "--expert-balance",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        help="With experts=N: have all disks read as much as each other; auto does where experts are read from disk.",
+    ),
     click.option("--verify/--no-verify", default=True, help="Hold experts against their checksums when they are first read."),
 ]
 calibrate_option = click.option(
@@ -151,7 +157,9 @@ def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
     from auraflux.weights.expert_settings import ExpertSettings
 
     memory, io, main_memory = (chosen[f"expert_{name}"] for name in ("memory", "io", "main_memory"))
-    return ExpertSettings(memory, io, main_memory, guess=chosen["expert_guess"], verify=chosen["verify"])
+    return ExpertSettings(
+        memory, io, main_memory, guess=chosen["expert_guess"], verify=chosen["verify"], balance=chosen["expert_balance"]
+    )
 
 
 def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False, **more: Any) -> "LanguageModel":

@@ -57,7 +57,7 @@ def _look(model: str, hosts: str, wire: str, context: int | None, kv: str, memor
     rate = given or read_ceiling()["all_threads"]
     return [
         {"way": each.way, "parts": each.parts, "tokens_per_s": each.rate, "seconds": each.terms, "reason": each.reason}
-        | {"bound": None if each.reason else each.bound}
+        | {"bound": None if each.reason else each.bound, "options": each.options}
         for each in forecasts(weights, machines, rate, network)
     ]
 
@@ -73,5 +73,6 @@ def _show(found: list[dict[str, Any]]) -> None:
             table.add_row(row["way"], parts, "-", "", "", "", f"cannot be: {row['reason']}")
             continue
         times = (f"{row['seconds'].get(term, 0.0) * 1e3:.2f} ms" for term in ("memory", "disk", "network"))
-        table.add_row(row["way"], parts, f"{row['tokens_per_s']:.1f}", *times, row["bound"])
+        way = f"{row['way']} {row['options']}".rstrip()
+        table.add_row(way, parts, f"{row['tokens_per_s']:.1f}", *times, row["bound"])
     Console(width=120).print(table)

@@ -113,7 +113,7 @@ def load(
         graphs = graphs and (fit.experts is None or fit.experts.share.mapped) and (lead is None or not lead.whole)
         if lead is not None:
             terms = {"quantize": quantize, "exact": exact, "graphs": graphs, "device": target.type}
-            lead.agree(source.settings, expert_settings, **terms, sizes=fit.sizes, calibrate=wanted)
+            lead.agree(source.settings, fit.settings, **terms, sizes=fit.sizes, calibrate=wanted)
         tokenizer = source.tokenizer()
         fetch_kernels(target)
         with device_memory():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from auraflux.bench.forecast import Host, Kept, Weights, forecasts, parse_hosts
+from auraflux.bench.forecast import Host, Kept, Weights, forecasts, parse_hosts, slowest
 from auraflux.errors import SettingsError
 from auraflux.run.ranks.wire import Wire, find_wire
 
@@ -24,6 +24,21 @@ def test_two_machines_hold_what_one_reads_from_disk():
     assert experts.terms["network"] == pytest.approx(8 * (1e-3 + 8192 / 1e8))
     assert experts.terms["memory"] < pipeline.terms["memory"] == pytest.approx(alone.terms["memory"])
     assert pipeline.rate > alone.rate
+
+
+def test_disks_read_as_much_as_each_other_unless_the_network_is_slow():
+    # eight of 64 experts, none of which are held
+    eight = replace(MIXED, chosen=8, dense=[GB // 100] * 8, ends=GB // 10, head=GB // 20)
+    hosts = [Host(int(0.18 * GB / 0.8) + 1)] * 2
+    alone, _, fast, _ = forecasts(eight, hosts, 20 * GB, find_wire("10gbe"))
+    assert fast.options == ""
+    assert alone.terms["disk"] / fast.terms["disk"] == pytest.approx(2)
+    slow = forecasts(eight, hosts, 20 * GB, Wire(0.0, 1e5))[2]
+    assert slow.options == "--expert-balance off"
+    # one disk has 5.09 of eight on the mean
+    assert alone.terms["disk"] / slow.terms["disk"] == pytest.approx(8 / 5.09375)
+    assert slowest(2, 0.5, 2, even=True) == pytest.approx(0.75)
+    assert slowest(8, 1.0, 3, even=True) == 3
 
 
 def test_heads_and_columns_are_read_at_the_same_time():

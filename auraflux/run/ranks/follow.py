@@ -20,7 +20,7 @@ from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.fit import keep_experts
 from auraflux.run.load import make_model
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
-from auraflux.run.ranks.identity import identity
+from auraflux.run.ranks.identity import identity, rounding
 from auraflux.run.ranks.parallel import PIPELINE, TENSOR, TIMEOUT_S
 from auraflux.run.ranks.pipeline import Passing, Stage
 from auraflux.run.ranks.share import share_of
@@ -86,7 +86,8 @@ def _join(place: Place, before: int, rank: int | None) -> tuple[int, int, int]:
 
 
 def _take_part(group: Group, checkpoint: Checkpoint, address: str) -> None:
-    group.say({"identity": identity(checkpoint), "free": free_nbytes(), "address": address, "process": os.getpid()}, 0)
+    here = {"identity": identity(checkpoint), "rounding": rounding(), "free": free_nbytes()}
+    group.say({**here, "address": address, "process": os.getpid()}, 0)
     terms = group.hear(0)
     if "refused" in terms:
         raise InputError(terms["refused"])
@@ -100,9 +101,10 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stag
     """Load this rank's part and make its cache."""
     module, device = family(checkpoint.config), _device(group, terms["device"])
     config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
-    own = share_of(terms["mode"], group.rank, group.size, group.add_up, group.exchange)
+    kept = ExpertSettings(**terms["experts"])
+    own = share_of(terms["mode"], group.rank, group.size, lambda: group, kept.balance == "on")
     shapes, held = own.sliced(module.make_caches(config)), range(*terms["held"][group.rank])
-    experts = keep_experts(checkpoint, ExpertSettings(**terms["experts"]), device, free_nbytes(), held)
+    experts = keep_experts(checkpoint, kept, device, free_nbytes(), held)
     weights = checkpoint, terms["quantize"], dtype, device, experts, lambda what, done, total: None
     whole = terms["mode"] != PIPELINE
     model = make_model(module, config, *weights, held, own)

@@ -9,7 +9,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -213,6 +213,17 @@ class Group:
             self.send(mine, rank)
         return [mine if rank == self.rank else coming[rank].wait() for rank in range(self.size)]
 
+    def swap(self, mine: Tensor, nbytes: Sequence[int], most: int) -> list[Tensor]:
+        """Octets that all ranks give, so many each, in their order.
+
+        most  that any gives; gloo ends the process when more comes than there is room for
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = {rank: self.expect(most, source=rank, dtype=torch.uint8) for rank in others}
+        for rank in others:
+            self.send(mine, rank)
+        return [mine if rank == self.rank else coming[rank].wait(nbytes[rank]) for rank in range(self.size)]
+
     def add_up(self, mine: Tensor) -> Tensor:
         """The sum of what all ranks give, added in their order: [T, H]."""
         parts = self.exchange(mine)
@@ -295,10 +306,12 @@ class Expected:
     def __init__(self, group: Group, work: Any, tensor: Tensor, wire: Wire):
         self._group, self._work, self._tensor, self._wire = group, work, tensor, wire
 
-    def wait(self) -> Tensor:
+    def wait(self, length: int | None = None) -> Tensor:
+        """What has come; `length` of it where less was sent than there is room for."""
         self._group.wait(self._work)
-        self._wire.arrive(self._tensor.nbytes)
-        return self._tensor
+        found = self._tensor[:length]
+        self._wire.arrive(found.nbytes)
+        return found
 
 
 def _octets(data: bytes) -> Tensor:

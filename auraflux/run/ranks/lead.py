@@ -16,7 +16,7 @@ from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import Deal
 from auraflux.errors import InputError, RankError
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
-from auraflux.run.ranks.identity import difference, identity
+from auraflux.run.ranks.identity import difference, identity, rounding
 from auraflux.run.ranks.parallel import LOCAL, PIPELINE, TENSOR, Parallel, address_of
 from auraflux.run.ranks.pipeline import Passing, PipelineRunner
 from auraflux.run.ranks.share import Share, share_of
@@ -38,8 +38,10 @@ TRUSTED = (
 class Lead:
     """A group with its followers, as rank 0 has it.
 
-    held    layers of each rank
-    memory  that is free on each
+    held      layers of each rank
+    memory    that is free on each
+    unequal   why ranks round differently; None if they do not
+    balanced  whether experts are dealt out as they are chosen
     """
 
     def __init__(self, parallel: Parallel, checkpoint: Checkpoint, free: int):
@@ -49,7 +51,7 @@ class Lead:
         self._terms: dict[str, Any] = {}
         self._vectors: ModelVectors | None = None
         self._runner: PipelineRunner | WholeRunner | None = None
-        self._serving = False
+        self._serving = self.balanced = False
         self.place, self._server = self._meet()
         try:
             self.group = self._call()
@@ -91,11 +93,27 @@ class Lead:
         found = [group.hear(rank) for rank in range(1, parallel.size)]
         for rank, each in enumerate(found, 1):
             reason = difference(self._identity, each["identity"]) or self._strange(each["address"])
+            reason = reason or (self.unlike([each["rounding"]]) if self.balanced else None)
             if reason is not None:
                 group.say_all({"refused": f"rank {rank} cannot take part: {reason}."})
                 raise InputError(f"rank {rank} cannot take part: {reason}.")
         self.memory = [self._free, *(each["free"] for each in found)]
+        self.unequal = self.unlike([each["rounding"] for each in found])
         return group
+
+    @staticmethod
+    def unlike(others: list[dict[str, Any]]) -> str | None:
+        """Say what another rank rounds differently by; None if all have the same."""
+        mine = rounding()
+        return next(
+            (
+                f"its {name} is {each[name]}, and rank 0's {mine[name]}"
+                for each in others
+                for name in mine
+                if each[name] != mine[name]
+            ),
+            None,
+        )
 
     def _wait_for_all(self, store: Any, number: int, unless: Callable[[], bool]) -> None:
         ends = time.monotonic() + JOIN_S
@@ -131,9 +149,7 @@ class Lead:
 
     def own(self, rank: int = 0) -> Share:
         """What a rank has of every layer."""
-        # a group that comes back is another
-        meet = lambda mine: self.group.add_up(mine), lambda mine: self.group.exchange(mine)
-        return share_of(self.parallel.mode, rank, self.parallel.size, *meet)
+        return share_of(self.parallel.mode, rank, self.parallel.size, lambda: self.group, self.balanced)
 
     @property
     def deal(self) -> Deal:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import ALONE, Deal
+from auraflux.run.ranks.group import Group
 from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, TENSOR
+from auraflux.weights.balanced import Balance
 from auraflux.weights.divided import Division
 from auraflux.weights.slices import WHOLE, Slices
 
@@ -35,12 +37,19 @@ class Share:
         return found if found is None or self.slices.whole else found.sliced(self.slices.heads)
 
 
-def share_of(
-    mode: str, rank: int, size: int, add_up: Callable[[Tensor], Tensor], exchange: Callable[[Tensor], list[Tensor]]
-) -> Share:
-    """What a rank has in a mode."""
+def share_of(mode: str, rank: int, size: int, group: Callable[[], Group], balanced: bool = False) -> Share:
+    """What a rank has in a mode.
+
+    group     as it is now: one that comes back is another
+    balanced  experts are dealt out as they are chosen
+    """
+
+    def add_up(mine: Tensor) -> Tensor:
+        return group().add_up(mine)
+
+    balance = Balance(rank, size, group) if balanced else None
     return Share(
-        Division(rank, size, add_up) if mode == EXPERTS else None,
-        Deal(rank, size, exchange) if mode == CONTEXT else ALONE,
+        Division(rank, size, add_up, balance) if mode == EXPERTS else None,
+        Deal(rank, size, lambda mine: group().exchange(mine)) if mode == CONTEXT else ALONE,
         Slices(rank, size, add_up) if mode == TENSOR else WHOLE,
     )
