@@ -114,7 +114,10 @@ HOSTS = [
 ]
 RANKS = [
     click.option(
-        "--parallel", "divided", metavar="MODE=N", help="Divide the model among N ranks: pipeline=2. See docs/distributed.md."
+        "--parallel",
+        "divided",
+        metavar="MODE=N",
+        help="Divide the model among N ranks: pipeline=2, or pipeline=2,experts=2 among four. See docs/distributed.md.",
     ),
     *HOSTS,
 ]
@@ -207,8 +210,8 @@ def _follow_launched(model: str | None, wanted: "Parallel") -> None:
     from auraflux.run.ranks.follow import follow
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != wanted.size:
-        raise SettingsError(f"torchrun started {size} processes, and --parallel asks for {wanted.size}.")
+    if size != wanted.mesh.size:
+        raise SettingsError(f"torchrun started {size} processes, and --parallel asks for {wanted.mesh.size}.")
     if wanted.restart or wanted.hosts:
         raise SettingsError("torchrun knows the hosts and restarts ranks (--max-restarts): leave --hosts and --restart out.")
     if rank == 0:

@@ -37,7 +37,8 @@ def plan(model: str, hosts: str, wire: str, context: int | None, kv: str, memory
 
 def _look(model: str, hosts: str, wire: str, context: int | None, kv: str, memory_speed: str | None) -> list[dict[str, Any]]:
     from auraflux.bench.ceiling import read_ceiling
-    from auraflux.bench.forecast import forecasts, parse_hosts, weights_of
+    from auraflux.bench.forecast import parse_hosts, weights_of
+    from auraflux.bench.forecast_ways import forecasts
     from auraflux.cache import CacheSettings
     from auraflux.models import family, family_name
     from auraflux.run.progress import on_terminal

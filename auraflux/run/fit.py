@@ -86,7 +86,9 @@ def fitted(
         sizes = sizes_of(source.checkpoint, source.module.rename, source.config.layers)
         rooms, deal = [_Room(*each) for each in lead.share(sizes, source.shapes)], lead.deal
     settings, why = balanced(source.checkpoint, expert_settings, lead)
-    experts = keep_experts(source.checkpoint, settings, device, free, rooms[0].held, source.left_out)
+    # names of all layers need not be as many as these are
+    layers = None if lead is None or lead.whole else lead.here
+    experts = keep_experts(source.checkpoint, settings, device, free, layers, source.left_out)
     if experts is not None:
         experts.notes += why
         kept = experts.share.nbytes
@@ -149,7 +151,7 @@ def pool_tokens(
 def balanced(checkpoint: Checkpoint, settings: ExpertSettings, lead: Lead | None) -> tuple[ExpertSettings, list[str]]:
     """Decide whether ranks deal out experts as they are chosen, which wants reads from disk and the same rounding; and why."""
     files, asked = checkpoint.experts, settings.balance == "on"
-    if lead is None or lead.parallel.mode != EXPERTS:
+    if lead is None or EXPERTS not in lead.mesh.modes:
         if asked:
             raise SettingsError(
                 "--expert-balance on is for ranks that divide experts. Give --parallel experts=2, or leave it out."
@@ -159,7 +161,9 @@ def balanced(checkpoint: Checkpoint, settings: ExpertSettings, lead: Lead | None
         return settings, []
     k = experts_per_token(checkpoint.config)
     reason = None
-    if not asked and any(share_out(files, k, settings.nbytes(free), settings.io).mapped for free in lead.memory):
+    layers = [None] * lead.mesh.size if lead.whole else lead.held
+    kept = [(files.within(some), settings.nbytes(free)) for some, free in zip(layers, lead.memory, strict=True)]
+    if not asked and any(share_out(some, k, nbytes, settings.io).mapped for some, nbytes in kept if some.files):
         reason = "their files are mapped"
     elif lead.unequal is not None:
         reason = f"ranks round differently ({lead.unequal})"
@@ -168,7 +172,7 @@ def balanced(checkpoint: Checkpoint, settings: ExpertSettings, lead: Lead | None
     if reason is not None:
         return replace(settings, balance="off"), [f"experts: each rank has its own, since {reason}."]
     lead.balanced = True
-    count = lead.parallel.size
+    count = lead.mesh.width
     return replace(settings, io="direct", balance="on"), [f"experts: those that no rank holds are dealt out evenly to {count}."]
 
 

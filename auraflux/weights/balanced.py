@@ -2,6 +2,8 @@
 
 Two disks then read as much as each other, whichever experts a token chooses. Not sums but every expert's row goes from the rank
 that ran it to the others, and each adds a token's rows in the order of its slots: the bits of one process, whoever ran what.
+Of many tokens each rank adds up a share, and the sums travel then, so that fewer rows have to.
+
 With its rows a rank sends which experts it has of this mixture and of the next. So all ranks know that without a message of
 its own, and deal alike; who has forgotten an expert meanwhile reads it again.
 """
@@ -21,6 +23,7 @@ from auraflux.ops.moe.reference import shared_result
 from auraflux.weights.streamed import GUESSED, Guess, Mix, Streamed
 
 DIGEST = struct.Struct("<I")
+MANY = 64  # tokens whose rows take longer to send than a second message does
 
 
 class Meeting(Protocol):
@@ -31,8 +34,8 @@ class Meeting(Protocol):
 
     number: int
 
-    def swap(self, mine: Tensor, nbytes: Sequence[int], most: int) -> list[Tensor]:
-        """Octets that all ranks give, so many each, in their order; none gives more than `most`."""
+    def swap(self, mine: Sequence[Tensor], nbytes: Sequence[int], most: int) -> list[Tensor]:
+        """Octets that all ranks give to this one, so many each, in their order; none gives more than `most`."""
 
 
 class Balance:
@@ -82,18 +85,22 @@ class Balance:
         first = sum(idle[: self.rank])
         return missing[first : first + idle[self.rank]]
 
-    def swap(self, layer: int, digest: int, rows: list[int], mine: Tensor) -> list[Tensor]:
-        """Rows [n, H] that all ranks have found, so many each; what they hold of this layer and the next is learnt."""
+    def swap(self, layer: int, digest: int, rows: list[int], most: int, mine: list[Tensor]) -> list[Tensor]:
+        """Rows [n, H] that all ranks give to this one, so many each; what they hold of this layer and the next is learnt.
+
+        most  rows that any may give
+        mine  rows for each rank
+        """
         around = [layer, (layer + 1) % len(self.layers)]
         masks = [self.layers[number].held() for number in around]
         widths = [-(-self.layers[number].experts.file.count // 8) for number in around]
         told = DIGEST.pack(digest) + b"".join(mask.to_bytes(n, "little") for mask, n in zip(masks, widths, strict=True))
         # rows begin where numbers may
-        head, width = -(-len(told) // 4) * 4, 4 * mine.shape[1]
+        head, width = -(-len(told) // 4) * 4, 4 * mine[0].shape[1]
         first = torch.frombuffer(bytearray(told.ljust(head, b"\0")), dtype=torch.uint8)
         sizes = [head + count * width for count in rows]
-        whole = torch.cat([first, mine.view(torch.uint8).flatten()])
-        given = self._meeting().swap(whole, sizes, head + sum(rows) * width)
+        whole = [torch.cat([first, each.view(torch.uint8).flatten()]) for each in mine]
+        given = self._meeting().swap(whole, sizes, head + most * width)
         heads = [bytes(each[:head].numpy()) for each in given]
         if any(DIGEST.unpack_from(each) != (digest,) for each in heads):
             raise RankError(
@@ -104,7 +111,20 @@ class Balance:
         for number, n in zip(around, widths, strict=True):
             self._held[number] = [int.from_bytes(each[at : at + n], "little") for each in heads]
             at += n
-        return [each[head:].view(torch.float32).view(-1, mine.shape[1]) for each in given]
+        return [each[head:].view(torch.float32).view(-1, mine[0].shape[1]) for each in given]
+
+    def spans(self, tokens: int) -> list[range]:
+        """The tokens that each rank adds up: all of a few, so that all have them at once, a share of many."""
+        if tokens < MANY:
+            return [range(tokens)] * self.size
+        return [range(rank * tokens // self.size, (rank + 1) * tokens // self.size) for rank in range(self.size)]
+
+    def join(self, mine: Tensor, spans: list[range]) -> Tensor:
+        """All tokens' sums, of which each rank has its share: [T, H]."""
+        width = mine.shape[1] * mine.element_size()
+        octets, sizes = mine.contiguous().view(torch.uint8).flatten(), [len(span) * width for span in spans]
+        given = self._meeting().swap([octets] * self.size, sizes, max(sizes))
+        return torch.cat(given).view(mine.dtype).view(-1, mine.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +194,20 @@ class Balanced:
     def _sum(self, x: Tensor, turn: Turn, weights: Tensor) -> Tensor:
         parts = x.new_empty(*turn.ids.shape, x.shape[1], dtype=torch.float32)
         self.experts.fill(x, turn.mine, parts)
-        rows, owners = parts.view(-1, x.shape[1]), turn.owners.flatten()
-        places = [(owners == rank).nonzero().flatten() for rank in range(self.balance.size)]
-        digest = zlib.crc32(turn.ids.contiguous().numpy().data)
-        here = self.balance.rank
-        found = self.balance.swap(self.number, digest, list(map(len, places)), rows[places[here]])
-        for rank, place in enumerate(places):
+        balance, here, k = self.balance, self.balance.rank, turn.ids.shape[1]
+        rows, owners, spans = parts.view(-1, x.shape[1]), turn.owners.flatten(), balance.spans(len(x))
+
+        def places(owner: int, span: range) -> Tensor:
+            """Where what a rank has found for some tokens belongs."""
+            return (owners[span.start * k : span.stop * k] == owner).nonzero().flatten() + span.start * k
+
+        coming = [places(rank, spans[here]) for rank in range(balance.size)]
+        digest, most = zlib.crc32(turn.ids.contiguous().numpy().data), max(map(len, spans)) * k
+        mine = [rows[places(here, span)] for span in spans]
+        found = balance.swap(self.number, digest, list(map(len, coming)), most, mine)
+        for rank, place in enumerate(coming):
             if rank != here:
                 rows[place] = found[rank]
-        return sum_parts(parts, weights, x.dtype)
+        own = slice(spans[here].start, spans[here].stop)
+        total = sum_parts(parts[own], weights[own], x.dtype)
+        return total if len(total) == len(x) else balance.join(total, spans)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from auraflux.errors import RankError
-from auraflux.weights.balanced import Balance, Balanced
+from auraflux.weights.balanced import MANY, Balance, Balanced
 from auraflux.weights.streamed import Overlap
 
 COUNT = 24  # experts
@@ -35,10 +35,10 @@ class Recorded:
         self.others = others
         self.given = torch.empty(0)
 
-    def swap(self, mine: Tensor, nbytes: list[int], most: int) -> list[Tensor]:
-        self.given = mine
+    def swap(self, mine: list[Tensor], nbytes: list[int], most: int) -> list[Tensor]:
+        self.given = mine[0]
         assert max(nbytes) <= most
-        return [self.others.get(rank, mine)[: nbytes[rank]] for rank in range(len(nbytes))]
+        return [self.others.get(rank, mine[0])[: nbytes[rank]] for rank in range(len(nbytes))]
 
 
 def made(rank: int, size: int, held: list[int], group: Recorded) -> Balance:
@@ -54,12 +54,12 @@ def told(held: list[list[int]], rank: int = 0, digest: int = 7) -> tuple[Balance
     given = {}
     for other in range(size):
         group = Recorded({})
-        made(other, size, held[other], group).swap(0, digest if other != rank else 7, [0] * size, none)
+        made(other, size, held[other], group).swap(0, digest if other != rank else 7, [0] * size, 0, [none] * size)
         given[other] = group.given
     group = Recorded({other: octets for other, octets in given.items() if other != rank})
     balance = made(rank, size, held[rank], group)
     balance.deal(0, [])
-    balance.swap(0, 7, [0] * size, none)
+    balance.swap(0, 7, [0] * size, 0, [none] * size)
     return balance, group
 
 
@@ -107,6 +107,17 @@ def test_ranks_that_chose_differently_are_told():
 def test_rows_come_whole():
     rows = torch.arange(12.0).view(3, 4)
     other = Recorded({})
-    made(1, 2, [1], other).swap(0, 7, [0, 3], rows)
+    made(1, 2, [1], other).swap(0, 7, [0, 3], 3, [rows, rows])
     here = made(0, 2, [], Recorded({1: other.given}))
-    assert torch.equal(here.swap(0, 7, [0, 3], torch.empty(0, 4))[1], rows)
+    assert torch.equal(here.swap(0, 7, [0, 3], 3, [torch.empty(0, 4)] * 2)[1], rows)
+
+
+@pytest.mark.parametrize("tokens", [MANY, MANY + 7])
+def test_each_adds_up_a_share_of_many_tokens(tokens: int):
+    sums = torch.arange(tokens * 4.0).view(tokens, 4)
+    spans = Balance(0, 3, lambda: Recorded({})).spans(tokens)
+    assert [token for span in spans for token in span] == list(range(tokens))
+    octets = {rank: sums[span.start : span.stop].view(torch.uint8).flatten() for rank, span in enumerate(spans) if rank}
+    here = Balance(0, 3, lambda: Recorded(octets))
+    assert torch.equal(here.join(sums[: spans[0].stop], spans), sums)
+    assert here.spans(5) == [range(5)] * 3

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import ALONE, Deal
-from auraflux.run.ranks.group import Group
+from auraflux.run.ranks.members import Members
+from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, TENSOR
 from auraflux.weights.balanced import Balance
 from auraflux.weights.divided import Division
@@ -37,19 +38,20 @@ class Share:
         return found if found is None or self.slices.whole else found.sliced(self.slices.heads)
 
 
-def share_of(mode: str, rank: int, size: int, group: Callable[[], Group], balanced: bool = False) -> Share:
-    """What a rank has in a mode.
+def share_of(mesh: Mesh, rank: int, peers: Callable[[], Members], balanced: bool = False) -> Share:
+    """What a rank has of its layers.
 
-    group     as it is now: one that comes back is another
+    peers     the ranks of its stage, as they are now: those that come back are others
     balanced  experts are dealt out as they are chosen
     """
 
     def add_up(mine: Tensor) -> Tensor:
-        return group().add_up(mine)
+        return peers().add_up(mine)
 
-    balance = Balance(rank, size, group) if balanced else None
+    here = mesh.place(rank), mesh.width
+    balance = Balance(*here, peers) if balanced else None
     return Share(
-        Division(rank, size, add_up, balance) if mode == EXPERTS else None,
-        Deal(rank, size, lambda mine: group().exchange(mine)) if mode == CONTEXT else ALONE,
-        Slices(rank, size, add_up) if mode == TENSOR else WHOLE,
+        Division(*here, add_up, balance) if EXPERTS in mesh.modes else None,
+        Deal(*here, lambda mine: peers().exchange(mine)) if CONTEXT in mesh.modes else ALONE,
+        Slices(*here, add_up) if TENSOR in mesh.modes else WHOLE,
     )

@@ -13,6 +13,7 @@ from auraflux.models.config import experts_per_token
 from auraflux.run.load import load
 from auraflux.run.ranks import follow
 from auraflux.run.ranks.identity import rounding
+from auraflux.weights.balanced import MANY
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings, share_out
 from tests.models.oracles import error
@@ -25,7 +26,7 @@ ROUNDING = 1e-6  # of sums in another order
 
 def check(path: Any, ids: list[int], size: int, bound: float, **options: Any) -> None:
     alone = load(path, **OPTIONS, **options)
-    with together(path, "experts", size, **OPTIONS, **options) as ranks:
+    with together(path, f"experts={size}", **OPTIONS, **options) as ranks:
         assert error(ranks.logits(ids[:60]), alone.logits(ids[:60])) < bound
         for prompts in ([ids[:11]], [ids[:17], ids[5:12], ids[30:60], ids[7:8]]):
             assert error(decoded(ranks, prompts, 4), decoded(alone, prompts, 4)) < bound
@@ -69,10 +70,12 @@ def least(path: Path, **settings: Any) -> ExpertSettings:
 
 def same(path: Path, ids: list[int], size: int, **options: Any) -> None:
     """Hold ranks to one process, to the bit, whatever they hold."""
-    alone = load(path, **OPTIONS, **options)
-    with together(path, "experts", size, **OPTIONS, **options) as ranks:
+    # pieces in which each rank adds up a share, and shorter ones
+    options = {**OPTIONS, "chunk": MANY + 9, **options}
+    alone = load(path, **options)
+    with together(path, f"experts={size}", **options) as ranks:
         assert ranks.notes[-1] == f"experts: those that no rank holds are dealt out evenly to {size}."
-        assert torch.equal(ranks.logits(ids[:60]), alone.logits(ids[:60]))
+        assert torch.equal(ranks.logits(ids[:90]), alone.logits(ids[:90]))
         for prompts in ([ids[:11]], [ids[:17], ids[5:12], ids[30:60], ids[7:8]]):
             assert torch.equal(decoded(ranks, prompts, 4), decoded(alone, prompts, 4))
         assert ranks.experts is not None
@@ -105,10 +108,10 @@ def test_balance_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch):
     few = least(path)
     with (
         pytest.raises(SettingsError, match="its processor is another"),
-        together(path, "experts", 2, take_part=left, expert_memory=replace(few, balance="on")),
+        together(path, "experts=2", take_part=left, expert_memory=replace(few, balance="on")),
     ):
         pass
-    with together(path, "experts", 2, kv="none", expert_memory=few, **OPTIONS) as ranks:
+    with together(path, "experts=2", kv="none", expert_memory=few, **OPTIONS) as ranks:
         assert "each rank has its own, since ranks round differently" in ranks.notes[-1]
         ranks.logits(ids[:20])
 
