@@ -5,16 +5,13 @@ bytes. Nothing is computed for free here but arithmetic, which one token's weigh
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from auraflux.cache import AttentionShape, Cache, CacheSettings
 from auraflux.errors import SettingsError
 from auraflux.models.config import experts_per_token, has_experts
-from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, PIPELINE, TENSOR
-from auraflux.run.ranks.split import LAYER, Sizes, split
-from auraflux.run.ranks.wire import Wire
+from auraflux.run.ranks.split import LAYER, Sizes
 from auraflux.weights.expert_settings import parse_nbytes
 from auraflux.weights.plan import KINDS
 from auraflux.weights.stored import Checkpoint
@@ -72,7 +69,7 @@ class Weights:
     experts  of each layer, all of them
     ends     of the embedding and the head
     head     of the head alone
-    active   the share of a layer's experts that a token uses
+    active   the share of a layer's experts that a token uses; chosen  how many these are
     hidden   numbers of a row
     packed   experts may stay on disk
     heads    of keys in the layer that has fewest
@@ -87,6 +84,7 @@ class Weights:
     active: float
     hidden: int
     packed: bool
+    chosen: int = 1
     heads: int = 1
     unsliced: str | None = None
     kept: tuple[Kept, ...] = ()
@@ -99,6 +97,14 @@ class Weights:
         """The same where each layer has what it keeps beside its weights: a token reads both."""
         kept = [each.nbytes for each in self.kept] + [0] * (len(self.dense) - len(self.kept))
         return replace(self, dense=[a + b for a, b in zip(self.dense, kept, strict=True)])
+
+    def stage(self, held: range) -> "Weights":
+        """Those of some layers; the first have the embedding and the head beside them."""
+        some = slice(held.start, held.stop)
+        ends = (self.ends, self.head) if held.start == 0 else (0, 0)
+        return replace(
+            self, dense=self.dense[some], experts=self.experts[some], ends=ends[0], head=ends[1], kept=self.kept[some]
+        )
 
 
 def weights_of(
@@ -128,10 +134,11 @@ def weights_of(
     mixed = has_experts(checkpoint.config) and any(experts)
     if mixed:
         count = _experts_of(config)
-    share = experts_per_token(checkpoint.config) / count if mixed else 1.0
+    used = experts_per_token(checkpoint.config) if mixed else 1
+    share = used / count
     shapes = module.make_caches(config)
     heads, reason = _least_heads(shapes), module.Model.unsliced(config)
-    found = Weights(dense, experts, ends, head, share, config.hidden, checkpoint.experts is not None, heads, reason)
+    found = Weights(dense, experts, ends, head, share, config.hidden, checkpoint.experts is not None, used, heads, reason)
     return found if context is None else replace(found, kept=_kept(config, shapes, context, settings))
 
 
@@ -183,12 +190,14 @@ class Forecast:
     parts   bytes that each machine holds or streams
     terms   seconds of a token by what takes them
     reason  why it cannot be; None if it can
+    options that it takes beside --parallel
     """
 
     way: str
     parts: list[int]
     terms: dict[str, float]
     reason: str | None = None
+    options: str = ""
 
     @property
     def rate(self) -> float:
@@ -199,98 +208,3 @@ class Forecast:
     def bound(self) -> str:
         """What most of the time goes to."""
         return max(self.terms, key=lambda term: self.terms[term])
-
-
-def forecasts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> list[Forecast]:
-    """The first machine alone, and every way to use all."""
-    cached = weights.with_cache()
-    found = [_pipeline(cached, hosts[:1], memory_rate, wire)]
-    if len(hosts) > 1:
-        found.append(_pipeline(cached, hosts, memory_rate, wire))
-        if any(weights.experts):
-            found.append(_experts(cached, hosts, memory_rate, wire))
-        if any(kept.full for kept in weights.kept):
-            found.append(_context(weights, hosts, memory_rate, wire))
-        found.append(_tensor(weights, hosts, memory_rate, wire))
-    return found
-
-
-def _missed(host: Host, dense: int, experts: int) -> float:
-    """The share of some experts that a machine has no memory for beside its dense weights."""
-    return 0.0 if not experts else max(0.0, 1 - max(0, host.room - dense) / experts)
-
-
-def _refused(weights: Weights, host: Host, dense: int, missed: float) -> str | None:
-    if dense > host.room:
-        return f"{dense / 1e9:.1f} GB that every token reads do not fit into {USED:.0%} of {host.memory_nbytes / 1e9:.1f} GB"
-    return (
-        "its experts do not fit, and are not packed: 'auraflux pack' lets them stay on disk"
-        if missed and not weights.packed
-        else None
-    )
-
-
-def _pipeline(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
-    way = "one machine" if len(hosts) == 1 else f"{PIPELINE}={len(hosts)}"
-    if len(hosts) > len(weights.dense):
-        return Forecast(way, [], {"memory": 0.0}, f"the model has {len(weights.dense)} layers")
-    parts = split(weights.sizes, [host.room for host in hosts])
-    memory = disk = 0.0
-    for host, held in zip(hosts, parts, strict=True):
-        first = held.start == 0
-        dense = sum(weights.dense[n] for n in held) + (weights.ends if first else 0)
-        experts = sum(weights.experts[n] for n in held)
-        missed = _missed(host, dense, experts)
-        if (reason := _refused(weights, host, dense, missed)) is not None:
-            return Forecast(way, [weights.sizes.of(each) for each in parts], {"memory": 0.0}, reason)
-        read = dense - (weights.ends - weights.head if first else 0) + experts * weights.active
-        memory += read / memory_rate
-        disk += experts * weights.active * missed / host.disk_rate
-    crossings = len(hosts) if len(hosts) > 1 else 0
-    terms = {"memory": memory, "disk": disk, "network": crossings * wire.seconds(4 * weights.hidden)}
-    return Forecast(way, [weights.sizes.of(held) for held in parts], terms)
-
-
-def _experts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
-    dense, experts = sum(weights.dense) + weights.ends, sum(weights.experts) // len(hosts)
-    mixtures = sum(1 for nbytes in weights.experts if nbytes)
-    network = mixtures * _meeting(wire, len(hosts), 4 * weights.hidden)
-    return _alike(EXPERTS, weights, hosts, memory_rate, dense, experts, network)
-
-
-def _context(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
-    count = len(hosts)
-    kept = sum(-(-each.nbytes // count) if each.full else each.nbytes for each in weights.kept)
-    network = sum(_meeting(wire, count, each.sums) for each in weights.kept if each.full)
-    dense = sum(weights.dense) + weights.ends + kept
-    return _alike(CONTEXT, weights, hosts, memory_rate, dense, sum(weights.experts), network)
-
-
-def _tensor(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
-    count = len(hosts)
-    few = f"a layer has {weights.heads} heads of keys" if weights.heads < count else None
-    if (reason := weights.unsliced or few) is not None:
-        return Forecast(f"{TENSOR}={count}", [], {"memory": 0.0}, reason)
-    kept = sum(-(-each.nbytes // count) if each.by_head else each.nbytes for each in weights.kept)
-    dense = sum(weights.dense) // count + weights.ends + kept
-    network = 2 * len(weights.dense) * _meeting(wire, count, 4 * weights.hidden)
-    return _alike(TENSOR, weights, hosts, memory_rate, dense, sum(weights.experts) // count, network)
-
-
-def _meeting(wire: Wire, count: int, nbytes: int) -> float:
-    """How long it takes until all ranks have what each has found: they send at the same time, one row after the other."""
-    return wire.latency_s + (count - 1) * (wire.seconds(nbytes) - wire.latency_s)
-
-
-def _alike(
-    mode: str, weights: Weights, hosts: Sequence[Host], memory_rate: float, dense: int, experts: int, network: float
-) -> Forecast:
-    """How ranks do that all have as much, and take every step together; the first scores tokens too."""
-    way, parts, times = f"{mode}={len(hosts)}", [dense + experts] * len(hosts), []
-    for host in hosts:
-        missed = _missed(host, dense, experts)
-        if (reason := _refused(weights, host, dense, missed)) is not None:
-            return Forecast(way, parts, {"memory": 0.0}, reason)
-        times.append(experts * weights.active * missed / host.disk_rate)
-    read = dense - (weights.ends - weights.head) + experts * weights.active
-    return Forecast(way, parts, {"memory": read / memory_rate, "disk": max(times), "network": network})

@@ -9,7 +9,7 @@ from typing import Any
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import load
 from auraflux.run.ranks.lead import Lead
-from auraflux.run.ranks.parallel import Parallel
+from auraflux.run.ranks.parallel import TENSOR, Parallel
 from auraflux.run.ranks.wire import HERE, find_wire
 
 PAGE = 64  # tokens
@@ -20,6 +20,7 @@ FIRST, APART = 5, 101  # token of prompts, and how far those of two texts are fr
 class RanksRun:
     """One way to run a model.
 
+    way         as --parallel has it; size  of the group
     prefill     tokens a second of a prompt
     decode      tokens a second of one text
     token_s     median of one of its steps; best_s  the fastest, which others' work on the machine lengthens least
@@ -30,7 +31,7 @@ class RanksRun:
     read_rate   bytes of experts a second, from the disks of all ranks; 0 where none are read
     """
 
-    mode: str
+    way: str
     size: int
     wire: str
     prefill: float
@@ -45,46 +46,45 @@ class RanksRun:
 
 
 def bench_ranks(
-    path: str | Path, ways: list[tuple[str, int, str]], *, prompt: int, tokens: int, texts: int, **options: Any
+    path: str | Path, ways: list[Parallel], *, prompt: int, tokens: int, texts: int, **options: Any
 ) -> list[RanksRun]:
-    """Time one process, and then each way: a mode, how many ranks, and a wire."""
+    """Time one process, and then each way to divide the model, with its wire."""
     # every text has pages of its own, however short it is
     context = -(-(prompt + tokens + 8) // PAGE) * PAGE
     options = {"context": context, "sequences": texts, "cache_memory": "half", **options}
-    found = [_timed(load(path, **options), "one process", 1, HERE, prompt, tokens, texts)]
-    for mode, size, wire in ways:
-        model = load(path, parallel=Parallel(mode, size, wire=wire), **options)
+    found = [_timed(load(path, **options), None, prompt, tokens, texts)]
+    for way in ways:
+        model = load(path, parallel=way, **options)
         assert isinstance(model.engine.ranks, Lead)
         try:
-            found.append(_timed(model, mode, size, wire, prompt, tokens, texts))
+            found.append(_timed(model, way, prompt, tokens, texts))
         finally:
             model.engine.ranks.close()
     return found
 
 
-def _timed(model: LanguageModel, mode: str, size: int, wire: str, prompt: int, tokens: int, texts: int) -> RanksRun:
+def _timed(model: LanguageModel, way: Parallel | None, prompt: int, tokens: int, texts: int) -> RanksRun:
     # kernels are compiled, and steps recorded, by one of the same lengths
     _step_times(model, prompt, 4, 1)
     _step_times(model, prompt, 4, texts)
-    tally, before, read, began = _tally(model), _counts(model), _read_nbytes(model), time.perf_counter()
+    before, read, began = _counts(model), _read_nbytes(model), time.perf_counter()
     prefill_s, steps = _step_times(model, prompt, tokens, 1)
     nbytes, waited_s = (now - then for now, then in zip(_counts(model), before, strict=True))
     _, several = _step_times(model, prompt, tokens, texts)
     read_rate = (_read_nbytes(model) - read) / (time.perf_counter() - began)
     each = tokens + 1
-    crossed = (
-        0.0 if tally is None else find_wire(wire).seconds(4 * model.engine.model.config.hidden) * _crossings(model, mode, size)
-    )
+    crossed = 0.0 if way is None else _crossings(model, way) * find_wire(way.wire).seconds(4 * model.engine.model.config.hidden)
+    named = ("one process", 1, HERE) if way is None else (str(way), way.mesh.size, way.wire)
     return RanksRun(
-        mode, size, wire, prompt / prefill_s, 1 / median(steps), median(steps), min(steps), texts / median(several),
+        *named, prompt / prefill_s, 1 / median(steps), median(steps), min(steps), texts / median(several),
         waited_s / each, round(nbytes / each), crossed, read_rate,
     )  # fmt: skip
 
 
-def _crossings(model: LanguageModel, mode: str, size: int) -> int:
+def _crossings(model: LanguageModel, way: Parallel) -> int:
     """How often a token has to wait for the network."""
-    layers = len(model.engine.model.layers)  # type: ignore[attr-defined]
-    return {"pipeline": size, "tensor": 2 * layers}.get(mode, layers)
+    mesh, layers = way.mesh, model.engine.model.config.layers
+    return (0 if mesh.whole else mesh.stages) + layers * sum(2 if mode == TENSOR else 1 for mode in mesh.modes)
 
 
 def _read_nbytes(model: LanguageModel) -> int:
@@ -116,11 +116,14 @@ def _step_times(model: LanguageModel, prompt: int, tokens: int, texts: int) -> t
     batch, steps = engine.writing(sequences), []
     last = [text[-1] for text in ids]
     engine.decode(batch, last)
+    last = [(token + 1) % vocab for token in last]
     prefill_s = (time.perf_counter() - began) / texts
     for _ in range(tokens):
         began = time.perf_counter()
-        last = engine.decode(batch, last).argmax(-1).tolist()
+        engine.decode(batch, last)
         steps.append(time.perf_counter() - began)
+        # all ways write the same, which does not repeat itself as a model's own choice may
+        last = [(token + 1) % vocab for token in last]
     for sequence in sequences:
         sequence.close()
     return prefill_s, steps

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("ranks")
 @model_argument
 @click.option(
-    "--way", "ways", multiple=True, metavar="MODE=N", help="pipeline=2, experts=2, context=2, tensor=2; several times."
+    "--way", "ways", multiple=True, metavar="MODE=N", help="pipeline=2, experts=2, pipeline=2,experts=2, ...; several times."
 )
 @click.option("--wire", "wires", multiple=True, metavar="NAME", help="here, 10gbe, 1gbe or wifi; may be given several times.")
 @click.option("--prompt", type=click.IntRange(2, 1 << 20), default=128, show_default=True, help="Tokens of the prompt.")
@@ -44,7 +44,7 @@ def bench_ranks(model: str | None, ways: tuple[str, ...], wires: tuple[str, ...]
     asked = [parse_parallel(way) for way in ways or ("pipeline=2",)]
     for wire in wires:
         find_wire(wire)
-    runs = [(each.mode, each.size, wire) for each in asked for wire in wires or WIRES]
+    runs = [replace(each, wire=wire) for each in asked for wire in wires or WIRES]
     sizes = {name: chosen[name] for name in ("prompt", "tokens", "texts", "kv", "quantize")}
     experts = replace(expert_settings(chosen), disk=chosen["disk"])
     with ended_by_signals():
@@ -63,7 +63,6 @@ def _show(found: "list[RanksRun]") -> None:
     table = Table(*columns, "network's part", "sent", "disks/s")
     alone = found[0].best_s
     for run in found:
-        way = run.mode if run.size == 1 else f"{run.mode}={run.size}"
         more = "" if run.size == 1 else f"{(run.best_s - alone) * 1e3:+.2f} ms"
         cells = (
             f"{run.prefill:.0f}",
@@ -75,5 +74,5 @@ def _show(found: "list[RanksRun]") -> None:
         )
         read = f"{run.read_rate / 1e6:.1f} MB" if run.read_rate else ""
         wired = "" if run.size == 1 else f"{run.wire_s * 1e3:.2f} ms"
-        table.add_row(way, run.wire, *cells, wired, "" if run.size == 1 else f"{run.sent_nbytes / 1e3:.1f} kB", read)
+        table.add_row(run.way, run.wire, *cells, wired, "" if run.size == 1 else f"{run.sent_nbytes / 1e3:.1f} kB", read)
     Console(width=120).print(table)

@@ -39,6 +39,12 @@ EXPERTS = [
     ),
     click.option("--expert-main-memory", metavar="SIZE", help="For a GPU: main memory for experts on their way there."),
     click.option("--expert-guess", is_flag=True, help="Read ahead what the next layer's router chooses when it is run early."),
+    click.option(
+        "--expert-balance",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        help="With experts=N: have all disks read as much as each other; auto does where experts are read from disk.",
+    ),
     click.option("--verify/--no-verify", default=True, help="Hold experts against their checksums when they are first read."),
 ]
 calibrate_option = click.option(
@@ -108,7 +114,10 @@ HOSTS = [
 ]
 RANKS = [
     click.option(
-        "--parallel", "divided", metavar="MODE=N", help="Divide the model among N ranks: pipeline=2. See docs/distributed.md."
+        "--parallel",
+        "divided",
+        metavar="MODE=N",
+        help="Divide the model among N ranks: pipeline=2, or pipeline=2,experts=2 among four. See docs/distributed.md.",
     ),
     *HOSTS,
 ]
@@ -151,7 +160,9 @@ def expert_settings(chosen: dict[str, Any]) -> "ExpertSettings":
     from auraflux.weights.expert_settings import ExpertSettings
 
     memory, io, main_memory = (chosen[f"expert_{name}"] for name in ("memory", "io", "main_memory"))
-    return ExpertSettings(memory, io, main_memory, guess=chosen["expert_guess"], verify=chosen["verify"])
+    return ExpertSettings(
+        memory, io, main_memory, guess=chosen["expert_guess"], verify=chosen["verify"], balance=chosen["expert_balance"]
+    )
 
 
 def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False, **more: Any) -> "LanguageModel":
@@ -199,8 +210,8 @@ def _follow_launched(model: str | None, wanted: "Parallel") -> None:
     from auraflux.run.ranks.follow import follow
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != wanted.size:
-        raise SettingsError(f"torchrun started {size} processes, and --parallel asks for {wanted.size}.")
+    if size != wanted.mesh.size:
+        raise SettingsError(f"torchrun started {size} processes, and --parallel asks for {wanted.mesh.size}.")
     if wanted.restart or wanted.hosts:
         raise SettingsError("torchrun knows the hosts and restarts ranks (--max-restarts): leave --hosts and --restart out.")
     if rank == 0:

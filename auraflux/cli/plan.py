@@ -37,7 +37,8 @@ def plan(model: str, hosts: str, wire: str, context: int | None, kv: str, memory
 
 def _look(model: str, hosts: str, wire: str, context: int | None, kv: str, memory_speed: str | None) -> list[dict[str, Any]]:
     from auraflux.bench.ceiling import read_ceiling
-    from auraflux.bench.forecast import forecasts, parse_hosts, weights_of
+    from auraflux.bench.forecast import parse_hosts, weights_of
+    from auraflux.bench.forecast_ways import forecasts
     from auraflux.cache import CacheSettings
     from auraflux.models import family, family_name
     from auraflux.run.progress import on_terminal
@@ -57,7 +58,7 @@ def _look(model: str, hosts: str, wire: str, context: int | None, kv: str, memor
     rate = given or read_ceiling()["all_threads"]
     return [
         {"way": each.way, "parts": each.parts, "tokens_per_s": each.rate, "seconds": each.terms, "reason": each.reason}
-        | {"bound": None if each.reason else each.bound}
+        | {"bound": None if each.reason else each.bound, "options": each.options}
         for each in forecasts(weights, machines, rate, network)
     ]
 
@@ -73,5 +74,6 @@ def _show(found: list[dict[str, Any]]) -> None:
             table.add_row(row["way"], parts, "-", "", "", "", f"cannot be: {row['reason']}")
             continue
         times = (f"{row['seconds'].get(term, 0.0) * 1e3:.2f} ms" for term in ("memory", "disk", "network"))
-        table.add_row(row["way"], parts, f"{row['tokens_per_s']:.1f}", *times, row["bound"])
+        way = f"{row['way']} {row['options']}".rstrip()
+        table.add_row(way, parts, f"{row['tokens_per_s']:.1f}", *times, row["bound"])
     Console(width=120).print(table)

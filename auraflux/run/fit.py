@@ -1,6 +1,6 @@
 """What fits into memory: how long a text may be, how many tokens a cache holds, how many experts are kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from auraflux.machine import free_nbytes, this_machine
 from auraflux.models.config import experts_per_token
 from auraflux.run.device import activation_dtype, free_device_nbytes
 from auraflux.run.ranks.lead import Lead
+from auraflux.run.ranks.parallel import EXPERTS
 from auraflux.run.ranks.split import sizes_of
 from auraflux.run.source import Source
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
@@ -45,6 +46,7 @@ class Fit:
     shapes   of what layers keep here
     held     the layers that are here; None for all
     experts  of a packed model, and how many are kept
+    settings of experts, as all ranks have them
     dtype    of activations
     sizes    of the cache and of steps, as all ranks have them
     """
@@ -52,6 +54,7 @@ class Fit:
     shapes: list[Any]
     held: range | None
     experts: ExpertStore | None
+    settings: ExpertSettings
     dtype: torch.dtype
     sizes: dict[str, int]
 
@@ -82,8 +85,12 @@ def fitted(
     if lead is not None:
         sizes = sizes_of(source.checkpoint, source.module.rename, source.config.layers)
         rooms, deal = [_Room(*each) for each in lead.share(sizes, source.shapes)], lead.deal
-    experts = keep_experts(source.checkpoint, expert_settings, device, free, rooms[0].held, source.left_out)
+    settings, why = balanced(source.checkpoint, expert_settings, lead)
+    # names of all layers need not be as many as these are
+    layers = None if lead is None or lead.whole else lead.here
+    experts = keep_experts(source.checkpoint, settings, device, free, layers, source.left_out)
     if experts is not None:
+        experts.notes += why
         kept = experts.share.nbytes
         rooms = [_Room(room.held, max(room.free - kept, room.free // 2), room.shapes) for room in rooms]
     dtype = activation_dtype(device)
@@ -92,7 +99,7 @@ def fitted(
     had: dict[str, Any] = {"context": longest, "chunk": asked.chunk, "sequences": asked.sequences + 1, "kept": asked.sequences}
     limits = [(room.shapes, source.settings, _cache_nbytes(asked.cache_memory, room.free), room.held, deal) for room in rooms]
     had["tokens"] = min(pool_tokens(*limit, **had, dtype=dtype) for limit in limits)
-    return Fit(source.shapes if lead is None else rooms[0].shapes, rooms[0].held, experts, dtype, had)
+    return Fit(source.shapes if lead is None else rooms[0].shapes, rooms[0].held, experts, settings, dtype, had)
 
 
 def _context(wanted: int | None, trained: int, room: _Room, settings: CacheSettings, dtype: torch.dtype, deal: Deal) -> int:
@@ -139,6 +146,34 @@ def pool_tokens(
             f"and the context is {context}. Give more, fewer texts at once, or a shorter context."
         )
     return min(most, context * (options["sequences"] + options.get("kept", 0)))
+
+
+def balanced(checkpoint: Checkpoint, settings: ExpertSettings, lead: Lead | None) -> tuple[ExpertSettings, list[str]]:
+    """Decide whether ranks deal out experts as they are chosen, which wants reads from disk and the same rounding; and why."""
+    files, asked = checkpoint.experts, settings.balance == "on"
+    if lead is None or EXPERTS not in lead.mesh.modes:
+        if asked:
+            raise SettingsError(
+                "--expert-balance on is for ranks that divide experts. Give --parallel experts=2, or leave it out."
+            )
+        return settings, []
+    if files is None or settings.balance == "off":
+        return settings, []
+    k = experts_per_token(checkpoint.config)
+    reason = None
+    layers = [None] * lead.mesh.size if lead.whole else lead.held
+    kept = [(files.within(some), settings.nbytes(free)) for some, free in zip(layers, lead.memory, strict=True)]
+    if not asked and any(share_out(some, k, nbytes, settings.io).mapped for some, nbytes in kept if some.files):
+        reason = "their files are mapped"
+    elif lead.unequal is not None:
+        reason = f"ranks round differently ({lead.unequal})"
+        if asked:
+            raise SettingsError(f"--expert-balance on cannot be: {reason}. Leave it out.")
+    if reason is not None:
+        return replace(settings, balance="off"), [f"experts: each rank has its own, since {reason}."]
+    lead.balanced = True
+    count = lead.mesh.width
+    return replace(settings, io="direct", balance="on"), [f"experts: those that no rank holds are dealt out evenly to {count}."]
 
 
 def keep_experts(

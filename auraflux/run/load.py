@@ -25,7 +25,7 @@ from auraflux.run.ngrams import NGrams
 from auraflux.run.prepare import compile_kernels
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.ranks.lead import Lead
-from auraflux.run.ranks.parallel import EXPERTS, PIPELINE, TENSOR, Parallel, parse_parallel
+from auraflux.run.ranks.parallel import EXPERTS, TENSOR, Parallel, parse_parallel
 from auraflux.run.ranks.share import Share
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.source import Source
@@ -110,10 +110,10 @@ def load(
         fit = fitted(source, target, free, sizes, expert_settings, lead)
         wanted = calibration.is_wanted(calibrate, source.shapes, source.settings)
         # what is read depends on the tokens, so their steps cannot be repeated blindly
-        graphs = graphs and (fit.experts is None or fit.experts.share.mapped) and (lead is None or not lead.whole)
+        graphs = graphs and (fit.experts is None or fit.experts.share.mapped) and (lead is None or lead.mesh.width == 1)
         if lead is not None:
             terms = {"quantize": quantize, "exact": exact, "graphs": graphs, "device": target.type}
-            lead.agree(source.settings, expert_settings, **terms, sizes=fit.sizes, calibrate=wanted)
+            lead.agree(source.settings, fit.settings, **terms, sizes=fit.sizes, calibrate=wanted)
         tokenizer = source.tokenizer()
         fetch_kernels(target)
         with device_memory():
@@ -189,10 +189,11 @@ def _speculation(
 
 def _lead(ranks: Parallel, source: Source, device: torch.device, free: int, disk: str | int | None) -> Lead:
     """Call the other ranks; what they cannot do is refused."""
-    if device.type != "cpu" and ranks.mode != TENSOR:
+    mesh = ranks.mesh
+    if device.type != "cpu" and TENSOR not in mesh.modes:
         raise SettingsError(
             f"a model is divided so among ranks on CPUs only, and this one is to run on {device}. Give --device cpu, or "
-            f"--parallel {TENSOR}={ranks.size}."
+            f"--parallel {TENSOR}={mesh.size}."
         )
     if device.type != "cpu" and (ranks.hosts or torch.cuda.device_count() < ranks.size):
         raise SettingsError(
@@ -200,15 +201,15 @@ def _lead(ranks: Parallel, source: Source, device: torch.device, free: int, disk
             "other hosts cannot be named. Give --device cpu, or fewer ranks."
         )
     model, path = source.module.Model, source.path
-    if ranks.mode == TENSOR:
+    if TENSOR in mesh.modes:
         if (reason := model.unsliced(source.config)) is not None:
             raise SettingsError(f"{path} cannot be divided by heads: {reason} Give --parallel pipeline={ranks.size}.")
         for shape in source.shapes:
             shape.sliced(Slices(0, ranks.size, lambda mine: mine).heads)
-    if ranks.mode == PIPELINE and model.whole:
+    if not mesh.whole and model.whole:
         raise SettingsError(f"{path} cannot be divided by layers: {model.whole}")
-    if ranks.mode == EXPERTS and not has_experts(source.checkpoint.config):
-        raise SettingsError(f"{path} has no experts to divide. Give --parallel pipeline={ranks.size}.")
+    if EXPERTS in mesh.modes and not has_experts(source.checkpoint.config):
+        raise SettingsError(f"{path} has no experts to divide. Give --parallel pipeline={mesh.size}.")
     if disk is not None:
         raise SettingsError("prefixes of a model that is divided among ranks cannot be kept on disk: leave --prefix-disk out.")
     return Lead(ranks, source.checkpoint, free)

@@ -121,6 +121,10 @@ class Bank:
     def __getitem__(self, expert: int) -> Held:
         return self._held[expert]
 
+    def held(self) -> list[int]:
+        """Experts that are here or on their way."""
+        return list(self._held)
+
     def request(self, expert: int, keep: Container[int], ahead: bool = False) -> Held | None:
         """Have an expert brought here, unless it is or is on its way; None if every slot is taken by those to keep."""
         held = self._held.get(expert)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from auraflux.ops import combine, route
 from auraflux.ops.moe.reference import shared_result
+from auraflux.weights.balanced import Balance
 from auraflux.weights.slices import Slices
 from auraflux.weights.streamed import Guess, LayerExperts, Mix
 
@@ -21,12 +22,14 @@ from auraflux.weights.streamed import Guess, LayerExperts, Mix
 class Division:
     """Which of every layer's experts a rank has.
 
-    join  adds up what all ranks have found: [T, H] -> [T, H]
+    join     adds up what all ranks have found: [T, H] -> [T, H]
+    balance  deals out what is read from disk as it is chosen, see `balanced.py`; None where each rank has its own
     """
 
     rank: int
     size: int
     join: Callable[[Tensor], Tensor]
+    balance: Balance | None = None
 
     def share(self, count: int) -> range:
         """Of so many experts."""

@@ -7,6 +7,7 @@ from auraflux.errors import SettingsError
 from auraflux.weights.expert_files import ExpertFiles
 
 IO = ("auto", "mapped", "direct")
+BALANCE = ("auto", "on", "off")
 MAPPED_SHARE = 0.75  # of the budget that all experts together may take to be mapped
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -40,6 +41,8 @@ class ExpertSettings:
     ahead        read what the next layer asked for last time, where it no longer has it
     guess        run the next layer's router early, on what this layer was given, and read what it chooses
     verify       hold each expert's first read against its checksum
+    balance      where ranks divide experts, deal out those that none holds evenly: "on", "off", or "auto" where they are read
+                 from disk as they are chosen
     disk         pretend one that gives so many bytes a second, such as "50MB"; for measuring
     """
 
@@ -50,11 +53,15 @@ class ExpertSettings:
     ahead: bool = True
     guess: bool = False
     verify: bool = True
+    balance: str = "auto"
     disk: str | int | None = None
 
     def __post_init__(self) -> None:
         if self.io not in IO:
             raise SettingsError(f"expert_io={self.io!r} is not a way to read experts. Those there are: {', '.join(IO)}.")
+        if self.balance not in BALANCE:
+            known = ", ".join(BALANCE)
+            raise SettingsError(f"expert_balance={self.balance!r} is no way to deal experts out. Those there are: {known}.")
         for given in (self.memory, self.main_memory, self.disk):
             if given is not None:
                 parse_nbytes(given)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare
 from auraflux.quant import QTensor
+from auraflux.weights.balanced import Balanced
 from auraflux.weights.divided import Divided, Joined, alone_sum, by_expert
 from auraflux.weights.loader import Source, Weights, dense
 from auraflux.weights.slices import Slices
 from auraflux.weights.stored import Stored
-from auraflux.weights.streamed import LayerExperts, Resident
+from auraflux.weights.streamed import LayerExperts, Resident, Streamed
 
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 
@@ -40,7 +41,11 @@ def load_experts(
         if not slices.whole:
             # a file has experts one after the other, whole
             return Joined(Divided(kept, by_expert(slices).share(count), 0, alone_sum), slices.join)
-        return kept if division is None else Divided(kept, division.share(count), 0, division.join)
+        if division is None:
+            return kept
+        if division.balance is not None and isinstance(kept, Streamed):
+            return Balanced(kept, division.balance)
+        return Divided(kept, division.share(count), 0, division.join)
     if weights.has(f"{home}.{'gate' if gated else 'up'}_proj.weight"):
         sources = _stacks(weights, home, count, hidden, inner, gated)
     elif not gated and weights.has(f"{alone}.up_proj"):

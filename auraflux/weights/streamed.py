@@ -188,15 +188,25 @@ class Streamed:
             for expert in likely:
                 self.bank.request(expert, likely, ahead=True)
 
+    def held(self) -> list[int]:
+        """Experts that are in memory or on their way there."""
+        with self._lock:
+            return self.bank.held()
+
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum every token's experts: x [T, H], ids and weights [T, k] -> [T, H]."""
-        return self._sum(x, ids, weights, x.new_empty(*ids.shape, x.shape[1], dtype=torch.float32), x.dtype)
+        parts = x.new_empty(*ids.shape, x.shape[1], dtype=torch.float32)
+        self.fill(x, ids, parts)
+        return sum_parts(parts, weights, x.dtype)
 
     def some(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum the experts of each token that are not negative: [T, H] float32."""
-        return self._sum(x, ids, weights, x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32), torch.float32)
+        parts = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+        self.fill(x, ids, parts)
+        return sum_parts(parts, weights, torch.float32)
 
-    def _sum(self, x: Tensor, ids: Tensor, weights: Tensor, parts: Tensor, dtype: torch.dtype) -> Tensor:
+    def fill(self, x: Tensor, ids: Tensor, parts: Tensor) -> None:
+        """Write what experts give to their places, but for those that are negative: parts [T, k, H] float32."""
         with self._lock:
             asked, self._asked = self._asked, None
             if asked is None or asked.ids is not ids:
@@ -212,7 +222,6 @@ class Streamed:
                 for expert in ready:
                     del left[expert]
                 self._request(left)
-            return sum_parts(parts, weights, dtype)
 
     def _ask(self, ids: Tensor) -> Asked:
         """Look at the experts of all tokens, and count those that are here."""

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from auraflux.bench.forecast import Host, Kept, Weights, forecasts, parse_hosts
+from auraflux.bench.forecast import Host, Kept, Weights, parse_hosts
+from auraflux.bench.forecast_ways import forecasts, slowest
 from auraflux.errors import SettingsError
 from auraflux.run.ranks.wire import Wire, find_wire
 
@@ -26,11 +27,26 @@ def test_two_machines_hold_what_one_reads_from_disk():
     assert pipeline.rate > alone.rate
 
 
+def test_disks_read_as_much_as_each_other_unless_the_network_is_slow():
+    # eight of 64 experts, none of which are held
+    eight = replace(MIXED, chosen=8, dense=[GB // 100] * 8, ends=GB // 10, head=GB // 20)
+    hosts = [Host(int(0.18 * GB / 0.8) + 1)] * 2
+    alone, _, fast, _ = forecasts(eight, hosts, 20 * GB, find_wire("10gbe"))
+    assert fast.options == ""
+    assert alone.terms["disk"] / fast.terms["disk"] == pytest.approx(2)
+    slow = forecasts(eight, hosts, 20 * GB, Wire(0.0, 1e5))[2]
+    assert slow.options == "--expert-balance off"
+    # one disk has 5.09 of eight on the mean
+    assert alone.terms["disk"] / slow.terms["disk"] == pytest.approx(8 / 5.09375)
+    assert slowest(2, 0.5, 2, even=True) == pytest.approx(0.75)
+    assert slowest(8, 1.0, 3, even=True) == 3
+
+
 def test_heads_and_columns_are_read_at_the_same_time():
-    tensor = forecasts(MIXED, [Host(64 * GB)] * 4, 20 * GB, SLOW)[-1]
+    tensor = forecasts(MIXED, [Host(64 * GB)] * 4, 20 * GB, SLOW)[3]
     assert tensor.reason == "a layer has 1 heads of keys"
     fast = Wire(1e-5, 4e11)
-    alone, *_, tensor = forecasts(replace(MIXED, heads=8), [Host(64 * GB)] * 4, 20 * GB, fast)
+    alone, _, _, tensor, _ = forecasts(replace(MIXED, heads=8), [Host(64 * GB)] * 4, 20 * GB, fast)
     assert tensor.way == "tensor=4"
     # all but the head, which the first has: eight layers of 0.5 GB, and an eighth of 4 GB
     assert tensor.terms["memory"] == pytest.approx((8 * GB / 4 + GB / 2) / (20 * GB))
@@ -40,7 +56,7 @@ def test_heads_and_columns_are_read_at_the_same_time():
 
 def test_a_text_is_read_too_and_can_be_dealt_out():
     kept = tuple(Kept(GB, full, by_head=True, sums=4096) for full in [True, False] * 4)
-    alone, pipeline, _, context, tensor = forecasts(
+    alone, pipeline, _, context, tensor, _ = forecasts(
         replace(MIXED, heads=8, kept=kept), [Host(80 * GB)] * 2, 20 * GB, find_wire("20us/45GB")
     )
     plain = forecasts(replace(MIXED, heads=8), [Host(80 * GB)] * 2, 20 * GB, find_wire("20us/45GB"))
@@ -51,6 +67,22 @@ def test_a_text_is_read_too_and_can_be_dealt_out():
     assert context.terms["memory"] - plain[0].terms["memory"] == pytest.approx(6 / 20)
     assert context.terms["network"] == pytest.approx(4 * (20e-6 + 4096 / 45e9))
     assert tensor.terms["memory"] - plain[-1].terms["memory"] == pytest.approx(4 / 20)
+
+
+def test_stages_of_a_pipeline_may_be_divided_further():
+    fast, hosts = find_wire("20us/45GB"), [Host(12 * GB)] * 4
+    found = {each.way: each for each in forecasts(replace(MIXED, chosen=8), hosts, 20 * GB, fast)}
+    both = found["pipeline=2,experts=2"]
+    assert both.reason is None
+    assert both.terms["network"] == pytest.approx(2 * (20e-6 + 8192 / 45e9) + 8 * (20e-6 + 8192 / 45e9), rel=0.5)
+    assert both.terms["disk"] < found["one machine"].terms["disk"]
+    kept = tuple(Kept(GB, True, by_head=True, sums=4096) for _ in range(8))
+    long = {each.way: each for each in forecasts(replace(MIXED, chosen=8, kept=kept), [Host(80 * GB)] * 4, 20 * GB, fast)}
+    ways = {"pipeline=2,experts=2", "pipeline=2,context=2", "experts=4,context=4"}
+    assert ways < set(long)
+    # a quarter of 8 GB of keys and values in each, rather than all of it
+    less = long["experts=4"].terms["memory"] - long["experts=4,context=4"].terms["memory"]
+    assert less == pytest.approx(6 / 20)
 
 
 def test_what_cannot_be_is_said():

@@ -3,6 +3,7 @@
 import pytest
 
 from auraflux.bench.ranks import bench_ranks
+from auraflux.run.ranks.parallel import Parallel
 from auraflux.run.ranks.wire import WIRES, Wire
 from tests.run.tiny import tiny
 
@@ -15,9 +16,11 @@ def test_a_message_takes_its_latency_and_its_bytes():
 
 @pytest.mark.slow
 def test_a_slow_network_is_waited_for_once_a_rank():
-    found = bench_ranks(tiny(), [("pipeline", 2, "wifi")], prompt=16, tokens=12, texts=2, kv="none", calibrate="off")
+    found = bench_ranks(
+        tiny(), [Parallel("pipeline", 2, wire="wifi")], prompt=16, tokens=12, texts=2, kv="none", calibrate="off"
+    )
     alone, ranks = found
-    assert (alone.mode, ranks.mode, ranks.wire) == ("one process", "pipeline", "wifi")
+    assert (alone.way, ranks.way, ranks.wire) == ("one process", "pipeline=2", "wifi")
     assert ranks.wire_s == pytest.approx(2 * WIRES["wifi"].seconds(4 * 64))
     assert ranks.best_s > ranks.wire_s
     # notes and one row of 64 numbers

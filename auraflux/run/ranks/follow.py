@@ -20,8 +20,10 @@ from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.fit import keep_experts
 from auraflux.run.load import make_model
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
-from auraflux.run.ranks.identity import identity
-from auraflux.run.ranks.parallel import PIPELINE, TENSOR, TIMEOUT_S
+from auraflux.run.ranks.identity import identity, rounding
+from auraflux.run.ranks.members import Part
+from auraflux.run.ranks.mesh import Mesh
+from auraflux.run.ranks.parallel import TENSOR, TIMEOUT_S
 from auraflux.run.ranks.pipeline import Passing, Stage
 from auraflux.run.ranks.share import share_of
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
@@ -86,7 +88,8 @@ def _join(place: Place, before: int, rank: int | None) -> tuple[int, int, int]:
 
 
 def _take_part(group: Group, checkpoint: Checkpoint, address: str) -> None:
-    group.say({"identity": identity(checkpoint), "free": free_nbytes(), "address": address, "process": os.getpid()}, 0)
+    here = {"identity": identity(checkpoint), "rounding": rounding(), "free": free_nbytes()}
+    group.say({**here, "address": address, "process": os.getpid()}, 0)
     terms = group.hear(0)
     if "refused" in terms:
         raise InputError(terms["refused"])
@@ -100,20 +103,21 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stag
     """Load this rank's part and make its cache."""
     module, device = family(checkpoint.config), _device(group, terms["device"])
     config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
-    own = share_of(terms["mode"], group.rank, group.size, group.add_up, group.exchange)
+    kept = ExpertSettings(**terms["experts"])
+    mesh = Mesh(**{**terms["mesh"], "modes": tuple(terms["mesh"]["modes"])})
+    own = share_of(mesh, group.rank, lambda: Part(group, mesh.peers(group.rank)), kept.balance == "on")
     shapes, held = own.sliced(module.make_caches(config)), range(*terms["held"][group.rank])
-    experts = keep_experts(checkpoint, ExpertSettings(**terms["experts"]), device, free_nbytes(), held)
+    experts = keep_experts(checkpoint, kept, device, free_nbytes(), None if mesh.whole else held)
     weights = checkpoint, terms["quantize"], dtype, device, experts, lambda what, done, total: None
-    whole = terms["mode"] != PIPELINE
     model = make_model(module, config, *weights, held, own)
-    vectors = own.vectors(_vectors(group, model, shapes, terms, dtype, device))
+    vectors = own.vectors(_vectors(group, mesh, model, shapes, terms, dtype, device))
     here: dict[str, Any] = {"vectors": vectors, "held": held, "deal": own.deal, "dtype": dtype, "device": device}
     cache = Cache(shapes, CacheSettings(**terms["kv"]), **terms["sizes"], **here)
     graphs = terms["graphs"] and (experts is None or experts.share.mapped)
-    if whole:
-        read: Callable[[], int] = lambda: 0 if experts is None else experts.traffic().total.nbytes  # noqa: E731
+    read: Callable[[], int] = lambda: 0 if experts is None else experts.traffic().total.nbytes  # noqa: E731
+    if mesh.whole:
         return WholeRank(model, cache, terms["exact"], group, read)
-    return Stage(model, cache, terms["exact"], graphs, group)
+    return Stage(model, cache, terms["exact"], graphs, group, mesh, read)
 
 
 def _device(group: Group, kind: str) -> Any:
@@ -127,16 +131,18 @@ def _device(group: Group, kind: str) -> Any:
 
 
 def _vectors(
-    group: Group, model: Any, shapes: list[Any], terms: dict[str, Any], dtype: Any, device: Any
+    group: Group, mesh: Mesh, model: Any, shapes: list[Any], terms: dict[str, Any], dtype: Any, device: Any
 ) -> ModelVectors | None:
     """What rank 0 knows of keys, or finds out with the help of all; it needs to be told nothing of keys that it has too."""
-    whole = terms["mode"] != PIPELINE
-    if terms["calibrate"] and not whole:
+    # of ranks with the same layers, one tells
+    tells = group.rank in mesh.heads[1:]
+    if terms["calibrate"] and tells:
         send_bytes(group, samples(model, shapes), 0)
     told = group.hear(0)
     if "tokens" in told:
-        found = find_vectors(model if whole else Passing(model, group), shapes, told["tokens"], dtype, device)
-        if not whole or terms["mode"] == TENSOR:
+        run = model if mesh.whole else Passing(model, group, mesh)
+        found = find_vectors(run, shapes, told["tokens"], dtype, device)
+        if tells or TENSOR in mesh.modes:
             send_bytes(group, pack_vectors(found), 0)
         told = group.hear(0)
     if "end" in told:

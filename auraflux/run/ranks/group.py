@@ -5,11 +5,9 @@ NCCL. Nothing waits for a rank that is gone: every wait ends
 when the heart, a thread that looks after the others, has not seen one of them for a while.
 """
 
-import json
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -22,13 +20,11 @@ from torch import Tensor
 
 from auraflux.errors import RankError
 from auraflux.run.ranks.heart import Heart, Key
+from auraflux.run.ranks.members import ROWS, Members
 from auraflux.run.ranks.wire import Wire
 
 # torch's stubs know little of it
 GLOO: Any = getattr(dist, "ProcessGroupGloo", None)
-HEADER_NBYTES = 4096  # of a note; what is longer follows in a message of its own
-LENGTH = struct.Struct("<q")
-ROWS, NOTES = 0, 1  # tags
 LOOK_S = 0.2  # between two looks at the heart
 FOREVER = timedelta(days=30)  # the heart ends waits, not gloo
 UNDER_WAY = 4  # sends that are not waited for
@@ -84,7 +80,7 @@ class Tally:
     waited_s: float = 0.0
 
 
-class Group:
+class Group(Members):
     """Ranks that have found each other.
 
     lost  why the group is of no use any more; None while it is
@@ -130,45 +126,6 @@ class Group:
         except RuntimeError as err:
             raise self._gone(err) from err
 
-    def receive(self, *shape: int, source: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.expect(*shape, source=source, dtype=dtype).wait()
-
-    def say(self, told: dict[str, Any], to: int) -> None:
-        """Send a note."""
-        text = json.dumps(told, separators=(",", ":")).encode()
-        room = HEADER_NBYTES - LENGTH.size
-        first = LENGTH.pack(len(text)) + text[:room]
-        self.send(_octets(first + bytes(HEADER_NBYTES - len(first))), to, NOTES)
-        if len(text) > room:
-            self.send(_octets(text[room:]), to)
-
-    def hear(self, source: int) -> dict[str, Any]:
-        """Wait for a note."""
-        return self._read(self._header(source), source)
-
-    def notes(self, source: int) -> Iterator[dict[str, Any]]:
-        """All notes from a rank; each is asked for while the one before is worked on."""
-        header = self._header(source)
-        while True:
-            told = self._read(header, source)
-            header = self._header(source)
-            yield told
-
-    def _read(self, header: "Expected", source: int) -> dict[str, Any]:
-        head = bytes(header.wait().numpy())
-        (length,) = LENGTH.unpack(head[: LENGTH.size])
-        text, room = head[LENGTH.size :][:length], HEADER_NBYTES - LENGTH.size
-        if length > room:
-            text += bytes(self.receive(length - room, source=source, dtype=torch.uint8).numpy())
-        return json.loads(text)
-
-    def say_all(self, told: dict[str, Any]) -> None:
-        for other in range(1, self.size):
-            self.say(told, other)
-
-    def _header(self, source: int) -> "Expected":
-        return self.expect(HEADER_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
-
     def wait(self, work: Any) -> None:
         """Wait for what was asked for, and count the time."""
         began = time.perf_counter()
@@ -207,19 +164,7 @@ class Group:
         """What all ranks give, in their order; each gives a tensor of the same shape."""
         if mine.is_cuda:
             return gathered(self._devices, mine, self.size)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        coming = {rank: self.expect(*mine.shape, source=rank) for rank in others}
-        for rank in others:
-            self.send(mine, rank)
-        return [mine if rank == self.rank else coming[rank].wait() for rank in range(self.size)]
-
-    def add_up(self, mine: Tensor) -> Tensor:
-        """The sum of what all ranks give, added in their order: [T, H]."""
-        parts = self.exchange(mine)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total
+        return super().exchange(mine)
 
     def fail(self, why: str) -> None:
         """Leave word why this rank will be gone."""
@@ -295,11 +240,9 @@ class Expected:
     def __init__(self, group: Group, work: Any, tensor: Tensor, wire: Wire):
         self._group, self._work, self._tensor, self._wire = group, work, tensor, wire
 
-    def wait(self) -> Tensor:
+    def wait(self, length: int | None = None) -> Tensor:
+        """What has come; `length` of it where less was sent than there is room for."""
         self._group.wait(self._work)
-        self._wire.arrive(self._tensor.nbytes)
-        return self._tensor
-
-
-def _octets(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = self._tensor[:length]
+        self._wire.arrive(found.nbytes)
+        return found

@@ -4,7 +4,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from auraflux.machine import versions
+import torch
+
+from auraflux.machine import this_machine, versions
 from auraflux.weights.stored import Checkpoint
 
 SAMPLED = 1 << 16  # bytes at the beginning, in the middle and at the end of each file; headers lie at the beginning
@@ -17,6 +19,14 @@ def identity(checkpoint: Checkpoint) -> dict[str, Any]:
         "version": versions("auraflux")["auraflux"],
         "files": {str(path.relative_to(root)): _digest(path) for path in checkpoint.files()},
     }
+
+
+def rounding() -> dict[str, Any]:
+    """What the last bits of a result depend on."""
+    from auraflux.ops.simd.vectors import ISA
+
+    versioned = versions("torch", "numba")
+    return {"processor": this_machine().cpu, "instructions": ISA.name, "threads": torch.get_num_threads(), **versioned}
 
 
 def difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:

@@ -16,9 +16,10 @@ from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import Deal
 from auraflux.errors import InputError, RankError
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
-from auraflux.run.ranks.identity import difference, identity
-from auraflux.run.ranks.parallel import LOCAL, PIPELINE, TENSOR, Parallel, address_of
-from auraflux.run.ranks.pipeline import Passing, PipelineRunner
+from auraflux.run.ranks.identity import difference, identity, rounding
+from auraflux.run.ranks.members import Part
+from auraflux.run.ranks.parallel import LOCAL, TENSOR, Parallel, address_of
+from auraflux.run.ranks.pipeline import MeshRunner, Passing, PipelineRunner
 from auraflux.run.ranks.share import Share, share_of
 from auraflux.run.ranks.split import Sizes, split
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
@@ -38,18 +39,20 @@ TRUSTED = (
 class Lead:
     """A group with its followers, as rank 0 has it.
 
-    held    layers of each rank
-    memory  that is free on each
+    held      layers of each rank
+    memory    that is free on each
+    unequal   why ranks round differently; None if they do not
+    balanced  whether experts are dealt out as they are chosen
     """
 
     def __init__(self, parallel: Parallel, checkpoint: Checkpoint, free: int):
-        self.parallel, self._checkpoint, self._free = parallel, checkpoint, free
+        self.parallel, self.mesh, self._checkpoint, self._free = parallel, parallel.mesh, checkpoint, free
         self._identity = identity(checkpoint)
         self._started: list[subprocess.Popen[bytes]] = []
         self._terms: dict[str, Any] = {}
         self._vectors: ModelVectors | None = None
         self._runner: PipelineRunner | WholeRunner | None = None
-        self._serving = False
+        self._serving = self.balanced = False
         self.place, self._server = self._meet()
         try:
             self.group = self._call()
@@ -79,32 +82,48 @@ class Lead:
         # an open group is one that followers may join
         store = self.place.store(parallel.timeout_s)
         number = int(store.add("next", 1))
-        store.set(f"{number}/size", str(parallel.size))
+        store.set(f"{number}/size", str(self.mesh.size))
         store.set("round", str(number))
         if not launched() and not parallel.hosts:
-            self._started = [self._start() for _ in range(parallel.size - 1)]
+            self._started = [self._start() for _ in range(self.mesh.size - 1)]
         elif not launched():
             where = f"{self.place.host}:{self.place.port}"
-            log.warning("waiting for %d ranks: run 'auraflux follow %s MODEL' on each", parallel.size - 1, where)
+            log.warning("waiting for %d ranks: run 'auraflux follow %s MODEL' on each", self.mesh.size - 1, where)
         self._wait_for_all(store, number, unless)
-        group = Group(self.place, number, 0, parallel.size, parallel.timeout_s, find_wire(parallel.wire))
-        found = [group.hear(rank) for rank in range(1, parallel.size)]
+        group = Group(self.place, number, 0, self.mesh.size, parallel.timeout_s, find_wire(parallel.wire))
+        found = [group.hear(rank) for rank in range(1, self.mesh.size)]
         for rank, each in enumerate(found, 1):
             reason = difference(self._identity, each["identity"]) or self._strange(each["address"])
+            reason = reason or (self.unlike([each["rounding"]]) if self.balanced else None)
             if reason is not None:
                 group.say_all({"refused": f"rank {rank} cannot take part: {reason}."})
                 raise InputError(f"rank {rank} cannot take part: {reason}.")
         self.memory = [self._free, *(each["free"] for each in found)]
+        self.unequal = self.unlike([each["rounding"] for each in found])
         return group
+
+    @staticmethod
+    def unlike(others: list[dict[str, Any]]) -> str | None:
+        """Say what another rank rounds differently by; None if all have the same."""
+        mine = rounding()
+        return next(
+            (
+                f"its {name} is {each[name]}, and rank 0's {mine[name]}"
+                for each in others
+                for name in mine
+                if each[name] != mine[name]
+            ),
+            None,
+        )
 
     def _wait_for_all(self, store: Any, number: int, unless: Callable[[], bool]) -> None:
         ends = time.monotonic() + JOIN_S
-        while (there := store.add(f"{number}/joined", 0)) < self.parallel.size - 1:
+        while (there := store.add(f"{number}/joined", 0)) < self.mesh.size - 1:
             ended = next((process.returncode for process in self._started if process.poll() is not None), None)
             if ended is not None:
                 raise RankError(f"a rank ended with code {ended} before it began; what it said is above.")
             if time.monotonic() > ends or unless():
-                raise RankError(f"only {there + 1} of {self.parallel.size} ranks have come.")
+                raise RankError(f"only {there + 1} of {self.mesh.size} ranks have come.")
             time.sleep(0.05)
 
     def _strange(self, address: str) -> str | None:
@@ -127,13 +146,11 @@ class Lead:
     @property
     def whole(self) -> bool:
         """Whether every rank has all layers."""
-        return self.parallel.mode != PIPELINE
+        return self.mesh.whole
 
     def own(self, rank: int = 0) -> Share:
         """What a rank has of every layer."""
-        # a group that comes back is another
-        meet = lambda mine: self.group.add_up(mine), lambda mine: self.group.exchange(mine)
-        return share_of(self.parallel.mode, rank, self.parallel.size, *meet)
+        return share_of(self.mesh, rank, lambda: Part(self.group, self.mesh.peers(self.group.rank)), self.balanced)
 
     @property
     def deal(self) -> Deal:
@@ -146,15 +163,17 @@ class Lead:
 
     def share(self, sizes: Sizes, shapes: list[Any]) -> list[tuple[range, int, list[Any]]]:
         """Decide who has which layers: these, the memory that is free beside them, and the shapes of what they keep."""
-        everything = [range(len(sizes.layers))] * self.parallel.size
-        self.held = everything if self.whole else split(sizes, self.memory)
-        kept = [self.own(rank).sliced(shapes) for rank in range(self.parallel.size)]
+        mesh = self.mesh
+        # ranks of a stage have as much as each other
+        stages = split(sizes, [min(self.memory[rank] for rank in mesh.peers(head)) for head in mesh.heads])
+        self.held = [stages[mesh.stage(rank)] for rank in range(mesh.size)]
+        kept = [self.own(rank).sliced(shapes) for rank in range(mesh.size)]
         return list(zip(self.held, self.memory, kept, strict=True))
 
     def agree(self, settings: CacheSettings, experts: Any, **terms: Any) -> None:
         """Tell the others what to load, and how."""
         held = [[each.start, each.stop] for each in self.held]
-        self._terms = {"mode": self.parallel.mode, "held": held, "kv": asdict(settings), "experts": asdict(experts), **terms}
+        self._terms = {"mesh": asdict(self.mesh), "held": held, "kv": asdict(settings), "experts": asdict(experts), **terms}
         self.group.say_all(self._terms)
         self._open_devices()
 
@@ -168,7 +187,7 @@ class Lead:
 
     @property
     def _with_other_layers(self) -> range:
-        return range(1, 1 if self.whole else self.group.size)
+        return self.mesh.heads[1:]
 
     def begin(self, tokens: list[int]) -> None:
         """Have all ranks run tokens for a calibration, when this one does."""
@@ -176,7 +195,7 @@ class Lead:
 
     def join(self, mine: ModelVectors) -> ModelVectors:
         """The vectors that all ranks have found."""
-        if self.parallel.mode == TENSOR:
+        if TENSOR in self.mesh.modes:
             others = [unpack_vectors(collected(self.group, rank)) for rank in range(1, self.group.size)]
             return ModelVectors.joined([mine, *others])
         found = dict(mine.layers)
@@ -186,11 +205,14 @@ class Lead:
 
     def passing(self, model: Any) -> Any:
         """What a calibration runs."""
-        return model if self.whole else Passing(model, self.group)
+        return model if self.whole else Passing(model, self.group, self.mesh)
 
     def runner(self, model: Any, cache: Cache, exact: bool) -> Runner:
         """What runs all layers."""
-        self._runner = (WholeRunner if self.whole else PipelineRunner)(model, cache, exact, self.group)
+        if self.whole:
+            self._runner = WholeRunner(model, cache, exact, self.group)
+        else:
+            self._runner = (PipelineRunner if self.mesh.width == 1 else MeshRunner)(model, cache, exact, self.group, self.mesh)
         return self._runner
 
     def ready(self, vectors: ModelVectors | None) -> None:
@@ -206,9 +228,7 @@ class Lead:
 
     def read_nbytes(self) -> int:
         """How much of experts the other ranks have read so far."""
-        if not self.whole:
-            return 0
-        self.group.say_all({"read": True})
+        self._tell({"read": True})
         return sum(self.group.hear(rank)["nbytes"] for rank in range(1, self.group.size))
 
     def check(self) -> None:
@@ -231,12 +251,12 @@ class Lead:
         atexit.unregister(self.close)
         if self.group.lost is None:
             with suppress(RankError):
-                # a note goes from rank to rank once all are at work
-                (self.group.say if self._serving and not self.whole else self._tell_all)({"end": True}, 1)
+                (self._tell if self._serving else self.group.say_all)({"end": True})
         self._end()
 
-    def _tell_all(self, told: dict[str, Any], first: int) -> None:
-        for rank in range(first, self.group.size):
+    def _tell(self, told: dict[str, Any]) -> None:
+        """Tell ranks that are at work: a note goes from stage to stage."""
+        for rank in (*self.mesh.peers(0)[1:], *self.mesh.heads[1:2]):
             self.group.say(told, rank)
 
     def _end(self) -> None:

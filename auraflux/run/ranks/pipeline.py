@@ -5,25 +5,28 @@ scores of all tokens, and a matrix that is embedding and head at once is held on
 anything about is not waited for: while the others are at it, rank 0 reads the next.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.cache import Batch, Cache
-from auraflux.cache.journal import Journal, Mirror, facts_of
+from auraflux.cache.journal import Entry, Journal, Mirror, facts_of
 from auraflux.ops import exact
+from auraflux.run.device import sent
 from auraflux.run.graph import Replayer
 from auraflux.run.ranks.group import Expected, Group
+from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.runner import Runner
 
 
 class PipelineRunner(Runner):
     """Rank 0's layers, and then those of the others."""
 
-    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
+    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, mesh: Mesh):
         super().__init__(model, cache, exact)
-        self.part, self.group, self.journal = model, group, Journal(cache)
+        self.part, self.group, self.mesh, self.journal = model, group, mesh, Journal(cache)
         # rows that are on their way to nobody, since a step was interrupted
         self._unread: list[Expected] = []
 
@@ -47,9 +50,10 @@ class PipelineRunner(Runner):
             del self._unread[0]
         try:
             if not batch.silent:
-                self._unread.append(self.group.expect(*rows.shape, source=self.group.size - 1))
-            self.group.say({"journal": self.journal.take(), "batch": facts_of(batch)}, 1)
-            self.group.send(rows, 1)
+                self._unread.append(self.group.expect(*rows.shape, source=self.mesh.heads[-1]))
+            following = self.mesh.heads[1]
+            self.group.say({"journal": self._entries(), "batch": facts_of(batch)}, following)
+            self.group.send(rows, following)
         except BaseException:
             self.group.break_up("a step was broken off while it was passed on.")
             raise
@@ -60,10 +64,36 @@ class PipelineRunner(Runner):
         with exact(self.exact):
             return self.part.normed(found)
 
+    def _entries(self) -> list[Entry]:
+        """What has happened to the cache since the last step."""
+        return self.journal.take()
+
     def renew(self, group: Group) -> None:
         """Go on with another group, whose caches are empty."""
         self.group, self._unread = group, []
         self.journal.take()
+
+
+class MeshRunner(PipelineRunner):
+    """Rank 0 of a pipeline whose stages have several ranks: those of its own stage take every step with it."""
+
+    _taken: list[Entry]
+
+    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
+        """Run the layers of this stage: [T, H]."""
+        self._taken = self.journal.take()
+        try:
+            told = {"journal": self._taken, "batch": facts_of(batch), "ids": given.tolist()}
+            for rank in self.mesh.peers(0)[1:]:
+                self.group.say(told, rank)
+            return super().repeated(given, batch)
+        except BaseException:
+            # the others wait in the middle of the step, and there is no way to call them back
+            self.group.break_up("a step was broken off, and the ranks are no longer at the same place.")
+            raise
+
+    def _entries(self) -> list[Entry]:
+        return self._taken
 
 
 class StageRunner(Runner):
@@ -76,28 +106,46 @@ class StageRunner(Runner):
 
 
 class Stage:
-    """Takes steps as rank 0 tells."""
+    """Takes steps as rank 0 tells.
 
-    def __init__(self, model: Any, cache: Cache, exact: bool, graphs: bool, group: Group):
-        self.group, self.mirror = group, Mirror(cache)
+    read_nbytes  tells how much of experts was read here
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Cache,
+        exact: bool,
+        graphs: bool,
+        group: Group,
+        mesh: Mesh,
+        read_nbytes: Callable[[], int],
+    ):
+        self.group, self.mesh, self.mirror, self._read_nbytes = group, mesh, Mirror(cache), read_nbytes
         self.width = model.config.hidden
         self.runner = StageRunner(model, cache, exact)
         self.replayer = Replayer(self.runner, graphs)
 
     def follow(self) -> None:
         """Take steps until rank 0 ends."""
-        group, last = self.group, self.group.rank == self.group.size - 1
-        for told in group.notes(group.rank - 1):
-            if "end" in told:
-                if not last:
-                    group.say(told, group.rank + 1)
-                return
-            rows = group.receive(sum(told["batch"]["counts"]), self.width, source=group.rank - 1)
+        group, before, after = self.group, self.mesh.before(self.group.rank), self.mesh.after(self.group.rank)
+        for told in group.notes(before or 0):
+            if "batch" not in told:
+                if after is not None:
+                    group.say(told, after)
+                if "end" in told:
+                    return
+                group.say({"nbytes": self._read_nbytes()}, 0)
+                continue
+            if before is None:
+                rows = sent(told.pop("ids"), self.runner.device)
+            else:
+                rows = group.receive(sum(told["batch"]["counts"]), self.width, source=before)
             found = self._step(told, rows)
-            if not last:
-                group.say(told, group.rank + 1)
-                group.send(found, group.rank + 1)
-            elif not told["batch"]["silent"]:
+            if after is not None:
+                group.say(told, after)
+                group.send(found, after)
+            elif group.rank in self.mesh.heads and not told["batch"]["silent"]:
                 group.send(found, 0)
 
     def _step(self, told: dict[str, Any], rows: Tensor) -> Tensor:
@@ -111,15 +159,16 @@ class Stage:
 class Passing:
     """Some layers of a model and those before and after them, all ranks in step: what a calibration runs."""
 
-    def __init__(self, model: Any, group: Group):
+    def __init__(self, model: Any, group: Group, mesh: Mesh):
         self.config, self.layers, self.span = model.config, model.layers, model.span
         self._model, self._group = model, group
+        self._before, self._after = mesh.before(group.rank), mesh.after(group.rank)
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run tokens through the layers that are here: [T, H], of no use to anybody."""
         group = self._group
-        given = ids if group.rank == 0 else group.receive(len(ids), self.config.hidden, source=group.rank - 1)
+        given = ids if self._before is None else group.receive(len(ids), self.config.hidden, source=self._before)
         found = self._model.part(given, batch, cache)
-        if group.rank < group.size - 1:
-            group.send(found, group.rank + 1)
+        if self._after is not None:
+            group.send(found, self._after)
         return found

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import ALONE, Deal
+from auraflux.run.ranks.members import Members
+from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, TENSOR
+from auraflux.weights.balanced import Balance
 from auraflux.weights.divided import Division
 from auraflux.weights.slices import WHOLE, Slices
 
@@ -35,12 +38,20 @@ class Share:
         return found if found is None or self.slices.whole else found.sliced(self.slices.heads)
 
 
-def share_of(
-    mode: str, rank: int, size: int, add_up: Callable[[Tensor], Tensor], exchange: Callable[[Tensor], list[Tensor]]
-) -> Share:
-    """What a rank has in a mode."""
+def share_of(mesh: Mesh, rank: int, peers: Callable[[], Members], balanced: bool = False) -> Share:
+    """What a rank has of its layers.
+
+    peers     the ranks of its stage, as they are now: those that come back are others
+    balanced  experts are dealt out as they are chosen
+    """
+
+    def add_up(mine: Tensor) -> Tensor:
+        return peers().add_up(mine)
+
+    here = mesh.place(rank), mesh.width
+    balance = Balance(*here, peers) if balanced else None
     return Share(
-        Division(rank, size, add_up) if mode == EXPERTS else None,
-        Deal(rank, size, exchange) if mode == CONTEXT else ALONE,
-        Slices(rank, size, add_up) if mode == TENSOR else WHOLE,
+        Division(*here, add_up, balance) if EXPERTS in mesh.modes else None,
+        Deal(*here, lambda mine: peers().exchange(mine)) if CONTEXT in mesh.modes else ALONE,
+        Slices(*here, add_up) if TENSOR in mesh.modes else WHOLE,
     )

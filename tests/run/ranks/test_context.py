@@ -28,7 +28,7 @@ def check(path: Any, ids: list[int], size: int, bound: float, **options: Any) ->
     # texts begin on the first rank, so that there must be room for the first pages of all
     options = {**OPTIONS, "context": 512, **options}
     alone = load(path, **options)
-    with together(path, "context", size, **options) as ranks:
+    with together(path, f"context={size}", **options) as ranks:
         assert error(ranks.logits(ids), alone.logits(ids)) < bound
         for prompts in ([ids[:70]], [ids[:134], ids[5:12], ids[3:190], ids[7:8]]):
             assert error(decoded(ranks, prompts, 4), decoded(alone, prompts, 4)) < bound

@@ -102,7 +102,7 @@ def test_another_model_is_refused(tmp_path: Path):
             refused.append(err)
 
     said = r"rank 1 cannot take part: its model.safetensors is another than rank 0's"
-    with pytest.raises(InputError, match=said), together(tiny(), "pipeline", 2, take_part=other):
+    with pytest.raises(InputError, match=said), together(tiny(), "pipeline=2", take_part=other):
         pass
     assert "is another than rank 0's" in str(refused[0])
 
@@ -140,12 +140,12 @@ def test_nobody_answers():
 
 
 def test_too_many_ranks_for_the_layers():
-    with pytest.raises(SettingsError, match="cannot be divided among 3 ranks"), together(tiny(), "pipeline", 3):
+    with pytest.raises(SettingsError, match="cannot be divided among 3 ranks"), together(tiny(), "pipeline=3"):
         pass
 
 
 def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
-    with together(tiny(), "pipeline", 2, calibrate="off", context=256) as model:
+    with together(tiny(), "pipeline=2", calibrate="off", context=256) as model:
         before = written(model)
 
         wait = Expected.wait
@@ -169,7 +169,7 @@ def test_a_rank_of_another_machine_joins_again():
     command = [sys.executable, "-m", "auraflux", "follow", f"{LOCAL}:{port}", str(tiny()), "--restart", "--rank-timeout", "2"]
     with subprocess.Popen(["sh", "-c", f"sleep 2; exec {shlex.join(command)}"]) as other:
         try:
-            hosts = parallel_here("pipeline", 2, port, timeout_s=TIMEOUT_S, restart=True)
+            hosts = parallel_here("pipeline=2", port, timeout_s=TIMEOUT_S, restart=True)
             model = load(tiny(), calibrate="off", context=256, parallel=hosts)
             before = written(model)
             other.send_signal(signal.SIGSTOP)

@@ -42,7 +42,7 @@ def saved(name: str) -> tuple[Path, list[int]]:
 def check(path: Path, ids: list[int], size: int, **options: Any) -> None:
     """Hold ranks to one process: scores of a text read in pieces, of one text and of four, and of texts that begin alike."""
     alone = load(path, **OPTIONS, **options)
-    with together(path, "pipeline", size, **OPTIONS, **options) as ranks:
+    with together(path, f"pipeline={size}", **OPTIONS, **options) as ranks:
         assert len(ranks.engine.ranks.held) == size
         assert nbytes(ranks.engine.model) < nbytes(alone.engine.model)
         assert ranks.engine.cache.reserved_nbytes < alone.engine.cache.reserved_nbytes

@@ -70,7 +70,7 @@ def saved(name: str) -> tuple[Path, list[int]]:
 def check(path: Path, ids: list[int], size: int, bound: float, **options: Any) -> None:
     """Hold ranks to one process: scores of a text read in pieces, of one text and of four."""
     alone = load(path, **OPTIONS, **options)
-    with together(path, "tensor", size, **OPTIONS, **options) as ranks:
+    with together(path, f"tensor={size}", **OPTIONS, **options) as ranks:
         assert nbytes(ranks.engine.model) < nbytes(alone.engine.model)
         assert error(ranks.logits(ids[:60]), alone.logits(ids[:60])) < bound
         for prompts in ([ids[:11]], [ids[:17], ids[5:12], ids[30:60], ids[7:8]]):
@@ -115,7 +115,7 @@ def test_packed_experts_are_split_by_expert(name: str):
 def test_a_rank_keeps_the_keys_of_its_heads():
     path, _ = saved("llama")
     alone = load(path, kv="k4v4", **OPTIONS)
-    with together(path, "tensor", 2, kv="k4v4", **OPTIONS) as ranks:
+    with together(path, "tensor=2", kv="k4v4", **OPTIONS) as ranks:
         assert 2 * ranks.engine.cache.token_nbytes == alone.engine.cache.token_nbytes
         assert 2 * ranks.engine.cache.page_nbytes == alone.engine.cache.page_nbytes
         # what is known of keys was found by one process, or by ranks: it is the same file
@@ -131,7 +131,7 @@ def test_vectors_of_heads_found_by_ranks_are_those_of_one(monkeypatch: pytest.Mo
         if name == "alone":
             load(path, kv="k4v4", exact=True, **OPTIONS)
         else:
-            with together(path, "tensor", 2, kv="k4v4", exact=True, **OPTIONS):
+            with together(path, "tensor=2", kv="k4v4", exact=True, **OPTIONS):
                 pass
         (file,) = (tmp_path / name / "calibration").glob("*.calibration")
         found.append((file.name, load_file(file)))

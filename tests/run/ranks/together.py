@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import load
 from auraflux.run.ranks.follow import follow
-from auraflux.run.ranks.parallel import LOCAL, Parallel
+from auraflux.run.ranks.parallel import LOCAL, Parallel, parse_parallel
 
 PATIENCE_S = 120.0
 
@@ -23,13 +24,14 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def parallel_here(mode: str, size: int, port: int, **options: Any) -> Parallel:
-    return Parallel(mode, size, (f"{LOCAL}:{port}", *[LOCAL] * (size - 1)), **options)
+def parallel_here(way: str, port: int, **options: Any) -> Parallel:
+    asked = parse_parallel(way)
+    return replace(asked, hosts=(f"{LOCAL}:{port}", *[LOCAL] * (asked.mesh.size - 1)), **options)
 
 
 @contextmanager
 def together(
-    path: Path, mode: str, size: int, take_part: Callable[[str, int, Path], None] = follow, **options: Any
+    path: Path, way: str, take_part: Callable[[str, int, Path], None] = follow, **options: Any
 ) -> Iterator[LanguageModel]:
     """A model whose other ranks are threads."""
     port, failures = free_port(), []
@@ -52,11 +54,11 @@ def together(
         run()
 
     ended = threading.Event()
-    threads = [threading.Thread(target=start, daemon=True) for _ in range(size - 1)]
+    threads = [threading.Thread(target=start, daemon=True) for _ in range(parse_parallel(way).mesh.size - 1)]
     for thread in threads:
         thread.start()
     try:
-        model = load(path, parallel=parallel_here(mode, size, port), **options)
+        model = load(path, parallel=parallel_here(way, port), **options)
         yield model
         model.engine.ranks.close()
     finally:

@@ -1,0 +1,133 @@
+"""What ranks that know each other can say: notes as JSON, and tensors that all give and all get.
+
+`Members` does so by sending and expecting single tensors; a group can do that, and a part of one, whose ranks have numbers of
+their own.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+HEADER_NBYTES = 4096  # of a note; what is longer follows in a message of its own
+LENGTH = struct.Struct("<q")
+ROWS, NOTES = 0, 1  # tags
+
+
+class Coming(Protocol):
+    """A tensor on its way."""
+
+    def wait(self, length: int | None = None) -> Tensor:
+        """What has come; `length` of it where less was sent than there is room for."""
+
+
+class Members:
+    """Ranks that talk to each other.
+
+    number  of the group; one that comes back is another
+    """
+
+    rank: int
+    size: int
+    number: int
+
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
+        """Begin to send a tensor, which must not change any more."""
+        raise NotImplementedError
+
+    def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
+        """Say that a tensor will come; who does so early need not wait for the other side to ask."""
+        raise NotImplementedError
+
+    def receive(self, *shape: int, source: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.expect(*shape, source=source, dtype=dtype).wait()
+
+    def say(self, told: dict[str, Any], to: int) -> None:
+        """Send a note."""
+        text = json.dumps(told, separators=(",", ":")).encode()
+        room = HEADER_NBYTES - LENGTH.size
+        first = LENGTH.pack(len(text)) + text[:room]
+        self.send(_octets(first + bytes(HEADER_NBYTES - len(first))), to, NOTES)
+        if len(text) > room:
+            self.send(_octets(text[room:]), to)
+
+    def say_all(self, told: dict[str, Any]) -> None:
+        for other in range(1, self.size):
+            self.say(told, other)
+
+    def hear(self, source: int) -> dict[str, Any]:
+        """Wait for a note."""
+        return self._read(self._header(source), source)
+
+    def notes(self, source: int) -> Iterator[dict[str, Any]]:
+        """All notes from a rank; each is asked for while the one before is worked on."""
+        header = self._header(source)
+        while True:
+            told = self._read(header, source)
+            header = self._header(source)
+            yield told
+
+    def _read(self, header: Coming, source: int) -> dict[str, Any]:
+        head = bytes(header.wait().numpy())
+        (length,) = LENGTH.unpack(head[: LENGTH.size])
+        text, room = head[LENGTH.size :][:length], HEADER_NBYTES - LENGTH.size
+        if length > room:
+            text += bytes(self.receive(length - room, source=source, dtype=torch.uint8).numpy())
+        return json.loads(text)
+
+    def _header(self, source: int) -> Coming:
+        return self.expect(HEADER_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
+
+    def exchange(self, mine: Tensor) -> list[Tensor]:
+        """What all ranks give, in their order; each gives a tensor of the same shape."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = {rank: self.expect(*mine.shape, source=rank) for rank in others}
+        for rank in others:
+            self.send(mine, rank)
+        return [mine if rank == self.rank else coming[rank].wait() for rank in range(self.size)]
+
+    def swap(self, mine: Sequence[Tensor], nbytes: Sequence[int], most: int) -> list[Tensor]:
+        """Octets that all ranks give to this one, so many each, in their order.
+
+        mine  what this rank gives to each
+        most  that any gives; gloo ends the process when more comes than there is room for
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = {rank: self.expect(most, source=rank, dtype=torch.uint8) for rank in others}
+        for rank in others:
+            self.send(mine[rank], rank)
+        return [mine[rank] if rank == self.rank else coming[rank].wait(nbytes[rank]) for rank in range(self.size)]
+
+    def add_up(self, mine: Tensor) -> Tensor:
+        """The sum of what all ranks give, added in their order: [T, H]."""
+        parts = self.exchange(mine)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+
+class Part(Members):
+    """Some ranks of a group, numbered from 0 in their order."""
+
+    def __init__(self, group: Members, ranks: Sequence[int]):
+        self._group, self._ranks = group, ranks
+        self.rank, self.size, self.number = ranks.index(group.rank), len(ranks), group.number
+
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
+        self._group.send(tensor, self._ranks[to], tag)
+
+    def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
+        return self._group.expect(*shape, source=self._ranks[source], dtype=dtype, tag=tag)
+
+    def exchange(self, mine: Tensor) -> list[Tensor]:
+        """What all ranks give, in their order; each gives a tensor of the same shape."""
+        # GPUs have a way of their own, which all of a group take
+        return super().exchange(mine) if self.size < self._group.size else self._group.exchange(mine)
+
+
+def _octets(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
