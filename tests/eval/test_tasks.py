@@ -101,8 +101,10 @@ def test_needles_stand_at_their_depths_and_only_one_value_is_right():
 
 def test_a_needle_needs_room():
     tokenizer = toy()
-    with pytest.raises(InputError, match="a needle test of 20 tokens needs"):
+    with pytest.raises(InputError, match=r"a needle test of 20 tokens has no room for text: its facts take \d+\."):
         haystack(TEXT, tokenizer, 20, 0)
+    with pytest.raises(InputError, match=r"a needle test of 20000 tokens needs \d+ tokens of text, and .* has \d+\."):
+        haystack(TEXT, tokenizer, 20000, 0)
 
 
 def test_in_chat_format_a_question_comes_first():
