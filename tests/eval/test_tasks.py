@@ -25,7 +25,7 @@ class Copier:
     def __init__(self, sure: float):
         self.sure = sure
 
-    def scores(self, ids: Sequence[int]) -> Iterator[Tensor]:
+    def scores(self, ids: Sequence[int], start: int) -> Iterator[Tensor]:
         seen: dict[int, int] = {}
         rows = torch.zeros(len(ids), VOCAB)
         for at, token in enumerate(ids):
@@ -33,7 +33,7 @@ class Copier:
                 rows[at, seen[token]] = math.log(self.sure)
             if at + 1 < len(ids):
                 seen[token] = ids[at + 1]
-        yield from rows.split(64)
+        yield from rows[start:].split(64)
 
     def likelihoods(self, prompt: Sequence[int], endings: Sequence[Sequence[int]], shared: int) -> list[float]:
         """An ending is `sure` times as likely where the whole of it stands in the prompt."""
