@@ -61,12 +61,12 @@ OPTIONS = [
         default="none,k8v4,k4v4",
         show_default=True,
         metavar="A,B",
-        help="Settings to measure: none, pairs of bits, peers; changed as in k4v4+newest=128+calibrate=off+quantize=4.",
+        help="Settings to measure, as in none,fp8,k4v4,k4v4+newest=128+calibrate=off.",
     ),
     click.option("--peers", is_flag=True, help="Also caches of other engines, simulated."),
     click.option("--ablations", is_flag=True, help="Also the first compressed setting with one thing changed at a time."),
-    click.option("--chat", is_flag=True, help="Put every text into the model's chat format, as an answer."),
-    click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window."),
+    click.option("--chat", is_flag=True, help="Put every window of text into the model's chat format, as an answer."),
+    click.option("--window", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window of text."),
     click.option("--windows", type=click.IntRange(min=1), default=8, show_default=True, help="Windows, spread over all texts."),
     _lengths("--copy", "distances", "512", "Tokens after which a passage is repeated, or none."),
     _lengths("--needle", "needles", "1024", "Tokens of texts in which facts are hidden, or none."),
@@ -82,7 +82,7 @@ OPTIONS = [
     click.option("--quantize", type=int, metavar="BITS", help="Round dense weights for all settings, the uncompressed too."),
     click.option("--exact/--fast", default=True, help="Multiply float32 activations, or int8 ones; speed is of the latter."),
     click.option(
-        "--calibrate", default="auto", show_default=True, metavar="WHAT", help="What is known of keys: auto, or a file of it."
+        "--calibrate", default="auto", show_default=True, metavar="WHAT", help="What is known of keys: auto, or a file."
     ),
     click.option("--fresh", is_flag=True, help="Forget what an interrupted run has measured."),
 ]
@@ -96,16 +96,23 @@ OPTIONS = [
 def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any) -> None:
     """Measure what compressing the cache of MODEL does to what it says.
 
-    Every setting is compared with the uncompressed run of the same weights, token by token. A run that was interrupted goes on
-    where it ended when it is started again.
+    MODEL is a folder, a GGUF file or a name; with none, the built-in default. Every setting is compared with the uncompressed
+    run of the same weights, token by token. A run that was interrupted goes on where it ended when it is started again.
+
+    A setting is none, bits of keys and values such as k4v4, or another engine's cache, simulated: fp8, q4_0, q4_0-hadamard,
+    kivi4, kivi2, mlx4. Changes come after a plus: first, newest, protect_first, protect_last, sparse_v, seed, quantize, and
+    calibrate (all, off, centres or scales).
     """
     from auraflux.bench.document import save as write
     from auraflux.eval.plot import check_folder, draw_all
     from auraflux.eval.setting import parse_all
     from auraflux.eval.text import read_files, tokenized
     from auraflux.eval.tools import read_questions
+    from auraflux.run.calibration import OFF
 
     settings = parse_all(chosen["kv"], chosen["peers"], chosen["ablations"])
+    if chosen["calibrate"] == OFF:
+        raise SettingsError("settings are measured without calibration one by one: give --kv k4v4+calibrate=off.")
     texts = read_files(list(chosen["paths"]))
     questions = read_questions(chosen["questions"]) if chosen["tools"] else []
     if save is not None:
@@ -146,7 +153,7 @@ def _measure(
         auraflux.__version__,
         chosen["quantize"],
         chosen["exact"],
-        chosen["calibrate"],
+        _calibrated(chosen["calibrate"]),
         str(loaded.engine.device),
         plan.digest,
     )
@@ -166,6 +173,18 @@ def _measure(
         state.close()
     state.remove()
     return rows
+
+
+def _calibrated(calibrate: str) -> tuple[Any, ...]:
+    """Tell what is known of keys from what else might be: the recipe, or the file as it is now."""
+    from auraflux.run.calibrate import RECIPE
+    from auraflux.run.calibration import AUTO
+    from auraflux.weights.boundary import regular
+
+    if calibrate == AUTO:
+        return AUTO, RECIPE
+    file = regular(Path(calibrate))
+    return str(file), file.stat().st_size, file.stat().st_mtime_ns
 
 
 def _plan(
@@ -277,7 +296,8 @@ def _show(document: dict[str, Any]) -> None:
     from auraflux.cli.screen import stdout
 
     console = stdout()
-    console.print(f"{document['model']} on {document['device']}, {document['tokens']} tokens in {document['windows']} windows")
+    windows = "1 window" if document["windows"] == 1 else f"{document['windows']} windows"
+    console.print(f"{document['model']} on {document['device']}, {document['tokens']} tokens in {windows}")
     for table in (quality_table, needle_table, tools_table, speed_table):
         made = table(document["results"])
         if made is not None:

@@ -40,7 +40,9 @@ def haystack(text: Text, tokenizer: Tokenizer, length: int, turn: int) -> Haysta
         tokenizer.encode(f" {sentence(place)} {value}.", special=False) for place, value in zip(PLACES, values, strict=True)
     ]
     room = length - len(text.prefix) - sum(len(fact) for fact in facts)
-    if not 0 < room <= len(text.ids):
+    if room < 1:
+        raise InputError(f"a needle test of {length} tokens has no room for text: its facts take {length - room}.")
+    if room > len(text.ids):
         raise InputError(f"a needle test of {length} tokens needs {room} tokens of text, and {text.name} has {len(text.ids)}.")
     prompt, at = list(text.prefix), 0
     for depth, fact in zip(DEPTHS, facts, strict=True):

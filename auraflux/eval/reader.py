@@ -18,8 +18,8 @@ PIECE = 256  # tokens whose scores are in memory together
 class Reader(Protocol):
     """Something that scores tokens."""
 
-    def scores(self, ids: Sequence[int]) -> Iterator[Tensor]:
-        """The scores after every token of a text, [T, V] in pieces of `PIECE` tokens."""
+    def scores(self, ids: Sequence[int], start: int) -> Iterator[Tensor]:
+        """The scores after every token of a text from `start` on, [T, V] in pieces of `PIECE` tokens."""
 
     def likelihoods(self, prompt: Sequence[int], endings: Sequence[Sequence[int]], shared: int) -> list[float]:
         """Log-likelihoods, in nats, of what comes after a prompt: of all of an ending's tokens but the first `shared`.
@@ -61,11 +61,12 @@ class EngineReader:
         self._prompt: tuple[int, ...] = ()
         self._read: Any = None
 
-    def scores(self, ids: Sequence[int]) -> Iterator[Tensor]:
+    def scores(self, ids: Sequence[int], start: int) -> Iterator[Tensor]:
         self.forget()
         sequence = self.engine.cache.open()
         try:
-            yield from self.engine.scores(sequence, list(ids))
+            self._take(sequence, ids[:start])
+            yield from self.engine.scores(sequence, list(ids[start:]))
         finally:
             sequence.close()
 
@@ -104,8 +105,12 @@ class EngineReader:
             return
         self.forget()
         self._read, self._prompt = self.engine.cache.open(), prompt
-        for start in range(0, len(prompt), PIECE):
-            self.engine.read([self._read], [list(prompt[start : start + PIECE])])
+        self._take(self._read, prompt)
+
+    def _take(self, sequence: Any, ids: Sequence[int]) -> None:
+        """Read tokens whose scores nobody wants."""
+        for start in range(0, len(ids), PIECE):
+            self.engine.read([sequence], [list(ids[start : start + PIECE])])
 
     def forget(self) -> None:
         """Close the prompt that was kept."""
@@ -118,10 +123,12 @@ def differences(reference: Reader, readers: dict[str, Reader], passage: Passage)
     """Read a passage with all readers side by side, and compare each with the reference, which may be among them."""
     others = [name for name, reader in readers.items() if reader is not reference]
     found = dict.fromkeys(readers, NONE)
-    ids, start = list(passage.ids), 0
+    ids = list(passage.ids)
+    # scores before the first that is measured are not made, by whole pieces, so that all are cut as without that
+    start = (passage.first - 1) // PIECE * PIECE
     # the scores after the last token predict nothing that is there
-    read = ids[:-1]
-    for wanted, *theirs in zip(reference.scores(read), *(readers[name].scores(read) for name in others), strict=True):
+    pieces = (reader.scores(ids[:-1], start) for reader in (reference, *(readers[name] for name in others)))
+    for wanted, *theirs in zip(*pieces, strict=True):
         skipped = max(passage.first - 1 - start, 0)
         targets = torch.tensor(ids[start + 1 : start + 1 + len(wanted)])[skipped:]
         scores = dict(zip(others, theirs, strict=True))

@@ -149,8 +149,9 @@ def weights_name(sampled: list[bytes]) -> str:
 
 def read(path: Path, shapes: list[Any], weights: str) -> ModelVectors:
     """Read the vectors of a model whose layers and weights are these; refuse whatever is not them."""
+    file = regular(path)
     try:
-        with safe_open(str(regular(path)), "pt") as content:
+        with safe_open(str(file), "pt") as content:
             about = _about(content)
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
             layers = {int(n): LayerVectors(**_part(tensors, n), interleaved=bool(x)) for n, x in about["layers"].items()}
@@ -228,7 +229,7 @@ def kept_for(path: Path) -> dict[str, Any] | None:
         try:
             with safe_open(str(regular(file)), "pt") as content:
                 about = _about(content)
-            if file.name == CARRIED or about["model"] == wanted:
+            if file.name == CARRIED or (about["model"], about["recipe"]) == (wanted, RECIPE):
                 return {"file": str(file), "digest": about["digest"], "tokens": about["tokens"]}
         except (FormatError, SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError):
             continue

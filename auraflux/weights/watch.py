@@ -6,7 +6,7 @@ another of its name is no matter, since the one that is mapped stays as it was.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from auraflux.errors import FormatError
@@ -47,9 +47,10 @@ class Watch:
             return True
         return any(line.split()[3:5] == [device, str(found.st_ino)] for line in lines)
 
-    def __del__(self) -> None:
+    # at the end of a program the module may be emptied before this is called
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for number in self._files:
-            os.close(number)
+            close(number)
 
 
 def _stamp(number: int) -> Stamp:

@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from auraflux.cli import main
+from auraflux.eval.peers import PEERS
+from auraflux.eval.setting import CHANGES
 from tests.eval.test_tools import record, written
 from tests.eval.tiny_heads import tiny_heads
 
@@ -67,6 +69,11 @@ def test_json_in_chat_format_with_rounded_weights():
     assert plain["token_nbytes"] == rounded["token_nbytes"]
 
 
+def test_help_names_all_settings_and_changes():
+    said = set(run("--help").output.replace(",", " ").replace(".", " ").split())
+    assert {*PEERS, *CHANGES} <= said
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -96,6 +103,8 @@ def test_texts_that_cannot_be_measured_are_one_sentence(tmp_path: Path, content:
         (["--window", "5000"], "5000 tokens are more than the 1024 that the model was made for", 1),
         (["--needle", "few"], "neither 'none' nor numbers", 2),
         (["--kv", "none,k4v4+protect_first=2"], "would compress nothing", 1),
+        (["--calibrate", "off"], "give --kv k4v4+calibrate=off", 1),
+        (["--calibrate", "nothing"], "nothing cannot be read: No such file", 1),
     ],
 )
 def test_settings_that_cannot_be_measured_are_one_sentence(words: list[str], match: str, code: int):

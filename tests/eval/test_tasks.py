@@ -25,7 +25,7 @@ class Copier:
     def __init__(self, sure: float):
         self.sure = sure
 
-    def scores(self, ids: Sequence[int]) -> Iterator[Tensor]:
+    def scores(self, ids: Sequence[int], start: int) -> Iterator[Tensor]:
         seen: dict[int, int] = {}
         rows = torch.zeros(len(ids), VOCAB)
         for at, token in enumerate(ids):
@@ -33,7 +33,7 @@ class Copier:
                 rows[at, seen[token]] = math.log(self.sure)
             if at + 1 < len(ids):
                 seen[token] = ids[at + 1]
-        yield from rows.split(64)
+        yield from rows[start:].split(64)
 
     def likelihoods(self, prompt: Sequence[int], endings: Sequence[Sequence[int]], shared: int) -> list[float]:
         """An ending is `sure` times as likely where the whole of it stands in the prompt."""
@@ -101,8 +101,10 @@ def test_needles_stand_at_their_depths_and_only_one_value_is_right():
 
 def test_a_needle_needs_room():
     tokenizer = toy()
-    with pytest.raises(InputError, match="a needle test of 20 tokens needs"):
+    with pytest.raises(InputError, match=r"a needle test of 20 tokens has no room for text: its facts take \d+\."):
         haystack(TEXT, tokenizer, 20, 0)
+    with pytest.raises(InputError, match=r"a needle test of 20000 tokens needs \d+ tokens of text, and .* has \d+\."):
+        haystack(TEXT, tokenizer, 20000, 0)
 
 
 def test_in_chat_format_a_question_comes_first():

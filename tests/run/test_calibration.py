@@ -56,6 +56,9 @@ def test_it_is_made_once_and_found_again(home: Path, monkeypatch: pytest.MonkeyP
     assert digest(loaded(the_file(home))) == digest(first)
     shown = calibration.kept_for(locate(str(tiny())))
     assert shown == {"file": str(the_file(home)), "digest": digest(first), "tokens": 512}
+    # one that was made by another recipe is neither shown nor carried
+    changed(the_file(home), recipe=calibration.RECIPE - 1)
+    assert calibration.kept_for(locate(str(tiny()))) is None
 
 
 def test_a_folder_may_carry_it(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

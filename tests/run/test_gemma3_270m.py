@@ -87,7 +87,7 @@ def test_tokens_are_those_of_llama_cpp(model: LanguageModel, llama: Any):
 
 
 def test_perplexity_is_that_of_llama_cpp(model: LanguageModel, llama: Any):
-    """It rounds activations to 8 bits and has Q6_K as it is, which is rounded anew here."""
+    """It rounds activations to 8 bits; here they are float32."""
     ids = text(model)
     log = torch.log_softmax(model.logits(ids)[:-1].float(), -1)
     ours = -log.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)

@@ -68,3 +68,15 @@ def test_what_is_not_mapped_may_change(tmp_path: Path):
 def test_what_is_gone_is_one_sentence(tmp_path: Path):
     with pytest.raises(FormatError, match="cannot be read: No such file"):
         Watch([tmp_path / "missing"])
+
+
+def test_files_are_closed_quietly_at_the_end_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "weights"
+    path.write_bytes(b"1234")
+    watch = Watch([path])
+    (number,) = watch._files
+    # so the interpreter leaves modules when it ends
+    monkeypatch.setattr("auraflux.weights.watch.os", None)
+    del watch
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
