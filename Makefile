@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 QUESTION ?= Why is the sky blue? Answer in two sentences.
-PYTEST := $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# hundreds of processes import the same modules: what one has compiled, the others read
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles docs table clean
 

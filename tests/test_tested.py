@@ -1,6 +1,7 @@
 """The pages that say what was tested are those of docs/tested.json, and the recorder counts what it should."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,12 @@ def test_by_a_fixture(loaded): truth()
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_tests_that_pass_and_heard_an_oracle_count(workers: str, tmp_path: Path):
     (tmp_path / "test_story.py").write_text(STORY)
-    options = ["-p", "tests.tested", "--tested", tmp_path / "found.json", "-n", workers, "--rootdir", tmp_path]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--dist", "loadfile", *options, tmp_path]
-    made = subprocess.run(command, cwd=tested.ROOT, capture_output=True, text=True)
+    plugins = ["-p", "no:cacheprovider", "-p", "xdist", "-p", "tests.tested"]
+    options = ["--tested", tmp_path / "found.json", "-n", workers, "--dist", "loadfile", "--rootdir", tmp_path]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *options, tmp_path]
+    # plugins of packages that are installed take seconds to import, in each of three processes
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    made = subprocess.run(command, cwd=tested.ROOT, env=environment, capture_output=True, text=True)
     assert "1 failed, 4 passed" in made.stdout, made.stdout
     one = {"dense": {"cpu": ["somebody"]}}
     assert json.loads((tmp_path / "found.json").read_text()) == {"held": one, "kept": one}

@@ -219,9 +219,9 @@ def test_a_checkpoint_can_be_come_back_to_again_and_again(toy):
     toy.add(cache, sequence, tokens)
     sequence.checkpoint()
     other = sequence.fork()
-    for last in (4, 5, 6):
-        for i in range(17):
-            toy.add(cache, sequence, [i % VOCABULARY])
+    for last, piece in ((4, 1), (5, 4), (6, 17)):
+        for i in range(0, 17, piece):
+            toy.add(cache, sequence, [i % VOCABULARY] * min(piece, 17 - i))
         assert sequence.truncate(13) == 0
         same(toy.add(cache, sequence, [last, last]), toy.fresh([*tokens, last, last])[-2:])
     sequence.close()

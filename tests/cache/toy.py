@@ -1,6 +1,7 @@
 """A model's worth of layers without the model: tokens look up fixed random vectors, and every layer's result is looked at."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -28,8 +29,9 @@ LATENT, RECURRENT = LatentShape(16, 4), RecurrentShape(12, 2, 4, 6)
 SPARSE = SparseLatentShape(16, 4, 8, 5)
 
 
+@cache
 def vectors(seed: int, *shape: int) -> Tensor:
-    """One vector or matrix for each token."""
+    """One vector or matrix for each token; nobody writes to it."""
     return torch.randn(VOCABULARY, *shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,6 +1,7 @@
 """Every op, every case on CUDA kernels: in Triton's interpreter on small shapes, and on the GPU where there is one."""
 
-from functools import partial
+import inspect
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, all_cases, compare, in_row_order, tensors
 from auraflux.ops.linear._inputs import pair, product, several
 from auraflux.ops.linear.reference import gate_up_swiglu, linear, linears
-from auraflux.ops.turboquant._inputs import attend
-from auraflux.ops.turboquant.reference import turboquant_attention
+from auraflux.ops.turboquant._inputs import append, attend, in_pairs, turned
+from auraflux.ops.turboquant.reference import append_codes, rope_append_codes, turboquant_attention
 
 pytest.importorskip("triton")
 CASES = all_cases()
@@ -32,12 +33,16 @@ LONG = {
     "latent_output-bf16-2-b4": "latent_output-4-bits",
     "channel_gates-many-tokens": "channel_gates-odd",
     "expert_mlp-many-q3k": "expert_mlp-limited",
+    "append_codes-pairs-k3v3w128": "append_codes-few-pairs-k3v3w128",
+    "rope_append_codes-pairs-k2v2": "rope_append_codes-few-pairs-k2v2",
 }
-# one token: a program, which has four rows, takes a fifth of a second
+# one token, or three: a program of a product, which has four rows, takes a fifth of a second
 FEW_ROWS = [
     Case(linear, "few-rows", lambda: product(1, 7, 256, 4)),
     Case(linears, "few-rows", lambda: several(1, (5, 3), 128, 4)),
     Case(gate_up_swiglu, "few-rows", lambda: pair(1, 7, 192, 3)),
+    Case(append_codes, "few-pairs-k3v3w128", lambda: in_pairs(append, [21, 9], [2, 1], 2, 128, bits=(3, 3))),
+    Case(rope_append_codes, "few-pairs-k2v2", lambda: in_pairs(turned, [21, 9], [2, 1], (4, 2), 64, bits=(2, 2))),
 ]
 
 
@@ -53,11 +58,13 @@ def _poison_unwritten_memory():
 @pytest.fixture
 def _sound_interpreter(monkeypatch: pytest.MonkeyPatch):
     """Repair Triton 3.6's interpreter: float32 is rounded to bfloat16, not cut off; matrices of bfloat16 are not multiplied as
-    integers; and numpy 2.4 makes a number of an array only when asked for its item, as loops to a computed bound need."""
+    integers; and numpy 2.4 makes a number of an array only when asked for its item, as loops to a computed bound need. The
+    language's functions are exchanged once for a launch, not again for every function that a kernel calls."""
     from triton.runtime import interpreter
 
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-    patch_tensor = interpreter._patch_lang_tensor
+    patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    exchanged: set[frozenset[str]] = set()  # in this launch: the parts of the language that a module sees
 
     def converted(values, source, target, mode):
         if (source.name, target.name) == ("fp32", "bf16"):
@@ -76,6 +83,22 @@ def _sound_interpreter(monkeypatch: pytest.MonkeyPatch):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    @cache
+    def parts(function):
+        seen = {name: value for name, value in function.__globals__.items() if inspect.ismodule(value)}
+        return frozenset(value.__name__ for value in seen.values() if value in (interpreter.tl, interpreter.tl.core))
+
+    def patched_once(function):
+        scope = interpreter._LangPatchScope()
+        if parts(function) not in exchanged:
+            exchanged.add(parts(function))
+            scope = patch(function)
+            restore = scope.restore
+            # only a launch restores what it exchanged, at its end
+            scope.restore = lambda: (restore(), exchanged.clear())
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patched_once)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(interpreter, "_convert_float", converted)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
