@@ -248,6 +248,10 @@ class Isa:
         """The larger of two floats; y, which is a number, where x is none."""
         return b.select(b.fcmp_ordered(">", x, y), x, y)
 
+    def at_least(self, b: ir.IRBuilder, x: ir.Value, bound: ir.Value) -> ir.Value:
+        """x, or the bound where x is less; not-a-number stays."""
+        return b.select(b.fcmp_ordered(">", bound, x), bound, x)
+
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         """Replace each byte, in 0..15, by that entry of the table."""
         found = splat(self.bytes, 0)
@@ -345,6 +349,9 @@ class Dotprod(Isa):
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         # one instruction, where a comparison and a choice would be waited for at every step
         return call(b, "llvm.maxnum.v4f32", x.type, x, y) if x.type.count == 4 else super().larger(b, x, y)
+
+    def at_least(self, b: ir.IRBuilder, x: ir.Value, bound: ir.Value) -> ir.Value:
+        return call(b, f"llvm.maximum.v{x.type.count}f32", x.type, x, bound)
 
     def look_up(self, b: ir.IRBuilder, table: list[int], codes: ir.Value) -> ir.Value:
         return call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, ir.Constant(self.bytes, table), codes)

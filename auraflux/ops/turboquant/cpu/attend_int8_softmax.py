@@ -5,10 +5,28 @@ import math
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.simd.vectors import I8, I32, ISA, MAGIC, at, fma, kernel, load, pick, splat, spread, store, variable, vector
+from auraflux.ops.simd.vectors import (
+    I8,
+    I16,
+    I32,
+    ISA,
+    MAGIC,
+    at,
+    fma,
+    kernel,
+    load,
+    pick,
+    splat,
+    spread,
+    store,
+    variable,
+    vector,
+)
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import BYTES, LANES, WAYS
 
-LOWEST = -87.0  # exponents below this give 0
+BIAS = 127.0  # of a float's exponent
+# the polynomial of this degree that is nearest to 2**x from -1/2 to 1/2: within 3e-6 of it
+POWERS = (0.0095701, 0.05591786, 0.24024745, 0.69312181, 0.99999926)
 
 
 def _across(b, combine, x):
@@ -28,41 +46,58 @@ def _sum(b, x, y):
     return b.fadd(x, y)
 
 
-def _added(b, vectors):
-    """The sum of one, two or four vectors."""
+def _reduced(b, combine, vectors):
+    """Combine one, two or four vectors."""
     while len(vectors) > 1:
-        vectors = [b.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+        vectors = [combine(b, x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
 
 
-def _joined(b, vectors):
-    """One vector of several."""
-    while len(vectors) > 1:
-        lanes = list(range(2 * vectors[0].type.count))
-        vectors = [pick(b, x, y, lanes) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-    return vectors[0]
+def _seven_bits(b, found):
+    """The upper and the lower seven of 14 bits that several vectors of words end with, as bytes."""
+    if len(found) == 4:
+        # narrowed to halves of words once for both
+        halves = [b.bitcast(each, vector(I16, 2 * LANES)) for each in found]
+        first, second = (_even(b, *halves[i : i + 2]) for i in (0, 2))
+        upper = [b.lshr(each, splat(each.type, 7)) for each in (first, second)]
+        high, low = (_even(b, *(b.bitcast(each, ISA.bytes) for each in pair)) for pair in (upper, (first, second)))
+        return high, b.and_(low, splat(low.type, 127))
+    while len(found) > 1:
+        lanes = list(range(2 * found[0].type.count))
+        found = [pick(b, x, y, lanes) for x, y in zip(found[::2], found[1::2], strict=True)]
+    steps = found[0]
+    parts = [b.and_(b.lshr(steps, splat(steps.type, shift)), splat(steps.type, 127)) for shift in (7, 0)]
+    return [b.trunc(part, vector(I8, steps.type.count)) for part in parts]
 
 
-def _exp(b, x):
-    """e**x for x from LOWEST to 0, to 4e-5; not-a-number stays."""
-    kind = x.type
-    power = fma(b, x, splat(kind, 1 / math.log(2)), splat(kind, MAGIC))
-    rest = fma(b, b.fsub(power, splat(kind, MAGIC)), splat(kind, -math.log(2)), x)
-    y = splat(kind, 1 / 24)
-    for c in (1 / 6, 1 / 2, 1.0, 1.0):
-        y = fma(b, y, rest, splat(kind, c))
-    shift = b.shl(b.bitcast(power, ISA.ints), splat(ISA.ints, 23))
-    raised = b.bitcast(b.add(b.bitcast(y, ISA.ints), shift), kind)
-    return b.select(b.fcmp_unordered("uno", x, x), x, raised)
+def _even(b, x, y):
+    return pick(b, x, y, list(range(0, 2 * x.type.count, 2)))
+
+
+def _exp(b, vectors):
+    """e**x for x up to 0, to 3e-6; exactly 0 where the exponent would pass that of a float, and not-a-number stays."""
+    kind = vectors[0].type
+    powers = [ISA.at_least(b, b.fmul(x, splat(kind, 1 / math.log(2))), splat(kind, -BIAS)) for x in vectors]
+    # the low bits hold the exponent of a float
+    wholes = [b.fadd(power, splat(kind, MAGIC + BIAS)) for power in powers]
+    rests = [b.fsub(power, b.fsub(whole, splat(kind, MAGIC + BIAS))) for power, whole in zip(powers, wholes, strict=True)]
+    found = [splat(kind, POWERS[0])] * len(vectors)
+    for c in POWERS[1:]:
+        found = [fma(b, y, rest, splat(kind, c)) for y, rest in zip(found, rests, strict=True)]
+    # a product, where adding to the exponent could make a number of what is none
+    scales = [b.bitcast(b.shl(b.bitcast(whole, ISA.ints), splat(ISA.ints, 23)), kind) for whole in wholes]
+    return [b.fmul(y, scale) for y, scale in zip(found, scales, strict=True)]
 
 
 @kernel(constants=0)
 def block_top(b, scores, groups, out):
-    """Find the highest of LANES * `groups` scores."""
-    top = variable(b, splat(ISA.floats, -float("inf")))
-    with cgutils.for_range(b, groups) as loop:
-        b.store(_larger(b, load(b, scores, b.mul(loop.index, at(BYTES)), ISA.floats), b.load(top)), top)
-    store(b, _across(b, _larger, b.load(top)), out, 0)
+    """Find the highest of LANES * `groups` scores; groups are a multiple of WAYS."""
+    tops = [variable(b, splat(ISA.floats, -float("inf"))) for _ in range(WAYS)]
+    with cgutils.for_range(b, b.sdiv(groups, at(WAYS))) as loop:
+        for i, top in enumerate(tops):
+            place = b.add(b.mul(loop.index, at(WAYS * BYTES)), at(i * BYTES))
+            b.store(_larger(b, load(b, scores, place, ISA.floats), b.load(top)), top)
+    store(b, _across(b, _larger, _reduced(b, _larger, [b.load(top) for top in tops])), out, 0)
 
 
 @kernel(constants=0)
@@ -70,30 +105,24 @@ def block_weights(b, scores, groups, base, least, norms, factor, high, low, out)
     """Turn scores into weights exp(score - base), and those times norms and `factor` into 14 bits, upper and lower seven.
 
     groups   of LANES scores, a multiple of WAYS
-    least    weights below are counted, but become 0
+    least    weights up to this are counted, but become 0
     out [2]  the sum of the weights, and that of their products with norms
     """
-    lowest, zero = splat(ISA.floats, LOWEST), splat(ISA.floats, 0.0)
+    zero = splat(ISA.floats, 0.0)
     wide, gain, bound = (spread(b, x, LANES) for x in (base, factor, least))
     total, products = (variable(b, zero) for _ in range(2))
 
-    def weighed(place):
-        x = b.fsub(load(b, scores, place, ISA.floats), wide)
-        nothing = b.fcmp_ordered("<", x, lowest)
-        weight = b.select(nothing, zero, _exp(b, x))
-        # 0 times not-a-number: a value without weight must not be seen
-        unseen = b.or_(nothing, b.fcmp_ordered("<", weight, bound))
-        product = b.select(unseen, zero, b.fmul(weight, load(b, norms, place, ISA.floats)))
-        return weight, product, b.bitcast(fma(b, product, gain, splat(ISA.floats, MAGIC)), ISA.ints)
-
     with cgutils.for_range(b, b.sdiv(groups, at(WAYS))) as loop:
-        place = b.mul(loop.index, at(WAYS * BYTES))
-        weights, parts, found = zip(*(weighed(b.add(place, at(i * BYTES))) for i in range(WAYS)), strict=True)
-        b.store(b.fadd(b.load(total), _added(b, weights)), total)
-        b.store(b.fadd(b.load(products), _added(b, parts)), products)
-        steps = _joined(b, found)
-        for address, shift in ((high, 7), (low, 0)):
-            part = b.and_(b.lshr(steps, splat(steps.type, shift)), splat(steps.type, 127))
-            store(b, b.trunc(part, vector(I8, steps.type.count)), address, b.mul(loop.index, at(WAYS * LANES)))
+        places = [b.add(b.mul(loop.index, at(WAYS * BYTES)), at(i * BYTES)) for i in range(WAYS)]
+        weights = _exp(b, [b.fsub(load(b, scores, place, ISA.floats), wide) for place in places])
+        parts = [b.fmul(weight, load(b, norms, place, ISA.floats)) for weight, place in zip(weights, places, strict=True)]
+        # 0 times not-a-number: a value without weight must not be seen
+        unseen = [b.fcmp_ordered("<=", weight, bound) for weight in weights]
+        parts = [b.select(here, zero, part) for here, part in zip(unseen, parts, strict=True)]
+        found = [b.bitcast(fma(b, part, gain, splat(ISA.floats, MAGIC)), ISA.ints) for part in parts]
+        b.store(b.fadd(b.load(total), _reduced(b, _sum, weights)), total)
+        b.store(b.fadd(b.load(products), _reduced(b, _sum, parts)), products)
+        for address, part in zip((high, low), _seven_bits(b, found), strict=True):
+            store(b, part, address, b.mul(loop.index, at(WAYS * LANES)))
     for i, slot in enumerate((total, products)):
         store(b, _across(b, _sum, b.load(slot)), out, 4 * i)
