@@ -14,7 +14,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEm
 
 import auraflux
 from auraflux.cache import CacheSettings
-from auraflux.cli.inspect import inspect
+from auraflux.cli import main
 from auraflux.errors import FormatError, SettingsError
 from auraflux.models import family
 from auraflux.models.ngram_rows import Grams, _is_prime, offsets
@@ -366,7 +366,7 @@ def test_a_text_is_written_and_its_prefix_is_found_again_on_disk(saved: Path, tm
 
 
 def test_inspect_says_what_stays_on_disk(saved: Path):
-    done = CliRunner().invoke(inspect, [str(saved), "--json"])
+    done = CliRunner().invoke(main, ["inspect", str(saved), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     table = sum(tensor.nbytes for name, tensor in load_file(saved / "model.safetensors").items() if "ngram_embedding" in name)
@@ -375,7 +375,7 @@ def test_inspect_says_what_stays_on_disk(saved: Path):
     assert found["rows"]["memory_nbytes"] == table
     assert found["rows"]["parameters"] == table // 4
     assert "are read row by row as tokens need them; at most" in " ".join(
-        CliRunner().invoke(inspect, [str(saved)]).stdout.split()
+        CliRunner().invoke(main, ["inspect", str(saved)]).stdout.split()
     )
 
 
