@@ -156,11 +156,11 @@ def brief(err: BaseException) -> str:
     return " ".join(named(err).split())[:LONGEST].rstrip(".")
 
 
-def listed(names: Sequence[str], most: int = 24) -> str:
-    """Names as an error lists them: as many as have room."""
+def listed(names: Sequence[str], most: int = 24, width: int = SHOWN) -> str:
+    """Names as an error lists them: as many as have room, and of each no more than a width."""
     few: list[str] = []
-    for name in names[:most]:
-        few.append(named(name)[:SHOWN])
+    for name in map(named, names[:most]):
+        few.append(name if len(name) <= width else f"{name[:width]}...")
         if sum(map(len, few)) > LISTED:
             break
     rest = f" and {len(names) - len(few):,} more" if len(names) > len(few) else ""

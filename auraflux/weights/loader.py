@@ -14,7 +14,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError, SettingsError
 from auraflux.quant import QTensor
-from auraflux.weights.boundary import named, shown
+from auraflux.weights.boundary import listed, shown
 from auraflux.weights.divided import Division
 from auraflux.weights.expert_store import ExpertStore, map_experts
 from auraflux.weights.rounding import quantize_large
@@ -361,7 +361,9 @@ class Weights:
             if len(self._missing) > MOST_MISSING:
                 # a config may name any number of experts
                 path = self.checkpoint.path
-                raise FormatError(f"the tensors in {path} do not fit the model. Too many are missing: {_first(self._missing)}.")
+                raise FormatError(
+                    f"the tensors in {path} do not fit the model. Too many are missing: {listed(self._missing, SHOWN, WIDEST)}."
+                )
             return None
         stored = self._stored[name]
         if name in self._left:
@@ -378,7 +380,7 @@ class Weights:
         """Raise what was found to be wrong."""
         extra = sorted(self._stored[name] for name in self._left)
         reasons = [
-            f"{len(names)} {what}: {_first(names)}"
+            f"{len(names)} {what}: {listed(names, SHOWN, WIDEST)}"
             for what, names in (
                 ("missing", sorted(set(self._missing))),
                 ("of the wrong shape", list(dict.fromkeys(self._wrong))),
@@ -388,12 +390,6 @@ class Weights:
         ]
         if reasons:
             raise FormatError(f"the tensors in {self.checkpoint.path} do not fit the model. {'; '.join(reasons)}.")
-
-
-def _first(lines: list[str]) -> str:
-    """The first few of what is wrong, as an error says it."""
-    few = ", ".join(line if len(line) <= WIDEST else f"{line[:WIDEST]}..." for line in map(named, lines[:SHOWN]))
-    return f"{few}, ..." if len(lines) > SHOWN else few
 
 
 def _form(found: Stored) -> str:
