@@ -82,7 +82,8 @@ class Cost(NamedTuple):
 
 def loops() -> list[Loop]:
     """The loops, compiled for the instructions that `vectors.ISA` names when this is first called."""
-    from auraflux.ops.linear.cpu.microkernels import Form, rows_times_tokens
+    from auraflux.ops.linear.cpu.forms import Form
+    from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
     from auraflux.ops.linear.cpu.panels import has_panels, rows_times_tile
     from auraflux.ops.turboquant.cpu.attend_int8_tiles import add_value_loop, key_score_loop
 

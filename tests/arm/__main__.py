@@ -27,8 +27,11 @@ def near(found: np.ndarray, expected: np.ndarray, tol: float, what: str) -> None
 
 def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f32", fast: bool = True) -> None:
     """One token from the codes, and eight side by side over unpacked rows."""
-    from auraflux.ops.linear.cpu.microkernels import Form, prepare_token, rows_times_tokens, unpack_rows
+    from auraflux.ops.linear.cpu.activations import prepare_token
+    from auraflux.ops.linear.cpu.forms import Form
+    from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
     from auraflux.ops.linear.cpu.panels import gather_tile, rows_times_tile, tile_nbytes
+    from auraflux.ops.linear.cpu.unpack import unpack_rows
     from auraflux.quant.levels import levels
     from auraflux.quant.packing import placed
 

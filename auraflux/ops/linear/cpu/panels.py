@@ -6,16 +6,9 @@ between them, however an expert chose them, and the scales of four lie in one re
 
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.microkernels import (
-    BLOCK,
-    BYTES,
-    FLOATS,
-    INTS,
-    Form,
-    add_digit,
-    scale_and_bias,
-    spans,
-)
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, Form
+from auraflux.ops.linear.cpu.microkernels import add_digit
+from auraflux.ops.linear.cpu.unpack import scale_and_bias, spans
 from auraflux.ops.simd.jit import LINE
 from auraflux.ops.simd.vectors import F32, I64, ISA, MAGIC_BITS, at, fma, kernel, load, pick, splat, store, variable, vector
 

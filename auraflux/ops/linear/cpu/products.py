@@ -14,8 +14,11 @@ import numba
 import torch
 from torch import Tensor
 
-from auraflux.ops.linear.cpu.microkernels import BLOCK, Form, place_codes, prepare_token, rows_times_tokens, unpack_rows
+from auraflux.ops.linear.cpu.activations import prepare_token
+from auraflux.ops.linear.cpu.forms import BLOCK, Form
+from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
 from auraflux.ops.linear.cpu.panels import gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
+from auraflux.ops.linear.cpu.unpack import place_codes, unpack_rows
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, levels

@@ -1,0 +1,114 @@
+"""Activations of a token as the kernels of products take them: as they are, or rounded to digits of a byte each."""
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from auraflux.ops.linear.cpu.forms import MIDDLE, Form, activation_order
+from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
+from auraflux.quant.packing import CHUNK
+
+
+@kernel(constants=1)
+def prepare_token(b, form, x, groups, acts, scales, sums):
+    """Ready one token's float32 activations: as they are, or as digits in the order of the codes, the first of a span first."""
+    form = Form.parse(form)
+    group = form.group
+    with cgutils.for_range(b, groups) as loop:
+        values = load(b, x, b.mul(loop.index, at(4 * group)), vector(F32, group))
+        slot = b.mul(loop.index, at(4))
+        if form.digits:
+            digits, scale, total = (_round_group if form.digits == 1 else _split_group)(b, values)
+            order = [chunk + i for chunk in range(0, group, CHUNK) for i in activation_order(form.bits)[:group]]
+            place = b.mul(b.sdiv(loop.index, at(form.parts)), at(form.span * form.digits))
+            place = b.add(place, b.mul(b.srem(loop.index, at(form.parts)), at(group)))
+            for i, digit in enumerate(digits):
+                store(b, pick(b, digit, digit, order), acts, b.add(place, at(form.span * i)))
+            store(b, _times(b, scale, form.unit), scales, slot)
+        else:
+            add = ir.FunctionType(F32, [F32, values.type])
+            reduce = cgutils.get_or_insert_function(b.module, add, f"llvm.vector.reduce.fadd.v{group}f32")
+            total = b.call(reduce, [ir.Constant(F32, -0.0), values], fastmath=("reassoc",))
+            if form.raw:
+                values, scale = _centre_group(b, values)
+                store(b, scale, scales, slot)
+            store(b, _times(b, values, form.unit), acts, b.mul(loop.index, at(4 * group)))
+        store(b, _times(b, total, form.unit * (1.0 if form.has_biases else -form.zero)), sums, slot)
+
+
+def _times(b: ir.IRBuilder, value: ir.Value, factor: float) -> ir.Value:
+    if factor == 1:
+        return value
+    return b.fmul(value, ir.Constant(F32, factor) if value.type == F32 else splat(value.type, factor))
+
+
+def _largest(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
+    """The bits of the largest size among floats. They order like integers, NaN above all: one NaN is the largest."""
+    whole = vector(I32, values.type.count)
+    sizes = b.and_(b.bitcast(values, whole), splat(whole, 0x7FFFFFFF))
+    return call(b, f"llvm.vector.reduce.umax.v{whole.count}i32", I32, sizes)
+
+
+def _scaled_sum(b: ir.IRBuilder, values: ir.Value, scale: ir.Value) -> ir.Value:
+    # of the rounded values, not of x: the rounding error then meets code * scale + bias, half as large as code * scale
+    total = call(b, f"llvm.vector.reduce.add.v{values.type.count}i32", I32, values)
+    return b.fmul(scale, b.sitofp(total, F32))
+
+
+def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    """Round a group to int8 with one scale; also the scaled sum of what was rounded."""
+    group = values.type.count
+    whole = vector(I32, group)
+    # a NaN makes the scale NaN, and with it every result
+    top = b.bitcast(_largest(b, values), F32)
+    nothing = b.fcmp_ordered("<", top, ir.Constant(F32, 1e-30))
+    factor = b.select(nothing, ir.Constant(F32, 0.0), b.fdiv(ir.Constant(F32, 127.0), top))
+    scale = b.fmul(top, ir.Constant(F32, 1 / 127))
+    moved = fma(b, values, spread(b, factor, group), splat(values.type, MAGIC))
+    rounded = b.trunc(b.bitcast(moved, whole), vector(I8, group))
+    return [rounded], scale, _scaled_sum(b, b.sext(rounded, whole), scale)
+
+
+def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    """Round a group to whole numbers of three signed digits to the base 256, highest first, and one scale; also the scaled sum.
+
+    The scale is a power of two, so that nothing but the rounding changes a number: by half of the last bit that the largest has
+    in float32, or by the whole of it.
+    """
+    group = values.type.count
+    whole = vector(I32, group)
+    top = _largest(b, values)
+    # the exponent of the largest; one more where the first digit would be 128
+    exponent = b.lshr(b.add(top, ir.Constant(I32, 0x20000)), ir.Constant(I32, 23))
+    # below 1e-31 powers of two run out, and fewer bits are left
+    tiny = b.icmp_unsigned("<", exponent, ir.Constant(I32, 23))
+    exponent = b.select(tiny, ir.Constant(I32, 23), exponent)
+    factor, unit, scale = (
+        b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
+        for bits in (
+            b.sub(ir.Constant(I32, 127 + 127 + 22), exponent),
+            b.sub(exponent, ir.Constant(I32, 22)),
+            b.sub(exponent, ir.Constant(I32, 22 - 16)),
+        )
+    )
+    # what is no number makes the scale none, and with it every result
+    broken = b.icmp_unsigned(">=", top, ir.Constant(I32, 0x7F800000))
+    unit, scale = (b.select(broken, b.bitcast(top, F32), each) for each in (unit, scale))
+    moved = call(b, f"llvm.roundeven.v{group}f32", values.type, b.fmul(values, spread(b, factor, group)))
+    last = call(b, f"llvm.fptosi.sat.v{group}i32.v{group}f32", whole, moved)
+    middle = b.ashr(b.add(last, splat(whole, 128)), splat(whole, 8))
+    first = b.ashr(b.add(middle, splat(whole, 128)), splat(whole, 8))
+    digits = [b.trunc(each, vector(I8, group)) for each in (first, middle, last)]
+    return digits, scale, _scaled_sum(b, last, unit)
+
+
+def _centre_group(b: ir.IRBuilder, values: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Multiply a group by a power of two, so that the exponent of its largest is `MIDDLE`; also one over it times 2**MIDDLE."""
+    exponent = b.lshr(_largest(b, values), ir.Constant(I32, 23))
+    # below 2**-67 powers of two run out, and exponents are smaller; what is no number stays so
+    exponent = b.select(b.icmp_unsigned("<", exponent, ir.Constant(I32, MIDDLE)), ir.Constant(I32, MIDDLE), exponent)
+    exponent = b.select(b.icmp_unsigned(">", exponent, ir.Constant(I32, 254)), ir.Constant(I32, 254), exponent)
+    factor, scale = (
+        b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
+        for bits in (b.sub(ir.Constant(I32, 2 * 127 + MIDDLE), exponent), exponent)
+    )
+    return b.fmul(values, spread(b, factor, values.type.count)), scale

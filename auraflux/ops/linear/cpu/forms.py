@@ -1,0 +1,117 @@
+"""What the kernels of quantized products are compiled for: how codes, scales and activations lie, by format and contract."""
+
+from typing import NamedTuple
+
+from auraflux.ops.simd.vectors import ISA
+from auraflux.quant.levels import IQ4
+from auraflux.quant.packing import CHUNK
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for; `text` is how it travels through Numba as one compile-time constant.
+
+    fast   int8 activations and the byte dot product, or float32
+    bits, group  of the codes
+    kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
+           e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`)
+    """
+
+    fast: bool
+    bits: int
+    group: int
+    kind: str
+
+    @property
+    def text(self) -> str:
+        return f"{int(self.fast)} {self.bits} {self.group} {self.kind}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Form":
+        fast, bits, group, kind = text.split()
+        return cls(fast == "1", int(bits), int(group), kind)
+
+    @property
+    def scale_nbytes(self) -> int:
+        return {"bf16": 2, "f16": 2, "e8m0": 1}.get(self.kind, 4)
+
+    @property
+    def has_biases(self) -> bool:
+        return self.kind in ("bf16", "f16", "f32")
+
+    @property
+    def digits(self) -> int:
+        """Bytes of an activation, for the byte dot product; 0 where it stays float32."""
+        if self.fast:
+            return 1
+        return 0 if self.kind == "e4m3" else ISA.digits
+
+    @property
+    def raw(self) -> bool:
+        """Whether float32 activations are scaled, for weights that have e4m3's exponents."""
+        return self.kind == "e4m3" and ISA.denormals
+
+    @property
+    def act_nbytes(self) -> int:
+        return self.digits or 4
+
+    @property
+    def ready_nbytes(self) -> int:
+        """Of an unpacked code."""
+        return 1 if self.digits else 4
+
+    @property
+    def value_bits(self) -> int:
+        """Of the bytes that the dot product takes."""
+        return 8 if self.kind == "iq4" and not self.signed else self.bits
+
+    @property
+    def signed(self) -> bool:
+        """Whether levels are looked up as they are, those below zero too."""
+        return self.kind in LEVELS and ISA.by_lane and self.digits > 0
+
+    @property
+    def table(self) -> list[int]:
+        """What is looked up for a code, as signed bytes."""
+        least = 0 if self.signed else min(LEVELS[self.kind])
+        return [(level - least + 128) % 256 - 128 for level in LEVELS[self.kind]]
+
+    @property
+    def zero(self) -> int:
+        """Which of the numbers that the dot product takes stands for zero, without biases."""
+        if self.kind in LEVELS:
+            found = 0 if self.signed else -min(LEVELS[self.kind])
+        else:
+            found = 2 ** (self.bits - 1) if self.kind == "centred" else 0
+        return found - 128 if self.digits and self.value_bits == 8 and ISA.signed_codes else found
+
+    @property
+    def unit(self) -> float:
+        """What the levels of a table are multiples of, but for MXFP4, whose scales have that factor."""
+        return 0.5 if self.kind == "nvfp4" else 1.0
+
+    @property
+    def span(self) -> int:
+        """Inputs that the loops go through at a time: a group, or the groups of a chunk."""
+        return max(self.group, CHUNK)
+
+    @property
+    def parts(self) -> int:
+        """Groups of a span."""
+        return self.span // self.group
+
+
+BLOCK = ISA.lanes
+FLOATS, INTS, BYTES = ISA.floats, ISA.ints, ISA.bytes
+
+# twice the MXFP4 levels: whole numbers
+TWICE = tuple(sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12))
+LEVELS = {"e8m0": TWICE, "nvfp4": TWICE, "iq4": IQ4}
+# exponent of the largest activation of a group where e4m3 is over 2**120: products are far from both ends of float32
+MIDDLE = 60
+
+
+def activation_order(bits: int) -> list[int]:
+    """Which of 32 inputs the bytes of eight consecutive code vectors belong to: shifts take words apart, nothing sorts them."""
+    per_word = 32 // bits if 32 % bits == 0 else 4
+    step = per_word // 4
+    return [word + part + step * i for word in range(0, CHUNK, per_word) for part in range(step) for i in range(4)]

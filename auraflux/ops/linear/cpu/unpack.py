@@ -1,0 +1,195 @@
+"""Codes of `ISA.lanes` rows as vectors, and their scales: what every product on a CPU begins with."""
+
+from contextlib import contextmanager
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
+from auraflux.ops.simd.vectors import I16, ISA, at, call, fma, kernel, load, splat, store, vector
+from auraflux.quant.packing import CHUNK, PLACES, Piece
+
+
+def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
+    """Load the codes of one chunk: eight vectors of bytes, four inputs of each row, in `activation_order`."""
+    bits = form.bits
+    words = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(bits)]
+    if bits == 8:
+        return [b.bitcast(word, BYTES) for word in words]
+    if bits in (2, 4):
+        packed = [b.bitcast(word, BYTES) for word in words]
+        mask = splat(BYTES, 2**bits - 1)
+        found = [b.and_(b.lshr(v, splat(BYTES, shift)) if shift else v, mask) for v in packed for shift in range(0, 8, bits)]
+        return [ISA.look_up(b, form.table, v) for v in found] if form.kind in LEVELS else found
+    packed = [b.bitcast(word, BYTES) for word in words]
+    return [_joined(b, packed, pieces, bits) for pieces in PLACES[bits]]
+
+
+def _joined(b: ir.IRBuilder, packed: list[ir.Value], pieces: tuple[Piece, ...], bits: int) -> ir.Value:
+    """Codes from the pieces they are in: the highest bits stay at the top, what follows is put below them."""
+    first, *others = pieces
+    if not others:
+        word = packed[first.word]
+        return b.and_(b.lshr(word, splat(BYTES, first.low)) if first.low else word, splat(BYTES, 2**bits - 1))
+    found, count = _at_top(b, packed, first), first.size
+    for piece in others:
+        found = ISA.put_below(b, found, _at_top(b, packed, piece), count)
+        count += piece.size
+    return b.lshr(found, splat(BYTES, 8 - bits))
+
+
+def _at_top(b: ir.IRBuilder, packed: list[ir.Value], piece: Piece) -> ir.Value:
+    above = 8 - piece.low - piece.size
+    return b.shl(packed[piece.word], splat(BYTES, above)) if above else packed[piece.word]
+
+
+def kept_apart(form: Form, tokens: int) -> tuple[int, ...]:
+    """By how many bits codes are shifted in their bytes when one token meets them, where groups repay a sum for each."""
+    if tokens > 1:
+        return (0,)
+    if form.bits == 2 and form.group > 16:
+        return (0, 2, 4)
+    return (0, 3) if form.bits == 3 and form.group > 32 else (0,)
+
+
+def in_place(b: ir.IRBuilder, form: Form, codes: ir.Value, tokens: int) -> list[tuple[ir.Value, int]]:
+    """The same, where some codes stay where they are in a byte: sums are shifted by so much in their place."""
+    shifts = kept_apart(form, tokens)
+    if len(shifts) == 1:
+        return [(v, 0) for v in code_vectors(b, form, codes)]
+    packed = [b.bitcast(load(b, codes, 4 * BLOCK * i, INTS), BYTES) for i in range(form.bits)]
+    masked = [[(b.and_(v, splat(BYTES, 2**form.bits - 1 << shift)), shift) for shift in shifts] for v in packed]
+    if form.bits == 2:
+        return [pair for v, low in zip(packed, masked, strict=True) for pair in (*low, (b.lshr(v, splat(BYTES, 6)), 0))]
+    others = [(_joined(b, packed, pieces, form.bits), 0) for pieces in PLACES[form.bits] if len(pieces) > 1]
+    return [*(pair for low in masked for pair in low), *others]
+
+
+def float_codes(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
+    """Load the codes of one chunk: 32 vectors of floats, one input of each row, in natural order."""
+    if form.bits in PLACES:
+        words, width = [b.bitcast(v, INTS) for v in code_vectors(b, form, codes)], 8
+    else:
+        words, width = [load(b, codes, 4 * BLOCK * i, INTS) for i in range(form.bits)], form.bits
+    if form.kind == "e4m3":
+        return [_eighth(b, words[i // 4], i % 4) for i in range(CHUNK)]
+    found = [b.and_(_field(b, words, i * width, width), splat(INTS, 2**width - 1)) for i in range(CHUNK)]
+    if form.kind in LEVELS:
+        levels = [b.bitcast(ISA.look_up(b, form.table, b.bitcast(v, BYTES)), INTS) for v in found]
+        found = [b.and_(v, splat(INTS, 255)) for v in levels]
+    return [b.sitofp(v, FLOATS) for v in found]
+
+
+def _eighth(b: ir.IRBuilder, word: ir.Value, byte: int) -> ir.Value:
+    """Widen e4m3: its exponent, 7 from the middle, is raised to float32's 127 by a product, which denormals survive.
+
+    Or by the activations (`Form.raw`): then numbers are over 2**120 here.
+    """
+    top = b.shl(word, splat(INTS, 24 - 8 * byte)) if byte < 3 else word
+    # the sign stays in place, and the bits between it and the exponent are copies of it that go
+    moved = b.and_(b.ashr(top, splat(INTS, 4)), splat(INTS, 0x87F00000))
+    found = b.bitcast(moved, FLOATS)
+    return found if ISA.denormals else b.fmul(found, splat(FLOATS, 2.0**120))
+
+
+def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
+    """At least `width` bits from bit `start` of a stream of words."""
+    word, shift = divmod(start, 32)
+    if shift + width <= 32:
+        return b.lshr(words[word], splat(INTS, shift)) if shift else words[word]
+    return call(b, f"llvm.fshr.v{BLOCK}i32", INTS, words[word + 1], words[word], splat(INTS, shift))
+
+
+def _to_bytes(b: ir.IRBuilder, field: ir.Value, bits: int) -> ir.Value:
+    """Four adjacent codes at the bottom of each lane -> one in each byte, by moving halves, then quarters."""
+    pair, one = 2 ** (2 * bits) - 1, 2**bits - 1
+    low, high = b.and_(field, splat(INTS, pair)), b.shl(field, splat(INTS, 16 - 2 * bits))
+    field = b.or_(low, b.and_(high, splat(INTS, pair << 16)))
+    low, high = b.and_(field, splat(INTS, one * 0x10001)), b.shl(field, splat(INTS, 8 - bits))
+    return b.or_(low, b.and_(high, splat(INTS, (one << 8) * 0x10001)))
+
+
+def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Value, group: ir.Value) -> list[ir.Value | None]:
+    """Load one group's scales and biases for all rows, as float32, for the codes as the dot product takes them.
+
+    A format without biases has its scales in their place, or None if its numbers need none.
+    """
+    if not form.has_biases:
+        scale = _scale(b, form, scales, group)
+        return [scale, scale if form.zero else None]
+    scale, bias = (_widen(b, form.kind, each, b.mul(group, at(BLOCK * form.scale_nbytes))) for each in (scales, biases))
+    if form.digits and form.value_bits == 8 and ISA.signed_codes:
+        bias = fma(b, scale, splat(FLOATS, 128.0), bias)
+    return [scale, bias]
+
+
+def _scale(b: ir.IRBuilder, form: Form, scales: ir.Value, group: ir.Value) -> ir.Value:
+    if form.kind != "e8m0":
+        return load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)
+    found = ISA.powers(b, scales, b.mul(group, at(BLOCK)))
+    # the table holds twice the levels, hence a half; 255 stands for NaN, which infinity less a half of it is
+    return fma(b, found, splat(FLOATS, -0.5), found)
+
+
+def _widen(b: ir.IRBuilder, kind: str, address: ir.Value, offset: ir.Value) -> ir.Value:
+    if kind == "f32":
+        return load(b, address, offset, FLOATS)
+    if kind == "f16" and ISA.widens_halves:
+        return b.fpext(load(b, address, offset, vector(ir.HalfType(), BLOCK)), FLOATS)
+    bits = b.zext(load(b, address, offset, vector(I16, BLOCK)), INTS)
+    if kind == "bf16":
+        return b.bitcast(b.shl(bits, splat(INTS, 16)), FLOATS)
+    # f16 by integer steps: processors without a conversion instruction would need a library call
+    size = b.shl(b.and_(bits, splat(INTS, 0x7FFF)), splat(INTS, 13))
+    value = b.bitcast(b.fmul(b.bitcast(size, FLOATS), splat(FLOATS, 2.0**112)), INTS)
+    special = b.icmp_unsigned(">=", size, splat(INTS, 0x7C00 << 13))
+    value = b.select(special, b.or_(size, splat(INTS, 0x7F800000)), value)
+    return b.bitcast(b.or_(value, b.shl(b.and_(bits, splat(INTS, 0x8000)), splat(INTS, 16))), FLOATS)
+
+
+def spans(b, form, groups):
+    """How many spans so many groups are."""
+    return b.sdiv(groups, at(form.parts)) if form.parts > 1 else groups
+
+
+@contextmanager
+def chunks(b, form):
+    """Go through the chunks of a span."""
+    with cgutils.for_range(b, at(form.span // CHUNK)) as loop:
+        yield loop.index
+
+
+@kernel(constants=1)
+def unpack_rows(b, form, codes, groups, tile):
+    """Unpack one block of rows: the codes as bytes for the dot product, or as float32."""
+    form = Form.parse(form)
+    with cgutils.for_range(b, spans(b, form, groups)) as loop:
+        code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * form.bits // 8)))
+        tile_at = b.add(tile, b.mul(loop.index, at(form.span * BLOCK * form.ready_nbytes)))
+        with chunks(b, form) as chunk:
+            chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
+            to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * form.ready_nbytes)))
+            found = code_vectors(b, form, chunk_at) if form.digits else float_codes(b, form, chunk_at)
+            values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.digits else found
+            for i, v in enumerate(values):
+                store(b, v, to, 4 * BLOCK * i)
+
+
+@kernel(constants=1)
+def place_codes(b, form, codes, groups):
+    """Move the codes of one block of rows from a stream of bits to the places they have in an interleaved weight."""
+    form = Form.parse(form)
+    bits = form.bits
+    with cgutils.for_range(b, b.mul(spans(b, form, groups), at(form.span // CHUNK))) as loop:
+        here = b.add(codes, b.mul(loop.index, at(4 * BLOCK * bits)))
+        words = [load(b, here, 4 * BLOCK * i, INTS) for i in range(bits)]
+        found = [b.bitcast(_to_bytes(b, _field(b, words, 4 * bits * i, 4 * bits), bits), BYTES) for i in range(8)]
+        made = [splat(BYTES, 0)] * bits
+        for v, pieces in zip(found, PLACES[bits], strict=True):
+            left = bits
+            for piece in pieces:
+                left -= piece.size
+                bits_of = b.and_(b.lshr(v, splat(BYTES, left)), splat(BYTES, 2**piece.size - 1))
+                made[piece.word] = b.or_(made[piece.word], b.shl(bits_of, splat(BYTES, piece.low)))
+        for i, v in enumerate(made):
+            store(b, v, here, 4 * BLOCK * i)
