@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -76,9 +76,11 @@ def _types(build: Build) -> str:
     return f"{build.kernel} {build.signature}"
 
 
-def first_of_each(found: Iterable[Wanted]) -> list[Wanted]:
-    """One build of each kernel, a hot one where there is one."""
-    return list({each.build.kernel: each for each in sorted(found, key=lambda each: each.hot)}.values())
+def first_of_each(found: Sequence[Wanted]) -> list[Wanted]:
+    """One build of each kernel: the first hot one, which is mostly the smallest, or else the last."""
+    others = {each.build.kernel: each for each in found if not each.hot}
+    hot = {each.build.kernel: each for each in reversed(found) if each.hot}
+    return list({**others, **hot}.values())
 
 
 def compile_one(each: Wanted, instructions: bool = True) -> Report:
