@@ -9,7 +9,7 @@ import torch
 from auraflux.errors import InputError
 from auraflux.ops import invariant, linear
 from auraflux.ops._cases import Case, all_cases, tensors
-from auraflux.ops._dispatch import all_ops
+from auraflux.ops._dispatch import Declined, all_ops
 from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.gpu_cases import CASES
 from auraflux.ops.routes import routes_of, verdict_of
@@ -98,3 +98,11 @@ def test_what_no_kernel_holds_is_refused():
 
     with invariant(), pytest.raises(InputError, match="Leave --invariant out"):
         compress_windows._refuse_invariant("cuda", "it has no kernel")
+
+
+def test_attention_in_parts_is_declined():
+    case = next(case for case in SERVED if case.id == "attention_partials-everything")
+    kernel = case.op.kernel("cuda")
+    assert kernel is not None
+    with invariant(), pytest.raises(Declined, match="how many tokens there are"):
+        kernel(**case.args())
