@@ -26,6 +26,7 @@ from auraflux.ops.hopper.ptx import run
 from auraflux.ops.hopper.reduce import same
 from auraflux.ops.turboquant.cuda.attend_kept import (
     STEPS,
+    angle_channels,
     angle_queries,
     angle_weights,
     angles_at,
@@ -37,7 +38,7 @@ from auraflux.ops.turboquant.cuda.attend_kept import (
     row_positions,
 )
 from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rotated_back, leave_rows
-from auraflux.ops.turboquant.cuda.attend_parts import load_queries, query_layout, scaled_queries, table_words, transform
+from auraflux.ops.turboquant.cuda.attend_parts import channel_scales, load_queries, query_layout, table_words, transform
 from auraflux.ops.turboquant.cuda.attend_ring import (
     block_of,
     copy_keys,
@@ -96,6 +97,7 @@ class Work(NamedTuple):
     one     a row has one part
     shared  programs share out the texts of a batch: grid (programs, heads * tiles), splits are those that run at once
     each    keys that a part is to have, so that a row may have less than `splits`; 0 for equal parts
+    apart   the last part of a row has no codes: it is that of the rows that are kept as they are
     """
 
     warps: int
@@ -105,6 +107,7 @@ class Work(NamedTuple):
     one: bool
     shared: bool
     each: int
+    apart: bool
 
 
 @gluon.jit
@@ -117,7 +120,7 @@ def attend_pairs(
     parts   where the parts of a row are left; or None, with one split
     out      [tokens, query heads, D]  where rows are left that have one part
     centres  what keys leave out; None for nothing
-    plain    rows that are read as they are, by the last split; None for none
+    plain    rows that are kept as they are, read by the last split; None for none
     """
     HEADS: gl.constexpr = SHAPE.heads
     D: gl.constexpr = SHAPE.width
@@ -126,20 +129,16 @@ def attend_pairs(
     PAGE: gl.constexpr = SHAPE.page
     S: gl.constexpr = SHAPE.sequences
     NW: gl.constexpr = WORK.warps
-    DEEP: gl.constexpr = WORK.depth
     U: gl.constexpr = WORK.blocks
     EACH: gl.constexpr = (G + (G + 7) // 8 - 1) // ((G + 7) // 8)
-    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
-    UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
     STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
-    RING: gl.constexpr = ring_begin(D)
-    ROWS: gl.constexpr = RING // 4096 + (NW * DEEP * STAGE + 4095) // 4096
+    ROWS: gl.constexpr = ring_begin(D) // 4096 + (NW * WORK.depth * STAGE + 4095) // 4096
     split, token = gl.program_id(0), gl.program_id(2)
     head, tile = gl.program_id(1) // ((G + 7) // 8), gl.program_id(1) % ((G + 7) // 8)
     # all memory is one piece, so the table is where shared memory begins; the compiler does not see the look-ups read it, hence
     # the barriers and _keep_alive
     shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    filling = _levels(levels, KEY_BITS, VALUE_BITS, NW)
+    early = _early(levels, centres, head, D, KEY_BITS, VALUE_BITS, NW)
     if WORK.shared:
         number = split
         given = shares(index, splits, scores.window, NW * 16 * U, S, NW)
@@ -163,37 +162,90 @@ def attend_pairs(
             leave_nothing(parts, (row, split, pitch), live, NW)
             return
     # splits take blocks in turn
-    stride = splits * (NW * 16 * U)
+    stride = (splits - 1 if WORK.apart else splits) * (NW * 16 * U)
     begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
     # where parts are left: rows of a program together, or parts of a row
     left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, pitch)
+    last = split == splits - 1
     if not WORK.one:  # noqa: SIM102
         if begin >= end and (plain is None or split < splits - 1):
             gdc_wait()
             leave_nothing(parts, left, live, NW)
             return
+    mine, span = (sequence, guess, position, old, head, split, last), (begin, stride, low, end, oldest)
+    queries = q + row.to(gl.int64) * D
+    if WORK.apart:
+        if last:
+            o, l, m = _kept(queries, live, signs, scores, centres, plain, shared, mine, oldest, SHAPE, KEPT, SOFTCAP, NW)  # noqa: E741
+        else:
+            o, l, m = _codes(  # noqa: E741
+                queries, live, signs, keys, values, early, index, scores, centres, None, shared, mine, span,
+                SHAPE, KEPT, WORK, LOW, SOFTCAP,
+            )  # fmt: skip
+    else:
+        o, l, m = _codes(  # noqa: E741
+            queries, live, signs, keys, values, early, index, scores, centres, plain, shared, mine, span,
+            SHAPE, KEPT, WORK, LOW, SOFTCAP,
+        )  # fmt: skip
+    shared._keep_alive()
+    gl.thread_barrier()
+    if WORK.one:
+        leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
+    else:
+        _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
+
+
+@gluon.jit
+def _early(levels, centres, head, D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, NW: gl.constexpr):
+    """Load what depends on nothing: the sides of the table, and what centres and queries are made of."""
+    found = (_levels(levels, KEY_BITS, VALUE_BITS, NW),)
+    if centres is not None:
+        more = angle_channels(centres, D, NW), channel_scales(centres.scale + head * D, D, NW)
+        found = found + more  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _codes(
+    q, live, signs, keys, values, early, index, scores, centres, plain, shared, mine, span,
+    SHAPE: gl.constexpr, KEPT: gl.constexpr, WORK: gl.constexpr, LOW: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Attend to codes, where `plain` is given to rows kept as they are before: sums, sums of weights, maxima."""
+    D: gl.constexpr = SHAPE.width
+    KEY_BITS: gl.constexpr = SHAPE.key_bits
+    VALUE_BITS: gl.constexpr = SHAPE.value_bits
+    PAGE: gl.constexpr = SHAPE.page
+    NW: gl.constexpr = WORK.warps
+    DEEP: gl.constexpr = WORK.depth
+    U: gl.constexpr = WORK.blocks
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
+    sequence, guess, position, old, head, split, last = mine
+    begin, stride, low, end, oldest = span
     warp, lane, key, t = _lanes(begin, index.pool, U, NW)
     source = sources(keys, values, lane, D, KEY_BITS, VALUE_BITS)
-    place, to, at = places(split, warp, lane, RING, DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
+    place, to, at = places(split, warp, lane, ring_begin(D), DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
     # codes of earlier steps, levels and signs are older than the kernel before this one; what it may have written is asked for
     # when it has ended, and ends the groups
     pages = _first_pages(index, sequence, guess, t, stride, PAGE)
-    blocks, page, next_page, table = _first_blocks(pages, t, stride, head, index.pool, index.width, HEADS, PAGE, UNITS, DEEP)
+    if plain is not None:
+        places_of = plain_places(plain, sequence, position, head, last, SHAPE, KEPT, NW)
+    if centres is not None:
+        weights_of = angle_weights(centres, early[1], head, D, NW)
+        angles = angles_at(centres, row_positions(begin, stride, D, NW, 16 * U), D, NW)
+    blocks, page, next_page, table = _first_blocks(
+        pages, t, stride, head, index.pool, index.width, SHAPE.heads, PAGE, UNITS, DEEP
+    )
     _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, WORK.soon)
-    _fill(shared, filling)
+    _fill(shared, early[0])
     # neither depend on the kernel before
     rotated, turning = _query_rows(shared, D)
-    if centres is not None:
-        weights_of = angle_weights(centres, head, D, NW)
-        angles = angles_at(centres, row_positions(begin, stride, D, NW, 16 * U), D, NW)
-    if plain is not None:
-        places_of = plain_places(plain, sequence, position, head, split == splits - 1, SHAPE, KEPT, NW)
     gdc_wait()
     gdc_launch_dependents()
-    x = load_queries(q + row.to(gl.int64) * D, signs, live, D, NW)
+    x = load_queries(q, signs, live, D, NW)
     if centres is not None:
-        x = scaled_queries(x, centres.scale + head * D, NW)
-        turning.store((angle_queries(q + row.to(gl.int64) * D, weights_of, live, D, NW) * (scores.factor * D)).to(gl.float16))
+        x *= early[2]
+        turning.store((angle_queries(q, weights_of, live, D, NW) * (scores.factor * D)).to(gl.float16))
     if plain is not None:
         keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
     _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
@@ -206,7 +258,7 @@ def attend_pairs(
     l = gl.full([NW, 8, 8], 0.0, gl.float32, sum_layout(NW))  # noqa: E741
     m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
     if plain is not None:  # noqa: SIM102
-        if split == splits - 1:
+        if last:
             o, l, m = attend_plain(  # noqa: E741
                 keys_of, plain, places_of, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
@@ -229,12 +281,33 @@ def attend_pairs(
                 following = row_positions(begin + (first + STEPS) * stride, stride, D, NW, 16 * U)
                 found = centre_scores(angles_at(centres, following, D, NW), turning, D, NW)
     run(wait_ptx(0), lane)
-    shared._keep_alive()
-    gl.thread_barrier()
-    if WORK.one:
-        leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
-    else:
-        _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
+    return o, l, m
+
+
+@gluon.jit
+def _kept(
+    q, live, signs, scores, centres, plain, shared, mine, oldest,
+    SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """Attend to the rows that are kept as they are alone: sums, sums of weights, maxima.
+
+    With few keys a program waits for its instructions more than for anything else, so that those who attend to codes have none
+    of this.
+    """
+    D: gl.constexpr = SHAPE.width
+    sequence, _, position, _, head, _, _ = mine
+    places_of = plain_places(plain, sequence, position, head, None, SHAPE, KEPT, NW)
+    rotated, _ = _query_rows(shared, D)
+    if centres is not None:
+        scale = channel_scales(centres.scale + head * D, D, NW)
+    gdc_wait()
+    gdc_launch_dependents()
+    keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
+    x = load_queries(q, signs, live, D, NW)
+    if centres is not None:
+        x *= scale
+    qx = _operand(x, rotated, scores.factor, D, SHAPE.key_bits, NW)
+    return attend_plain(keys_of, plain, places_of, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW)
 
 
 @gluon.jit

@@ -4,8 +4,9 @@ Centres. The product of a query with the centre of a block of positions is one w
 that turn by the same angle are added up first, so a query has a number for each cosine and each sine. Tensor cores multiply 16
 blocks at a time by them, those of a warp's next 16 steps.
 
-Plain rows. They are rotated as codes are, so they are one more step before the first, without a look-up: a warp has 16 of them.
-The last warps of a row's last part take them, which have the fewest codes. Its layouts are those of `attend_step`.
+Plain rows. They are rotated as codes are, so they are one more step, without a look-up: a warp has 16 of them. They are a part
+of their own where one more program runs beside the others; else the last warps of a row's last part take them before their
+first step, since they have the fewest codes. Its layouts are those of `attend_step`.
 """
 
 import weakref
@@ -102,15 +103,23 @@ def _first_operand(x, CHUNK: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def angle_weights(centres, head, D: gl.constexpr, NW: gl.constexpr):
-    """Load, for each cosine and each sine, the two channels that turn so and what queries are multiplied by there."""
+def angle_channels(centres, D: gl.constexpr, NW: gl.constexpr):
+    """Load, for each cosine and each sine, the two channels that turn so."""
+    LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
+    j = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
+    return gl.load(centres.pairs + j % (D // 2)), gl.load(centres.pairs + D // 2 + j % (D // 2))
+
+
+@gluon.jit
+def angle_weights(centres, channels, head, D: gl.constexpr, NW: gl.constexpr):
+    """Load what queries are multiplied by at these channels."""
     LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
     j = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
     found = ()
     for i in gl.static_range(2):
-        channel = gl.load(centres.pairs + i * (D // 2) + j % (D // 2))
-        along, across = gl.load(centres.along + head * D + channel), gl.load(centres.across + head * D + channel)
-        found = found + ((channel, gl.where(j < D // 2, along, across)),)  # type: ignore[assignment]  # noqa: RUF005
+        at = head * D + channels[i]
+        along, across = gl.load(centres.along + at), gl.load(centres.across + at)
+        found = found + ((channels[i], gl.where(j < D // 2, along, across)),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -173,7 +182,9 @@ def _places(
     oldest = gl.maximum(position + 1 - KEPT.newest, KEPT.first)
     at = gl.where(n < KEPT.first, n, oldest + n - KEPT.first)
     beginning, recent = (n * 0).to(gl.int64), (n * 0).to(gl.int64)
-    there = (at <= position) & last
+    there = at <= position
+    if last is not None:
+        there &= last
     if KEPT.first:
         page = gl.load(plain.head_table + sequence)
         there &= (n >= KEPT.first) | ((page >= 0) & (page < plain.head_pool))
@@ -207,7 +218,7 @@ def _rows(beginning, recent, places, D: gl.constexpr, LAYOUT: gl.constexpr, KEPT
 
 @gluon.jit
 def plain_places(plain, sequence, position, head, last, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
-    """Find the plain rows of a token, as keys and as values are read, for the last part of a row."""
+    """Find the plain rows of a token, as keys and as values are read: in the program that is `last`, or in all (None)."""
     D: gl.constexpr = SHAPE.width
     CHUNK: gl.constexpr = 32 * key_words(D, SHAPE.key_bits)[1] // SHAPE.key_bits
     LK: gl.constexpr = gl.SliceLayout(2, _row_layout(NW, D, CHUNK))
@@ -225,6 +236,12 @@ def plain_keys(plain, places, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.co
 
 
 @gluon.jit
+def plain_values(plain, places, SHAPE: gl.constexpr, KEPT: gl.constexpr, NW: gl.constexpr):
+    """Load the plain values of a token."""
+    return _rows(plain.head_v, plain.v, places[1], SHAPE.width, _value_layout(NW, SHAPE.width), KEPT)
+
+
+@gluon.jit
 def attend_plain(
     keys_of, plain, places, qx, low, cap,
     SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
@@ -238,7 +255,7 @@ def attend_plain(
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     keys = places[0]
     kx = _first_operand(keys_of, CHUNK, NW)
-    vx = _rows(plain.head_v, plain.v, places[1], D, _value_layout(NW, D), KEPT)
+    vx = plain_values(plain, places, SHAPE, KEPT, NW)
     vx = gl.permute(gl.reshape(vx, [NW, 2, 4, 2, 8, D // 8]), [0, 5, 4, 1, 2, 3])  # x, g | h, c, e
     vx = gl.convert_layout(gl.reshape(vx, [NW, D, 16]), A, assert_trivial=True)
     s = mma_v2(kx, qx, gl.full([NW, 16, 8], 0.0, gl.float32, M)) * ROOT

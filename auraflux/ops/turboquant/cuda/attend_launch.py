@@ -53,6 +53,7 @@ ENOUGH_WIDE = 0.45  # the same of width 256
 WIDE_KEYS = 4096
 # keys of a part for which a multiprocessor to itself is faster: of two blocks at a time, and of one with 8 bits
 FEW_KEYS, FEWER_KEYS = range(1024, 2305), range(512, 1024)
+ROOMY = 168  # registers of a thread, where no multiprocessor has two programs and some rows have a part of their own
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
 ROTATED_COLUMNS = 64  # columns that a program merges where parts come rotated back: heads are few, and their parts many
@@ -184,12 +185,13 @@ def attend_few(
     cut = plan.cut
     # programs of a head that run at once, where they share out texts that may differ in length
     room = max(1, cut.resident * multiprocessors(device) // tiles) if shares_out(plan, sequences, pages.capacity) else None
-    fixed = keys_each()
+    fixed, window_keys, kept, plain = keys_each(), EVERYTHING if window is None else window, kept_of(pages), plain_of(pages)
     out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None and not fixed
-    grid = (plan.splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
-    rows, together = (tokens * heads, plan.splits) if room is None else (grid[0] * heads, 1)
+    apart = plain is not None and not one and room is None and not fixed and _beside(plan, tiles * tokens, device)
+    splits = plan.splits + apart
+    grid = (splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
+    rows, together = (tokens * heads, splits) if room is None else (grid[0] * heads, 1)
     parts, index = None if one else parts_like(rows, together, width, device), index_of(pages, starts)
-    window_keys, kept, plain = EVERYTHING if window is None else window, kept_of(pages), plain_of(pages)
     signs, _ = rotation_for(width, pages.seed, False, device)
     # of the transform and of the levels, which come larger by sqrt(D); then to base 2
     factor = scale / width * LOG2E.value
@@ -205,25 +207,31 @@ def attend_few(
         ),
         *((sinks, out) if one else (None, None)),
         Scores(factor * 2 / softcap if softcap else factor, softcap * LOG2E.value if softcap else 1.0, window_keys),
-        *(tokens, room or plan.splits, centres_of(pages.calibration), plain),
+        *(tokens, room or splits, centres_of(pages.calibration), plain),
         SHAPE=shape_of(pages),
         KEPT=kept,
-        WORK=Work(cut.warps, plan.depth, plan.blocks, plan.soon, one, room is not None, fixed),
+        WORK=Work(cut.warps, plan.depth, plan.blocks, plan.soon, one, room is not None, fixed, apart),
         G=group,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         num_warps=cut.warps,
-        maxnreg=cut.registers,
+        maxnreg=ROOMY if apart and splits * tiles * tokens <= multiprocessors(device) else cut.registers,
         launch_pdl=True,
     )
     if parts is not None:
-        _finish(parts, plan, room, index, sinks, signs, window_keys, out)
+        _finish(parts, plan, splits, room, index, sinks, signs, window_keys, out)
     return out
+
+
+def _beside(plan: Plan, programs: int, device: torch.device) -> bool:
+    """Whether one part more of every row runs beside the others."""
+    return programs * (plan.splits + 1) <= plan.cut.resident * multiprocessors(device)
 
 
 def _finish(
     parts: Parts,
     plan: Plan,
+    splits: int,
     room: int | None,
     index: Index,
     sinks: Tensor | None,
@@ -233,9 +241,9 @@ def _finish(
 ) -> None:
     tokens, heads, width = out.shape
     if width == 256 and room is None:
-        padded = merged_at_once(plan.splits)
+        padded = merged_at_once(splits)
         launch(finish_rotated, (tokens * heads, width // ROTATED_COLUMNS))(
-            *(parts, sinks, out, heads, plan.splits),
+            *(parts, sinks, out, heads, splits),
             D=width,
             P=padded,
             C=min(padded, 32),
@@ -244,9 +252,9 @@ def _finish(
             launch_pdl=True,
         )
         return
-    sizes = finish_sizes(room or plan.splits, width, room is not None)
+    sizes = finish_sizes(room or splits, width, room is not None)
     launch(finish_pairs, (tokens * heads,))(
-        *(parts, sinks, signs, out, None if room is None else index, heads, room or plan.splits, window),
+        *(parts, sinks, signs, out, None if room is None else index, heads, room or splits, window),
         **sizes,
         STEP=plan.cut.warps * plan.blocks * BLOCK,
         S=power_of_two(index.sequences),

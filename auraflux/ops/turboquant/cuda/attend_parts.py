@@ -187,11 +187,10 @@ def load_queries(q, signs, live, D: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def scaled_queries(x, scale, NW: gl.constexpr):
-    """Multiply rows [8, D] of queries by a scale for each channel."""
-    D: gl.constexpr = x.shape[1]
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])))[None, :]
-    return x * gl.load(scale + d)
+def channel_scales(scale, D: gl.constexpr, NW: gl.constexpr):
+    """Load what the rows of `load_queries` are multiplied by, a number for each channel."""
+    LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
+    return gl.load(scale + gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :])
 
 
 @gluon.jit
