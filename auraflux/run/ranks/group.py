@@ -5,6 +5,7 @@ NCCL. Nothing waits for a rank that is gone: every wait ends
 when the heart, a thread that looks after the others, has not seen one of them for a while.
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -46,11 +47,13 @@ class Place:
     def store(self, timeout_s: float) -> Any:
         """A connection to where ranks meet."""
         try:
-            return dist.TCPStore(
+            found = dist.TCPStore(
                 self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             )
         except (dist.DistError, RuntimeError) as err:
             raise RankError(f"nobody answers at {self.host}:{self.port}. Is rank 0 there, and the address right?") from err
+        # torchrun's own place outlives ranks that it starts again, who must not find groups of those before them
+        return dist.PrefixStore(f"auraflux/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
 
 
 def meeting_place(host: str, port: int) -> tuple[Place, Any]:
@@ -184,7 +187,10 @@ class Group(Members):
         return RankError(self.lost)
 
     def close(self) -> None:
-        """Let go of the other ranks."""
+        """Let go of the other ranks, when what was sent to them is on its way."""
+        with suppress(RankError):
+            while self.lost is None and self._sends:
+                self._wait(self._sends.pop(0)[0])
         self.lost = self.lost or "the group was closed."
         self._heart.stop()
         self._waiter.stop()
