@@ -22,7 +22,6 @@ from auraflux.run.fit import Fit, Sizes, fitted, free_for
 from auraflux.run.language import LanguageModel
 from auraflux.run.mtp_drafts import MTPDrafts
 from auraflux.run.ngrams import NGrams
-from auraflux.run.prepare import compile_kernels
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.ranks.lead import Lead
 from auraflux.run.ranks.parallel import EXPERTS, TENSOR, Parallel, parse_parallel
@@ -123,6 +122,9 @@ def load(
             model = make_model(*files, quantize, fit.dtype, target, fit.experts, tell, **form)
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
             if target.type == "cpu" and lead is None and fit.experts is None:
+                # it needs Numba, which a GPU does without
+                from auraflux.run.prepare import compile_kernels
+
                 kept = source.shapes, source.settings
                 compile_kernels(model, *kept, exact=exact, calibrate=wanted, dtype=fit.dtype, report=tell)
             vectors = _vectors(calibrate, source, model, fit, tokenizer, target, lead, tell) if wanted else None

@@ -24,11 +24,14 @@ from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.parallel import LOCAL, Parallel
 from auraflux.run.ranks.rank_runner import THROUGH_MEMORY
 from tests.models.oracles import error, save, tokens
-from tests.models.test_replay import MODELS
-from tests.run.ranks.test_recorded import OneRank
-from tests.run.ranks.together import decoded
+from tests.models.test_gpt_oss import gpt_oss
+from tests.models.test_llama import llama
+from tests.models.test_qwen3_5_moe import qwen3_5_moe
+from tests.models.test_qwen3_moe import qwen3_moe
+from tests.run.ranks.together import OneRank, decoded
 
 pytestmark = pytest.mark.gpu
+MODELS = {"llama": llama, "qwen3_moe": qwen3_moe, "qwen3_5_moe": qwen3_5_moe, "gpt_oss": gpt_oss}
 OPTIONS: dict[str, Any] = {"context": 256, "chunk": 16, "sequences": 4, "calibrate": "off"}
 STEPS = 8
 ROUNDING = 0.02  # of bf16, where sums are added in another order or by another kernel

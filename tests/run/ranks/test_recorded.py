@@ -17,11 +17,10 @@ from auraflux.run.engine import Engine
 from auraflux.run.graph import Replayer
 from auraflux.run.load import load
 from auraflux.run.ranks.members import Members
-from auraflux.run.ranks.parallel import Parallel
 from auraflux.run.ranks.rank_runner import THROUGH_MEMORY, RankRunner
 from tests.models.oracles import error
 from tests.run.ranks.test_pipeline import OPTIONS, saved
-from tests.run.ranks.together import decoded, together
+from tests.run.ranks.together import OneRank, decoded, together
 
 ROUNDING = 1e-6  # of sums in another order
 PLAIN: dict[str, Any] = {**OPTIONS, "kv": "none", "exact": True}
@@ -151,13 +150,6 @@ def test_what_is_not_recorded_is_said():
         decoded(ranks, [ids[:5]], 3)
         assert ranks.engine.replayer.refused == THROUGH_MEMORY
         assert ranks.engine.ranks.ask()[0]["refused"] == THROUGH_MEMORY
-
-
-class OneRank(Parallel):
-    """A group of one, which is of no use but that its rank does all that ranks do."""
-
-    def __post_init__(self) -> None:
-        """Refuse nothing."""
 
 
 @pytest.mark.parametrize(("name", "mode"), [("llama", "tensor"), ("qwen3_moe", "experts")])
