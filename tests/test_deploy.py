@@ -1,8 +1,11 @@
 """The examples in deploy/ are what they say: configs that Ray Serve takes, YAML that Kubernetes could, a torchrun that runs."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +87,52 @@ def test_versions_agree():
 
 
 @pytest.mark.slow
-def test_torchrun_runs():
-    options = ["--prompt", "hello", "--max-tokens", "4", "--device", "cpu", "--calibrate", "off", "--temperature", "0"]
-    setting = {**os.environ, "PYTHON": sys.executable, "COMMAND": "generate"}
-    command = [str(DEPLOY / "torchrun.sh"), str(tiny()), *options]
-    ended = subprocess.run(command, env=setting, cwd=DEPLOY.parent, capture_output=True, text=True, timeout=400)
-    assert ended.returncode == 0, ended.stderr
-    alone = [sys.executable, "-m", "auraflux", "generate", str(tiny()), *options]
-    assert ended.stdout == subprocess.run(alone, cwd=DEPLOY.parent, capture_output=True, text=True, timeout=400).stdout
+@pytest.mark.parametrize(
+    ("mixture", "asked"), [(False, {}), (True, {"PER_NODE": "4", "WAY": "pipeline=2,experts=2"})], ids=["pipeline", "combined"]
+)
+def test_torchrun_runs(mixture: bool, asked: dict[str, str]):
+    model = str(tiny(mixture=mixture))
+    with torchrun(model, asked) as started:
+        written, said = started.communicate(timeout=400)
+    assert started.returncode == 0, said
+    assert written == alone(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds a rank by what /proc says of processes")
+def test_torchrun_starts_ranks_again():
+    model = str(tiny())
+    with torchrun(model, {}) as started:
+        os.kill(process_with(b"RANK=1", b"TORCHELASTIC_RESTART_COUNT=0", model.encode()), signal.SIGKILL)
+        written, said = started.communicate(timeout=400)
+    assert started.returncode == 0, said
+    # what the first ones had written may be there too
+    assert written.endswith(alone(model))
+
+
+OPTIONS = ["--prompt", "hello", "--max-tokens", "4", "--device", "cpu", "--calibrate", "off", "--temperature", "0"]
+
+
+def torchrun(model: str, asked: dict[str, str]) -> "subprocess.Popen[str]":
+    # several processes share what cores there are
+    setting = {**os.environ, "PYTHON": sys.executable, "COMMAND": "generate", "OMP_NUM_THREADS": "1", **asked}
+    how: dict[str, Any] = {"env": setting, "cwd": DEPLOY.parent, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([str(DEPLOY / "torchrun.sh"), model, *OPTIONS], text=True, **how)
+
+
+def alone(model: str) -> str:
+    command = [sys.executable, "-m", "auraflux", "generate", model, *OPTIONS]
+    return subprocess.run(command, cwd=DEPLOY.parent, capture_output=True, text=True, timeout=400).stdout
+
+
+def process_with(*words: bytes) -> int:
+    """Wait for a process that has these in its environment or its command."""
+    ends = time.monotonic() + 200
+    while time.monotonic() < ends:
+        for each in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                said = b"\0".join((each / name).read_bytes() for name in ("environ", "cmdline")).split(b"\0")
+                if set(words) <= set(said):
+                    return int(each.name)
+        time.sleep(0.1)
+    raise AssertionError(f"no process has {words}")

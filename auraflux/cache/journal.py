@@ -43,8 +43,8 @@ class Journal:
 
 def facts_of(batch: Batch) -> dict[str, Any]:
     """What a mirror must be told of a batch that has made room for a step."""
-    index = batch.index
-    return {"index": [index.count, index.reach], "counts": batch.counts, "silent": batch.silent, "places": batch.places}
+    index, counts = batch.index, batch.counts + [1] * batch.fillers
+    return {"index": [index.count, index.reach], "counts": counts, "silent": batch.silent, "places": batch.places}
 
 
 class FollowedBatch(Batch):
@@ -65,7 +65,7 @@ class FollowedBatch(Batch):
             self.positions = self.index.positions
         else:
             spans = (range(length - new, length) for length, new in zip(lengths, counts, strict=True))
-            self.positions = torch.tensor([*chain.from_iterable(spans)], dtype=torch.int32)
+            self.positions = torch.tensor([*chain.from_iterable(spans)], dtype=torch.int32).to(self.index.device)
 
 
 class Mirror:

@@ -196,7 +196,7 @@ def _parallel(model: str | None, chosen: dict[str, Any]) -> "Parallel | None":
     text = chosen.get("divided")
     if not text:
         return None
-    from auraflux.run.ranks.lead import launched
+    from auraflux.run.ranks.devices import launched
     from auraflux.run.ranks.parallel import parse_parallel
 
     wanted = parse_parallel(text, chosen["rank_hosts"], chosen["rank_timeout"], chosen.get("restart", False))

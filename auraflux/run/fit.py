@@ -13,6 +13,7 @@ from auraflux.models.config import experts_per_token
 from auraflux.run.device import activation_dtype, free_device_nbytes
 from auraflux.run.ranks.lead import Lead
 from auraflux.run.ranks.parallel import EXPERTS
+from auraflux.run.ranks.split import Sizes as LayerSizes
 from auraflux.run.ranks.split import sizes_of
 from auraflux.run.source import Source
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes, share_out
@@ -85,7 +86,10 @@ def fitted(
     if lead is not None:
         sizes = sizes_of(source.checkpoint, source.module.rename, source.config.layers)
         rooms, deal = [_Room(*each) for each in lead.share(sizes, source.shapes)], lead.deal
-    settings, why = balanced(source.checkpoint, expert_settings, lead)
+        if device.type == "cuda":
+            rooms = [_beside_weights(room, sizes, source.checkpoint, lead.mesh.width) for room in rooms]
+        free = rooms[0].free
+    settings, why = balanced(source.checkpoint, expert_settings, lead, device)
     # names of all layers need not be as many as these are
     layers = None if lead is None or lead.whole else lead.here
     experts = keep_experts(source.checkpoint, settings, device, free, layers, source.left_out)
@@ -100,6 +104,14 @@ def fitted(
     limits = [(room.shapes, source.settings, _cache_nbytes(asked.cache_memory, room.free), room.held, deal) for room in rooms]
     had["tokens"] = min(pool_tokens(*limit, **had, dtype=dtype) for limit in limits)
     return Fit(source.shapes if lead is None else rooms[0].shapes, rooms[0].held, experts, settings, dtype, had)
+
+
+def _beside_weights(room: _Room, sizes: LayerSizes, checkpoint: Checkpoint, width: int) -> _Room:
+    """What weights leave of a GPU's memory, of which those that divide a layer are taken to have equal parts."""
+    assert room.held is not None
+    # packed experts take what they are given
+    loaded = loaded_nbytes(checkpoint.sizes()) / max(sizes.of(range(len(sizes.layers))), 1)
+    return replace(room, free=room.free - int(sizes.of(room.held) * loaded) // width)
 
 
 def _context(wanted: int | None, trained: int, room: _Room, settings: CacheSettings, dtype: torch.dtype, deal: Deal) -> int:
@@ -148,7 +160,9 @@ def pool_tokens(
     return min(most, context * (options["sequences"] + options.get("kept", 0)))
 
 
-def balanced(checkpoint: Checkpoint, settings: ExpertSettings, lead: Lead | None) -> tuple[ExpertSettings, list[str]]:
+def balanced(
+    checkpoint: Checkpoint, settings: ExpertSettings, lead: Lead | None, device: torch.device
+) -> tuple[ExpertSettings, list[str]]:
     """Decide whether ranks deal out experts as they are chosen, which wants reads from disk and the same rounding; and why."""
     files, asked = checkpoint.experts, settings.balance == "on"
     if lead is None or EXPERTS not in lead.mesh.modes:
@@ -163,13 +177,15 @@ def balanced(checkpoint: Checkpoint, settings: ExpertSettings, lead: Lead | None
     reason = None
     layers = [None] * lead.mesh.size if lead.whole else lead.held
     kept = [(files.within(some), settings.nbytes(free)) for some, free in zip(layers, lead.memory, strict=True)]
-    if not asked and any(share_out(some, k, nbytes, settings.io).mapped for some, nbytes in kept if some.files):
+    if device.type == "cuda":
+        reason = "rows of experts that are dealt out are added up by CPUs only"
+    elif not asked and any(share_out(some, k, nbytes, settings.io).mapped for some, nbytes in kept if some.files):
         reason = "their files are mapped"
     elif lead.unequal is not None:
         reason = f"ranks round differently ({lead.unequal})"
+    if reason is not None:
         if asked:
             raise SettingsError(f"--expert-balance on cannot be: {reason}. Leave it out.")
-    if reason is not None:
         return replace(settings, balance="off"), [f"experts: each rank has its own, since {reason}."]
     lead.balanced = True
     count = lead.mesh.width

@@ -25,6 +25,7 @@ log = logging.getLogger("auraflux")
 KEPT = 128  # recordings; the one that was used longest ago goes first
 SEVERAL = 8  # of them that check guesses on a CPU: they hold the activations of all layers
 SWITCHED_OFF = "it is switched off"
+NO_MEMORY = "the GPU has no memory for it"
 
 
 class Replay(Protocol):
@@ -58,19 +59,21 @@ class Replayer:
 
     def __init__(self, runner: Runner, graphs: bool):
         self.runner = runner
+        self._graphs = graphs
         # why steps of decoding, and those of prompts, are not replayed; None if they are
-        self.refused: str | None = None if graphs else SWITCHED_OFF
+        self.refused: str | None = runner.unrecorded if graphs else SWITCHED_OFF
         self.unread: str | None = None
         # whether the last step took longer than others like it will: it was run or recorded to be replayed later
         self.settling = False
         self._steps: dict[object, Step] = {}
         self._several: dict[object, Step] = {}
-        self._capture = CudaCapture() if runner.device.type == "cuda" else _record
+        self._capture = CudaCapture(runner.agreed) if runner.device.type == "cuda" else _record
+        runner.forget = self.forget
 
     @property
     def reads(self) -> bool:
         """Whether prompts go through `read`: where they are replayed, and where they would be, so that results are the same."""
-        return self.runner.device.type == "cuda" and self.unread is None and self.refused in (None, SWITCHED_OFF)
+        return self.ahead and self.unread is None and self.refused in (None, SWITCHED_OFF)
 
     def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """Scores of the next token, [B, V]; tokens may be on the device still."""
@@ -93,37 +96,42 @@ class Replayer:
     @property
     def ahead(self) -> bool:
         """Whether a step may begin before its tokens are known here: a GPU goes on while Python does other things."""
-        return self.runner.device.type == "cuda"
+        # ranks wait for each other in every step, and read prompts in pieces as they come
+        return self.runner.device.type == "cuda" and self.runner.alone
 
     def _decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         batch.extend([1] * len(batch.sequences))
         tokens = torch.as_tensor(ids)
         if batch.fillers:
             tokens = torch.nn.functional.pad(tokens, (0, batch.fillers))
-        found = self._replayed(batch, tokens, lambda step: self.runner.repeated(step.ids, batch))
-        return self.runner.after(found, batch)[: len(batch.sequences)]
+        with self.runner.telling(tokens, batch):
+            found = self._replayed(batch, tokens, lambda step: self.runner.repeated(step.ids, batch))
+            return self.runner.after(found, batch)[: len(batch.sequences)]
 
     def repeat(self, batch: Batch, given: Tensor) -> Tensor:
         """What a runner repeats for a batch whose numbers are written already."""
         return self._replayed(batch, given, lambda step: self.runner.repeated(step.ids, batch))
 
     def forget(self) -> None:
-        """Give all recordings up."""
+        """Give all recordings up, and what is known of steps that cannot be recorded: who takes part then may be others."""
         self._steps.clear()
         self._several.clear()
+        self.refused, self.unread = self.runner.unrecorded if self._graphs else SWITCHED_OFF, None
 
     def _verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         longest = max(map(len, ids))
         # sequences with fewer tokens are given their last again, so that steps recur
         filled = torch.tensor([each + each[-1:] * (longest - len(each)) for each in ids])
         batch.extend([longest] * len(ids))
-        found = self._replayed(batch, filled.flatten(), lambda step: self.runner.repeated(step.ids, batch))
-        if sum(map(len, ids)) < len(found):
-            wanted = [line * longest + at for line, each in enumerate(ids) for at in range(len(each))]
-            found = found[sent(wanted, found.device)]
-            for sequence, each in zip(batch.sequences, ids, strict=True):
-                sequence.truncate(sequence.length - longest + len(each))
-        return self.runner.after(found, batch)
+        tokens = filled.flatten()
+        with self.runner.telling(tokens, batch):
+            found = self._replayed(batch, tokens, lambda step: self.runner.repeated(step.ids, batch))
+            if sum(map(len, ids)) < len(found):
+                wanted = [line * longest + at for line, each in enumerate(ids) for at in range(len(each))]
+                found = found[sent(wanted, found.device)]
+                for sequence, each in zip(batch.sequences, ids, strict=True):
+                    sequence.truncate(sequence.length - longest + len(each))
+            return self.runner.after(found, batch)
 
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
@@ -173,7 +181,7 @@ class Replayer:
             # a recording has memory of its own, which a piece of a prompt can do without
             if batch.single:
                 raise
-            self._refuse("the GPU has no memory for it", batch.single)
+            self._refuse(NO_MEMORY, batch.single)
             return work()
         if recording.spoiled is not None:
             self._refuse(recording.spoiled, batch.single)
@@ -218,6 +226,8 @@ def _uncollected() -> Iterator[None]:
         with warnings.catch_warnings():
             # of a step that says at once why it cannot be captured
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            # of calls before the capture, until the watchdog has seen their end
+            warnings.filterwarnings("ignore", "Waiting for pending NCCL work")
             yield
     finally:
         if collects:
@@ -225,21 +235,29 @@ def _uncollected() -> Iterator[None]:
 
 
 class CudaCapture:
-    """Captures steps. Their graphs share memory: no result of one is needed any more when another runs."""
+    """Captures steps. Their graphs share memory: no result of one is needed any more when another runs.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    What ranks give each other through NCCL is captured with the rest, and NCCL wants a call captured by all ranks or by none:
+    so a graph is replayed only when all have agreed that they have one.
+    """
+
+    def __init__(self, agreed: Callable[[str | None], str | None]) -> None:
+        self._pool, self._agreed = torch.cuda.graph_pool_handle(), agreed
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        graph = torch.cuda.CUDAGraph()
+        graph, spoiled = torch.cuda.CUDAGraph(), None
         try:
-            # other threads may copy to the device meanwhile
+            # other threads may copy to the device meanwhile, and NCCL's watchdog asks how far earlier calls are
             with _uncollected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 scores = work()
         except torch.OutOfMemoryError:
+            self._agreed(NO_MEMORY)
             raise
         except RuntimeError as err:
-            return CudaGraph(graph, spoiled=str(err).partition("\n")[0]), work()
+            spoiled = str(err).partition("\n")[0]
+        spoiled = self._agreed(spoiled)
+        if spoiled is not None:
+            return CudaGraph(graph, spoiled), work()
         # capturing does not run anything
         graph.replay()
         return CudaGraph(graph), scores

@@ -22,7 +22,6 @@ from auraflux.run.fit import Fit, Sizes, fitted, free_for
 from auraflux.run.language import LanguageModel
 from auraflux.run.mtp_drafts import MTPDrafts
 from auraflux.run.ngrams import NGrams
-from auraflux.run.prepare import compile_kernels
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.ranks.lead import Lead
 from auraflux.run.ranks.parallel import EXPERTS, TENSOR, Parallel, parse_parallel
@@ -106,13 +105,13 @@ def load(
     with on_terminal(report) as tell, ExitStack() as callers:
         source = Source.open(path_or_name, settings, speculate == "mtp", ranks, tell)
         free = free_for(source.checkpoint, target)
-        lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, free, prefix_disk))
+        lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, prefix_disk))
         fit = fitted(source, target, free, sizes, expert_settings, lead)
         wanted = calibration.is_wanted(calibrate, source.shapes, source.settings)
         # what is read depends on the tokens, so their steps cannot be repeated blindly
-        graphs = graphs and (fit.experts is None or fit.experts.share.mapped) and (lead is None or lead.mesh.width == 1)
+        graphs = graphs and (fit.experts is None or fit.experts.share.mapped)
         if lead is not None:
-            terms = {"quantize": quantize, "exact": exact, "graphs": graphs, "device": target.type}
+            terms = {"quantize": quantize, "exact": exact, "invariant": invariant, "graphs": graphs}
             lead.agree(source.settings, fit.settings, **terms, sizes=fit.sizes, calibrate=wanted)
         tokenizer = source.tokenizer()
         fetch_kernels(target)
@@ -123,6 +122,9 @@ def load(
             model = make_model(*files, quantize, fit.dtype, target, fit.experts, tell, **form)
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
             if target.type == "cpu" and lead is None and fit.experts is None:
+                # it needs Numba, which a GPU does without
+                from auraflux.run.prepare import compile_kernels
+
                 kept = source.shapes, source.settings
                 compile_kernels(model, *kept, exact=exact, calibrate=wanted, dtype=fit.dtype, report=tell)
             vectors = _vectors(calibrate, source, model, fit, tokenizer, target, lead, tell) if wanted else None
@@ -187,19 +189,9 @@ def _speculation(
     return Speculation(lambda: ModelDraft(small.engine, vocab), engine.chunk)
 
 
-def _lead(ranks: Parallel, source: Source, device: torch.device, free: int, disk: str | int | None) -> Lead:
+def _lead(ranks: Parallel, source: Source, device: torch.device, disk: str | int | None) -> Lead:
     """Call the other ranks; what they cannot do is refused."""
     mesh = ranks.mesh
-    if device.type != "cpu" and TENSOR not in mesh.modes:
-        raise SettingsError(
-            f"a model is divided so among ranks on CPUs only, and this one is to run on {device}. Give --device cpu, or "
-            f"--parallel {TENSOR}={mesh.size}."
-        )
-    if device.type != "cpu" and (ranks.hosts or torch.cuda.device_count() < ranks.size):
-        raise SettingsError(
-            f"{TENSOR}={ranks.size} wants as many GPUs of this machine, and there are {torch.cuda.device_count()}; "
-            "other hosts cannot be named. Give --device cpu, or fewer ranks."
-        )
     model, path = source.module.Model, source.path
     if TENSOR in mesh.modes:
         if (reason := model.unsliced(source.config)) is not None:
@@ -212,7 +204,7 @@ def _lead(ranks: Parallel, source: Source, device: torch.device, free: int, disk
         raise SettingsError(f"{path} has no experts to divide. Give --parallel pipeline={mesh.size}.")
     if disk is not None:
         raise SettingsError("prefixes of a model that is divided among ranks cannot be kept on disk: leave --prefix-disk out.")
-    return Lead(ranks, source.checkpoint, free)
+    return Lead(ranks, source.checkpoint, device)
 
 
 def make_model(

@@ -1,7 +1,7 @@
 """Tokens through a model and its cache, one step after the other: what an engine and its replays both run."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -51,14 +51,31 @@ class Runner:
     exact      multiply float32 activations; otherwise CPU kernels round them to int8 per group
     invariant  have CUDA kernels give a token the same bits in any company; those of a CPU always do
     hidden     what the last scores were made of, [N, H]; None where it is not kept
+    alone      nobody else takes part in its steps
+    forget     gives up what was recorded of its steps
     """
 
     invariant = False
     hidden: Tensor | None = None
+    alone = True
 
     def __init__(self, model: Model, cache: Cache, exact: bool):
         self.model, self.cache, self.exact = model, cache, exact
         self.device = cache.device
+        self.forget: Callable[[], None] = lambda: None
+
+    @property
+    def unrecorded(self) -> str | None:
+        """Why its steps cannot be recorded; None where they can."""
+        return None
+
+    def telling(self, ids: Tensor, batch: Batch) -> AbstractContextManager[None]:
+        """Let others know of a step that is repeated inside the block."""
+        return nullcontext()
+
+    def agreed(self, spoiled: str | None) -> str | None:
+        """Why a step was not recorded by all who take part in it; None where it was. `spoiled` is the reason here."""
+        return spoiled
 
     @contextmanager
     def contract(self) -> Iterator[None]:

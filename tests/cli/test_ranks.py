@@ -33,6 +33,18 @@ def test_processes_of_this_machine_and_those_of_torchrun_write_what_one_does():
 
 
 @pytest.mark.slow
+def test_ways_that_are_combined_are_started_by_torchrun():
+    model = str(tiny(mixture=True))
+    alone = run("auraflux", "generate", model, *ASKED)
+    assert alone.strip()
+    launcher = "torch.distributed.run", "--nproc-per-node", "4", "-m", "auraflux"
+    assert run(*launcher, "generate", model, *ASKED, "--parallel", "pipeline=2,experts=2") == alone
+    said = run("torch.distributed.run", "--nproc-per-node", "2", "-m", "auraflux", "generate", model, *ASKED,
+               "--parallel", "pipeline=2,experts=2", code=1)  # fmt: skip
+    assert "error: torchrun started 2 processes, and --parallel asks for 4." in said
+
+
+@pytest.mark.slow
 def test_what_cannot_be_is_one_sentence():
     said = run("auraflux", "generate", str(tiny()), *ASKED, "--parallel", "pipeline=9", code=1)
     assert said.strip().splitlines()[-1] == "error: a model of 2 layers cannot be divided among 9 ranks."

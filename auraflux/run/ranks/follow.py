@@ -1,5 +1,6 @@
 """A rank that follows: it loads what rank 0 tells it to, and takes the steps that rank 0 takes."""
 
+import json
 import logging
 import os
 import time
@@ -19,15 +20,16 @@ from auraflux.run.calibration import samples
 from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.fit import keep_experts
 from auraflux.run.load import make_model
+from auraflux.run.ranks.devices import Devices
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
 from auraflux.run.ranks.identity import identity, rounding
 from auraflux.run.ranks.members import Part
 from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.parallel import TENSOR, TIMEOUT_S
-from auraflux.run.ranks.pipeline import Passing, Stage
+from auraflux.run.ranks.pipeline import Passing, Stage, StageRunner
 from auraflux.run.ranks.share import share_of
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
-from auraflux.run.ranks.whole import WholeRank
+from auraflux.run.ranks.whole import FollowingRunner, WholeRank
 from auraflux.run.ranks.wire import Wire
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings
@@ -57,10 +59,12 @@ def follow(
     place = Place(host, port, address_towards(host, port))
     number = 0
     while True:
-        number, given, count = _join(place, number, rank)
-        group = Group(place, number, given, count, timeout_s, wire)
+        number, given, about = _join(place, number, rank)
+        devices = Devices(**{name: about[name] for name in ("named", "shared", "nccl")})
+        device = devices.own(given)
+        group = Group(place, number, given, about["size"], timeout_s, wire)
         try:
-            _take_part(group, checkpoint, place.address)
+            _take_part(group, checkpoint, place.address, devices, device)
             return
         except RankError as err:
             if not restart:
@@ -73,38 +77,49 @@ def follow(
             group.close()
 
 
-def _join(place: Place, before: int, rank: int | None) -> tuple[int, int, int]:
-    """Wait for a group after the one before: its number, this process's rank, and how many there are."""
+def _join(place: Place, before: int, rank: int | None) -> tuple[int, int, dict[str, Any]]:
+    """Wait for a group after the one before: its number, this process's rank, and how many there are, and where."""
     store, ends = place.store(JOIN_S), time.monotonic() + JOIN_S
     while (number := store.add("round", 0)) <= before:
         if time.monotonic() > ends:
             raise RankError(f"no group was opened within {JOIN_S:.0f} s.")
         time.sleep(LOOK_S)
+    about = json.loads(store.get(f"{number}/about"))
+    # who has no such device leaves the others waiting for another
+    find_device(about["named"])
     joined = store.add(f"{number}/joined", 1)
-    size = int(store.get(f"{number}/size"))
-    if rank is None and joined >= size:
-        raise RankError(f"the group has all of its {size} ranks already.")
-    return number, joined if rank is None else rank, size
+    if rank is None and joined >= about["size"]:
+        raise RankError(f"the group has all of its {about['size']} ranks already.")
+    return number, joined if rank is None else rank, about
 
 
-def _take_part(group: Group, checkpoint: Checkpoint, address: str) -> None:
-    here = {"identity": identity(checkpoint), "rounding": rounding(), "free": free_nbytes()}
+def _take_part(group: Group, checkpoint: Checkpoint, address: str, devices: Devices, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    here = {"identity": identity(checkpoint), "rounding": rounding(), "free": devices.free_nbytes(device)}
     group.say({**here, "address": address, "process": os.getpid()}, 0)
     terms = group.hear(0)
     if "refused" in terms:
         raise InputError(terms["refused"])
-    if "end" not in terms:
-        stage = _loaded(group, checkpoint, terms)
-        group.say({"ready": True}, 0)
+    if "end" in terms:
+        return
+    mesh = Mesh(**{**terms["mesh"], "modes": tuple(terms["mesh"]["modes"])})
+    if devices.nccl:
+        group.open_devices(mesh)
+    stage = _loaded(group, checkpoint, terms, mesh, device)
+    group.say({"ready": True}, 0)
+    try:
         stage.follow()
+    finally:
+        # NCCL is given up when no recording refers to it any more
+        stage.replayer.forget()
 
 
-def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stage | WholeRank:
+def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any], mesh: Mesh, device: torch.device) -> Stage | WholeRank:
     """Load this rank's part and make its cache."""
-    module, device = family(checkpoint.config), _device(group, terms["device"])
+    module = family(checkpoint.config)
     config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
     kept = ExpertSettings(**terms["experts"])
-    mesh = Mesh(**{**terms["mesh"], "modes": tuple(terms["mesh"]["modes"])})
     own = share_of(mesh, group.rank, lambda: Part(group, mesh.peers(group.rank)), kept.balance == "on")
     shapes, held = own.sliced(module.make_caches(config)), range(*terms["held"][group.rank])
     experts = keep_experts(checkpoint, kept, device, free_nbytes(), None if mesh.whole else held)
@@ -115,19 +130,10 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any]) -> Stag
     cache = Cache(shapes, CacheSettings(**terms["kv"]), **terms["sizes"], **here)
     graphs = terms["graphs"] and (experts is None or experts.share.mapped)
     read: Callable[[], int] = lambda: 0 if experts is None else experts.traffic().total.nbytes  # noqa: E731
-    if mesh.whole:
-        return WholeRank(model, cache, terms["exact"], group, read)
-    return Stage(model, cache, terms["exact"], graphs, group, mesh, read)
-
-
-def _device(group: Group, kind: str) -> Any:
-    """Where this rank runs: of GPUs, the one with its number."""
-    if kind == "cpu":
-        return find_device("cpu")
-    device = find_device(f"cuda:{group.rank}")
-    torch.cuda.set_device(device)
-    group.open_devices()
-    return device
+    whole = model, cache, terms["exact"], group, mesh
+    runner = FollowingRunner(*whole) if mesh.whole else StageRunner(*whole)
+    runner.invariant = terms["invariant"]
+    return WholeRank(runner, graphs, read) if isinstance(runner, FollowingRunner) else Stage(runner, graphs, read)
 
 
 def _vectors(

@@ -5,9 +5,11 @@ NCCL. Nothing waits for a rank that is gone: every wait ends
 when the heart, a thread that looks after the others, has not seen one of them for a while.
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -19,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from auraflux.errors import RankError
+from auraflux.run.ranks.devices import device_group
 from auraflux.run.ranks.heart import Heart, Key
 from auraflux.run.ranks.members import ROWS, Members
+from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.wire import Wire
 
 # torch's stubs know little of it
@@ -29,6 +33,7 @@ LOOK_S = 0.2  # between two looks at the heart
 FOREVER = timedelta(days=30)  # the heart ends waits, not gloo
 UNDER_WAY = 4  # sends that are not waited for
 JOIN_S = 600.0  # in which all ranks must have come
+ABORT_S = 5.0  # after which NCCL ends by itself
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,13 @@ class Place:
     def store(self, timeout_s: float) -> Any:
         """A connection to where ranks meet."""
         try:
-            return dist.TCPStore(
+            found = dist.TCPStore(
                 self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             )
         except (dist.DistError, RuntimeError) as err:
             raise RankError(f"nobody answers at {self.host}:{self.port}. Is rank 0 there, and the address right?") from err
+        # torchrun's own place outlives ranks that it starts again, who must not find groups of those before them
+        return dist.PrefixStore(f"auraflux/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
 
 
 def meeting_place(host: str, port: int) -> tuple[Place, Any]:
@@ -83,8 +90,11 @@ class Tally:
 class Group(Members):
     """Ranks that have found each other.
 
-    lost  why the group is of no use any more; None while it is
+    lost      why the group is of no use any more; None while it is
+    captured  whether what ranks of a stage give each other can be part of a CUDA graph
     """
+
+    captured = False
 
     def __init__(self, place: Place, number: int, rank: int, size: int, timeout_s: float, wire: Wire | None = None):
         self.rank, self.size, self.number, self._wire = rank, size, number, wire or Wire()
@@ -98,15 +108,16 @@ class Group(Members):
         except RuntimeError as err:
             raise RankError(f"the {size} ranks have not found each other within {JOIN_S:.0f} s.") from err
         self.lost: str | None = None
-        self._meeting, self._devices = meeting, None
+        self._meeting, self.devices = meeting, None
         self._heart = Heart(place, self._key, rank, size, timeout_s, self._abort)
         self._waiter = Waiter()
         self._sends: list[tuple[Any, Tensor]] = []
         self.tally = Tally()
 
     def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
-        """Begin to send a tensor, which must not change any more."""
+        """Begin to send a tensor, which must not change any more; that of a GPU goes through main memory."""
         self.check()
+        tensor = tensor.cpu()
         while len(self._sends) >= UNDER_WAY:
             self._wait(self._sends.pop(0)[0])
         try:
@@ -151,20 +162,20 @@ class Group(Members):
         self.lost = self.lost or why
         self._heart.stop()
 
-    def open_devices(self) -> None:
-        """Let GPUs give each other what they have; every rank calls it, with its own GPU as the current one."""
-        self._devices = device_group(dist.PrefixStore(self._key("nccl"), self._meeting), self.rank, self.size)
+    def open_devices(self, mesh: Mesh) -> None:
+        """Let GPUs of a stage give each other what they have; every rank calls it, with its own GPU as the current one."""
+        store = dist.PrefixStore(self._key(f"nccl/{mesh.stage(self.rank)}"), self._meeting)
+        self.devices = device_group(store, mesh.place(self.rank), mesh.width, JOIN_S)
+        self.captured = True
 
     def _abort(self) -> None:
         """End what GPUs wait for: their kernels would wait for ever."""
-        if self._devices is not None:
-            self._devices.abort()
-
-    def exchange(self, mine: Tensor) -> list[Tensor]:
-        """What all ranks give, in their order; each gives a tensor of the same shape."""
-        if mine.is_cuda:
-            return gathered(self._devices, mine, self.size)
-        return super().exchange(mine)
+        devices, self.devices = self.devices, None
+        if devices is not None:
+            # kernels end at once, but NCCL itself only when no CUDA graph has its calls any more
+            thread = Thread(target=_give_up, args=(devices,), name="auraflux-abort", daemon=True)
+            thread.start()
+            thread.join(ABORT_S)
 
     def fail(self, why: str) -> None:
         """Leave word why this rank will be gone."""
@@ -176,27 +187,20 @@ class Group(Members):
         return RankError(self.lost)
 
     def close(self) -> None:
-        """Let go of the other ranks."""
+        """Let go of the other ranks, when what was sent to them is on its way."""
+        with suppress(RankError):
+            while self.lost is None and self._sends:
+                self._wait(self._sends.pop(0)[0])
         self.lost = self.lost or "the group was closed."
         self._heart.stop()
         self._waiter.stop()
+        self._abort()
 
 
-def device_group(store: Any, rank: int, size: int) -> Any:
-    """GPUs of one machine that find each other through a store."""
-    kind: Any = getattr(dist, "ProcessGroupNCCL", None)
-    if kind is None:
-        raise RankError("this build of torch has no NCCL, without which GPUs cannot share a model.")
-    options = kind.Options()
-    options._timeout = timedelta(seconds=JOIN_S)
-    return kind(store, rank, size, options)
-
-
-def gathered(backend: Any, mine: Tensor, size: int) -> list[Tensor]:
-    """What all ranks give, by one call of a process group of torch, be it gloo or NCCL."""
-    found = [torch.empty_like(mine) for _ in range(size)]
-    backend.allgather([found], [mine.contiguous()]).wait()
-    return found
+def _give_up(devices: Any) -> None:
+    # it says so when it has waited too long
+    with suppress(RuntimeError):
+        devices.abort()
 
 
 class Waiter:

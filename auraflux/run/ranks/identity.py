@@ -23,10 +23,15 @@ def identity(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def rounding() -> dict[str, Any]:
     """What the last bits of a result depend on."""
-    from auraflux.ops.simd.vectors import ISA
+    try:
+        from auraflux.ops.simd.vectors import ISA
 
+        instructions = ISA.name
+    except ImportError:
+        # without Numba no kernel of a CPU runs
+        instructions = None
     versioned = versions("torch", "numba")
-    return {"processor": this_machine().cpu, "instructions": ISA.name, "threads": torch.get_num_threads(), **versioned}
+    return {"processor": this_machine().cpu, "instructions": instructions, "threads": torch.get_num_threads(), **versioned}
 
 
 def difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """Rank 0: it calls the others together, says who does what, and gets them back when one is gone."""
 
 import atexit
+import json
 import logging
 import os
 import subprocess
@@ -11,10 +12,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import Deal
 from auraflux.errors import InputError, RankError
+from auraflux.run.ranks.devices import Devices, launched
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
 from auraflux.run.ranks.identity import difference, identity, rounding
 from auraflux.run.ranks.members import Part
@@ -45,8 +49,10 @@ class Lead:
     balanced  whether experts are dealt out as they are chosen
     """
 
-    def __init__(self, parallel: Parallel, checkpoint: Checkpoint, free: int):
-        self.parallel, self.mesh, self._checkpoint, self._free = parallel, parallel.mesh, checkpoint, free
+    def __init__(self, parallel: Parallel, checkpoint: Checkpoint, device: torch.device):
+        self.parallel, self.mesh, self._checkpoint = parallel, parallel.mesh, checkpoint
+        self._devices = Devices.of(parallel, device)
+        self._free = self._devices.free_nbytes(device)
         self._identity = identity(checkpoint)
         self._started: list[subprocess.Popen[bytes]] = []
         self._terms: dict[str, Any] = {}
@@ -82,7 +88,7 @@ class Lead:
         # an open group is one that followers may join
         store = self.place.store(parallel.timeout_s)
         number = int(store.add("next", 1))
-        store.set(f"{number}/size", str(self.mesh.size))
+        store.set(f"{number}/about", json.dumps({"size": self.mesh.size, **asdict(self._devices)}))
         store.set("round", str(number))
         if not launched() and not parallel.hosts:
             self._started = [self._start() for _ in range(self.mesh.size - 1)]
@@ -178,8 +184,8 @@ class Lead:
         self._open_devices()
 
     def _open_devices(self) -> None:
-        if self._terms["device"] == "cuda":
-            self.group.open_devices()
+        if self._devices.nccl:
+            self.group.open_devices(self.mesh)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What all ranks have, in their order."""
@@ -194,7 +200,8 @@ class Lead:
         self.group.say_all({"tokens": tokens})
 
     def join(self, mine: ModelVectors) -> ModelVectors:
-        """The vectors that all ranks have found."""
+        """The vectors that all ranks have found, in main memory."""
+        mine = unpack_vectors(pack_vectors(mine))
         if TENSOR in self.mesh.modes:
             others = [unpack_vectors(collected(self.group, rank)) for rank in range(1, self.group.size)]
             return ModelVectors.joined([mine, *others])
@@ -209,10 +216,8 @@ class Lead:
 
     def runner(self, model: Any, cache: Cache, exact: bool) -> Runner:
         """What runs all layers."""
-        if self.whole:
-            self._runner = WholeRunner(model, cache, exact, self.group)
-        else:
-            self._runner = (PipelineRunner if self.mesh.width == 1 else MeshRunner)(model, cache, exact, self.group, self.mesh)
+        kind = WholeRunner if self.whole else PipelineRunner if self.mesh.width == 1 else MeshRunner
+        self._runner = kind(model, cache, exact, self.group, self.mesh)
         return self._runner
 
     def ready(self, vectors: ModelVectors | None) -> None:
@@ -228,8 +233,12 @@ class Lead:
 
     def read_nbytes(self) -> int:
         """How much of experts the other ranks have read so far."""
+        return sum(each["nbytes"] for each in self.ask())
+
+    def ask(self) -> list[dict[str, Any]]:
+        """What each of the other ranks has read of experts, and why it does not replay steps of decoding, if it does not."""
         self._tell({"read": True})
-        return sum(self.group.hear(rank)["nbytes"] for rank in range(1, self.group.size))
+        return [self.group.hear(rank) for rank in range(1, self.group.size)]
 
     def check(self) -> None:
         """Raise if a rank is gone."""
@@ -261,6 +270,9 @@ class Lead:
 
     def _end(self) -> None:
         gone = self.group.lost is not None
+        if self._runner is not None:
+            # NCCL is given up when no recording refers to it any more
+            self._runner.forget()
         self.group.close()
         self._stop_started(gone)
 
@@ -274,8 +286,3 @@ class Lead:
                 process.kill()
                 process.wait()
         self._started = []
-
-
-def launched() -> bool:
-    """Whether torchrun started this process."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_PORT" in os.environ

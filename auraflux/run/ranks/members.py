@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from auraflux.run.ranks.devices import gathered
+
 HEADER_NBYTES = 4096  # of a note; what is longer follows in a message of its own
 LENGTH = struct.Struct("<q")
 ROWS, NOTES = 0, 1  # tags
@@ -27,12 +29,14 @@ class Coming(Protocol):
 class Members:
     """Ranks that talk to each other.
 
-    number  of the group; one that comes back is another
+    number   of the group; one that comes back is another
+    devices  through which their GPUs reach each other, see `devices.py`; None where they do not
     """
 
     rank: int
     size: int
     number: int
+    devices: Any
 
     def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
         """Begin to send a tensor, which must not change any more."""
@@ -83,8 +87,12 @@ class Members:
 
     def exchange(self, mine: Tensor) -> list[Tensor]:
         """What all ranks give, in their order; each gives a tensor of the same shape."""
+        if mine.is_cuda:
+            if self.devices is not None:
+                return gathered(self.devices, mine, self.size)
+            return [each.to(mine.device) for each in self.exchange(mine.cpu())]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        coming = {rank: self.expect(*mine.shape, source=rank) for rank in others}
+        coming = {rank: self.expect(*mine.shape, source=rank, dtype=mine.dtype) for rank in others}
         for rank in others:
             self.send(mine, rank)
         return [mine if rank == self.rank else coming[rank].wait() for rank in range(self.size)]
@@ -103,10 +111,9 @@ class Members:
 
     def add_up(self, mine: Tensor) -> Tensor:
         """The sum of what all ranks give, added in their order: [T, H]."""
-        parts = self.exchange(mine)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
+        total, *rest = self.exchange(mine)
+        for part in rest:
+            total = total + part
         return total
 
 
@@ -116,17 +123,13 @@ class Part(Members):
     def __init__(self, group: Members, ranks: Sequence[int]):
         self._group, self._ranks = group, ranks
         self.rank, self.size, self.number = ranks.index(group.rank), len(ranks), group.number
+        self.devices = group.devices
 
     def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
         self._group.send(tensor, self._ranks[to], tag)
 
     def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
         return self._group.expect(*shape, source=self._ranks[source], dtype=dtype, tag=tag)
-
-    def exchange(self, mine: Tensor) -> list[Tensor]:
-        """What all ranks give, in their order; each gives a tensor of the same shape."""
-        # GPUs have a way of their own, which all of a group take
-        return super().exchange(mine) if self.size < self._group.size else self._group.exchange(mine)
 
 
 def _octets(data: bytes) -> Tensor:

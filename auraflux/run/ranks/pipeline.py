@@ -5,7 +5,8 @@ scores of all tokens, and a matrix that is embedding and head at once is held on
 anything about is not waited for: while the others are at it, rank 0 reads the next.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,46 +14,54 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache
 from auraflux.cache.journal import Entry, Journal, Mirror, facts_of
-from auraflux.ops import exact
 from auraflux.run.device import sent
 from auraflux.run.graph import Replayer
 from auraflux.run.ranks.group import Expected, Group
 from auraflux.run.ranks.mesh import Mesh
-from auraflux.run.runner import Runner
+from auraflux.run.ranks.rank_runner import RankRunner
 
 
-class PipelineRunner(Runner):
+class PipelineRunner(RankRunner):
     """Rank 0's layers, and then those of the others."""
 
     def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, mesh: Mesh):
-        super().__init__(model, cache, exact)
-        self.part, self.group, self.mesh, self.journal = model, group, mesh, Journal(cache)
+        super().__init__(model, cache, exact, group, mesh)
+        self.part, self.journal = model, Journal(cache)
         # rows that are on their way to nobody, since a step was interrupted
         self._unread: list[Expected] = []
 
     def forward(self, flat: Tensor, batch: Batch) -> Tensor:
         """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
-        return self._hidden(self.repeated(flat, batch), batch)
+        with self._told(flat, batch, repeated=False):
+            return self._hidden(self.repeated(flat, batch), batch, repeated=False)
+
+    def telling(self, ids: Tensor, batch: Batch) -> AbstractContextManager[None]:
+        """Let others know of a step that is repeated inside the block."""
+        return self._told(ids, batch, repeated=True)
+
+    def _told(self, ids: Tensor, batch: Batch, repeated: bool) -> AbstractContextManager[None]:
+        """Tell those who take a step with this rank; the stages after it are told when it has done its part."""
+        self.group.check()
+        return nullcontext()
 
     def repeated(self, given: Tensor, batch: Batch) -> Tensor:
-        """Run the layers that are here: [T, H]."""
-        self.group.check()
-        with exact(self.exact):
+        """Run the layers that are here: [T, H]. That can be recorded; what ranks send to each other is not part of it."""
+        with self.contract():
             return self.part.part(given, batch, self.cache)
 
     def after(self, found: Tensor, batch: Batch) -> Tensor:
         """Let the others go on with what was found here: the scores [B, V]."""
-        return self.score(self._hidden(found, batch))
+        return self.score(self._hidden(found, batch, repeated=True))
 
-    def _hidden(self, rows: Tensor, batch: Batch) -> Tensor:
+    def _hidden(self, rows: Tensor, batch: Batch, repeated: bool) -> Tensor:
         while self._unread:
             self._unread[0].wait()
             del self._unread[0]
         try:
             if not batch.silent:
-                self._unread.append(self.group.expect(*rows.shape, source=self.mesh.heads[-1]))
+                self._unread.append(self.group.expect(*rows.shape, source=self.mesh.heads[-1], dtype=rows.dtype))
             following = self.mesh.heads[1]
-            self.group.say({"journal": self._entries(), "batch": facts_of(batch)}, following)
+            self.group.say({"journal": self._entries(), "batch": facts_of(batch), "repeated": repeated}, following)
             self.group.send(rows, following)
         except BaseException:
             self.group.break_up("a step was broken off while it was passed on.")
@@ -61,8 +70,8 @@ class PipelineRunner(Runner):
             return torch.empty(0)
         found = self._unread[0].wait()
         del self._unread[0]
-        with exact(self.exact):
-            return self.part.normed(found)
+        with self.contract():
+            return self.part.normed(found.to(self.device))
 
     def _entries(self) -> list[Entry]:
         """What has happened to the cache since the last step."""
@@ -79,14 +88,15 @@ class MeshRunner(PipelineRunner):
 
     _taken: list[Entry]
 
-    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
-        """Run the layers of this stage: [T, H]."""
+    @contextmanager
+    def _told(self, ids: Tensor, batch: Batch, repeated: bool) -> Iterator[None]:
+        self.group.check()
         self._taken = self.journal.take()
         try:
-            told = {"journal": self._taken, "batch": facts_of(batch), "ids": given.tolist()}
+            told = {"journal": self._taken, "batch": facts_of(batch), "ids": ids.tolist(), "repeated": repeated}
             for rank in self.mesh.peers(0)[1:]:
                 self.group.say(told, rank)
-            return super().repeated(given, batch)
+            yield
         except BaseException:
             # the others wait in the middle of the step, and there is no way to call them back
             self.group.break_up("a step was broken off, and the ranks are no longer at the same place.")
@@ -96,12 +106,12 @@ class MeshRunner(PipelineRunner):
         return self._taken
 
 
-class StageRunner(Runner):
+class StageRunner(RankRunner):
     """The layers of a rank that follows, as a `Replayer` runs them."""
 
     def repeated(self, given: Tensor, batch: Batch) -> Tensor:
         """[T, H] -> [T, H]."""
-        with exact(self.exact):
+        with self.contract():
             return self.model.part(given, batch, self.cache)  # type: ignore[attr-defined]
 
 
@@ -111,20 +121,9 @@ class Stage:
     read_nbytes  tells how much of experts was read here
     """
 
-    def __init__(
-        self,
-        model: Any,
-        cache: Cache,
-        exact: bool,
-        graphs: bool,
-        group: Group,
-        mesh: Mesh,
-        read_nbytes: Callable[[], int],
-    ):
-        self.group, self.mesh, self.mirror, self._read_nbytes = group, mesh, Mirror(cache), read_nbytes
-        self.width = model.config.hidden
-        self.runner = StageRunner(model, cache, exact)
-        self.replayer = Replayer(self.runner, graphs)
+    def __init__(self, runner: StageRunner, graphs: bool, read_nbytes: Callable[[], int]):
+        self.runner, self.group, self.mesh, self._read_nbytes = runner, runner.group, runner.mesh, read_nbytes
+        self.mirror, self.replayer = Mirror(runner.cache), Replayer(runner, graphs)
 
     def follow(self) -> None:
         """Take steps until rank 0 ends."""
@@ -135,25 +134,31 @@ class Stage:
                     group.say(told, after)
                 if "end" in told:
                     return
-                group.say({"nbytes": self._read_nbytes()}, 0)
+                group.say({"nbytes": self._read_nbytes(), "refused": self.replayer.refused}, 0)
                 continue
-            if before is None:
-                rows = sent(told.pop("ids"), self.runner.device)
-            else:
-                rows = group.receive(sum(told["batch"]["counts"]), self.width, source=before)
-            found = self._step(told, rows)
+            found = self._step(told, self._rows(told, before))
             if after is not None:
                 group.say(told, after)
                 group.send(found, after)
             elif group.rank in self.mesh.heads and not told["batch"]["silent"]:
                 group.send(found, 0)
 
+    def _rows(self, told: dict[str, Any], before: int | None) -> Tensor:
+        """What the layers here are given: tokens of the first stage, rows of the others."""
+        device, model = self.runner.device, self.runner.model
+        if before is None:
+            return sent(told.pop("ids"), device)
+        return received(self.group, sum(told["batch"]["counts"]), model, before).to(device)
+
     def _step(self, told: dict[str, Any], rows: Tensor) -> Tensor:
         self.mirror.repeat(told["journal"])
         batch = self.mirror.batch(told["batch"])
-        if batch.single and not batch.silent:
-            return self.replayer.repeat(batch, rows)
-        return self.runner.repeated(rows, batch)
+        return self.replayer.repeat(batch, rows) if told["repeated"] else self.runner.repeated(rows, batch)
+
+
+def received(group: Group, tokens: int, model: Any, source: int) -> Tensor:
+    """Rows that come from the layers before a model's: [T, H]."""
+    return group.receive(tokens, model.config.hidden, source=source, dtype=model.dtype)
 
 
 class Passing:
@@ -167,7 +172,7 @@ class Passing:
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Run tokens through the layers that are here: [T, H], of no use to anybody."""
         group = self._group
-        given = ids if self._before is None else group.receive(len(ids), self.config.hidden, source=self._before)
+        given = ids if self._before is None else received(group, len(ids), self._model, self._before).to(ids.device)
         found = self._model.part(given, batch, cache)
         if self._after is not None:
             group.send(found, self._after)

@@ -6,7 +6,8 @@ neither has room for. Or it is some heads and columns of every layer, for GPUs o
 weights at the same time. All else is computed by all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,23 +16,35 @@ from torch import Tensor
 from auraflux.cache import Batch, Cache
 from auraflux.cache.journal import Journal, Mirror, facts_of
 from auraflux.run.device import sent
+from auraflux.run.graph import Replayer
 from auraflux.run.ranks.group import Group
-from auraflux.run.runner import Runner
+from auraflux.run.ranks.mesh import Mesh
+from auraflux.run.ranks.rank_runner import RankRunner
 
 
-class WholeRunner(Runner):
+class WholeRunner(RankRunner):
     """Rank 0: it tells the others of every step, and takes it with them."""
 
-    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group):
-        super().__init__(model, cache, exact)
-        self.group, self.journal = group, Journal(cache)
+    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, mesh: Mesh):
+        super().__init__(model, cache, exact, group, mesh)
+        self.journal = Journal(cache)
 
     def forward(self, flat: Tensor, batch: Batch) -> Tensor:
         """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
+        with self._told(flat, batch, repeated=False):
+            return super().forward(flat, batch)
+
+    def telling(self, ids: Tensor, batch: Batch) -> AbstractContextManager[None]:
+        """Let others know of a step that is repeated inside the block."""
+        return self._told(ids, batch, repeated=True)
+
+    @contextmanager
+    def _told(self, ids: Tensor, batch: Batch, repeated: bool) -> Iterator[None]:
         self.group.check()
         try:
-            self.group.say_all({"journal": self.journal.take(), "batch": facts_of(batch), "ids": flat.tolist()})
-            return super().forward(flat, batch)
+            told = {"journal": self.journal.take(), "batch": facts_of(batch), "ids": ids.tolist(), "repeated": repeated}
+            self.group.say_all(told)
+            yield
         except BaseException:
             # the others wait in the middle of the step, and there is no way to call them back
             self.group.break_up("a step was broken off, and the ranks are no longer at the same place.")
@@ -39,17 +52,35 @@ class WholeRunner(Runner):
 
     def score(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V] float32."""
-        found = super().score(hidden)
-        if found.is_cuda:
+        return self._settled(super().score(hidden))
+
+    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
+        """The part of a step of decoding that can be recorded, which others were told of: the scores [B, V]."""
+        return super().score(super().forward(given, batch))
+
+    def after(self, found: Tensor, batch: Batch) -> Tensor:
+        """Make scores of what was recorded."""
+        return self._settled(found)
+
+    def _settled(self, scores: Tensor) -> Tensor:
+        if scores.is_cuda:
             # a GPU goes on with whatever is there when a rank that it waited for is given up
-            torch.cuda.synchronize(found.device)
+            torch.cuda.synchronize(scores.device)
             self.group.check()
-        return found
+        return scores
 
     def renew(self, group: Group) -> None:
         """Go on with another group, whose caches are empty."""
         self.group = group
         self.journal.take()
+
+
+class FollowingRunner(RankRunner):
+    """A rank that follows: nobody asks it for scores."""
+
+    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
+        """The final hidden states, [T, H]."""
+        return self.forward(given, batch)
 
 
 class WholeRank:
@@ -58,9 +89,9 @@ class WholeRank:
     read_nbytes  tells how much of experts was read here
     """
 
-    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, read_nbytes: Callable[[], int]):
-        self._read_nbytes = read_nbytes
-        self.runner, self.group, self.mirror = Runner(model, cache, exact), group, Mirror(cache)
+    def __init__(self, runner: FollowingRunner, graphs: bool, read_nbytes: Callable[[], int]):
+        self.runner, self.group, self._read_nbytes = runner, runner.group, read_nbytes
+        self.mirror, self.replayer = Mirror(runner.cache), Replayer(runner, graphs)
 
     def follow(self) -> None:
         """Take steps until rank 0 ends."""
@@ -68,7 +99,11 @@ class WholeRank:
             if "end" in told:
                 return
             if "read" in told:
-                self.group.say({"nbytes": self._read_nbytes()}, 0)
+                self.group.say({"nbytes": self._read_nbytes(), "refused": self.replayer.refused}, 0)
                 continue
             self.mirror.repeat(told["journal"])
-            self.runner.forward(sent(told["ids"], self.runner.device), self.mirror.batch(told["batch"]))
+            ids, batch = sent(told["ids"], self.runner.device), self.mirror.batch(told["batch"])
+            (self.replayer.repeat if told["repeated"] else self._forward)(batch, ids)
+
+    def _forward(self, batch: Batch, ids: Tensor) -> None:
+        self.runner.forward(ids, batch)

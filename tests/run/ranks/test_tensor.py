@@ -16,7 +16,8 @@ from auraflux.models import llama as llama_family
 from auraflux.quant import quantize
 from auraflux.run.engine import nbytes
 from auraflux.run.load import load
-from auraflux.run.ranks.group import Group, gathered, meeting_place
+from auraflux.run.ranks.devices import gathered
+from auraflux.run.ranks.group import Group, meeting_place
 from auraflux.run.ranks.parallel import LOCAL
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings

@@ -19,6 +19,13 @@ from auraflux.run.ranks.parallel import LOCAL, Parallel, parse_parallel
 PATIENCE_S = 120.0
 
 
+class OneRank(Parallel):
+    """A group of one, which is of no use but that its rank does all that ranks do."""
+
+    def __post_init__(self) -> None:
+        """Refuse nothing."""
+
+
 def free_port() -> int:
     with socket.create_server((LOCAL, 0)) as listening:
         return listening.getsockname()[1]
