@@ -131,10 +131,10 @@ class RecordingLayer(AttentionLayer):
         # heads are the first of two: those of keys, and of queries for each
         gram = self.shape.mixer.output_gram().to(q.device).unflatten(0, (self.shape.heads, -1))
         apart = None if sinks is None else sinks.unflatten(0, (self.shape.heads, -1))
-        seen = self._seen(len(q), q.device)
+        unseen = self._unseen(len(q), q.device)
         out, scales = torch.empty_like(queries), []
         for head in range(self.shape.heads):
-            each = Scores(queries[:, head], self.k[:, head], scale, softcap, seen, None if apart is None else apart[head])
+            each = Scores(queries[:, head], self.k[:, head], scale, softcap, unseen, None if apart is None else apart[head])
             out[:, head] = each.summed(self.v[:, head])
             weights = each.worth(self.v[:, head], out[:, head], gram[head])
             scales.append(pairs.scales(self.k[:, head] - centres[:, head], queries[:, head], weights))
@@ -147,17 +147,17 @@ class RecordingLayer(AttentionLayer):
 
     def _again(self, q: Tensor, scale: float, sinks: Tensor | None, softcap: float | None) -> Tensor:
         """Attend from another layer: its queries have no say in the vectors."""
-        queries, seen = q.float().unflatten(1, (self.shape.heads, -1)), self._seen(len(q), q.device)
+        queries, unseen = q.float().unflatten(1, (self.shape.heads, -1)), self._unseen(len(q), q.device)
         apart = None if sinks is None else sinks.unflatten(0, (self.shape.heads, -1))
         out = torch.empty_like(queries)
         for head in range(self.shape.heads):
-            each = Scores(queries[:, head], self.k[:, head], scale, softcap, seen, None if apart is None else apart[head])
+            each = Scores(queries[:, head], self.k[:, head], scale, softcap, unseen, None if apart is None else apart[head])
             out[:, head] = each.summed(self.v[:, head])
         return out.flatten(1, 2).to(q.dtype)
 
-    def _seen(self, count: int, device: torch.device) -> Tensor:
+    def _unseen(self, count: int, device: torch.device) -> Tensor:
         back = torch.arange(count, device=device)[:, None] - torch.arange(count, device=device)
-        return (back >= 0) & (back < (self.shape.window or count))
+        return (back < 0) | (back >= (self.shape.window or count))
 
 
 class Scores:
@@ -165,19 +165,19 @@ class Scores:
 
     q        [T, g, D]
     k        [T, D]
-    seen     [T, T]  whether a query sees a key
+    unseen   [T, T]  whether a query does not see a key
     sinks    [g] or None
     weights  [g, T, T]  of the values
-    slopes   how weights would follow scores that are not capped: [g, T, T], or 1
+    slopes   how weights would follow scores that are not capped: [g, T, T], or None where they do
     """
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float, softcap: float | None, seen: Tensor, sinks: Tensor | None):
-        scores = q.transpose(0, 1) @ k.T * scale
-        self.slopes: Tensor | float = 1.0
+    def __init__(self, q: Tensor, k: Tensor, scale: float, softcap: float | None, unseen: Tensor, sinks: Tensor | None):
+        scores = (q.transpose(0, 1) @ k.T).mul_(scale)
+        self.slopes: Tensor | None = None
         if softcap is not None:
             bent = torch.tanh(scores / softcap)
             scores, self.slopes = softcap * bent, 1 - bent.square()
-        scores = scores.masked_fill(~seen, -torch.inf)
+        scores.masked_fill_(unseen, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(q), 1)], -1)
         self.weights = torch.softmax(scores, -1)[..., : len(k)]
@@ -195,11 +195,14 @@ class Scores:
         """
         o = out.transpose(0, 1)
         kept = v @ gram
-        far = (kept * v).sum(-1).unsqueeze(1) - 2 * o @ kept.transpose(1, 2) + (o @ gram * o).sum(-1, keepdim=True)
-        worth = (self.weights * self.slopes).square() * far.clamp(min=0)
+        # in place: the memory of [g, T, T] takes longer to get than to fill
+        far = 2 * o @ kept.transpose(1, 2)
+        torch.sub((kept * v).sum(-1).unsqueeze(1), far, out=far)
+        far.add_((o @ gram * o).sum(-1, keepdim=True)).clamp_(min=0)
+        worth = (self.weights if self.slopes is None else self.weights * self.slopes).square()
         positions = torch.arange(worth.shape[-1], device=worth.device)
         coded = (positions > 0) & (positions[:, None] - positions >= NEAR)
-        return worth * coded
+        return worth.mul_(far).mul_(coded)
 
 
 class Pairs:

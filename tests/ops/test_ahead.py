@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from auraflux.ops import rms_norm, swiglu
+from auraflux.ops.attention.cpu.page_index import survey
 from auraflux.ops.simd.ahead import compile_all, noted
 
 X, WEIGHT = torch.ones(1, 64), torch.full((64,), 2.0)
@@ -31,6 +32,17 @@ def test_other_threads_run_meanwhile():
         other.join()
     assert not kernels
     assert found[0].allclose(WEIGHT)
+
+
+def test_functions_that_give_a_number_are_noted_too():
+    index = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    table, lengths, starts = (each.data_ptr() for each in index)
+    arguments = table, 1, lengths, starts, 1, 1, 16, 1, 0
+    with noted() as kernels:
+        assert survey(*arguments) == 0
+    assert list(kernels) == [survey]
+    assert survey(*arguments) == 1
+    assert survey.is_kept()
 
 
 def test_new_memory_is_as_before_afterwards():

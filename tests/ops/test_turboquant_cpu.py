@@ -7,7 +7,7 @@ import torch
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
-from auraflux.ops.simd.jit import entry
+from auraflux.ops.simd.jit import Kernel, arguments
 from auraflux.ops.simd.threads import set_threads, threads
 from auraflux.ops.simd.vectors import ISA
 from auraflux.ops.turboquant.codebook import boundaries, codebook
@@ -135,6 +135,12 @@ def test_codes_are_those_of_the_reference_to_the_last_bit(bits, width):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@Kernel
+def _quantize(args, job, jobs):
+    bits, y, chunks, table, words, total = arguments(args, 6)
+    quantize_chunks(bits, y, chunks, table, words, total)
+
+
 @WAYS
 def test_a_coordinate_on_a_boundary_takes_the_lower_level(bits):
     """Rows that are the boundaries themselves, their neighbours and both zeros, past the rotation."""
@@ -144,7 +150,7 @@ def test_a_coordinate_on_a_boundary_takes_the_lower_level(bits):
     y = torch.nn.functional.pad(y, (0, -len(y) % CHUNK)).contiguous()
     words, total = torch.zeros(len(y) * bits // 32, dtype=torch.int32), torch.zeros(1, dtype=torch.float64)
     addresses = search_table(bits, 1024).ctypes.data, words.data_ptr(), total.data_ptr()
-    entry(quantize_chunks.py_func)(bits, y.data_ptr(), len(y) // CHUNK, *addresses)
+    _quantize(1, bits, y.data_ptr(), len(y) // CHUNK, *addresses)
     codes = torch.bucketize(y, middles)
     assert torch.equal(unpack(words, bits, len(y)), codes)
     torch.testing.assert_close(total[0], codebook(bits, 1024)[codes].double().square().sum())

@@ -49,7 +49,7 @@ def test_scales_weigh_scores_by_what_their_errors_do(sinks: bool, softcap: float
     q, k, v, out = torch.randn(count, heads, width), *torch.randn(2, count, width), torch.randn(20, heads, width)
     logits = torch.tensor([0.5, -1.0]) if sinks else None
     seen = torch.ones(count, count).tril().bool()
-    each = Scores(q, k, 0.3, softcap, seen, logits)
+    each = Scores(q, k, 0.3, softcap, ~seen, logits)
     gram = torch.einsum("rhd,rhe->hde", out, out)
     worth = each.worth(v, each.summed(v), gram)
 

@@ -10,17 +10,18 @@ import os
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from numba.core.registry import CPUDispatcher, cpu_target
 
 from auraflux.ops.simd import jit
-from auraflux.ops.simd.compiler import Part
 from auraflux.ops.simd.folder import CACHE_FOLDER
-from auraflux.ops.simd.jit import Kernel
-from auraflux.ops.simd.threads import make_ready
+from auraflux.ops.simd.jit import Entry, Kernel
+from auraflux.ops.simd.threads import crew, make_ready
 
 Tell = Callable[[str, int, int], None]  # what was compiled, how many so far, of how many
 
@@ -51,25 +52,29 @@ _going_on: list[Any] = []  # processes that compile what is not needed yet
 
 
 @contextmanager
-def noted() -> Iterator[dict[Kernel, None]]:
+def noted() -> Iterator[dict[Kernel | Entry, None]]:
     """Collect the kernels that this thread calls inside the block, in order and each once, instead of running them."""
     with _one:
         taken = jit.notes = jit.Notes(threading.get_ident(), {})
+        # what the threads run has to be compiled too
+        crew.asked_by = taken.thread
         try:
             with _zeroed():
                 yield taken.found
         finally:
-            jit.notes = None
+            jit.notes = crew.asked_by = None
 
 
-def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total: None, later: Iterable[Kernel] = ()) -> None:
+def compile_all(
+    kernels: Iterable[Kernel | Entry], tell: Tell = lambda name, done, total: None, later: Iterable[Kernel | Entry] = ()
+) -> None:
     """Compile what is not in the cache yet, the largest first, with as many processes as there are processors.
 
     later  kernels that are compiled after the others, by processes that go on while this one does other things
     """
     # on a busy machine those of the last call may not have had a processor yet: more of them would not get one sooner
     later = () if any(process.is_alive() for process in _going_on) else later
-    missing, rest = (sorted((e for e in some if not e.is_kept()), key=_size, reverse=True) for some in (kernels, later))
+    missing, rest = _in_turn(kernels), _in_turn(later)
     workers = min(len(missing + rest), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 0
     # one alone is of use only where it goes on in the background
     if workers >= (1 if rest else 2) and CACHE_FOLDER and sys.platform == "linux":
@@ -81,18 +86,42 @@ def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total
         kernel.compile()
 
 
-def _size(kernel: Kernel) -> int:
-    """How many functions a kernel is made of."""
+def _size(kernel: Kernel | Entry) -> int:
+    """Bytes of Python code that a kernel is made of."""
     found: set[Any] = set()
     waiting: list[Any] = [kernel.body]
+    size = 0
     while waiting:
         function = waiting.pop()
+        size += len(function.__code__.co_code)
         for name in function.__code__.co_names:
             part = function.__globals__.get(name)
-            if isinstance(part, Part) and part not in found:
+            if isinstance(part, CPUDispatcher) and part not in found:
                 found.add(part)
                 waiting.append(part.py_func)
-    return len(found)
+    return size
+
+
+def _in_turn(kernels: Iterable[Kernel | Entry]) -> list[Kernel | Entry]:
+    """Kernels that are not in the cache yet: of every module the largest, then of every module the next."""
+    missing = sorted((each for each in kernels if not each.is_kept()), key=_size, reverse=True)
+    before: Counter[str] = Counter()
+    rank = {}
+    for each in missing:
+        rank[each] = before[each.body.__module__]
+        before[each.body.__module__] += 1
+    return sorted(missing, key=rank.__getitem__)
+
+
+def _next(kernels: list[Kernel | Entry], taken: Any, mine: set[str]) -> int | None:
+    """Take the next kernel, first of the modules whose parts this process has compiled; gives its number."""
+    with taken.get_lock():
+        free = [number for number, is_taken in enumerate(taken) if not is_taken]
+        number = next((each for each in free if kernels[each].body.__module__ in mine), free[0] if free else None)
+        if number is not None:
+            taken[number] = 1
+            mine.add(kernels[number].body.__module__)
+        return number
 
 
 def wait() -> None:
@@ -101,29 +130,28 @@ def wait() -> None:
         _going_on.pop().join()
 
 
-def _share(missing: list[Kernel], rest: list[Kernel], workers: int, tell: Tell) -> None:
+def _share(missing: list[Kernel | Entry], rest: list[Kernel | Entry], workers: int, tell: Tell) -> None:
     """Let processes compile kernels in turn, and wait for those that are missing."""
     context = multiprocessing.get_context("fork")
-    turn = context.Value("q", 0)
+    taken, later = context.Array("b", len(missing)), context.Array("b", len(rest))
     receiver, sender = context.Pipe(duplex=False)
 
     def work() -> None:
         receiver.close()
         # a twelfth of the time of compiling, and the process ends soon
         gc.disable()
-        while True:
-            with turn.get_lock():
-                number, turn.value = turn.value, turn.value + 1
-            if number < len(missing):
-                missing[number].compile()
-                sender.send(number)
-                continue
-            if number >= len(missing) + len(rest):
-                return
-            # only where nobody else wants a processor
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-            rest[number - len(missing)].compile()
+        mine: set[str] = set()
+        while (number := _next(missing, taken, mine)) is not None:
+            missing[number].compile()
+            sender.send(number)
+        # only where nobody else wants a processor
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        while (number := _next(rest, later, mine)) is not None:
+            rest[number].compile()
 
+    # what each of them would begin with
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
     with warnings.catch_warnings():
         # other threads of this process hold no lock that compiling needs
         warnings.simplefilter("ignore", DeprecationWarning)

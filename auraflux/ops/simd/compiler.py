@@ -14,6 +14,8 @@ from numba.core import compiler, typed_passes, types, untyped_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import CPUDispatcher
 
+from auraflux.ops.simd.overloads import remembering
+
 # what they rewrite does not occur in kernels: closures, `with`, expressions of whole arrays
 UNUSED = {untyped_passes.InlineClosureLikes, untyped_passes.WithLifting, typed_passes.NopythonRewrites}
 
@@ -65,6 +67,10 @@ def _all_of(libraries: list[Any]) -> list[Any]:
 
 class _Compiler(compiler.CompilerBase):
     library: type[JITCodeLibrary]
+
+    def compile_extra(self, func: Any) -> Any:
+        with remembering():
+            return super().compile_extra(func)
 
     def define_pipelines(self) -> list[Any]:
         state = self.state

@@ -11,6 +11,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -32,12 +33,6 @@ from auraflux.ops.simd.threads import threads as threads
 
 jit = jit_with(*FAST)
 strict = jit_with("contract")  # no sum is reordered
-
-
-def entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function that Python calls for what it returns."""
-    with our_cache():
-        return numba.njit(nogil=True, cache=True, pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(function)
 
 
 @intrinsic
@@ -73,10 +68,47 @@ class Notes(NamedTuple):
     """Kernels that one thread calls, which do not run."""
 
     thread: int
-    found: dict["Kernel", None]
+    found: dict["Kernel | Entry", None]
 
 
 notes: Notes | None = None  # while `ahead` takes them
+
+
+class Entry:
+    """Compiled code that Python calls with whole numbers for the one it returns."""
+
+    def __init__(self, body: Callable[..., int], noted: int):
+        self.__doc__ = body.__doc__
+        self.__name__ = body.__name__
+        self.body = body
+        self.noted = noted
+        self._signature = types.int64(*[types.int64] * body.__code__.co_argcount)
+        self._compiled: Any = None
+
+    def compile(self) -> Any:
+        """Compile it, or fetch it from the cache, and give what can be called."""
+        if self._compiled is None:
+            with our_cache():
+                options = {"nogil": True, "cache": True, "pipeline_class": KernelCompiler, "fastmath": FAST, **OPTIONS}
+                self._compiled = numba.njit(self._signature, **options)(self.body)
+        return self._compiled
+
+    def is_kept(self) -> bool:
+        """Whether it need not be compiled: it has been, or is in the cache."""
+        return self._compiled is not None or (bool(CACHE_FOLDER) and is_kept(CACHE_FOLDER, self.body, self._signature))
+
+    def __call__(self, *args: int) -> int:
+        if notes is not None and notes.thread == threading.get_ident():
+            notes.found[self] = None
+            return self.noted
+        return (self._compiled or self.compile())(*args)
+
+
+def entry(noted: int) -> Callable[[Callable[..., int]], Entry]:
+    """Compile a function that Python calls for a number; `noted` is taken for it where kernels are only noted."""
+    return partial(Entry, noted=noted)
+
+
 JOB = types.void(types.int64, types.int64, types.int64)
 
 

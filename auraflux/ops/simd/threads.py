@@ -259,6 +259,7 @@ class _Crew:
         start = ctypes.addressof(self._memory)
         self.shared = start + -start % LINE
         self.count = 0  # of threads, the calling one too; 0 before they are begun
+        self.asked_by: int | None = None  # a thread that only wants to know how many there will be
         self._threads: list[ctypes.c_void_p] = []
         self._one = threading.Lock()
 
@@ -319,6 +320,8 @@ os.register_at_fork(after_in_child=crew.forget)
 
 def threads() -> int:
     """How many jobs keep every thread busy."""
+    if not crew.count and crew.asked_by == threading.get_ident():
+        return config.NUMBA_NUM_THREADS
     return crew.count or crew.begin(config.NUMBA_NUM_THREADS)
 
 

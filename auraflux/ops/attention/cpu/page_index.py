@@ -13,7 +13,7 @@ from auraflux.ops.simd.jit import entry, int32s, jit
 EVERYTHING = 1 << 40  # positions; further back than any sequence is long
 
 
-@entry
+@entry(noted=0)
 def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, count, reach):
     """Give how many pairs of a query and a key there may be, or -1 if any of this leads outside the pages."""
     lengths, starts = int32s(lengths_at, sequences), int32s(starts_at, sequences + 1)

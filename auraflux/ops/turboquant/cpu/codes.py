@@ -79,7 +79,7 @@ def code_of(bits: int) -> Code:
     order = np.sort(levels)
     weight = np.exp(-(order**2) / 2) * np.gradient(order)
     scales = np.linspace(76, 127, 4000) / order[-1]
-    errors = [np.sum(weight * (np.rint(order * s) / s - order) ** 2) for s in scales]
+    errors = np.sum(weight * (np.rint(order * scales[:, None]) / scales[:, None] - order) ** 2, 1)
     scale = scales[int(np.argmin(errors))]
     steps = np.rint(levels * scale).astype(int).tolist()
     return Code(bits, 4, [steps + [0] * (16 - len(steps))], float(1 / scale))

@@ -82,7 +82,7 @@ def check_kept(pages: CodePages | LatentCodes, starts: Tensor, tokens: int, reac
             raise InputError("the page table of recent positions, lengths and starts do not fit each other.")
 
 
-@entry
+@entry(noted=-1)
 def _survey_first(table_at, width, lengths_at, starts_at, sequences, count, page):
     """Give the number of an entry that leads outside the pages, or -1."""
     lengths, starts, table = (

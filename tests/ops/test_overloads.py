@@ -1,0 +1,65 @@
+"""Calls that are resolved once while kernels are compiled."""
+
+import numba
+import numpy as np
+import torch
+from numba.core import types
+
+from auraflux.ops.simd import overloads
+from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, strict
+
+RESOLVE = types.Function.get_call_type
+
+
+@strict
+def _in_order(x, n):
+    total = np.float32(0)
+    for i in range(n):
+        total += max(x[i], np.float32(0))
+    return total
+
+
+@jit
+def _in_any_order(x, n):
+    total = np.float32(0)
+    for i in range(n):
+        total += max(x[i], np.float32(0))
+    return total
+
+
+@Kernel
+def _both(args, job, jobs):
+    x_at, n, out_at = arguments(args, 3)
+    x, out = floats(x_at, n), floats(out_at, 2)
+    out[0], out[1] = _in_order(x, n), _in_any_order(x, n)
+
+
+def test_functions_of_other_flags_keep_what_they_mean():
+    x, out = torch.randn(1000), torch.empty(2)
+    _both(1, x.data_ptr(), len(x), out.data_ptr())
+    in_order = np.float32(0)
+    for each in x.clamp(min=0).numpy():
+        in_order += each
+    assert out[0] == torch.tensor(in_order)
+    torch.testing.assert_close(out[1], out[0])
+
+
+def test_others_that_compile_are_left_alone():
+    _both.compile()
+    assert types.Function.get_call_type is RESOLVE
+    before = len(overloads._known)
+    assert numba.njit(lambda a, b: max(a, b) + 1)(2, 5) == 6
+    assert len(overloads._known) == before
+
+
+def test_what_was_found_before_is_what_numba_finds():
+    # nothing of it is kept on disk
+    with overloads.remembering():
+        numba.njit(lambda a, b: max(a, b) * 2 - (a + b) // 3 if a < b else min(a, 7)).compile((types.int64, types.int32))
+    context = numba.core.registry.cpu_target.typing_context
+    checked = 0
+    for (function, args, kws, _), (signature, _) in overloads._known.items():
+        if function.typing_key in (min, max) or getattr(function.typing_key, "__module__", "") == "_operator":
+            assert RESOLVE(function, context, args, dict(kws)) == signature
+            checked += 1
+    assert checked > 3
