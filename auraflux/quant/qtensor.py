@@ -72,7 +72,9 @@ class QTensor:
         *stack, rows, width = self.shape
         if len(stack) > 1 or width % self.whole:
             raise FormatError(
-                f"a weight of shape {list(self.shape)} cannot be held in groups of {self.whole} along its last axis."
+                f"a weight of shape {list(self.shape)} cannot be held in "
+                f"{'groups' if self.super_block is None else 'super-blocks'} of "
+                f"{self.group if self.super_block is None else self.whole} along its last axis."
             )
         if self.packed.dtype != torch.int32:
             raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")

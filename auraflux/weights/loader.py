@@ -28,7 +28,7 @@ Kept = TypeVar("Kept", Tensor, QTensor, Stored)
 Rename = Callable[[str], str | None]
 SHOWN = 4  # tensors of a kind in an error
 WIDEST = 150  # characters of what is said of one
-# of the files' bytes, for super-blocks to be widened: two Neoverse-N1 cores multiply one token 6 to 20 % faster so, and Q2_K
+# of the files' bytes, for super-blocks to be widened: two Neoverse-N1 cores multiply one token 7 to 20 % faster so, and Q2_K
 # takes 2.3 times the memory
 WIDENED_FROM = 3
 MOST_MISSING = 10_000  # tensors, after which no more are looked for

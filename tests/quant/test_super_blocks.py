@@ -67,7 +67,7 @@ def test_what_no_super_block_has_is_refused():
     found = made("q4_k", 5)
     with pytest.raises(FormatError, match=r"scales have shape \[5, 9\]; \[5, 10\] is needed"):
         QTensor(found.packed, found.scales[:, :9], None, 4, 32, (5, WIDTH))
-    with pytest.raises(FormatError, match="cannot be held in groups of 256"):
+    with pytest.raises(FormatError, match="cannot be held in super-blocks of 256"):
         QTensor(found.packed[:, :16], found.scales[:, :2], None, 4, 32, (5, 128))
     with pytest.raises(FormatError, match="nothing is rounded to Q4_K, which is read from GGUF files only"):
         quantize(torch.randn(4, 256), 4, 32, "q4_k")

@@ -37,7 +37,7 @@ class Form(NamedTuple):
     def lift(self) -> int:
         """By how many powers of two scales and biases are smaller than they stand for: steps begin as denormal floats.
 
-        Sums of codes and of activations are larger by as much.
+        Sums of codes and of activations are larger by as much, and there is no room for activations beyond 2**100.
         """
         return 23 if self.words and ISA.small_unit < 1 else 0
 
