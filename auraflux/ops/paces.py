@@ -15,7 +15,7 @@ from auraflux.ops.linear.reference import linear
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.reference import expert_mlp
 from auraflux.ops.routes import Verdict, verdict_of
-from auraflux.quant import QTensor
+from auraflux.quant import QTensor, scale_count
 
 NO_KERNEL = "no kernel"
 CHOSEN = 8  # experts of a token, where a call is only asked for
@@ -113,14 +113,14 @@ def unfilled(like: torch.Tensor | QTensor, shape: tuple[int, ...]) -> Any:
     if isinstance(like, torch.Tensor):
         return torch.empty(shape, dtype=like.dtype)
     *stack, rows, width = shape
-    if width % max(32, like.group):
+    if width % like.whole:
         return torch.empty(shape, dtype=torch.float32)
 
     def made(part: torch.Tensor, count: int) -> torch.Tensor:
         blocks = (-(-rows // like.lanes), count, like.lanes) if like.lanes > 1 else (rows, count)
         return torch.empty(*stack, *blocks, dtype=part.dtype)
 
-    groups = width // like.group
+    groups = scale_count(like.kind, width, like.group)
     biases = None if like.biases is None else made(like.biases, groups)
     packed = made(like.packed, width * like.bits // 32)
     return QTensor(packed, made(like.scales, groups), biases, like.bits, like.group, shape, like.lanes)

@@ -1,5 +1,5 @@
-"""Weight formats: MLX affine at 2 to 8 bits, MXFP4, NVFP4, FP8, and levels of GGUF."""
+"""Weight formats: MLX affine at 2 to 8 bits, MXFP4, NVFP4, FP8, and levels and super-blocks of GGUF."""
 
-from auraflux.quant.qtensor import KINDS, QTensor, check_format, quantize
+from auraflux.quant.qtensor import KINDS, QTensor, check_format, quantize, scale_count
 
-__all__ = ["KINDS", "QTensor", "check_format", "quantize"]
+__all__ = ["KINDS", "QTensor", "check_format", "quantize", "scale_count"]

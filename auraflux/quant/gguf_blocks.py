@@ -2,8 +2,9 @@
 
 A block is a few bytes of scales followed by the codes of 32 or 256 weights. Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are
 code * scale + bias in groups of 32, Q2_K is in groups of 16, TQ1_0 and TQ2_0 are in groups of 128, and MXFP4 is what it is
-elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Only the bytes have to be put in another order, and
-all values stay what they were: half precision times a number of at most eight bits fits single precision. Others are rounded.
+elsewhere. Q3_K, Q6_K, IQ4_NL and IQ4_XS are level * scale (`levels.py`). Blocks of 256 whose groups have scales of a few bits
+stay super-blocks (`super_blocks.py`). Only the bytes have to be put in another order, and all values stay what they were. Other
+types are rounded.
 """
 
 import os
@@ -17,6 +18,7 @@ from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from auraflux.errors import FormatError
+from auraflux.quant import super_blocks
 from auraflux.quant.qtensor import QTensor
 
 GROUP = 32
@@ -25,7 +27,7 @@ REQUANTIZED_BITS = 8
 CHUNK = 1 << 19
 
 Array = NDArray[Any]
-Parts = tuple[Array, Array, Array | None]  # codes, scales, biases of blocks
+Parts = tuple[Array, Array, Array | None]  # codes, scales (or words of super-blocks), biases of blocks
 
 
 class Layout(NamedTuple):
@@ -34,7 +36,7 @@ class Layout(NamedTuple):
     record  the fields of one block
     bits    of a code
     size    weights in a block
-    part    blocks -> codes as bytes [n, size*bits/8], scales and biases [n, size/group]
+    part    blocks -> codes as bytes [n, size*bits/8], scales and biases [n, size/group]; words [n, words] of super-blocks
     group   weights that share a scale
     scale_bits  of a group's scale and bias in memory
     """
@@ -139,11 +141,22 @@ def _mxfp4(blocks: Array) -> Parts:
     return _nibbles(blocks), np.ascontiguousarray(blocks["scale"])[:, None], None
 
 
-def _super_scales(blocks: Array) -> tuple[Array, Array]:
-    """Scales and biases of the eight groups of 32: products of half precision and six bits, so single precision holds them."""
-    steps, leasts = quants.Q4_K.get_scale_min(np.ascontiguousarray(blocks["steps"]).view(np.uint8).reshape(-1, 12))
-    scales = blocks["scale"].astype(np.float32)[:, None] * steps.astype(np.float32)
-    return scales, -blocks["least"].astype(np.float32)[:, None] * leasts.astype(np.float32)
+def _words(blocks: Array, steps: Array) -> Array:
+    """Super-blocks with biases: scale and bias in half precision, then the steps, bytes [n, m]."""
+    ends = np.stack([blocks["scale"], -blocks["least"]], 1)
+    return np.concatenate([ends.view(np.int32), np.ascontiguousarray(steps).view(np.int32)], 1)
+
+
+def _level_words(blocks: Array, steps: Array) -> Array:
+    """Super-blocks without: the scale in single precision, then the steps, int8 [n, m]."""
+    scale = blocks["scale"].astype(np.float32)[:, None]
+    return np.concatenate([scale.view(np.int32), (steps.view(np.uint8) ^ np.uint8(super_blocks.ZERO)).view(np.int32)], 1)
+
+
+def _k_words(blocks: Array) -> Array:
+    """Those of eight groups of 32, with steps of six bits."""
+    steps = quants.Q4_K.get_scale_min(np.ascontiguousarray(blocks["steps"]).view(np.uint8).reshape(-1, 12))
+    return _words(blocks, np.concatenate(steps, 1))
 
 
 def _q4_k(blocks: Array) -> Parts:
@@ -151,23 +164,18 @@ def _q4_k(blocks: Array) -> Parts:
     codes = np.empty((len(blocks), 4, 2), "V16")
     for half, octets in enumerate(_split_nibbles(blocks["codes"])):
         codes[:, :, half] = octets.view("V16")
-    return codes.view(np.uint8).reshape(len(blocks), -1), *_super_scales(blocks)
+    return codes.view(np.uint8).reshape(len(blocks), -1), _k_words(blocks), None
 
 
 def _q5_k(blocks: Array) -> Parts:
     # bit g of byte i is the fifth bit of weight i of group g
     low, top = _fields(_octets(blocks, "codes", 4, 32), 4), _fields(_octets(blocks, "fifth", 1, 32), 1)
-    return _stream(low | top << np.uint8(4), 5), *_super_scales(blocks)
-
-
-def _scaled(blocks: Array, steps: Array) -> Array:
-    """Scales of the groups of a block: half precision times a whole number, so single precision holds them."""
-    return blocks["scale"].astype(np.float32)[:, None] * steps.astype(np.float32)
+    return _stream(low | top << np.uint8(4), 5), _k_words(blocks), None
 
 
 def _q6_k(blocks: Array) -> Parts:
     low, top = _fields(_octets(blocks, "codes", 2, 64), 4), _fields(_octets(blocks, "top", 2, 32), 2)
-    return _stream(low | top << np.uint8(4), 6), _scaled(blocks, _octets(blocks, "steps", 16).view(np.int8)), None
+    return _stream(low | top << np.uint8(4), 6), _level_words(blocks, _octets(blocks, "steps", 16).view(np.int8)), None
 
 
 def _q3_k(blocks: Array) -> Parts:
@@ -175,13 +183,11 @@ def _q3_k(blocks: Array) -> Parts:
     steps = _octets(blocks, "steps", 12)
     # 16 of six bits: four in the first eight bytes, two in the last four
     wide = _fields(steps[:, None, :8], 4) | _fields(steps[:, None, 8:], 2) << np.uint8(4)
-    return _stream(low | top << np.uint8(2), 3), _scaled(blocks, wide.astype(np.int8) - np.int8(32)), None
+    return _stream(low | top << np.uint8(2), 3), _level_words(blocks, wide.astype(np.int8) - np.int8(32)), None
 
 
 def _q2_k(blocks: Array) -> Parts:
-    steps = _octets(blocks, "steps", 16)
-    biases = -blocks["least"].astype(np.float32)[:, None] * (steps >> np.uint8(4)).astype(np.float32)
-    return _stream(_fields(_octets(blocks, "codes", 2, 32), 2), 2), _scaled(blocks, steps & np.uint8(15)), biases
+    return _stream(_fields(_octets(blocks, "codes", 2, 32), 2), 2), _words(blocks, _octets(blocks, "steps", 16)), None
 
 
 def _ternary(blocks: Array, codes: Array) -> Parts:
@@ -216,7 +222,7 @@ def _iq4_xs(blocks: Array) -> Parts:
     high = blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
     steps = (low.reshape(-1, 8) | high.astype(np.uint8) << np.uint8(4)).astype(np.int8) - np.int8(32)
     packed = _nibbles(codes.view(_record(codes="V16"))).reshape(len(blocks), -1)
-    return packed, _scaled(blocks, steps), None
+    return packed, _level_words(blocks, steps), None
 
 
 LAYOUTS = {
@@ -225,11 +231,11 @@ LAYOUTS = {
     "Q5_0": Layout(_record(scale="<f2", fifth="V4", codes="V16"), 5, 32, _q5_0),
     "Q5_1": Layout(_record(scale="<f2", least="<f2", fifth="V4", codes="V16"), 5, 32, _q5_1),
     "Q8_0": Layout(_record(scale="<f2", codes="V32"), 8, 32, _q8_0),
-    "Q4_K": Layout(_record(scale="<f2", least="<f2", steps="V12", codes="V128"), 4, 256, _q4_k, scale_bits=64),
-    "Q5_K": Layout(_record(scale="<f2", least="<f2", steps="V12", fifth="V32", codes="V128"), 5, 256, _q5_k, scale_bits=64),
+    "Q4_K": Layout(_record(scale="<f2", least="<f2", steps="V12", codes="V128"), 4, 256, _q4_k),
+    "Q5_K": Layout(_record(scale="<f2", least="<f2", steps="V12", fifth="V32", codes="V128"), 5, 256, _q5_k),
     "Q6_K": Layout(_record(codes="V128", top="V64", steps="V16", scale="<f2"), 6, 256, _q6_k, 16),
     "Q3_K": Layout(_record(top="V32", codes="V64", steps="V12", scale="<f2"), 3, 256, _q3_k, 16),
-    "Q2_K": Layout(_record(steps="V16", codes="V64", scale="<f2", least="<f2"), 2, 256, _q2_k, 16, scale_bits=64),
+    "Q2_K": Layout(_record(steps="V16", codes="V64", scale="<f2", least="<f2"), 2, 256, _q2_k, 16),
     "IQ4_NL": Layout(_record(scale="<f2", codes="V16"), 4, 32, _iq4_nl),
     "IQ4_XS": Layout(_record(scale="<f2", high="<u2", steps="V4", codes="V128"), 4, 256, _iq4_xs),
     "TQ1_0": Layout(_record(codes="V48", last="V4", scale="<f2"), 2, 256, _tq1_0, 128),
@@ -321,4 +327,6 @@ def memory_bits(kind: str, width: int) -> float:
     if kind not in LAYOUTS:
         return REQUANTIZED_BITS + 64 / requantized_group(width)
     layout = LAYOUTS[kind]
+    if (found := super_blocks.FORMATS.get(kind.lower())) is not None:
+        return layout.bits + 32 * found.words / super_blocks.SIZE
     return layout.bits + layout.scale_bits / layout.group

@@ -4,6 +4,8 @@
 or with `lanes` rows side by side: then element i of each of those rows lies in adjacent memory, so that one vector load of the
 CPU kernels meets as many rows as the vector has 32-bit lanes. The words are the same, transposed within blocks of rows; but
 codes of 3, 5 and 6 bits are then in other places of their words, see `packing.py`.
+
+Formats in super-blocks (`super_blocks.py`) have words in place of scales and biases. `widened` writes these out.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from auraflux.errors import FormatError
 from auraflux.kinds import check_fields
-from auraflux.quant import affine, levels, mxfp4
+from auraflux.quant import affine, levels, mxfp4, super_blocks
 from auraflux.quant.packing import CHUNK, placed, unpack, unplaced
 
 CODES = torch.float8_e4m3fn
@@ -37,6 +39,7 @@ UNBIASED = {
     "centred": Unbiased("centred codes", torch.float32, levels.CENTRED_BITS, (16,)),
     "iq4": Unbiased("IQ4", torch.float32, (4,), (32,)),
     "nvfp4": Unbiased("NVFP4", torch.float32, (4,), (16,)),
+    **{kind: Unbiased(kind.upper(), torch.int32, (one.bits,), (one.group,)) for kind, one in super_blocks.FORMATS.items()},
 }
 KINDS = ("affine", *UNBIASED)
 NOT_IN_MLX = ("fp8", *levels.KINDS)
@@ -48,7 +51,7 @@ class QTensor:
 
     packed   int32 [..., N, K*bits/32]; with lanes [..., N/lanes, K*bits/32, lanes], N rounded up to whole blocks
     scales   [..., N, K/group] or [..., N/lanes, K/group, lanes]; bf16, f16 or f32, for MXFP4 uint8 exponents, for other
-             formats without biases f32
+             formats without biases f32; in super-blocks int32 words, fewer than groups
     biases   like scales; None for all formats but the affine one
     shape    of the matrix or stack it stands for
     """
@@ -67,22 +70,23 @@ class QTensor:
         if len(self.shape) < 2 or self.lanes < 1:
             raise FormatError(f"a weight has rows and columns, not shape {list(self.shape)} in blocks of {self.lanes} rows.")
         *stack, rows, width = self.shape
-        if len(stack) > 1 or width % max(self.group, CHUNK):
+        if len(stack) > 1 or width % self.whole:
             raise FormatError(
-                f"a weight of shape {list(self.shape)} cannot be held in groups of {self.group} along its last axis."
+                f"a weight of shape {list(self.shape)} cannot be held in "
+                f"{'groups' if self.super_block is None else 'super-blocks'} of "
+                f"{self.group if self.super_block is None else self.whole} along its last axis."
             )
         if self.packed.dtype != torch.int32:
             raise FormatError(f"packed codes have dtype {self.packed.dtype}; int32 is needed (view uint32 words as int32).")
-        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32)
+        if self.super_block is not None and self.packed.is_cuda:
+            raise FormatError(f"kernels of a GPU read no super-blocks; `widened` writes out the scales of this {self.kind}.")
+        dtypes = affine.SCALE_DTYPES if self.biases is not None else (torch.uint8, torch.float32, torch.int32)
         for name in ("scales", "biases"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype not in dtypes:
                 raise FormatError(f"{name} have dtype {tensor.dtype}; {self.kind} holds {' or '.join(map(str, dtypes))}.")
-        for name, count in (
-            ("packed", width * self.bits // 32),
-            ("scales", width // self.group),
-            ("biases", width // self.group),
-        ):
+        scales = scale_count(self.kind, width, self.group)
+        for name, count in (("packed", width * self.bits // 32), ("scales", scales), ("biases", scales)):
             tensor = getattr(self, name)
             wanted = (*stack, -(-rows // self.lanes), count, self.lanes) if self.lanes > 1 else (*stack, rows, count)
             if tensor is not None and tuple(tensor.shape) != wanted:
@@ -97,7 +101,21 @@ class QTensor:
     def kind(self) -> str:
         if self.biases is not None:
             return "affine"
-        return _unbiased(self.scales.dtype, self.bits, self.group)
+        found = _unbiased(self.scales.dtype, self.bits, self.group)
+        if found == "q4_k":
+            words = self.scales.shape[-2 if self.lanes > 1 else -1]
+            return "iq4_xs" if words * super_blocks.SIZE == self.shape[-1] * super_blocks.FORMATS["iq4_xs"].words else found
+        return found
+
+    @cached_property
+    def super_block(self) -> super_blocks.SuperBlock | None:
+        """The format's super-blocks, if it has any."""
+        return super_blocks.FORMATS.get(self.kind)
+
+    @cached_property
+    def whole(self) -> int:
+        """Columns that cannot be cut apart."""
+        return max(self.group, CHUNK) if self.super_block is None else super_blocks.SIZE
 
     @cached_property
     def device(self) -> torch.device:
@@ -110,12 +128,14 @@ class QTensor:
     @cached_property
     def format(self) -> tuple[int, int, int, torch.dtype | str]:
         """What a kernel is compiled for: bits, group, how many rows lie side by side, the scales' dtype, or the kind."""
-        return self.bits, self.group, self.lanes, self.kind if self.kind in NOT_IN_MLX else self.scales.dtype
+        held = self.kind if self.kind in NOT_IN_MLX or self.super_block is not None else self.scales.dtype
+        return self.bits, self.group, self.lanes, held
 
     @property
     def in_mlx(self) -> bool:
-        """Whether MLX has such a format."""
-        return self.kind not in NOT_IN_MLX and self.group in affine.GROUPS
+        """Whether MLX has such a format; one in super-blocks once it is widened."""
+        plain = self.kind if self.super_block is None else self.super_block.plain
+        return plain not in NOT_IN_MLX and self.group in affine.GROUPS
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +154,18 @@ class QTensor:
         return self.packed.data_ptr(), self.scales.data_ptr(), 0 if self.biases is None else self.biases.data_ptr()
 
     def to(self, device: torch.device | str) -> "QTensor":
-        return self._map(lambda t: t.to(device))
+        """The same weight elsewhere; widened where kernels do not read super-blocks."""
+        here = self.widened() if torch.device(device).type == "cuda" else self
+        return here._map(lambda t: t.to(device))
+
+    def widened(self) -> "QTensor":
+        """The same weight with a float32 scale, and bias, for each group in place of super-blocks."""
+        if self.super_block is None:
+            return self
+        # with rows side by side, words of one are apart
+        turned = (lambda t: t) if self.lanes == 1 else lambda t: t.transpose(-1, -2).contiguous()
+        scales, biases = super_blocks.widened(turned(self.scales), self.kind)
+        return replace(self, scales=turned(scales), biases=None if biases is None else turned(biases))
 
     def __getitem__(self, index: int) -> "QTensor":
         """One matrix of a stack."""
@@ -153,6 +184,8 @@ class QTensor:
         """The matrix with its columns, in runs of `span`, in another order."""
         if self.lanes != 1 or span % self.group or span * self.bits % 32 or len(order) * span != self.shape[-1]:
             raise FormatError(f"columns of {self!r} cannot be moved in runs of {span}.")
+        if span % self.whole and self.super_block is not None:
+            return self.widened().moved(order, span)
         return self._map(lambda t: t.unflatten(-1, (len(order), -1))[..., order, :].flatten(-2))
 
     def between(self, rows: range) -> "QTensor":
@@ -162,8 +195,10 @@ class QTensor:
         return self._map(lambda t: t[rows.start : rows.stop], shape=(len(rows), self.shape[1]))
 
     def columns(self, wanted: range) -> "QTensor":
-        """Columns of a matrix whose rows are in their natural order, in whole groups."""
-        whole = max(self.group, CHUNK)
+        """Columns of a matrix whose rows are in their natural order, in whole groups; widened where super-blocks are cut."""
+        if self.super_block is not None and (wanted.start % self.whole or wanted.stop % self.whole):
+            return self.widened().columns(wanted)
+        whole = self.whole
         if len(self.shape) != 2 or self.lanes != 1 or wanted.start % whole or wanted.stop % whole:
             raise FormatError(f"columns {wanted.start} to {wanted.stop} of {self!r} cannot be taken without cutting a group.")
         width = self.shape[1]
@@ -192,6 +227,8 @@ class QTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix or stack in plain numbers; by default in the scales' dtype (bf16 for MXFP4), as mlx gives it."""
+        if self.super_block is not None:
+            return self.widened().dequantize(dtype)
         rows = self.rows()
         if self.kind == "fp8":
             groups = rows.packed.contiguous().view(CODES).float().unflatten(-1, (-1, self.group))
@@ -261,6 +298,12 @@ def _unbiased(scales: torch.dtype, bits: int, group: int) -> str:
     return next((kind for kind in found if group in UNBIASED[kind].groups), found[0])
 
 
+def scale_count(kind: str, width: int, group: int) -> int:
+    """Scales of a row of so many inputs, or words of its super-blocks."""
+    found = super_blocks.FORMATS.get(kind)
+    return width // group if found is None else width // super_blocks.SIZE * found.words
+
+
 def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str = "affine") -> QTensor:
     """Round a dense weight to codes, exactly as mlx.core.quantize does; to FP8 with the largest of a group on its largest code.
 
@@ -269,6 +312,8 @@ def quantize(weight: Tensor, bits: int = 4, group: int | None = None, kind: str 
     """
     group = group or (mxfp4.GROUP if kind == "mxfp4" else 64)
     check_format(bits, group, kind)
+    if kind in super_blocks.FORMATS:
+        raise FormatError(f"nothing is rounded to {kind.upper()}, which is read from GGUF files only.")
     if weight.dtype not in affine.SCALE_DTYPES:
         raise FormatError(f"a weight of dtype {weight.dtype} cannot be quantized; float32, bfloat16 or float16 is needed.")
     if weight.dim() not in (2, 3):

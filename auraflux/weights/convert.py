@@ -159,7 +159,8 @@ class Writing(Weights):
         # who quantized the rest and left these more bits had a reason
         if found.bits <= self.bits or EMBEDDINGS.search(name):
             return found
-        return quantize_large(dense(found).to(found.scales.dtype), self.bits, self.group)
+        dtype = found.scales.dtype if found.super_block is None else torch.float32
+        return quantize_large(dense(found).to(dtype), self.bits, self.group)
 
     def ready(self, found: Stored, in_order: bool = False) -> Stored:
         return found
@@ -177,12 +178,17 @@ class Writing(Weights):
         if not isinstance(value, QTensor):
             self.shards.add(name, value, stem)
             return
+        value = self.written_as(value)
         module = name.removesuffix(".weight")
         self.formats[module] = {"group_size": value.group, "bits": value.bits, "mode": value.kind}
         self.shards.add(name, value.packed.view(torch.uint32), stem)
         self.shards.add(f"{module}.scales", value.scales, stem)
         if value.biases is not None:
             self.shards.add(f"{module}.biases", value.biases, stem)
+
+    def written_as(self, value: QTensor) -> QTensor:
+        """Codes as they are written: as mlx-lm reads them."""
+        return value.widened()
 
 
 def blank(*shape: int) -> Tensor:

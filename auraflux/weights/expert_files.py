@@ -19,7 +19,7 @@ import torch
 
 from auraflux.errors import FormatError
 from auraflux.ops.moe.experts import KINDS
-from auraflux.quant import QTensor
+from auraflux.quant import QTensor, scale_count
 from auraflux.quant.packing import PLACES
 from auraflux.weights.boundary import read_json, regular
 
@@ -30,6 +30,7 @@ FIRST_VERSION = 1  # the same, but for the places of codes of 3, 5 and 6 bits in
 ALIGNMENT = 4096
 PARTS = ("packed", "scales", "biases")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
+DTYPES["int32"] = torch.int32  # words of super-blocks
 # no model comes near these; they keep products of what a manifest says within 64 bits
 MOST = {"count": 1 << 16, "hidden": 1 << 20, "inner": 1 << 20, "lanes": 64, "bits": 8, "group": 1 << 10}
 MOST_LAYERS = 1 << 12
@@ -235,8 +236,8 @@ class _Reading:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         try:
-            packed, scales = array(width * bits // 32, torch.int32), array(width // group, dtype)
-            biases = array(width // group, dtype) if kind == "affine" else None
+            scales = array(scale_count(kind, width, group), dtype)
+            packed, biases = array(width * bits // 32, torch.int32), torch.empty_like(scales) if kind == "affine" else None
             return QTensor(packed, scales, biases, bits, group, (rows, width), lanes)
         except FormatError as err:
             raise self.wrong(str(err).removesuffix(".")) from err

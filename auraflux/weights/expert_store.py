@@ -61,6 +61,12 @@ class ExpertStore:
                 f"{self.files.folder} was packed with {self.files.lanes} rows side by side; here "
                 f"{' or '.join(map(str, sorted(wanted)))} is needed. Pack the model again on this machine."
             )
+        kinds = {matrix.kind for file in self.files.files for matrix in file.like.values() if matrix.super_block is not None}
+        if kinds and self.device.type == "cuda":
+            raise FormatError(
+                f"{self.files.folder} holds experts in super-blocks ({', '.join(sorted(kinds))}), which a GPU does not read. "
+                "Pack the model again on this machine."
+            )
 
     def layer(
         self, module: str, count: int, hidden: int, inner: int, biases: Mapping[str, Tensor], activation: Activation | None

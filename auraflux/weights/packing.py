@@ -134,13 +134,17 @@ class Packing(Writing):
             source.matrix(expert)
         self._seeking = False
 
+    def written_as(self, value: QTensor) -> QTensor:
+        return value
+
     def expert(self, found: Stored, name: str) -> QTensor:
         """One expert's matrix as it will be written."""
         if isinstance(found, Tensor):
             found = found.contiguous()
         made = super().rounded(found, name)
         if isinstance(made, QTensor):
-            return made.interleave(self.lanes)
+            # rows are in order for a GPU, which reads no super-blocks
+            return (made.widened() if self.lanes == 1 else made).interleave(self.lanes)
         if self.bits is None:
             kind = str(made.dtype).removeprefix("torch.")
             raise FormatError(

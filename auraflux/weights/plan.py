@@ -155,7 +155,8 @@ def _format(checkpoint: Checkpoint, name: str) -> tuple[str, float]:
         return held.label, held.bits
     stored = checkpoint.load(name)
     if isinstance(stored, QTensor):
-        kind = "MXFP4" if stored.kind == "mxfp4" else f"{stored.bits} bits, groups of {stored.group}"
+        named = stored.kind == "mxfp4" or stored.super_block is not None
+        kind = stored.kind.upper() if named else f"{stored.bits} bits, groups of {stored.group}"
         return kind, stored.nbytes * 8 / math.prod(shape)
     kind = str(stored.dtype).removeprefix("torch.")
     return kind, _dense_bits(kind, shape)

@@ -100,7 +100,7 @@ def _rounded(example: torch.Tensor, bits: int) -> QTensor:
 def _laid_out(example: Stored, backend: str) -> Stored:
     """A weight in the form that a backend's kernels get it in."""
     if isinstance(example, QTensor):
-        return example.interleave(ISA.lanes) if backend == "cpu" else example
+        return example.interleave(ISA.lanes) if backend == "cpu" else example.widened()
     bf16 = backend == "cuda" or example.dtype is torch.bfloat16
     return dense(example).to(torch.bfloat16 if bf16 else torch.float32)
 

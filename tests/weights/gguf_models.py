@@ -118,7 +118,7 @@ def little() -> Any:
     return gemma4(**SHARED | LITTLE)
 
 
-def tiny(kind: str):
+def tiny(kind: str, moe_intermediate_size: int = 64):
     """A transformers model whose sizes are those that `write_gguf` tells."""
     import transformers as hf
 
@@ -128,7 +128,8 @@ def tiny(kind: str):
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**shared, intermediate_size=INNER))
     if kind == "qwen3moe":
-        config = hf.Qwen3MoeConfig(**shared, **experts, moe_intermediate_size=64, num_experts=5, norm_topk_prob=True)
+        sizes = {"moe_intermediate_size": moe_intermediate_size, "num_experts": 5}
+        config = hf.Qwen3MoeConfig(**shared, **experts, **sizes, norm_topk_prob=True)
         return hf.Qwen3MoeForCausalLM(config)
     if kind == "gemma3":
         bases = {"sliding_attention": 10000.0, "full_attention": 1000000.0}

@@ -99,6 +99,24 @@ def test_blocks_that_mlx_has_not_are_kept(tmp_path, kind: str):
     assert np.array_equal(dense(on_gpu).numpy(), meant)
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q2_K"])
+def test_super_blocks_are_widened_where_there_is_room(tmp_path, monkeypatch, kind: str):
+    name, inner = "model.layers.1.mlp.down_proj.weight", 256
+    wide = {f"model.layers.{i}.mlp.{part}_proj.weight": (inner, HIDDEN) for i in range(LAYERS) for part in ("gate", "up")}
+    tensors = llama_tensors(**wide, **{f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, inner) for i in range(LAYERS)})
+    path = write_gguf(tmp_path / "m.gguf", tensors, words={"feed_forward_length": inner}, kinds={name: kind})
+    ids, found, held = list(range(1, 40)), [], []
+    for free in (1 << 40, 0):
+        monkeypatch.setattr("auraflux.weights.loader.free_nbytes", lambda free=free: free)
+        ready = Weights(open_checkpoint(path), lambda each: each).ready(open_checkpoint(path).load(name))
+        assert isinstance(ready, QTensor)
+        held.append(ready)
+        found.append(scores(path, ids))
+    assert (held[0].super_block, held[1].kind) == (None, kind.lower())
+    assert held[1].nbytes < held[0].nbytes
+    assert torch.equal(*found)
+
+
 def test_other_types_are_told(tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     tensors = llama_tensors() | {name: np.zeros((HIDDEN, 256), np.float32)}

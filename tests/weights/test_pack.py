@@ -7,15 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from auraflux.errors import FormatError
 from auraflux.quant import QTensor
+from auraflux.quant.super_blocks import FORMATS
 from auraflux.weights.checkpoint import open_checkpoint
+from auraflux.weights.expert_files import ExpertFile, ExpertFiles
+from auraflux.weights.expert_store import map_experts
 from tests.models.oracles import error, save, scores
-from tests.weights.gguf_files import WIDTH, llama_tensors, write_gguf
+from tests.weights.gguf_files import HIDDEN, WIDTH, llama_tensors, write_gguf
 from tests.weights.gguf_models import WORDS, written
 from tests.weights.gguf_models import tiny as tiny_for_gguf
 from tests.weights.packed_folders import contents, converted, experts_of, hf_folder, matrices, packed
@@ -105,6 +109,46 @@ def test_blocks_of_gguf_stay_as_they_are_for_any_machine(tmp_path):
     ids = list(range(1, 20))
     assert error(scores(folder, ids), scores(source, ids)) < 1e-6
     assert error(scores(gpu, ids), scores(source, ids)) < 1e-6
+
+
+def test_super_blocks_of_gguf_stay_for_a_cpu(tmp_path):
+    model = tiny_for_gguf("qwen3moe", moe_intermediate_size=256)
+    tensors, ids = written(model, "qwen3moe"), list(range(1, 20))
+    downs = [name for name in tensors if "switch_mlp.down_proj" in name]
+    words = WORDS["qwen3moe"] | {"expert_feed_forward_length": 256}
+    kinds = dict(zip(downs, ("Q4_K", "Q2_K"), strict=True))
+    source = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "qwen3moe", words, kinds)
+    folder, gpu = packed(source, tmp_path / "packed"), packed(source, tmp_path / "gpu", lanes=1)
+    found = [file.like["down"] for file in experts_of(folder).files]
+    assert [each.kind for each in found] == ["q4_k", "q2_k"]
+    assert [each.nbytes * 8 / (HIDDEN * 256) for each in found] == [4.625, 2.625]
+    assert [file.like["down"].kind for file in experts_of(gpu).files] == ["affine", "affine"]
+    wanted = scores(source, ids)
+    assert error(scores(folder, ids), wanted) < 1e-6
+    assert error(scores(gpu, ids), wanted) < 1e-6
+    assert error(scores(packed(folder, tmp_path / "again"), ids), wanted) < 1e-6
+    codes = open_checkpoint(converted(source, tmp_path / "mlx", bits=8)).load(downs[0])
+    assert isinstance(codes, QTensor)
+    assert (codes.kind, codes.bits, codes.group) == ("affine", 4, 32)
+    stored = open_checkpoint(source).load(downs[0])
+    assert isinstance(stored, QTensor)
+    assert torch.equal(codes.dequantize(torch.float32), stored.dequantize(torch.float32))
+
+
+def test_a_gpu_is_told_that_it_reads_no_super_blocks():
+    form = FORMATS["q4_k"]
+    like = QTensor(
+        torch.empty(8, 32, dtype=torch.int32, device="meta"),
+        torch.empty(8, form.words, dtype=torch.int32, device="meta"),
+        None,
+        form.bits,
+        form.group,
+        (8, 256),
+    )
+    file = ExpertFile("model.layers.0.mlp", Path("layer.bin"), 2, {"up": like, "down": like}, 4096, np.zeros(2, np.uint32))
+    files = ExpertFiles(Path("experts"), "qwen3_moe", "", 2, 256, 8, (file,))
+    with pytest.raises(FormatError, match=r"experts holds experts in super-blocks \(q4_k\), which a GPU does not read"):
+        map_experts(files, "cuda")
 
 
 def test_mxfp4_of_gpt_oss_stays_as_it_is(tmp_path):

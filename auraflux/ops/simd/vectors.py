@@ -193,6 +193,7 @@ class Isa:
     small_codes = 0
     # the same with more bits. Groups of 32 with 4 bits are read at 23.1 GB/s at 64, 22.5 without; groups of 64 slower
     small_spans = 0
+    small_unit = 1.0  # what `small_float` gives for a byte of 1
     denormals = False  # whether products of denormal floats take no longer than others
     widens_halves = False  # whether f16 becomes float32 by one instruction
     small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
@@ -234,6 +235,14 @@ class Isa:
         """The same address, from which nothing should be loaded before these vectors are made."""
         return address
 
+    def kept(self, b: ir.IRBuilder, value: ir.Value, count: int) -> Any:
+        """So many copies of a vector, for `copies`."""
+        return [value] * count
+
+    def copies(self, b: ir.IRBuilder, kept: Any, turn: ir.Value) -> list[ir.Value]:
+        """The copies, about to be written over; `turn` is another number every time."""
+        return kept
+
     def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
         """Bytes of the highest `count` bits of one vector's bytes and, below them, the highest bits of the other's."""
         kept = b.and_(top, splat(self.bytes, 256 - (256 >> count)))
@@ -243,6 +252,11 @@ class Isa:
         """Load a byte for each lane as the exponent of a float."""
         exponents = b.zext(load(b, address, offset, vector(I8, self.lanes)), self.ints)
         return b.bitcast(b.shl(exponents, splat(self.ints, 23)), self.floats)
+
+    def small_float(self, b: ir.IRBuilder, words: ir.Value, byte: int) -> ir.Value:
+        """One of the four bytes of each lane as a float, times `small_unit`."""
+        found = b.lshr(words, splat(self.ints, 8 * byte)) if byte else words
+        return b.sitofp(b.and_(found, splat(self.ints, 255)), self.floats)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         """The larger of two floats; y, which is a number, where x is none."""
@@ -312,6 +326,7 @@ class Dotprod(Isa):
     small_codes, small_spans = 256, 64
     by_lane = small_tables = widens_halves = denormals = True
     digits = 3
+    small_unit = 2.0**-133
 
     def quads(self, b: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
         # the dot instruction takes one lane of a register for all: a splat of a loaded vector's lane costs nothing
@@ -335,6 +350,20 @@ class Dotprod(Isa):
         kind = ir.FunctionType(I64, [I64, *(each.type for each in made)])
         return b.asm(kind, "", ",".join(["=r", "0", *["w" for _ in made]]), [address, *made], side_effect=True)
 
+    def kept(self, b: ir.IRBuilder, value: ir.Value, count: int) -> Any:
+        # in memory: a copy of a register would take the place of arithmetic
+        slots = cgutils.alloca_once(b, ir.ArrayType(value.type, count))
+        where = b.ptrtoint(slots, I64)
+        for i in range(count):
+            store(b, value, where, 16 * i)
+        return where, value.type, count
+
+    def copies(self, b: ir.IRBuilder, kept: Any, turn: ir.Value) -> list[ir.Value]:
+        where, kind, count = kept
+        # no instruction, but LLVM believes that the address depends on the turn
+        hidden = b.asm(ir.FunctionType(I64, [I64, I64]), "", "=r,0,r", [where, turn], side_effect=False)
+        return [load(b, hidden, 16 * i, kind) for i in range(count)]
+
     def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:
         # one instruction, which LLVM finds only where it does not rearrange what comes after
         return call(b, "llvm.aarch64.neon.vsri.v16i8", self.bytes, top, rest, ir.Constant(I32, count))
@@ -345,6 +374,12 @@ class Dotprod(Isa):
         places = ir.Constant(self.bytes, [n for lane in range(4) for n in (-1, -1, -1, lane)])
         moved = call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, b.bitcast(four, self.bytes), places)
         return b.bitcast(b.lshr(b.bitcast(moved, self.ints), splat(self.ints, 1)), self.floats)
+
+    def small_float(self, b: ir.IRBuilder, words: ir.Value, byte: int) -> ir.Value:
+        # a byte at the upper end of the fraction, the rest nothing: a denormal, or the next larger numbers
+        places = ir.Constant(self.bytes, [n for lane in range(4) for n in (-1, -1, 4 * lane + byte, -1)])
+        found = call(b, "llvm.aarch64.neon.tbl1.v16i8", self.bytes, b.bitcast(words, self.bytes), places)
+        return b.bitcast(found, self.floats)
 
     def larger(self, b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
         # one instruction, where a comparison and a choice would be waited for at every step

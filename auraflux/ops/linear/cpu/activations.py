@@ -32,7 +32,7 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
                 values, scale = _centre_group(b, values)
                 store(b, scale, scales, slot)
             store(b, _times(b, values, form.unit), acts, b.mul(loop.index, at(4 * group)))
-        store(b, _times(b, total, form.unit * (1.0 if form.has_biases else -form.zero)), sums, slot)
+        store(b, _times(b, total, form.unit * 2.0**form.lift * (1.0 if form.has_biases else -form.zero)), sums, slot)
 
 
 def _times(b: ir.IRBuilder, value: ir.Value, factor: float) -> ir.Value:

@@ -11,10 +11,11 @@ from auraflux.ops.simd.jit import Kernel, arguments, floats, halves, int32s, int
 from auraflux.ops.simd.math import float_of_bits
 from auraflux.quant import QTensor, affine, levels, mxfp4
 from auraflux.quant.packing import CHUNK, PLACES
+from auraflux.quant.super_blocks import SIZE, ZERO, SuperBlock
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
-BF16, F16, F32, E8M0 = range(4)
+BF16, F16, F32, E8M0, NIBBLES, BYTES, STEPS = range(7)
 SCALES = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32, torch.uint8: E8M0}
 # what a code stands for before its group's scale
 LEVELS = {
@@ -52,6 +53,21 @@ def _scale(address, kind, i):
     return float_of_bits(exponent << np.uint32(23) if exponent else SMALLEST)
 
 
+@jit
+def _of_super_block(words, kind, lanes, group, groups):
+    """Scale and bias of one of a super-block's groups; its words lie `lanes` apart, see `quant/super_blocks.py`."""
+    first = np.uint32(words[0])
+    word = np.uint32(words[(1 + group // 4) * lanes])
+    step = word >> np.uint32(8 * (group % 4)) & np.uint32(255)
+    if kind == STEPS:
+        return float_of_bits(first) * (np.float32(step) - np.float32(ZERO)), np.float32(0)
+    scale, bias = _half(first & np.uint32(0xFFFF)), _half(first >> np.uint32(16))
+    if kind == NIBBLES:
+        return scale * np.float32(step & np.uint32(15)), bias * np.float32(step >> np.uint32(4))
+    word = np.uint32(words[(1 + (groups + group) // 4) * lanes])
+    return scale * np.float32(step), bias * np.float32(word >> np.uint32(8 * (group % 4)) & np.uint32(255))
+
+
 @cache
 def _places(bits: int, side_by_side: bool) -> Tensor:
     """Where the codes of a chunk are: for each, of as many pieces as one has, the word, a shift, a mask, and the shift back.
@@ -79,9 +95,9 @@ def _places(bits: int, side_by_side: bool) -> Tensor:
 
 @Kernel
 def _rows(args, job, jobs):
-    ids, long, packed, scales, biases, levels_at, kind, bits, group, lanes, width, places_at, pieces, count, target = arguments(
-        args, 15
-    )
+    found = arguments(args, 16)
+    ids, long, packed, scales, biases, levels_at, kind, bits, group, lanes, width = found[:11]
+    places_at, pieces, super_words, count, target = found[11:]
     words, groups, levels = width * bits // 32, width // group, floats(levels_at, 1 << bits)
     places = int32s(places_at, 4 * CHUNK * pieces)
     for place in share(count, job, jobs):
@@ -93,8 +109,14 @@ def _rows(args, job, jobs):
             floats(target + 4 * place * width, width),
         )
         for g in range(groups):
-            at = (block * groups + g) * lanes + lane
-            scale, bias = _scale(scales, kind, at), _scale(biases, kind, at) if biases else np.float32(0)
+            if super_words:
+                each = SIZE // group
+                at = (block * (groups // each) + g // each) * super_words * lanes + lane
+                words_of = int32s(scales + 4 * at, super_words * lanes)
+                scale, bias = _of_super_block(words_of, kind, lanes, g % each, each)
+            else:
+                at = (block * groups + g) * lanes + lane
+                scale, bias = _scale(scales, kind, at), _scale(biases, kind, at) if biases else np.float32(0)
             for i in range(g * group, g * group + group):
                 first, code = (i // CHUNK) * bits, np.uint32(0)
                 for p in range(i % CHUNK * pieces * 4, (i % CHUNK + 1) * pieces * 4, 4):
@@ -103,13 +125,21 @@ def _rows(args, job, jobs):
                 out[i] = levels[code] * scale + bias
 
 
+def _steps_of(form: SuperBlock) -> int:
+    if not form.has_biases:
+        return STEPS
+    return NIBBLES if form.has_nibbles else BYTES
+
+
 def embed(ids: Tensor, table: Weight) -> Tensor:
     if not isinstance(table, QTensor):
         return table.index_select(0, ids.view(-1)).view(*ids.shape, table.shape[1])
     count, width = ids.numel(), table.shape[1]
     out = torch.empty(*ids.shape, width)
-    meant, places = LEVELS[table.kind, table.bits], _places(table.bits, table.lanes > 1)
-    shape = SCALES[table.scales.dtype], table.bits, table.group, table.lanes, width, places.data_ptr(), places.shape[1]
+    found, places = table.super_block, _places(table.bits, table.lanes > 1)
+    meant = LEVELS[table.kind if found is None else found.plain, table.bits]
+    held, words = (SCALES[table.scales.dtype], 0) if found is None else (_steps_of(found), found.words)
+    shape = held, table.bits, table.group, table.lanes, width, places.data_ptr(), places.shape[1], words
     jobs = threads() if count * width >= PARALLEL_FROM else 1
     _rows(jobs, ids.data_ptr(), ids.dtype is torch.int64, *table.addresses, meant.data_ptr(), *shape, count, out.data_ptr())
     return out

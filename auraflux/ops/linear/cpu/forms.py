@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.vectors import ISA, MAGIC, MAGIC_BITS
 from auraflux.quant.levels import IQ4
 from auraflux.quant.packing import CHUNK
+from auraflux.quant.super_blocks import SIZE
 
 
 class Form(NamedTuple):
@@ -14,21 +15,41 @@ class Form(NamedTuple):
     bits, group  of the codes
     kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
            e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`)
+    words  of a super-block, which has f32 scales and biases in another form (see `quant/super_blocks.py`); 0 without them
     """
 
     fast: bool
     bits: int
     group: int
     kind: str
+    words: int = 0
 
     @property
     def text(self) -> str:
-        return f"{int(self.fast)} {self.bits} {self.group} {self.kind}"
+        return f"{int(self.fast)} {self.bits} {self.group} {self.kind} {self.words}"
 
     @classmethod
     def parse(cls, text: str) -> "Form":
-        fast, bits, group, kind = text.split()
-        return cls(fast == "1", int(bits), int(group), kind)
+        fast, bits, group, kind, words = text.split()
+        return cls(fast == "1", int(bits), int(group), kind, int(words))
+
+    @property
+    def lift(self) -> int:
+        """By how many powers of two scales and biases are smaller than they stand for: steps begin as denormal floats.
+
+        Sums of codes and of activations are larger by as much, and there is no room for activations beyond 2**100.
+        """
+        return 23 if self.words and ISA.small_unit < 1 else 0
+
+    @property
+    def magic(self) -> tuple[int, float]:
+        """Where sums of integers begin, see `MAGIC`, as bits and as a float."""
+        return MAGIC_BITS + (self.lift << 23), MAGIC * 2.0**self.lift
+
+    @property
+    def scales_of(self) -> tuple[int, int]:
+        """So many scales, or words of a super-block, for so many inputs."""
+        return (self.words, SIZE) if self.words else (1, self.group)
 
     @property
     def scale_nbytes(self) -> int:

@@ -16,14 +16,12 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, MIDDLE, Form
-from auraflux.ops.linear.cpu.unpack import chunks, float_codes, in_place, kept_apart, scale_and_bias, spans
+from auraflux.ops.linear.cpu.unpack import SuperBlock, chunks, float_codes, in_place, kept_apart, scale_and_bias, spans
 from auraflux.ops.simd.vectors import (
     F32,
     I16,
     I64,
     ISA,
-    MAGIC,
-    MAGIC_BITS,
     at,
     fma,
     kernel,
@@ -38,6 +36,7 @@ from auraflux.ops.simd.vectors import (
     vector,
 )
 from auraflux.quant.packing import CHUNK
+from auraflux.quant.super_blocks import SIZE
 
 
 def _float(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
@@ -51,7 +50,7 @@ def rows_times_tokens(
     """Multiply one block of rows with `tokens` tokens.
 
     codes    [K*bits/32, BLOCK] words; ready: [K, BLOCK] bytes (four inputs of a row together) or floats (exact)
-    scales, biases  [groups, BLOCK]
+    scales, biases  [groups, BLOCK]; scales of super-blocks are their words, and there are no biases
     acts     int8 digits or float32, a token every `stride` bytes; act_scales, act_sums float32, a token every `groups`
     index    int64 [tokens], which tokens of acts
     out      float32, a token every `out_stride` bytes, BLOCK rows written
@@ -68,16 +67,16 @@ def rows_times_tokens(
         inner = _dots_of_eighths
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
 
-    def multiply_span(number):
+    def multiply_span(number, scales_of=None, begin=None):
         code_at = b.add(codes, b.mul(number, at(form.span * BLOCK * code_bits // 8)))
         acts_at = [b.add(address, b.mul(number, at(form.span * form.act_nbytes))) for address in mine]
         if form.digits and tokens == 1 and at_once == 1 and ISA.ahead:
             # one token waits for memory
             prefetch(b, [b.add(code_at, at(ISA.ahead))], form.span * BLOCK * form.bits // 8)
-        for part, dots in enumerate(inner(b, form, ready, code_at, acts_at)):
+        for part, dots in enumerate(inner(b, form, ready, code_at, acts_at, begin)):
             group = b.add(b.mul(number, at(form.parts)), at(part))
             # after the products, so that it takes no registers from them
-            scale, bias = scale_and_bias(b, form, scales, biases, group)
+            scale, bias = scale_and_bias(b, form, scales, biases, group) if scales_of is None else scales_of(part)
             for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
                 if form.raw:
                     dot = b.fmul(dot, splat(FLOATS, 2.0 ** (120 - MIDDLE)))
@@ -87,8 +86,28 @@ def rows_times_tokens(
                     value = fma(b, dot, scale, b.load(total))
                 b.store(value if bias is None else fma(b, bias, _float(b, act_sum, group), value), total)
 
+    def multiply_super_blocks():
+        """Four groups a turn, whose steps are a word."""
+        size, turns = 4 // form.parts, SIZE // (4 * form.group)
+        begins = ISA.kept(b, splat(INTS, form.magic[0]), 4)
+        with cgutils.for_range(b, b.sdiv(count, at(size * turns))) as loop:
+            held = SuperBlock(b, form, b.add(scales, b.mul(loop.index, at(4 * BLOCK * form.words))))
+            with cgutils.for_range(b, at(turns)) as turn:
+                scales_of = held.four(turn.index)
+                first = b.mul(b.add(b.mul(loop.index, at(turns)), turn.index), at(size))
+                begin = ISA.copies(b, begins, first)
+                for i in range(size):
+                    here = i * form.parts
+                    multiply_span(b.add(first, at(i)), partial(_later, scales_of, here), begin[here:])
+                    if i % 2:
+                        # registers suffice for the codes of two spans at a time
+                        first = ISA.after(b, first, [b.load(total) for total in totals])
+
     done = at(0)
-    if at_once > 1:
+    if form.words and not ready:
+        multiply_super_blocks()
+        done = count
+    elif at_once > 1:
         turns = b.sdiv(count, at(at_once))
         with cgutils.for_range(b, turns) as loop:
             for i in range(at_once):
@@ -107,15 +126,22 @@ def _spans_at_once(form, tokens):
     return max(1, (ISA.small_codes if form.bits == 2 else ISA.small_spans) // form.span)
 
 
-def _dots_of_bytes(b, form, ready, codes, acts):
-    """Sums of codes times activations, for each group of a span and each token."""
+def _later(scales_of, first, part):
+    return scales_of(first + part)
+
+
+def _dots_of_bytes(b, form, ready, codes, acts, begin=None):
+    """Sums of codes times activations, for each group of a span and each token.
+
+    begin  what each group's sums begin at, if it was made ready
+    """
     shifts = kept_apart(form, len(acts))
     dots = [
         [
-            [{shift: variable(b, splat(INTS, 0 if shift else MAGIC_BITS)) for shift in shifts} for _ in range(form.digits)]
+            [{shift: variable(b, splat(INTS, 0) if shift else start) for shift in shifts} for _ in range(form.digits)]
             for _ in acts
         ]
-        for _ in range(form.parts)
+        for start in (begin or [splat(INTS, form.magic[0])] * form.parts)[: form.parts]
     ]
     dot = ISA.dot_unpacked if ready else ISA.dot
     with chunks(b, form) as chunk:
@@ -139,7 +165,7 @@ def _dots_of_bytes(b, form, ready, codes, acts):
                 for shift, slot in slots.items():
                     b.store(sums[shift], slot)
     return [
-        [reduce(partial(add_digit, b), [_whole(b, slots) for slots in reversed(digits)], None) for digits in tokens]
+        [reduce(partial(add_digit, b, form), [_whole(b, slots) for slots in reversed(digits)], None) for digits in tokens]
         for tokens in dots
     ]
 
@@ -153,13 +179,13 @@ def _whole(b, slots):
     return whole
 
 
-def add_digit(b: ir.IRBuilder, lower: ir.Value | None, total: ir.Value) -> ir.Value:
-    """Sums of products with one digit of the activations, which start at MAGIC, as floats; with those of lower digits."""
-    found = b.fsub(b.bitcast(total, FLOATS), splat(FLOATS, MAGIC))
+def add_digit(b: ir.IRBuilder, form: Form, lower: ir.Value | None, total: ir.Value) -> ir.Value:
+    """Sums of products with one digit of the activations, which start at `magic`, as floats; with those of lower digits."""
+    found = b.fsub(b.bitcast(total, FLOATS), splat(FLOATS, form.magic[1]))
     return found if lower is None else fma(b, lower, splat(FLOATS, 1 / 256), found)
 
 
-def _dots_of_floats(b, form, ready, codes, acts):
+def _dots_of_floats(b, form, ready, codes, acts, begin=None):
     dots = [[variable(b, splat(FLOATS, 0.0)) for _ in acts] for _ in range(form.parts)]
     size = CHUNK // form.parts
     with chunks(b, form) as chunk:
@@ -174,7 +200,7 @@ def _dots_of_floats(b, form, ready, codes, acts):
     return [[b.load(dot) for dot in totals] for totals in dots]
 
 
-def _dots_of_eighths(b, form, ready, codes, acts):
+def _dots_of_eighths(b, form, ready, codes, acts, begin=None):
     """The same straight from e4m3 codes that need no product.
 
     Lanes are four inputs of one row here, as they lie in a word: they are the sums that `_add_products` adds in pairs.

@@ -10,7 +10,7 @@ from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, Form
 from auraflux.ops.linear.cpu.microkernels import add_digit
 from auraflux.ops.linear.cpu.unpack import scale_and_bias, spans
 from auraflux.ops.simd.jit import LINE
-from auraflux.ops.simd.vectors import F32, I64, ISA, MAGIC_BITS, at, fma, kernel, load, pick, splat, store, variable, vector
+from auraflux.ops.simd.vectors import F32, I64, ISA, at, fma, kernel, load, pick, splat, store, variable, vector
 
 TILE = ISA.tokens
 PIECE = 16  # bytes of a token's activations that lie together
@@ -94,7 +94,7 @@ def _dots(b, form, part, codes, acts):
     found = [None] * TILE
     for digit in reversed(range(form.digits)):
         sums = _dots_of_digit(b, form, part, codes, b.add(acts, at(form.span * TILE * digit)))
-        found = [add_digit(b, lower, total) for lower, total in zip(found, sums, strict=True)]
+        found = [add_digit(b, form, lower, total) for lower, total in zip(found, sums, strict=True)]
         if digit:
             # registers suffice for the sums of one digit at a time, not for codes that wait for the next
             codes, acts = ISA.after(b, codes, found), ISA.after(b, acts, found)
@@ -102,7 +102,7 @@ def _dots(b, form, part, codes, acts):
 
 
 def _dots_of_digit(b, form, part, codes, acts):
-    sums = [splat(INTS, MAGIC_BITS)] * TILE
+    sums = [splat(INTS, form.magic[0])] * TILE
     for piece in range(part * form.group // PIECE, (part + 1) * form.group // PIECE):
         values = [b.bitcast(load(b, codes, 4 * BLOCK * (piece * 4 + i), INTS), BYTES) for i in range(4)]
         quads = [ISA.quads(b, b.add(acts, at((piece * TILE + t) * PIECE)), 4) for t in range(TILE)]

@@ -18,10 +18,10 @@ from auraflux.ops.linear.cpu.activations import prepare_token
 from auraflux.ops.linear.cpu.forms import BLOCK, Form
 from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
 from auraflux.ops.linear.cpu.panels import gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
-from auraflux.ops.linear.cpu.unpack import place_codes, unpack_rows
+from auraflux.ops.linear.cpu.unpack import place_codes, unpack_rows, widen_scales
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
-from auraflux.quant import QTensor, levels
+from auraflux.quant import QTensor, levels, super_blocks
 from auraflux.quant.packing import PLACES
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
@@ -40,6 +40,8 @@ KINDS: dict[torch.dtype | str, str] = {
     "fp8": "e4m3",
     **{kind: kind for kind in levels.KINDS},
 }
+# of formats in super-blocks, once they are widened
+PLAIN = {"affine": "f32", **{kind: kind for kind in levels.KINDS}}
 
 # a product is eight numbers: addresses of codes, scales and biases, address of its token indices, how many; where results go,
 # the weight's rows, bytes from one token's results to the next
@@ -88,13 +90,18 @@ class Driver:
 
     def scratch_nbytes(self, width: int) -> int:
         """A thread's blocks of rows: unpacked, and turned side by side."""
-        scales = 2 * (width // self.form.group) * self.form.scale_nbytes
-        return TOGETHER * (BLOCK * (width * self.form.ready_nbytes + width * self.form.bits // 8 + scales) + LINE)
+        form, (count, inputs) = self.form, self.form.scales_of
+        scales = 2 * (width // inputs) * count * form.scale_nbytes
+        if form.words:
+            scales += 8 * (width // form.group)
+        return TOGETHER * (BLOCK * (width * form.ready_nbytes + width * form.bits // 8 + scales) + LINE)
 
 
 @cache
 def driver(fast: bool, bits: int, group: int, held: torch.dtype | str) -> Driver:
     """The steps for a weight format, see `QTensor.format`; `fast`: with activations rounded to int8."""
+    if isinstance(held, str) and (found := super_blocks.FORMATS.get(held)) is not None:
+        return Driver(Form(fast, bits, group, PLAIN[found.plain], found.words))
     return Driver(Form(fast, bits, group, KINDS[held]))
 
 
@@ -126,6 +133,7 @@ class Span(NamedTuple):
     """Neighbouring blocks of rows: addresses of the first one's codes, scales, biases, unpacked rows and results.
 
     steps  bytes to the next block's codes, to its scales or biases, to its unpacked rows
+    wide   addresses of scales and biases beside unpacked rows, and bytes to the next block's: the same, or widened
     size   how many blocks
     """
 
@@ -135,14 +143,18 @@ class Span(NamedTuple):
     ready: int
     out: int
     steps: tuple[int, int, int]
+    wide: tuple[int, int, int]
     size: int
 
 
 @numba.njit(inline="always")
-def _unpack(form, span, groups):
-    code_step, _, ready_step = span.steps
+def _unpack(form, words, span, groups):
+    code_step, scale_step, ready_step = span.steps
+    scales, biases, wide_step = span.wide
     for i in range(span.size):
         unpack_rows((form, span.codes + i * code_step, groups, span.ready + i * ready_step))
+        if words:
+            widen_scales((form, span.scales + i * scale_step, groups, scales + i * wide_step, biases + i * wide_step))
 
 
 @numba.njit(inline="always")
@@ -161,38 +173,38 @@ def _few(form, span, acts, index, left, groups, out, out_stride):
 
 
 @numba.njit(inline="always")
-def _blocks(form, span, acts, panel, index, left, groups, out_stride):
+def _blocks(form, words, span, acts, panel, index, left, groups, out_stride):
     """Some blocks of rows against all their tokens: many in the widest tiles, over unpacked rows.
 
     acts  addresses and stride of the prepared activations
     """
-    _, scale_step, ready_step = span.steps
-    out = span.out
+    scales, biases, wide_step = span.wide
+    out, ready_step = span.out, span.steps[2]
     if left >= UNPACK_FROM:
-        _unpack(form, span, groups)
+        _unpack(form, words, span, groups)
         while left >= WIDEST:
             for i in range(span.size):
-                unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
+                unpacked = (span.ready + i * ready_step, scales + i * wide_step, biases + i * wide_step)
                 rows_times_tokens((form, WIDEST, 1, unpacked, acts, index, groups, out + 4 * BLOCK * i, out_stride))
             index, out, left = index + 8 * WIDEST, out + WIDEST * out_stride, left - WIDEST
     _few(form, span, acts, index, left, groups, out, out_stride)
 
 
 @numba.njit(inline="always")
-def _blocks_by_panel(form, span, acts, panel, index, left, groups, out_stride):
+def _blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_stride):
     """The same where tokens are put side by side: those of a panel, or few.
 
     panel  address of the first tile, bytes from one to the next, and how many there are
     """
-    _, scale_step, ready_step = span.steps
+    scales, biases, wide_step = span.wide
     tile, tile_step, tiles = panel
     if tiles == 0:
         _few(form, span, acts, index, left, groups, span.out, out_stride)
         return
-    _unpack(form, span, groups)
+    _unpack(form, words, span, groups)
     for t in range(tiles):
         for i in range(span.size):
-            unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
+            unpacked = (span.ready + i * span.steps[2], scales + i * wide_step, biases + i * wide_step)
             to = span.out + 4 * BLOCK * i + t * WIDEST * out_stride
             rows_times_tile((form, unpacked, tile + t * tile_step, groups, to, out_stride))
 
@@ -234,26 +246,28 @@ def build_prepare(spec: Form) -> Kernel:
 
 def build_multiply(spec: Form) -> Kernel:
     """Compile the driver for one weight format."""
-    form, group, has_biases = spec.text, spec.group, int(spec.has_biases)
+    form, group, has_biases = spec.text, spec.group, int(spec.has_biases and not spec.words)
     act_nbytes, code_nbytes, scale_nbytes, bits = spec.act_nbytes, spec.ready_nbytes, spec.scale_nbytes, spec.bits
     # a constant, so that one branch is compiled; inlined functions held here would name the kernel anew in every process
     by_panel, in_places = has_panels(spec), spec.bits in PLACES
+    words, (scale_count, scale_inputs) = spec.words, spec.scales_of
 
     @Kernel
     def multiply(args, job, jobs):
         x, tokens, width, products, count, by_rows, space, most, tile_step, acts_nbytes = arguments(args, 10)
-        groups, words = width // group, width * bits // 32
+        groups, code_words, scales_each = width // group, width * bits // 32, width // scale_inputs * scale_count
         panels, space = space + job * most * tile_step, space + jobs * most * tile_step
         acts = _acts(space + (job * acts_nbytes if x else 0), tokens, width, groups, act_nbytes)
         if x:
             _prepare(form, x, range(tokens), width, groups, acts)
         table = int64s(products, count * FIELDS)
         codes_nbytes, scales_nbytes, ready_nbytes = (
-            4 * BLOCK * words,
-            BLOCK * groups * scale_nbytes,
+            4 * BLOCK * code_words,
+            BLOCK * scales_each * scale_nbytes,
             BLOCK * width * code_nbytes,
         )
-        scratch_size = (ready_nbytes + codes_nbytes + 2 * scales_nbytes + LINE) // LINE * LINE
+        wide_nbytes = 4 * BLOCK * groups if words else 0
+        scratch_size = (ready_nbytes + codes_nbytes + 2 * (scales_nbytes + wide_nbytes) + LINE) // LINE * LINE
         ready = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
         for p in range(0, count * FIELDS, FIELDS):
             rows = table[p + ROWS]
@@ -279,18 +293,26 @@ def build_multiply(spec: Form) -> Kernel:
                         for i in range(some):
                             first, here = (block + i) * BLOCK, i * scratch_size
                             _transpose(
-                                int32s(table[p + CODES], rows * words), int32s(codes + here, words * BLOCK), first, rows, words
+                                int32s(table[p + CODES], rows * code_words),
+                                int32s(codes + here, code_words * BLOCK),
+                                first,
+                                rows,
+                                code_words,
                             )
                             if in_places:
                                 place_codes((form, codes + here, groups))
-                            _turn_scales(table[p + SCALES], scales + here, first, rows, groups, scale_nbytes)
+                            _turn_scales(table[p + SCALES], scales + here, first, rows, scales_each, scale_nbytes)
                             if has_biases:
                                 _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
-                    span = Span(codes, scales, biases, ready, out + 4 * block * BLOCK, steps, some)
+                    wide = (scales, biases, steps[1])
+                    if words:
+                        first_wide = ready + ready_nbytes + codes_nbytes + 2 * scales_nbytes
+                        wide = (first_wide, first_wide + wide_nbytes, scratch_size)
+                    span = Span(codes, scales, biases, ready, out + 4 * block * BLOCK, steps, wide, some)
                     if by_panel:
-                        _blocks_by_panel(form, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
+                        _blocks_by_panel(form, words, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
                     else:
-                        _blocks(form, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
+                        _blocks(form, words, span, acts, panel, index, some_tokens, groups, table[p + STRIDE])
                 index, left, out = index + 8 * some_tokens, left - some_tokens, out + some_tokens * table[p + STRIDE]
 
     return multiply

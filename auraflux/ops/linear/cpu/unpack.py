@@ -1,5 +1,6 @@
 """Codes of `ISA.lanes` rows as vectors, and their scales: what every product on a CPU begins with."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 from llvmlite import ir
@@ -8,6 +9,7 @@ from numba.core import cgutils
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
 from auraflux.ops.simd.vectors import I16, ISA, at, call, fma, kernel, load, splat, store, vector
 from auraflux.quant.packing import CHUNK, PLACES, Piece
+from auraflux.quant.super_blocks import SIZE, ZERO
 
 
 def code_vectors(b: ir.IRBuilder, form: Form, codes: ir.Value) -> list[ir.Value]:
@@ -123,6 +125,55 @@ def scale_and_bias(b: ir.IRBuilder, form: Form, scales: ir.Value, biases: ir.Val
     return [scale, bias]
 
 
+class SuperBlock:
+    """The super-block of one block of rows: what its steps are multiplied by is loaded once.
+
+    A scale is smaller than it stands for by `Form.lift` powers of two, and so is a bias.
+    """
+
+    def __init__(self, b: ir.IRBuilder, form: Form, words: ir.Value):
+        self.b, self.form, self.words = b, form, words
+        first, unit = load(b, words, 0, INTS), ISA.small_unit * 2.0**form.lift
+        if form.has_biases:
+            halves = (_half(b, b.and_(first, splat(INTS, 0xFFFF))), _half(b, b.lshr(first, splat(INTS, 16))))
+            # the upper half of a byte is sixteen times a step
+            units = (unit, 16 * unit if form.bits == 2 else unit)
+            self.ends = [_times(b, half, 1 / each) for half, each in zip(halves, units, strict=True)]
+            return
+        self.ends = [_times(b, b.bitcast(first, FLOATS), 1 / unit)]
+        # bytes less ZERO, times the scale: both products and their difference are exact
+        self.least = ISA.kept(b, b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit)), 4)
+
+    def four(self, number: ir.Value) -> Callable[[int], list[ir.Value | None]]:
+        """Load the steps of four groups: what gives scale and bias of each, as `scale_and_bias` does."""
+        b, form = self.b, self.form
+        tables = [self._word(number)]
+        if not form.has_biases:
+            least = ISA.copies(b, self.least, number)
+
+            def level(group: int) -> list[ir.Value | None]:
+                scale = fma(b, ISA.small_float(b, tables[0], group), self.ends[0], least[group])
+                return [scale, scale if form.zero else None]
+
+            return level
+        if form.bits == 2:
+            tables = [b.and_(tables[0], splat(INTS, 0x01010101 * mask)) for mask in (0x0F, 0xF0)]
+        else:
+            tables.append(self._word(b.add(number, at(form.words // 2))))
+
+        def affine(group: int) -> list[ir.Value | None]:
+            return [b.fmul(ISA.small_float(b, table, group), end) for table, end in zip(tables, self.ends, strict=True)]
+
+        return affine
+
+    def _word(self, number: ir.Value) -> ir.Value:
+        return load(self.b, self.words, self.b.mul(self.b.add(number, at(1)), at(4 * BLOCK)), INTS)
+
+
+def _times(b: ir.IRBuilder, value: ir.Value, factor: float) -> ir.Value:
+    return value if factor == 1 else b.fmul(value, splat(FLOATS, factor))
+
+
 def _scale(b: ir.IRBuilder, form: Form, scales: ir.Value, group: ir.Value) -> ir.Value:
     if form.kind != "e8m0":
         return load(b, scales, b.mul(group, at(4 * BLOCK)), FLOATS)
@@ -137,9 +188,14 @@ def _widen(b: ir.IRBuilder, kind: str, address: ir.Value, offset: ir.Value) -> i
     if kind == "f16" and ISA.widens_halves:
         return b.fpext(load(b, address, offset, vector(ir.HalfType(), BLOCK)), FLOATS)
     bits = b.zext(load(b, address, offset, vector(I16, BLOCK)), INTS)
-    if kind == "bf16":
-        return b.bitcast(b.shl(bits, splat(INTS, 16)), FLOATS)
-    # f16 by integer steps: processors without a conversion instruction would need a library call
+    return b.bitcast(b.shl(bits, splat(INTS, 16)), FLOATS) if kind == "bf16" else _half(b, bits)
+
+
+def _half(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Widen f16 in 32-bit lanes."""
+    if ISA.widens_halves:
+        return b.fpext(b.bitcast(b.trunc(bits, vector(I16, BLOCK)), vector(ir.HalfType(), BLOCK)), FLOATS)
+    # by integer steps: processors without a conversion instruction would need a library call
     size = b.shl(b.and_(bits, splat(INTS, 0x7FFF)), splat(INTS, 13))
     value = b.bitcast(b.fmul(b.bitcast(size, FLOATS), splat(FLOATS, 2.0**112)), INTS)
     special = b.icmp_unsigned(">=", size, splat(INTS, 0x7C00 << 13))
@@ -173,6 +229,23 @@ def unpack_rows(b, form, codes, groups, tile):
             values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.digits else found
             for i, v in enumerate(values):
                 store(b, v, to, 4 * BLOCK * i)
+
+
+@kernel(constants=1)
+def widen_scales(b, form, words, groups, scales, biases):
+    """Write out scales and biases of one block of rows in super-blocks: [groups, BLOCK] float32 each."""
+    form = Form.parse(form)
+    size = SIZE // form.group
+    with cgutils.for_range(b, b.sdiv(groups, at(size))) as loop:
+        held = SuperBlock(b, form, b.add(words, b.mul(loop.index, at(4 * BLOCK * form.words))))
+        to = b.mul(loop.index, at(4 * BLOCK * size))
+        for first in range(0, size, 4):
+            found = held.four(at(first // 4))
+            for group in range(4):
+                scale, bias = found(group)
+                store(b, scale, b.add(scales, to), 4 * BLOCK * (first + group))
+                if form.has_biases:
+                    store(b, bias, b.add(biases, to), 4 * BLOCK * (first + group))
 
 
 @kernel(constants=1)
