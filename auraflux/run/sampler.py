@@ -121,7 +121,7 @@ class Sampler:
             logits = self._with_biases(logits)
         if self._ruled:
             logits = self._allowed(logits)
-        if self._greedy:
+        if self._greedy and not logits.is_cpu:
             tokens = logits.argmax(-1)
         else:
             if self._settings is None:
