@@ -121,6 +121,7 @@ class Sampler:
             logits = self._with_biases(logits)
         if self._ruled:
             logits = self._allowed(logits)
+        # torch's argmax wakes threads of its own on a CPU, which then keep the kernels' from running
         if self._greedy and not logits.is_cpu:
             tokens = logits.argmax(-1)
         else:
