@@ -5,6 +5,7 @@ to step through a `StepIndex`, so one serves all batches of as many sequences un
 are recorded, and on a GPU, which would wait for the Python of a mixture's many kernels, those of prompts too.
 """
 
+import ctypes
 import gc
 import logging
 import warnings
@@ -148,7 +149,7 @@ class Replayer:
         self.settling = False
         step.recording.replay()
         assert step.result is not None
-        return step.result.clone()
+        return _copy(step.result)
 
     def _step(self, batch: Batch, given: Tensor) -> Step:
         # steps of prompts find states through the index too
@@ -195,6 +196,15 @@ class Replayer:
         else:
             self.unread = why
         log.warning("%s are not replayed: %s", "steps of decoding" if single else "steps of several tokens", why)
+
+
+def _copy(result: Tensor) -> Tensor:
+    """Copy a result, on a CPU without torch's threads: these stay awake for a while, on cores that the next kernels need."""
+    if not result.is_cpu or not result.is_contiguous():
+        return result.clone()
+    found = torch.empty_like(result)
+    ctypes.memmove(found.data_ptr(), result.data_ptr(), result.nbytes)
+    return found
 
 
 def _record(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:

@@ -48,6 +48,7 @@ def kernels_of(
             sequence = engine.cache.open()
             engine.read([sequence], [[0] * PROMPT])
             logits = engine.decode(engine.cache.batch([sequence]), [0])
+            Sampler([Row(Sampling())])(logits)
             needed = list(kernels)
             Sampler([Row(Sampling(temperature=1.0, repetition_penalty=2.0))])(logits)
         # zeros are no text: what they do not reach is compiled when it is needed

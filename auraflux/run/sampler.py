@@ -121,7 +121,8 @@ class Sampler:
             logits = self._with_biases(logits)
         if self._ruled:
             logits = self._allowed(logits)
-        if self._greedy:
+        # torch's argmax wakes threads of its own on a CPU, which then keep the kernels' from running
+        if self._greedy and not logits.is_cpu:
             tokens = logits.argmax(-1)
         else:
             if self._settings is None:

@@ -61,11 +61,17 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     near(machine.get(out, np.float32, ROWS), expected[0], tol, f"{what}, one token")
     one = machine.get(out, np.float32, ROWS)
     machine.run(unpack_rows, (form,), code_at, groups, ready)
-    machine.run(gather_tile, (form,), acts, stride, scales, sums, index, groups, tile)
-    machine.run(rows_times_tile, (form,), ready, scale_at, bias_at, tile, groups, out, 4 * ROWS)
-    many = machine.get(out, np.float32, tokens, ROWS)
-    near(many, expected, tol, f"{what}, {tokens} tokens")
-    assert np.array_equal(one, many[0]), "a token's result depends on those beside it"
+    for size, count, from_codes in ((8, 8, False), (8, 5, True), (4, 3, True), (2, 2, True)):
+        rows, last = (code_at if from_codes else ready), count - 1
+        machine.run(gather_tile, (form, size), acts, stride, scales, sums, index, groups, tile, last)
+        out = machine.room(np.float32, tokens, ROWS)
+        machine.run(
+            rows_times_tile, (form, size, int(not from_codes)), rows, scale_at, bias_at, tile, groups, out, 4 * ROWS, last
+        )
+        many = machine.get(out, np.float32, tokens, ROWS)
+        near(many[:count], expected[:count], tol, f"{what}, {count} tokens{' from codes' if from_codes else ''}")
+        assert np.array_equal(one, many[0]), "a token's result depends on those beside it"
+        assert (many[count:] == 0x7F).all(), "results of tokens that are not there"
 
 
 def level_of(bits: int) -> np.ndarray:

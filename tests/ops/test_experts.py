@@ -40,6 +40,16 @@ def test_tokens_do_not_depend_on_their_company():
         assert relative_rms(expert_mlp(**one)[0], together[token]) < 1e-6
 
 
+@pytest.mark.parametrize("is_exact", [False, True], ids=["fast", "exact"])
+def test_an_expert_that_a_token_chose_several_times_counts_as_often(is_exact: bool):
+    torch.manual_seed(0)
+    args = routed(1, 3, layer(5, 64, 128))
+    args["ids"][:] = 2
+    once = {**args, "ids": args["ids"][:, :1], "weights": args["weights"].sum(1, keepdim=True)}
+    with exact(is_exact):
+        assert relative_rms(expert_mlp(**args), expert_mlp(**once)) < 1e-6
+
+
 def test_blobs_give_the_same_bits_as_stacks():
     torch.manual_seed(0)
     blobs = from_blobs(6, 64, 128)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from auraflux.errors import InputError
+from auraflux.ops.sample.reference import sample
 from auraflux.run.sampler import Row, Sampler
 from auraflux.run.sampling import Sampling
 
@@ -72,15 +73,22 @@ def test_greedy_takes_the_likeliest():
     logits = scores(3)
     assert Sampler([Row(Sampling())] * 3)(logits).equal(logits.argmax(-1))
     assert Sampler([Row(Sampling(temperature=1.0, top_k=1, seed=1))] * 3)(logits).equal(logits.argmax(-1))
+    logits[1, 5] = logits[1, 9] = 100.0
+    assert Sampler([Row(Sampling())] * 3)(logits)[1] == 5
 
 
 def test_greedy_makes_no_copy_of_the_scores(monkeypatch):
     def fail(*args):
         raise AssertionError("called")
 
-    monkeypatch.setattr("auraflux.run.sampler.sample", fail)
+    def first(given, *settings):
+        assert given is logits
+        return sample(given, *settings)
+
+    logits = scores(1)
+    monkeypatch.setattr("auraflux.run.sampler.sample", first)
     monkeypatch.setattr("auraflux.run.sampler.penalize", fail)
-    assert Sampler([Row(Sampling(), [1, 2])])(scores(1)).dtype == torch.int64
+    assert Sampler([Row(Sampling(), [1, 2])])(logits).dtype == torch.int64
 
 
 def test_the_same_seed_gives_the_same_text():

@@ -7,7 +7,7 @@ from torch import Tensor
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, octets, real, share, threads
 from auraflux.ops.simd.math import sigmoid, silu
 
-PARALLEL_FROM = 1 << 15  # elements; below this, waking the threads costs more than the work
+PARALLEL_FROM = 1 << 13  # elements that need an exponential; below this, waking the threads costs more than the work
 PARALLEL_COPY_FROM = 1 << 20  # bytes
 
 ZERO, ONE, LOWEST = np.float32(0), np.float32(1), np.float32(-np.inf)

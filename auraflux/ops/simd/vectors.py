@@ -231,6 +231,19 @@ class Isa:
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return self.dot(b, total, codes, acts, bits)
 
+    def sum_bytes(self, b: ir.IRBuilder, values: ir.Value) -> ir.Value:
+        """The sum of signed bytes."""
+        whole = vector(I32, values.type.count)
+        return call(b, f"llvm.vector.reduce.add.v{whole.count}i32", I32, b.sext(values, whole))
+
+    def dot_lanes(self, b: ir.IRBuilder, sums: list[ir.Value], codes: list[ir.Value], acts: list[ir.Value]) -> list[ir.Value]:
+        """Add to each sum, lane by lane, dot products of vectors of unpacked codes: the first with the first four bytes of the
+        sum's own activations, and so on."""
+        for i, v in enumerate(codes):
+            quads = [b.bitcast(pick(b, x, x, [i] * self.lanes), self.bytes) for x in acts]
+            sums = [self.dot_unpacked(b, total, v, quad, 8) for total, quad in zip(sums, quads, strict=True)]
+        return sums
+
     def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
         """The same address, from which nothing should be loaded before these vectors are made."""
         return address
@@ -345,6 +358,28 @@ class Dotprod(Isa):
     def dot_unpacked(self, b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, bits: int) -> ir.Value:
         return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", self.ints, total, codes, acts)
 
+    def sum_bytes(self, b: ir.IRBuilder, values: ir.Value) -> ir.Value:
+        if values.type.count % 16:
+            return super().sum_bytes(b, values)
+        total = splat(self.ints, 0)
+        for first in range(0, values.type.count, 16):
+            total = self.dot_unpacked(
+                b, total, pick(b, values, values, list(range(first, first + 16))), splat(self.bytes, 1), 8
+            )
+        return call(b, "llvm.vector.reduce.add.v4i32", I32, total)
+
+    def dot_lanes(self, b: ir.IRBuilder, sums: list[ir.Value], codes: list[ir.Value], acts: list[ir.Value]) -> list[ir.Value]:
+        if machine() != "aarch64":
+            # LLVM reads the assembly of no other processor than its own
+            return super().dot_lanes(b, sums, codes, acts)
+        # in this order a Neoverse-N1 begins two a cycle; in LLVM's they take a quarter longer
+        count, many = len(sums), len(sums) + len(codes)
+        lines = [f"sdot ${t}.4s, ${count + i}.16b, ${many + t}.4b[{i}]" for i in range(len(codes)) for t in range(count)]
+        constraints = ["=&w"] * count + ["w"] * many + [str(t) for t in range(count)]
+        kind = ir.FunctionType(ir.LiteralStructType([self.ints] * count), [each.type for each in (*codes, *acts, *sums)])
+        found = b.asm(kind, "\n".join(lines), ",".join(constraints), [*codes, *acts, *sums], side_effect=False)
+        return [b.extract_value(found, t) for t in range(count)]
+
     def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
         # no instruction, but one that LLVM believes to need all of them
         kind = ir.FunctionType(I64, [I64, *(each.type for each in made)])
@@ -443,7 +478,8 @@ define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
 }
 declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 """
-    for initialize in (llvm.initialize_native_target, llvm.initialize_native_asmprinter):
+    # kernels for ARM have lines of assembly, which the last reads
+    for initialize in (llvm.initialize_native_target, llvm.initialize_native_asmprinter, llvm.initialize_native_asmparser):
         initialize()
     name = config.CPU_NAME or llvm.get_host_cpu_name()
     features = llvm.get_host_cpu_features().flatten() if features is None else features

@@ -4,7 +4,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.forms import MIDDLE, Form, activation_order
-from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
+from auraflux.ops.simd.vectors import F32, I8, I32, ISA, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.quant.packing import CHUNK
 
 
@@ -48,12 +48,6 @@ def _largest(b: ir.IRBuilder, values: ir.Value) -> ir.Value:
     return call(b, f"llvm.vector.reduce.umax.v{whole.count}i32", I32, sizes)
 
 
-def _scaled_sum(b: ir.IRBuilder, values: ir.Value, scale: ir.Value) -> ir.Value:
-    # of the rounded values, not of x: the rounding error then meets code * scale + bias, half as large as code * scale
-    total = call(b, f"llvm.vector.reduce.add.v{values.type.count}i32", I32, values)
-    return b.fmul(scale, b.sitofp(total, F32))
-
-
 def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
     """Round a group to int8 with one scale; also the scaled sum of what was rounded."""
     group = values.type.count
@@ -65,7 +59,8 @@ def _round_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
     scale = b.fmul(top, ir.Constant(F32, 1 / 127))
     moved = fma(b, values, spread(b, factor, group), splat(values.type, MAGIC))
     rounded = b.trunc(b.bitcast(moved, whole), vector(I8, group))
-    return [rounded], scale, _scaled_sum(b, b.sext(rounded, whole), scale)
+    # of the rounded values, not of x: the rounding error then meets code * scale + bias, half as large as code * scale
+    return [rounded], scale, b.fmul(scale, b.sitofp(ISA.sum_bytes(b, rounded), F32))
 
 
 def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.Value, ir.Value]:
@@ -98,7 +93,8 @@ def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
     middle = b.ashr(b.add(last, splat(whole, 128)), splat(whole, 8))
     first = b.ashr(b.add(middle, splat(whole, 128)), splat(whole, 8))
     digits = [b.trunc(each, vector(I8, group)) for each in (first, middle, last)]
-    return digits, scale, _scaled_sum(b, last, unit)
+    total = call(b, f"llvm.vector.reduce.add.v{group}i32", I32, last)
+    return digits, scale, b.fmul(unit, b.sitofp(total, F32))
 
 
 def _centre_group(b: ir.IRBuilder, values: ir.Value) -> tuple[ir.Value, ir.Value]:

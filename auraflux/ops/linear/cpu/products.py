@@ -17,7 +17,7 @@ from torch import Tensor
 from auraflux.ops.linear.cpu.activations import prepare_token
 from auraflux.ops.linear.cpu.forms import BLOCK, Form
 from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
-from auraflux.ops.linear.cpu.panels import gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
+from auraflux.ops.linear.cpu.panels import SMALL, gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
 from auraflux.ops.linear.cpu.unpack import place_codes, unpack_rows, widen_scales
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
@@ -26,11 +26,12 @@ from auraflux.quant.packing import PLACES
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
+TWO, FOUR = SMALL
 UNPACK_FROM = 16  # tokens that repay unpacking a block first
 TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: what is read again is then the smaller part
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
-PREPARE_PARALLEL_FROM = 1 << 16  # activations; fewer are made ready by every thread for itself
+PREPARE_PARALLEL_FROM = 1 << 13  # activations; fewer are made ready by every thread for itself
 
 KINDS: dict[torch.dtype | str, str] = {
     torch.bfloat16: "bf16",
@@ -67,7 +68,7 @@ class Driver:
         rows, width = weight.shape[-2:]
         jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
         token_nbytes, scratch_nbytes, tile_nbytes, most = self.sizes(width)
-        tiles = min(tokens // WIDEST, most) if tokens >= UNPACK_FROM else 0
+        tiles = min(-(-tokens // WIDEST), most) if tokens > 1 else 0
         panels, acts_nbytes = jobs * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
         few = tokens * width < PREPARE_PARALLEL_FROM
         space = workspace(panels + (jobs if few else 1) * acts_nbytes + jobs * scratch_nbytes)
@@ -192,28 +193,58 @@ def _blocks(form, words, span, acts, panel, index, left, groups, out_stride):
 
 @numba.njit(inline="always")
 def _blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_stride):
-    """The same where tokens are put side by side: those of a panel, or few.
+    """The same where tokens are put side by side, unless there is one.
 
     panel  address of the first tile, bytes from one to the next, and how many there are
     """
     scales, biases, wide_step = span.wide
     tile, tile_step, tiles = panel
-    if tiles == 0:
-        _few(form, span, acts, index, left, groups, span.out, out_stride)
+    if tiles <= 1:
+        _blocks_by_tile(form, words, span, acts, tile, index, left, groups, out_stride)
         return
     _unpack(form, words, span, groups)
     for t in range(tiles):
         for i in range(span.size):
             unpacked = (span.ready + i * span.steps[2], scales + i * wide_step, biases + i * wide_step)
             to = span.out + 4 * BLOCK * i + t * WIDEST * out_stride
-            rows_times_tile((form, unpacked, tile + t * tile_step, groups, to, out_stride))
+            rows_times_tile((form, WIDEST, 1, unpacked, tile + t * tile_step, groups, to, out_stride, WIDEST - 1))
 
 
 @numba.njit(inline="always")
-def _gather(form, panel, acts, index, groups):
+def _blocks_by_tile(form, words, span, acts, tile, index, tokens, groups, out_stride):
+    """Some blocks of rows against one token, or the tokens of one tile, straight from the codes."""
+    code_step, scale_step, _ = span.steps
+    for i in range(span.size):
+        codes, scales, biases = span.codes + i * code_step, span.scales + i * scale_step, span.biases + i * scale_step
+        to = span.out + 4 * BLOCK * i
+        if tokens == 1:
+            rows_times_tokens((form, 1, 0, (codes, scales, biases), acts, index, groups, to, out_stride))
+            continue
+        if words:
+            wide_scales, wide_biases, wide_step = span.wide
+            widen_scales((form, scales, groups, wide_scales + i * wide_step, wide_biases + i * wide_step))
+            scales, biases = wide_scales + i * wide_step, wide_biases + i * wide_step
+        packed = (codes, scales, biases)
+        if tokens <= TWO:
+            rows_times_tile((form, TWO, 0, packed, tile, groups, to, out_stride, tokens - 1))
+        elif tokens <= FOUR:
+            rows_times_tile((form, FOUR, 0, packed, tile, groups, to, out_stride, tokens - 1))
+        else:
+            rows_times_tile((form, WIDEST, 0, packed, tile, groups, to, out_stride, tokens - 1))
+
+
+@numba.njit(inline="always")
+def _gather(form, panel, acts, index, left, groups):
+    """Fill the tiles; one alone may be smaller, and one token needs none."""
     tile, tile_step, tiles = panel
-    for t in range(tiles):
-        gather_tile((form, acts, index + 8 * WIDEST * t, groups, tile + t * tile_step))
+    if 1 < left <= TWO:
+        gather_tile((form, TWO, acts, index, groups, tile, left - 1))
+    elif TWO < left <= FOUR:
+        gather_tile((form, FOUR, acts, index, groups, tile, left - 1))
+    elif left > FOUR:
+        for t in range(tiles):
+            last = min(left - WIDEST * t, WIDEST) - 1
+            gather_tile((form, WIDEST, acts, index + 8 * WIDEST * t, groups, tile + t * tile_step, last))
 
 
 @numba.njit(inline="always")
@@ -274,11 +305,15 @@ def build_multiply(spec: Form) -> Kernel:
             mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
             index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT]
             while left > 0:
-                tiles = min(left // WIDEST, most) if left >= UNPACK_FROM else 0
-                some_tokens = tiles * WIDEST if tiles else left
+                # what is over is a tile of its own
+                tiles = max(1, min(left // WIDEST, most))
+                some_tokens = left
+                if by_panel:
+                    # a token alone has no tile, though an expert may be given it twice
+                    some_tokens = min(tiles * WIDEST, left) if most else 1
                 panel = (panels, tile_step, tiles)
                 if by_panel:
-                    _gather(form, panel, acts, index, groups)
+                    _gather(form, panel, acts, index, some_tokens, groups)
                 for block in range(mine.start, mine.stop, TOGETHER):
                     some = min(TOGETHER, mine.stop - block)
                     codes = table[p + CODES] + block * codes_nbytes

@@ -44,7 +44,9 @@ from auraflux.ops.turboquant.cpu.mla import attend_codes
 from auraflux.ops.turboquant.cpu.routes import ATTEND, Attend, not_rows
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes, row_words
 
-PARALLEL_FROM = 1 << 14  # coordinates; below this, waking the threads costs more than the work
+# coordinates; below these, waking the threads costs more than the work
+PARALLEL_FROM = 1 << 12
+ENCODE_PARALLEL_FROM = 1 << 10
 JOBS_PER_THREAD = 4
 FEWEST = 8  # rows of queries that an item should have: what is looked up of keys serves all of them
 
@@ -85,7 +87,7 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     kept = *vectors_of(pages), *chain(*kept_in(pages))
     count_pairs(pages, starts, tokens, 0)
     check_kept(pages, starts, tokens, 0)
-    jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel()), append_nbytes(width), as_float(k), as_float(v)
+    jobs, scratch, wide_k, wide_v = _jobs(2 * k.numel(), ENCODE_PARALLEL_FROM), append_nbytes(width), as_float(k), as_float(v)
     keys = wide_k.data_ptr(), pages.key_codes.data_ptr(), pages.key_norms.data_ptr(), pages.key_bits
     values = wide_v.data_ptr(), pages.value_codes.data_ptr(), pages.value_norms.data_ptr(), pages.value_bits
     key_levels, value_levels = _levels_of(pages)
@@ -127,8 +129,8 @@ def _levels_of(pages: CodePages) -> tuple[Levels, Levels]:
     return keys, levels_for(pages.value_bits, pages.width, pages.value_book)
 
 
-def _jobs(coordinates: int) -> int:
-    return threads() if coordinates >= PARALLEL_FROM else 1
+def _jobs(coordinates: int, enough: int = PARALLEL_FROM) -> int:
+    return threads() if coordinates >= enough else 1
 
 
 def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, starts: Tensor) -> None:
@@ -136,7 +138,7 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
     rotated_keys: Any = pages
     check_kept(pages, starts, tokens, 0)
     append_rows(rotated_keys, starts, 1, [(k_rope, pages.rope)])
-    wide, jobs, scratch = as_float(latent), _jobs(latent.numel()), append_nbytes(width)
+    wide, jobs, scratch = as_float(latent), _jobs(latent.numel(), ENCODE_PARALLEL_FROM), append_nbytes(width)
     place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     stores = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits
     side = *stores, *levels_for(pages.bits, width, pages.book)
@@ -148,7 +150,7 @@ def append_latent_codes(latent: Tensor, k_rope: Tensor, pages: LatentCodes, star
 def append_key_codes(k: Tensor, pages: RowCodes, starts: Tensor) -> None:
     tokens, width = k.shape
     count_pairs(pages, starts, tokens, 0)
-    wide, jobs, scratch = as_float(k), _jobs(k.numel()), append_nbytes(width)
+    wide, jobs, scratch = as_float(k), _jobs(k.numel(), ENCODE_PARALLEL_FROM), append_nbytes(width)
     place = tokens, 1, turn_for(width, pages.seed).forward, *index_of(pages, starts)
     stores = wide.data_ptr(), pages.codes.data_ptr(), pages.norms.data_ptr(), pages.bits
     side, kept = (*stores, *levels_for(pages.bits, width, None)), (*NO_VECTORS, *NOTHING_KEPT, *NOTHING_KEPT)

@@ -16,6 +16,7 @@ from auraflux.ops.attention.cpu.row_blocks import (
 from auraflux.ops.attention.cpu.row_tiles import BLOCK, add_values
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
 from auraflux.ops.simd.softmax import ZERO, fill
+from auraflux.ops.turboquant.cpu.attend_int8_tiles import ask_for
 from auraflux.ops.turboquant.cpu.centres import LINE as PRODUCTS
 from auraflux.ops.turboquant.cpu.centres import meet_centres, products_nbytes
 from auraflux.ops.turboquant.cpu.items import (
@@ -58,6 +59,16 @@ def _lay(cache, side, first, count, room, target):
         else:
             level_rows(side.bits, source, cache.width, some, side.book, side.norms + 4 * row, here, 4 * room)
         j += some
+
+
+@jit
+def _ask_for_rows(cache, side, first, last):
+    """Prefetch the rows of some positions."""
+    nbytes = row_nbytes(cache, side)
+    while first < last:
+        row, some = run_of(cache, first, last)
+        ask_for((side.codes + row * nbytes, some * nbytes))
+        first += some
 
 
 @jit
@@ -140,10 +151,14 @@ def attend_codes(step, b, number, work):
 def attend_plain(step, b, place, kept, work):
     """Attend from the rows of one place to what they read as it is: the first positions, then the newest."""
     oldest, newest = plain_items(step, b, place, kept[0], kept[1])
+    # pages lie apart, and a processor's own prefetching begins anew in each
+    keys, values = plain_sides(kept[1])
+    _ask_for_rows(newest.cache, keys, newest.first, newest.last)
+    _ask_for_rows(newest.cache, values, newest.first, newest.last)
     desk, unturned = _begin(oldest, work)
     begin_part(desk, oldest.rows.size)
     _attend_blocks(oldest, *plain_sides(kept[0]), real(step.softcap), ZERO, desk, unturned)
-    _attend_blocks(newest, *plain_sides(kept[1]), real(step.softcap), ZERO, desk, unturned)
+    _attend_blocks(newest, keys, values, real(step.softcap), ZERO, desk, unturned)
     _leave(oldest, desk, 0)
 
 
