@@ -61,11 +61,16 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     near(machine.get(out, np.float32, ROWS), expected[0], tol, f"{what}, one token")
     one = machine.get(out, np.float32, ROWS)
     machine.run(unpack_rows, (form,), code_at, groups, ready)
-    machine.run(gather_tile, (form,), acts, stride, scales, sums, index, groups, tile)
-    machine.run(rows_times_tile, (form,), ready, scale_at, bias_at, tile, groups, out, 4 * ROWS)
+    machine.run(gather_tile, (form,), acts, stride, scales, sums, index, groups, tile, tokens)
+    machine.run(rows_times_tile, (form,), ready, scale_at, bias_at, tile, groups, out, 4 * ROWS, tokens)
     many = machine.get(out, np.float32, tokens, ROWS)
     near(many, expected, tol, f"{what}, {tokens} tokens")
     assert np.array_equal(one, many[0]), "a token's result depends on those beside it"
+    some, untouched = tokens - 3, machine.room(np.float32, tokens, ROWS)
+    machine.run(gather_tile, (form,), acts, stride, scales, sums, index, groups, tile, some)
+    machine.run(rows_times_tile, (form,), ready, scale_at, bias_at, tile, groups, untouched, 4 * ROWS, some)
+    assert np.array_equal(machine.get(untouched, np.float32, tokens, ROWS)[:some], many[:some]), "a tile in part"
+    assert (machine.get(untouched, np.float32, tokens, ROWS)[some:] == 0x7F).all(), "results of no token"
 
 
 def level_of(bits: int) -> np.ndarray:

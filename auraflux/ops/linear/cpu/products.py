@@ -17,7 +17,7 @@ from torch import Tensor
 from auraflux.ops.linear.cpu.activations import prepare_token
 from auraflux.ops.linear.cpu.forms import BLOCK, Form
 from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
-from auraflux.ops.linear.cpu.panels import gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
+from auraflux.ops.linear.cpu.panels import gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes, tiles_of
 from auraflux.ops.linear.cpu.unpack import place_codes, unpack_rows
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
 from auraflux.ops.simd.vectors import ISA
@@ -26,7 +26,7 @@ from auraflux.quant.packing import PLACES
 
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
-UNPACK_FROM = 16  # tokens that repay unpacking a block first
+UNPACK_FROM = 16  # tokens that repay unpacking a block first, where they are not put side by side
 TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: what is read again is then the smaller part
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
@@ -65,7 +65,7 @@ class Driver:
         rows, width = weight.shape[-2:]
         jobs = threads() if tokens * count * rows * width >= PARALLEL_FROM else 1
         token_nbytes, scratch_nbytes, tile_nbytes, most = self.sizes(width)
-        tiles = min(tokens // WIDEST, most) if tokens >= UNPACK_FROM else 0
+        tiles = tiles_of(tokens, most)
         panels, acts_nbytes = jobs * tiles * tile_nbytes, -(-tokens * token_nbytes // LINE) * LINE
         few = tokens * width < PREPARE_PARALLEL_FROM
         space = workspace(panels + (jobs if few else 1) * acts_nbytes + jobs * scratch_nbytes)
@@ -194,14 +194,14 @@ def _blocks_by_panel(form, span, acts, panel, index, left, groups, out_stride):
         for i in range(span.size):
             unpacked = (span.ready + i * ready_step, span.scales + i * scale_step, span.biases + i * scale_step)
             to = span.out + 4 * BLOCK * i + t * WIDEST * out_stride
-            rows_times_tile((form, unpacked, tile + t * tile_step, groups, to, out_stride))
+            rows_times_tile((form, unpacked, tile + t * tile_step, groups, to, out_stride, left - t * WIDEST))
 
 
 @numba.njit(inline="always")
-def _gather(form, panel, acts, index, groups):
+def _gather(form, panel, acts, index, tokens, groups):
     tile, tile_step, tiles = panel
     for t in range(tiles):
-        gather_tile((form, acts, index + 8 * WIDEST * t, groups, tile + t * tile_step))
+        gather_tile((form, acts, index + 8 * WIDEST * t, groups, tile + t * tile_step, tokens - t * WIDEST))
 
 
 @numba.njit(inline="always")
@@ -260,11 +260,11 @@ def build_multiply(spec: Form) -> Kernel:
             mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
             index, left, out = table[p + INDEX], table[p + COUNT], table[p + OUT]
             while left > 0:
-                tiles = min(left // WIDEST, most) if left >= UNPACK_FROM else 0
-                some_tokens = tiles * WIDEST if tiles else left
+                tiles = tiles_of(left, most)
+                some_tokens = min(tiles * WIDEST, left) if tiles else left
                 panel = (panels, tile_step, tiles)
                 if by_panel:
-                    _gather(form, panel, acts, index, groups)
+                    _gather(form, panel, acts, index, some_tokens, groups)
                 for block in range(mine.start, mine.stop, TOGETHER):
                     some = min(TOGETHER, mine.stop - block)
                     codes = table[p + CODES] + block * codes_nbytes
