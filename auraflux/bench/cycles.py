@@ -42,7 +42,11 @@ ARM, X86 = "aarch64-linux-gnu", "x86_64-linux-gnu"
 TARGETS = {
     "neoverse-n1": Target(ARM, "neoverse-n1", "+dotprod", "neon-dotprod"),
     "apple-m1": Target(ARM, "apple-m1", "+dotprod", "neon-dotprod"),
-    "neoverse-v1": Target(ARM, "neoverse-v1", "+dotprod,+i8mm", "neon-dotprod"),
+    "neoverse-v1": Target(ARM, "neoverse-v1", "+dotprod,+i8mm", "neon-i8mm"),
+    "neoverse-n2": Target(ARM, "neoverse-n2", "+dotprod,+i8mm", "neon-i8mm"),
+    "neoverse-v2": Target(ARM, "neoverse-v2", "+dotprod,+i8mm", "neon-i8mm"),
+    "apple-m2": Target(ARM, "apple-m2", "+dotprod,+i8mm", "neon-i8mm"),
+    "ampere1": Target(ARM, "ampere1", "+dotprod", "neon-dotprod"),
     "haswell": Target(X86, "haswell", "", "avx2"),
     "alderlake": Target(X86, "alderlake", "", "avx-vnni"),
     "icelake-server": Target(X86, "icelake-server", "+prefer-256-bit", "avx512-vnni"),

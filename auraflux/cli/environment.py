@@ -3,7 +3,7 @@
 OURS = {
     "AURAFLUX_BACKEND": "Forces `reference`, `cpu` or `cuda` on every op, whatever device its tensors are on.",
     "AURAFLUX_ISA": "Names the instructions that CPU kernels use, of those this processor has: "
-    "`avx512-vnni`, `avx-vnni`, `avx2`, `neon-dotprod` or `portable`; without it, the best.",
+    "`avx512-vnni`, `avx-vnni`, `avx2`, `neon-i8mm`, `neon-dotprod` or `portable`; without it, the best.",
     "AURAFLUX_CACHE": "The folder, an absolute path, for what can be made again, compiled CPU kernels and prefixes among it; "
     "without it, `auraflux` in the user's cache folder.",
     "AURAFLUX_HOME": "The folder under whose `models` built-in models are kept; "

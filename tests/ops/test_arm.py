@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from auraflux.bench.cycles import TARGETS, hot_loop, products
+from auraflux.bench.cycles import hot_loop, products
+from auraflux.ops.simd import vectors
 from tests.arm.emulator import missing
 
 ASSEMBLY = """
@@ -24,7 +25,7 @@ kernel:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}")
-@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.isa.startswith("neon")])
+@pytest.mark.parametrize("name", ["neoverse-n1", "apple-m1", "neoverse-v1"])
 def test_inner_loops_agree_with_numpy(name: str):
     command = [sys.executable, "-m", "tests.arm", name]
     done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, check=False)
@@ -42,3 +43,22 @@ def test_products_of_an_instruction():
     assert products("vpmaddubsw\t%ymm0, %ymm1, %ymm2") == 32
     assert products("smmla\tv0.4s, v1.16b, v2.16b") == 32
     assert products("add\tx0, x0, #1") == 0
+
+
+@pytest.mark.skipif(vectors.machine() != "aarch64", reason="LLVM is asked about ARM on ARM only")
+@pytest.mark.parametrize(
+    ("name", "isa"),
+    [
+        ("cortex-a72", "portable"),
+        ("neoverse-n1", "neon-dotprod"),
+        ("apple-m1", "neon-dotprod"),
+        ("neoverse-v1", "neon-i8mm"),
+        ("apple-m2", "neon-i8mm"),
+        ("ampere1", "neon-dotprod"),
+    ],
+)
+def test_a_processor_gets_its_best_instructions(name: str, isa: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("AURAFLUX_ISA", raising=False)
+    monkeypatch.setattr(vectors.config, "CPU_NAME", name)
+    monkeypatch.setattr(vectors.config, "CPU_FEATURES", "+neon")
+    assert vectors._choose().name == isa

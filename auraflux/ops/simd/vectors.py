@@ -177,6 +177,7 @@ class Isa:
 
     name = "portable"
     features: tuple[str, ...] = ()
+    slow_on: tuple[str, ...] = ()  # what LLVM's names of processors begin with that have it, and are no faster with it
     lanes = 4
     tokens = 4  # how many tokens' sums fit in registers
     signed_codes = False  # whether `dot` takes 8-bit codes as signed, stored minus 128
@@ -184,6 +185,7 @@ class Isa:
     # need four times as long to unpack codes as floats and multiply those
     digits = 0
     by_lane = False  # whether both sides of `dot` are signed, and a lane of the last one serves for all
+    by_pair = False  # whether one instruction multiplies two rows by two tokens, eight inputs of each: `dot_pairs`
     # bytes ahead at which one token's weights are asked for, or 0: the processor's own prefetching stops at the end of a page.
     # Two x86 AVX-512 cores read 4-bit weights at 17-19 GB/s without, 20 at 1024, 21 at 2048, 23-24 from 4096 on, beside a read
     # ceiling of 28-30
@@ -243,6 +245,10 @@ class Isa:
             quads = [b.bitcast(pick(b, x, x, [i] * self.lanes), self.bytes) for x in acts]
             sums = [self.dot_unpacked(b, total, v, quad, 8) for total, quad in zip(sums, quads, strict=True)]
         return sums
+
+    def dot_pairs(self, b: ir.IRBuilder, total: ir.Value, acts: ir.Value, codes: ir.Value) -> ir.Value:
+        """Add dot products of two tokens' eight activations with two rows' eight unpacked codes: t0 r0, t0 r1, t1 r0, t1 r1."""
+        raise NotImplementedError
 
     def after(self, b: ir.IRBuilder, address: ir.Value, made: list[ir.Value]) -> ir.Value:
         """The same address, from which nothing should be loaded before these vectors are made."""
@@ -332,7 +338,8 @@ class AvxVnni(Avx2):
 
 
 class Dotprod(Isa):
-    name, features, lanes, tokens, signed_codes = "neon-dotprod", ("dotprod",), 4, 8, True
+    name, lanes, tokens, signed_codes = "neon-dotprod", 4, 8, True
+    features: tuple[str, ...] = ("dotprod",)
     # two Neoverse-N1 cores read 4-bit weights at 27.6 GB/s without, 29.2 from 512 to 2048, 25.6 at 4096, beside a read ceiling
     # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
     ahead = 512
@@ -437,6 +444,15 @@ class Dotprod(Isa):
         return found
 
 
+class I8mm(Dotprod):
+    name, features, by_pair = "neon-i8mm", ("dotprod", "i8mm"), True
+    # by llvm-mca 87 cycles for 64 inputs of 4 rows and 8 tokens, 85 without
+    slow_on = ("ampere1",)
+
+    def dot_pairs(self, b: ir.IRBuilder, total: ir.Value, acts: ir.Value, codes: ir.Value) -> ir.Value:
+        return call(b, "llvm.aarch64.neon.smmla.v4i32.v16i8", self.ints, total, acts, codes)
+
+
 def vpdpbusd(b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, width: int) -> ir.Value:
     # recent LLVM types the operands as bytes, older releases as 32-bit lanes
     if llvm.llvm_version_info[0] < 22:
@@ -444,33 +460,42 @@ def vpdpbusd(b: ir.IRBuilder, total: ir.Value, codes: ir.Value, acts: ir.Value, 
     return call(b, f"llvm.x86.avx512.vpdpbusd.{width}", total.type, total, codes, acts)
 
 
-ISAS = {isa.name: isa for isa in (Avx512(), AvxVnni(), Avx2(), Dotprod(), Isa())}
+ISAS = {isa.name: isa for isa in (Avx512(), AvxVnni(), Avx2(), I8mm(), Dotprod(), Isa())}
 
 
 def cpu_features() -> set[str]:
-    """What Numba compiles for: its own settings, or what LLVM sees. ARM's dot product is found by trying, see below."""
+    """What Numba compiles for: its own settings, or what LLVM sees. ARM's products of bytes are found by trying, see below."""
     given = config.CPU_FEATURES
     found = {name for name, there in llvm.get_host_cpu_features().items() if there}
     if given is not None:
         found = {name[1:] for name in given.split(",") if name.startswith("+")}
-    if machine() == "aarch64" and _has_dot_product(given):
-        found.add("dotprod")
+    if machine() == "aarch64":
+        found |= _byte_products(given)
     return found
+
+
+def cpu_name() -> str:
+    """LLVM's name of the processor that Numba compiles for."""
+    return config.CPU_NAME or llvm.get_host_cpu_name()
 
 
 def machine() -> str:
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
-def _has_dot_product(features: str | None) -> bool:
-    """Whether LLVM turns a plain sum of byte products into the dot instruction for this processor.
+# an instruction that LLVM makes of a plain sum of byte products where it knows of a feature, and what it makes it of
+BYTE_PRODUCTS = {"dotprod": ("sdot", "sext"), "i8mm": ("usdot", "zext")}
 
-    On ARM its list of features leaves the dot product out, and asking for the instruction where LLVM does not know of it ends
-    the process. So a product that may become the instruction, or may not, is compiled and the result read.
+
+def _byte_products(features: str | None) -> set[str]:
+    """Which products of bytes LLVM knows of for this processor.
+
+    On ARM its list of features leaves them out, and asking for an instruction that LLVM does not know of ends the process. So
+    sums that may become the instruction, or may not, are compiled and the result read.
     """
     source = """
 define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
-  %x = sext <16 x i8> %a to <16 x i32>
+  %x = WIDEN <16 x i8> %a to <16 x i32>
   %y = sext <16 x i8> %b to <16 x i32>
   %p = mul <16 x i32> %x, %y
   %s = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %p)
@@ -481,16 +506,20 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
     # kernels for ARM have lines of assembly, which the last reads
     for initialize in (llvm.initialize_native_target, llvm.initialize_native_asmprinter, llvm.initialize_native_asmparser):
         initialize()
-    name = config.CPU_NAME or llvm.get_host_cpu_name()
     features = llvm.get_host_cpu_features().flatten() if features is None else features
-    target = llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features)
-    return "sdot" in target.emit_assembly(llvm.parse_assembly(source))
+    target = llvm.Target.from_default_triple().create_target_machine(cpu=cpu_name(), features=features)
+    return {
+        feature
+        for feature, (instruction, widen) in BYTE_PRODUCTS.items()
+        if instruction in target.emit_assembly(llvm.parse_assembly(source.replace("WIDEN", widen)))
+    }
 
 
 def _choose() -> Isa:
     there = cpu_features() if machine() in ("x86_64", "aarch64") else set()
     usable = [isa for isa in ISAS.values() if set(isa.features) <= there]
-    wanted = os.environ.get("AURAFLUX_ISA", usable[0].name)
+    best = next(isa for isa in usable if not cpu_name().startswith(isa.slow_on))
+    wanted = os.environ.get("AURAFLUX_ISA", best.name)
     for isa in usable:
         if isa.name == wanted:
             return isa

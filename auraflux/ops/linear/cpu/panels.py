@@ -3,6 +3,10 @@
 The activations of some tokens are first put side by side, 16 bytes of each in turn: a tile. Its tokens then have one address
 between them, however an expert chose them, and the scales of four lie in one register. Many tokens are several tiles, which
 meet rows that were unpacked before; few are one, which meets the codes and is filled up with its last token.
+
+Where one instruction multiplies two tokens by two rows (`ISA.by_pair`), the widest tiles have 8 bytes of each token in turn, so
+that 16 are two tokens', and a vector of results is [t, r], [t, r + 1], [t + 1, r], [t + 1, r + 1]. Rows are unpacked in pairs,
+too. Sums are of whole numbers, and what follows is done to each number in the same order, so results are the same to the bit.
 """
 
 from numba.core import cgutils
@@ -16,14 +20,23 @@ from auraflux.quant.packing import CHUNK
 
 TILE = ISA.tokens
 SMALL = (2, 4)  # tokens of tiles for fewer
-PIECE = 16  # bytes of a token's activations that lie together
+WHOLE = 16  # bytes of a token's activations that lie together; of tokens in pairs half as many
 START = BLOCK * 4  # bytes of what a token's sums start from
 PANEL_NBYTES = 1 << 19  # of the tiles that rows go over in turn: they stay in the second cache, beside some unpacked rows
 
 
 def tile_nbytes(form: Form, width: int) -> int:
     """Of a tile's activations, of their scales and sums, and of where sums start; a multiple of cache lines."""
-    return -(-TILE * (width * form.digits + 8 * (width // form.group) + START) // LINE) * LINE
+    return -(-TILE * (width * form.digits + 8 * _copies(TILE) * (width // form.group) + START) // LINE) * LINE
+
+
+def _in_pairs(size: int) -> bool:
+    return ISA.by_pair and size == TILE
+
+
+def _copies(size: int) -> int:
+    """Of a token's scales and sums: one for each of a pair of rows."""
+    return 2 if _in_pairs(size) else 1
 
 
 def has_panels(form: Form) -> bool:
@@ -41,23 +54,27 @@ def gather_tile(b, form, size, acts, stride, act_scales, act_sums, index, groups
     """Put `size` tokens' activations, scales and sums side by side; those after the one at `last` are that one again.
 
     acts, stride, act_scales, act_sums, index  as `rows_times_tokens` takes them
-    tile  [bytes / PIECE, size, PIECE]; then scales, and then sums, [groups, size]; then what sums start from, [size, BLOCK]
+    tile  [bytes / n, size, n] with n neighbours of a token; then scales, and then sums, [groups, size, copies]; then what sums
+          start from, [size, BLOCK]
     """
-    form = Form.parse(form)
+    form, copies = Form.parse(form), _copies(size)
+    together = WHOLE // copies
     nbytes = b.mul(groups, at(form.group * form.digits))
     scales_at, sums_at, starts_at = _parts(b, form, size, groups, tile)
-    piece = vector(INTS.element, PIECE // 4)
+    piece = vector(INTS.element, together // 4)
     for t in range(size):
         token = load(b, index, b.mul(_at_most(b, t, last), at(8)), I64)
         mine, meta = b.add(acts, b.mul(stride, token)), b.mul(b.mul(groups, at(4)), token)
-        with cgutils.for_range(b, b.sdiv(nbytes, at(PIECE))) as loop:
-            to = b.add(b.mul(loop.index, at(size * PIECE)), at(PIECE * t))
-            store(b, load(b, mine, b.mul(loop.index, at(PIECE)), piece), tile, to)
+        with cgutils.for_range(b, b.sdiv(nbytes, at(together))) as loop:
+            to = b.add(b.mul(loop.index, at(size * together)), at(together * t))
+            store(b, load(b, mine, b.mul(loop.index, at(together)), piece), tile, to)
         store(b, splat(INTS, form.magic[0]), starts_at, START * t)
         for source, target in ((act_scales, scales_at), (act_sums, sums_at)):
             with cgutils.for_range(b, groups) as loop:
                 value = load(b, b.add(source, meta), b.mul(loop.index, at(4)), F32)
-                store(b, value, target, b.add(b.mul(loop.index, at(4 * size)), at(4 * t)))
+                to = b.add(b.mul(loop.index, at(4 * copies * size)), at(4 * copies * t))
+                for copy in range(copies):
+                    store(b, value, target, b.add(to, at(4 * copy)))
 
 
 @kernel(constants=3)
@@ -75,37 +92,57 @@ def rows_times_tile(b, form, size, ready, codes, scales, biases, tile, groups, o
             group = b.add(b.mul(loop.index, at(form.parts)), at(part))
             dots = _dots(b, form, size, ready, part, code_at, acts_at, starts_at)
             scale, bias = scale_and_bias(b, form, scales, biases, group)
-            where = b.mul(group, at(4 * size))
-            for t, (dot, total) in enumerate(zip(dots, totals, strict=True)):
-                act_scale, act_sum = (_lane(b, address, where, t, size) for address in (scales_at, sums_at))
-                value = fma(b, b.fmul(dot, scale), act_scale, b.load(total))
-                b.store(value if bias is None else fma(b, bias, act_sum, value), total)
-    for t, total in enumerate(totals):
-        store(b, b.load(total), out, b.mul(out_stride, _at_most(b, t, last)))
+            for i, (dot, total) in enumerate(zip(dots, totals, strict=True)):
+                act_scale, act_sum = (_of_tokens(b, address, group, i, size) for address in (scales_at, sums_at))
+                value = fma(b, b.fmul(dot, _of_rows(b, scale, i, size)), act_scale, b.load(total))
+                b.store(value if bias is None else fma(b, _of_rows(b, bias, i, size), act_sum, value), total)
+    found = [b.load(total) for total in totals]
+    for t, value in enumerate(_by_token(b, found) if _in_pairs(size) else found):
+        store(b, value, out, b.mul(out_stride, _at_most(b, t, last)))
 
 
 def _parts(b, form, size, groups, tile):
     """Where a tile's scales, sums and starts are."""
     scales = b.add(tile, b.mul(groups, at(form.group * form.digits * size)))
-    sums = b.add(scales, b.mul(groups, at(4 * size)))
-    return scales, sums, b.add(sums, b.mul(groups, at(4 * size)))
+    sums = b.add(scales, b.mul(groups, at(4 * _copies(size) * size)))
+    return scales, sums, b.add(sums, b.mul(groups, at(4 * _copies(size) * size)))
 
 
 def _at_most(b, number, last):
     return b.select(b.icmp_signed("<", at(number), last), at(number), last)
 
 
-def _lane(b, address, offset, lane, size):
-    together = min(size, 4)
-    found = load(b, address, b.add(offset, at(lane // together * 16)), vector(F32, together))
-    return pick(b, found, found, [lane % together] * BLOCK)
+def _of_rows(b, values, i, size):
+    """A number of each row of the block, for the i-th vector of results."""
+    if not _in_pairs(size):
+        return values
+    first = i % 2 * 2
+    return pick(b, values, values, [first, first + 1] * 2)
+
+
+def _of_tokens(b, address, group, i, size):
+    """A number of each token of the tile, for the i-th vector of results."""
+    here, together = b.mul(group, at(4 * _copies(size) * size)), min(size, 4)
+    if _in_pairs(size):
+        return load(b, address, b.add(here, at(i // 2 * 16)), vector(F32, 4))
+    found = load(b, address, b.add(here, at(i // together * 16)), vector(F32, together))
+    return pick(b, found, found, [i % together] * BLOCK)
+
+
+def _by_token(b, pairs):
+    """Results of four rows for each token, from those of two tokens and two rows."""
+    return [pick(b, *pairs[i : i + 2], lanes) for i in range(0, len(pairs), 2) for lanes in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
 
 def _dots(b, form, size, ready, part, codes, acts, starts):
-    """Sums of codes times activations of one group of a span, for each token."""
+    """Sums of codes times activations of one group of a span, for each vector of results."""
     found = [None] * size
     for digit in reversed(range(form.digits)):
-        sums = _dots_of_digit(b, form, size, ready, part, codes, b.add(acts, at(form.span * size * digit)), starts)
+        here = b.add(acts, at(form.span * size * digit))
+        if _in_pairs(size):
+            sums = _pairs_of_digit(b, form, part, codes, here)
+        else:
+            sums = _dots_of_digit(b, form, size, ready, part, codes, here, starts)
         found = [add_digit(b, form, lower, total) for lower, total in zip(found, sums, strict=True)]
         if digit:
             # registers suffice for the sums of one digit at a time, not for codes that wait for the next
@@ -117,7 +154,7 @@ def _dots_of_digit(b, form, size, ready, part, codes, acts, starts):
     # loaded anew each time: copies of a register take an instruction that dot products wait for
     here = ISA.after(b, starts, [])
     sums = [load(b, here, START * t, INTS) for t in range(size)]
-    pieces = range(part * form.group // PIECE, (part + 1) * form.group // PIECE)
+    pieces = range(part * form.group // WHOLE, (part + 1) * form.group // WHOLE)
     for piece in pieces:
         if piece > pieces[0] and size > 4:
             # one piece at a time, else registers do not suffice
@@ -125,8 +162,17 @@ def _dots_of_digit(b, form, size, ready, part, codes, acts, starts):
         values = _piece_ready(b, codes, piece) if ready else _piece_of_codes(b, form, codes, piece)
         for first in range(0, size, 4):
             some = range(first, min(first + 4, size))
-            x = [load(b, acts, (piece * size + t) * PIECE, INTS) for t in some]
+            x = [load(b, acts, (piece * size + t) * WHOLE, INTS) for t in some]
             sums[first : first + 4] = ISA.dot_lanes(b, [sums[t] for t in some], values, x)
+    return sums
+
+
+def _pairs_of_digit(b, form, part, codes, acts):
+    half, sums = WHOLE // 2, [splat(INTS, form.magic[0])] * TILE
+    for piece in range(part * form.group // half, (part + 1) * form.group // half):
+        rows = [load(b, codes, half * (piece * BLOCK + r), BYTES) for r in (0, 2)]
+        tokens = [load(b, acts, half * (piece * TILE + t), BYTES) for t in range(0, TILE, 2)]
+        sums = [ISA.dot_pairs(b, total, tokens[i // 2], rows[i % 2]) for i, total in enumerate(sums)]
     return sums
 
 
@@ -135,6 +181,6 @@ def _piece_ready(b, codes, piece):
 
 
 def _piece_of_codes(b, form, codes, piece):
-    chunk, within = divmod(piece * PIECE, CHUNK)
+    chunk, within = divmod(piece * WHOLE, CHUNK)
     found = code_vectors(b, form, b.add(codes, at(chunk * 4 * BLOCK * form.bits)))
     return [ISA.unpacked(b, v, form.value_bits) for v in found[within // 4 : within // 4 + 4]]

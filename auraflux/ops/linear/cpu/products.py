@@ -27,6 +27,7 @@ from auraflux.quant.packing import PLACES
 WIDEST = ISA.tokens  # tokens in one pass over a block of rows, unpacked first
 FEW = 4  # tokens in one pass straight from the codes
 TWO, FOUR = SMALL
+IN_PAIRS = ISA.by_pair  # the widest tiles meet unpacked rows only
 UNPACK_FROM = 16  # tokens that repay unpacking a block first
 TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: what is read again is then the smaller part
 # below these, waking the threads costs more than the work
@@ -199,7 +200,7 @@ def _blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_st
     """
     scales, biases, wide_step = span.wide
     tile, tile_step, tiles = panel
-    if tiles <= 1:
+    if tiles <= 1 and not (IN_PAIRS and left > FOUR):
         _blocks_by_tile(form, words, span, acts, tile, index, left, groups, out_stride)
         return
     _unpack(form, words, span, groups)
@@ -207,7 +208,8 @@ def _blocks_by_panel(form, words, span, acts, panel, index, left, groups, out_st
         for i in range(span.size):
             unpacked = (span.ready + i * span.steps[2], scales + i * wide_step, biases + i * wide_step)
             to = span.out + 4 * BLOCK * i + t * WIDEST * out_stride
-            rows_times_tile((form, WIDEST, 1, unpacked, tile + t * tile_step, groups, to, out_stride, WIDEST - 1))
+            last = min(left - t * WIDEST, WIDEST) - 1
+            rows_times_tile((form, WIDEST, 1, unpacked, tile + t * tile_step, groups, to, out_stride, last))
 
 
 @numba.njit(inline="always")
@@ -229,7 +231,7 @@ def _blocks_by_tile(form, words, span, acts, tile, index, tokens, groups, out_st
             rows_times_tile((form, TWO, 0, packed, tile, groups, to, out_stride, tokens - 1))
         elif tokens <= FOUR:
             rows_times_tile((form, FOUR, 0, packed, tile, groups, to, out_stride, tokens - 1))
-        else:
+        elif not IN_PAIRS:
             rows_times_tile((form, WIDEST, 0, packed, tile, groups, to, out_stride, tokens - 1))
 
 

@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
-from auraflux.ops.simd.vectors import I16, ISA, at, call, fma, kernel, load, splat, store, vector
+from auraflux.ops.simd.vectors import I16, ISA, at, call, fma, kernel, load, pick, splat, store, vector
 from auraflux.quant.packing import CHUNK, PLACES, Piece
 from auraflux.quant.super_blocks import SIZE, ZERO
 
@@ -215,9 +215,18 @@ def chunks(b, form):
         yield loop.index
 
 
+def _pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> list[ir.Value]:
+    """Four inputs of each of four rows, and the next four of each: all eight of two rows, and of the other two."""
+    x, y = b.bitcast(first, INTS), b.bitcast(second, INTS)
+    return [pick(b, x, y, [row, row + 4, row + 1, row + 5]) for row in (0, 2)]
+
+
 @kernel(constants=1)
 def unpack_rows(b, form, codes, groups, tile):
-    """Unpack one block of rows: the codes as bytes for the dot product, or as float32."""
+    """Unpack one block of rows: the codes as bytes for the dot product, or as float32.
+
+    Of bytes, four inputs of each row lie together; eight of each of two rows where rows go in pairs (`ISA.by_pair`).
+    """
     form = Form.parse(form)
     with cgutils.for_range(b, spans(b, form, groups)) as loop:
         code_at = b.add(codes, b.mul(loop.index, at(form.span * BLOCK * form.bits // 8)))
@@ -227,6 +236,8 @@ def unpack_rows(b, form, codes, groups, tile):
             to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * form.ready_nbytes)))
             found = code_vectors(b, form, chunk_at) if form.digits else float_codes(b, form, chunk_at)
             values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.digits else found
+            if form.digits and ISA.by_pair:
+                values = [each for i in range(0, len(values), 2) for each in _pairs(b, *values[i : i + 2])]
             for i, v in enumerate(values):
                 store(b, v, to, 4 * BLOCK * i)
 

@@ -96,7 +96,13 @@ class NeonBook(Book):
         return b.bitcast(found, ISA.floats)
 
 
-BOOKS = {"avx512-vnni": Avx512Book, "avx2": Avx2Book, "avx-vnni": Avx2Book, "neon-dotprod": NeonBook}
+BOOKS = {
+    "avx512-vnni": Avx512Book,
+    "avx2": Avx2Book,
+    "avx-vnni": Avx2Book,
+    "neon-i8mm": NeonBook,
+    "neon-dotprod": NeonBook,
+}
 
 
 def _codes(b, bits, words):
