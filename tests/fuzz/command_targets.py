@@ -80,7 +80,7 @@ HEARTS = [
     *("auraflux.cli.serve._run", "auraflux.cli.ops._check", "auraflux.cli.bench._run", "auraflux.cli.bench_gpu.bench_gpu"),
     *("auraflux.cli.bench_serve._measure", "auraflux.cli.bench_stream._build", "auraflux.cli.bench_stream._measure"),
     *("auraflux.bench.ranks.bench_ranks", "auraflux.bench.model.measure", "auraflux.bench.speculation.measure"),
-    *("auraflux.bench.random_weights.random_language", "auraflux.bench.ceiling.read_ceiling"),
+    *("auraflux.bench.random_weights.random_language", "auraflux.ops.simd.ceiling.read_ceiling"),
     *("auraflux.run.ranks.follow.follow", "auraflux.run.ranks.lead.Lead.__init__", "auraflux.eval.run.Evaluation"),
     *("auraflux.weights.pull._download", "auraflux.weights.pull.from_hub", "auraflux.cli.doctor._compile"),
 ]
