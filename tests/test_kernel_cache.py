@@ -214,7 +214,7 @@ def test_a_folder_that_goes_away_is_no_failure(base: Path):
     assert hits(folder) == 0
 
 
-CODE = "import logging, auraflux.ops.simd.jit as jit; print(repr(jit.CACHE_FOLDER)); print(jit.entry(noted=0)(lambda x: x + 1)(1))"
+CODE = "import logging, auraflux.ops.simd.jit as jit; print(repr(jit.CACHE_FOLDER)); print(jit.entry(0)(lambda x: x + 1)(1))"
 
 
 def run(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:

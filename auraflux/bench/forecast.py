@@ -18,15 +18,18 @@ from auraflux.weights.stored import Checkpoint
 
 USED = 0.8  # of a machine's memory, for weights; the rest is the system's and the cache's
 MOST = 1 << 16  # ranks among which heads that share what they keep may be split
-USUAL_DISK = 2e9  # bytes a second, of an SSD that nobody has measured
+# bytes a second that nobody has measured: of an SSD, and of two channels of DDR4
+USUAL_DISK = 2e9
+USUAL_MEMORY = 20e9
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: its memory, and how many bytes a second its disk gives."""
+    """A machine: its memory, and how many bytes a second its disk and its memory give."""
 
     memory_nbytes: int
     disk_rate: float = USUAL_DISK
+    memory_rate: float = USUAL_MEMORY
 
     @property
     def room(self) -> int:
@@ -38,7 +41,12 @@ def parse_hosts(text: str) -> list[Host]:
     hosts = []
     for each in text.split(","):
         memory, _, disk = each.strip().partition("/")
-        hosts.append(Host(parse_nbytes(memory), float(parse_nbytes(disk)) if disk else USUAL_DISK))
+        try:
+            hosts.append(Host(parse_nbytes(memory), float(parse_nbytes(disk)) if disk else USUAL_DISK))
+        except SettingsError as err:
+            raise SettingsError(
+                f"{each.strip()!r:.80} is not a size, like 16GB or 16GB/3GB, nor an address, like 10.0.0.1."
+            ) from err
         if hosts[-1].memory_nbytes <= 0 or hosts[-1].disk_rate <= 0:
             raise SettingsError(
                 f"{each.strip()!r} is no machine. Write it like 16GB, or 16GB/3GB with what its disk reads a second."

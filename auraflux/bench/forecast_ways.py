@@ -10,25 +10,25 @@ from auraflux.run.ranks.split import split
 from auraflux.run.ranks.wire import Wire
 
 
-def forecasts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> list[Forecast]:
+def forecasts(weights: Weights, hosts: Sequence[Host], wire: Wire) -> list[Forecast]:
     """The first machine alone, and every way to use all."""
     cached = weights.with_cache()
-    found = [_pipeline(cached, hosts[:1], memory_rate, wire)]
+    found = [_pipeline(cached, hosts[:1], wire)]
     if len(hosts) > 1:
-        found.append(_pipeline(cached, hosts, memory_rate, wire))
+        found.append(_pipeline(cached, hosts, wire))
         if any(weights.experts):
-            found.append(_experts(cached, hosts, memory_rate, wire))
+            found.append(_experts(cached, hosts, wire))
         if any(kept.full for kept in weights.kept):
-            found.append(_context(weights, hosts, memory_rate, wire))
-        found.append(_tensor(weights, hosts, memory_rate, wire))
-        found += _combinations(weights, hosts, memory_rate, wire)
+            found.append(_context(weights, hosts, wire))
+        found.append(_tensor(weights, hosts, wire))
+        found += _combinations(weights, hosts, wire)
     return found
 
 
-def _combinations(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> list[Forecast]:
+def _combinations(weights: Weights, hosts: Sequence[Host], wire: Wire) -> list[Forecast]:
     """Experts and context of the same ranks, and each beside a pipeline with the number of stages that is fastest."""
     mixed, long = any(weights.experts), any(kept.full for kept in weights.kept)
-    speeds = hosts, memory_rate, wire
+    speeds = hosts, wire
     found = [_both(weights, *speeds)] if mixed and long else []
     stages = [n for n in range(2, len(hosts)) if len(hosts) % n == 0 and n <= len(weights.dense)]
     for inner in [EXPERTS] * mixed + [CONTEXT] * long:
@@ -37,17 +37,17 @@ def _combinations(weights: Weights, hosts: Sequence[Host], memory_rate: float, w
     return found
 
 
-def _both(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+def _both(weights: Weights, hosts: Sequence[Host], wire: Wire) -> Forecast:
     """Each rank has some experts, and some pages of every text."""
     count = len(hosts)
     kept = [replace(each, nbytes=-(-each.nbytes // count)) if each.full else each for each in weights.kept]
-    found = _experts(replace(weights, kept=tuple(kept)).with_cache(), hosts, memory_rate, wire)
+    found = _experts(replace(weights, kept=tuple(kept)).with_cache(), hosts, wire)
     if found.reason is None:
         found.terms["network"] += sum(_meeting(wire, count, each.sums) for each in weights.kept if each.full)
     return replace(found, way=f"{found.way},{CONTEXT}={count}")
 
 
-def _staged(inner: str, count: int, weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+def _staged(inner: str, count: int, weights: Weights, hosts: Sequence[Host], wire: Wire) -> Forecast:
     """So many stages of a pipeline, whose machines divide their layers further."""
     width = len(hosts) // count
     way = f"{PIPELINE}={count},{inner}={width}"
@@ -57,9 +57,9 @@ def _staged(inner: str, count: int, weights: Weights, hosts: Sequence[Host], mem
     for some, group in zip(held, groups, strict=True):
         part = weights.stage(some)
         if inner == EXPERTS:
-            found.append(_experts(part.with_cache(), group, memory_rate, wire))
+            found.append(_experts(part.with_cache(), group, wire))
         else:
-            found.append(_context(part, group, memory_rate, wire))
+            found.append(_context(part, group, wire))
     parts = [nbytes for each in found for nbytes in each.parts]
     if (reason := next((each.reason for each in found if each.reason is not None), None)) is not None:
         return Forecast(way, parts, {"memory": 0.0}, reason)
@@ -83,7 +83,7 @@ def _refused(weights: Weights, host: Host, dense: int, missed: float) -> str | N
     )
 
 
-def _pipeline(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+def _pipeline(weights: Weights, hosts: Sequence[Host], wire: Wire) -> Forecast:
     way = "one machine" if len(hosts) == 1 else f"{PIPELINE}={len(hosts)}"
     if len(hosts) > len(weights.dense):
         return Forecast(way, [], {"memory": 0.0}, f"the model has {len(weights.dense)} layers")
@@ -97,14 +97,14 @@ def _pipeline(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire:
         if (reason := _refused(weights, host, dense, missed)) is not None:
             return Forecast(way, [weights.sizes.of(each) for each in parts], {"memory": 0.0}, reason)
         read = dense - (weights.ends - weights.head if first else 0) + experts * weights.active
-        memory += read / memory_rate
+        memory += read / host.memory_rate
         disk += experts * weights.active * missed / host.disk_rate
     crossings = len(hosts) if len(hosts) > 1 else 0
     terms = {"memory": memory, "disk": disk, "network": crossings * wire.seconds(4 * weights.hidden)}
     return Forecast(way, [weights.sizes.of(held) for held in parts], terms)
 
 
-def _experts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+def _experts(weights: Weights, hosts: Sequence[Host], wire: Wire) -> Forecast:
     """The faster of two: each disk has its own experts, or those that nobody holds are dealt out evenly."""
     count, k = len(hosts), weights.chosen
     dense, experts = sum(weights.dense) + weights.ends, sum(weights.experts) // count
@@ -113,7 +113,7 @@ def _experts(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: 
     found = []
     for even in (True, False):
         network = mixtures * _meeting(wire, count, row * -(-k // count) if even else row)
-        each = _alike(EXPERTS, weights, hosts, memory_rate, dense, experts, network)
+        each = _alike(EXPERTS, weights, hosts, dense, experts, network)
         _wait_for_slowest(each, k, missed, count, even)
         found.append(each if even or not missed else replace(each, options="--expert-balance off"))
     # where nothing is read there is nothing to balance
@@ -150,15 +150,15 @@ def _largest_share(things: int, count: int) -> float:
     return mean
 
 
-def _context(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+def _context(weights: Weights, hosts: Sequence[Host], wire: Wire) -> Forecast:
     count = len(hosts)
     kept = sum(-(-each.nbytes // count) if each.full else each.nbytes for each in weights.kept)
     network = sum(_meeting(wire, count, each.sums) for each in weights.kept if each.full)
     dense = sum(weights.dense) + weights.ends + kept
-    return _alike(CONTEXT, weights, hosts, memory_rate, dense, sum(weights.experts), network)
+    return _alike(CONTEXT, weights, hosts, dense, sum(weights.experts), network)
 
 
-def _tensor(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: Wire) -> Forecast:
+def _tensor(weights: Weights, hosts: Sequence[Host], wire: Wire) -> Forecast:
     count = len(hosts)
     few = f"a layer has {weights.heads} heads of keys" if weights.heads < count else None
     if (reason := weights.unsliced or few) is not None:
@@ -167,7 +167,7 @@ def _tensor(weights: Weights, hosts: Sequence[Host], memory_rate: float, wire: W
     dense = sum(weights.dense) // count + weights.ends + kept
     network = 2 * len(weights.dense) * _meeting(wire, count, 4 * weights.hidden)
     experts = sum(weights.experts) // count
-    found = _alike(TENSOR, weights, hosts, memory_rate, dense, experts, network)
+    found = _alike(TENSOR, weights, hosts, dense, experts, network)
     # a file has whole experts, of which each rank reads its own
     missed = max(_missed(host, dense, experts) for host in hosts)
     _wait_for_slowest(found, weights.chosen, missed, count, even=False)
@@ -179,9 +179,7 @@ def _meeting(wire: Wire, count: int, nbytes: int) -> float:
     return wire.latency_s + (count - 1) * (wire.seconds(nbytes) - wire.latency_s)
 
 
-def _alike(
-    mode: str, weights: Weights, hosts: Sequence[Host], memory_rate: float, dense: int, experts: int, network: float
-) -> Forecast:
+def _alike(mode: str, weights: Weights, hosts: Sequence[Host], dense: int, experts: int, network: float) -> Forecast:
     """How ranks do that all have as much, and take every step together; the first scores tokens too."""
     way, parts, times = f"{mode}={len(hosts)}", [dense + experts] * len(hosts), []
     for host in hosts:
@@ -190,4 +188,6 @@ def _alike(
             return Forecast(way, parts, {"memory": 0.0}, reason)
         times.append(experts * weights.active * missed / host.disk_rate)
     read = dense - (weights.ends - weights.head) + experts * weights.active
-    return Forecast(way, parts, {"memory": read / memory_rate, "disk": max(times), "network": network})
+    return Forecast(
+        way, parts, {"memory": read / min(host.memory_rate for host in hosts), "disk": max(times), "network": network}
+    )

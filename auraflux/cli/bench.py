@@ -97,8 +97,8 @@ def _run(cases: "list[Case]", peers: bool, seconds: float) -> tuple["list[Result
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from auraflux.bench.ceiling import read_ceiling
     from auraflux.bench.ops import run
+    from auraflux.ops.simd.ceiling import read_ceiling
     from auraflux.ops.simd.threads import threads
 
     stderr = Console(stderr=True)

@@ -4,15 +4,41 @@ import mmap
 import os
 import random
 import time
+from pathlib import Path
+
+import numpy as np
 
 from auraflux.errors import ExpertError
 from auraflux.weights.bank import MainSlots
 from auraflux.weights.disk import forget
-from auraflux.weights.expert_files import ExpertFile
-from auraflux.weights.reader import DEPTH, Read, Reader
+from auraflux.weights.expert_files import ALIGNMENT, ExpertFile
+from auraflux.weights.reader import DEPTH, PIECE, Read, Reader
+from auraflux.weights.stored import Checkpoint
 from auraflux.weights.traffic import Meter
 
 SEED = 0
+
+
+def disk_speed(checkpoint: Checkpoint, seconds: float) -> float | None:
+    """Bytes per second of a model's experts, or of pieces of its largest file; None where that is smaller than a page."""
+    if checkpoint.experts is not None:
+        return direct_speed(checkpoint.experts.files[0], seconds)
+    largest = max(checkpoint.files(), key=lambda path: path.stat().st_size)
+    pieces = Pieces.of(largest)
+    return direct_speed(pieces, seconds) if pieces.count else None
+
+
+class Pieces(ExpertFile):
+    """Any file, as pieces of one size that are read like experts."""
+
+    @classmethod
+    def of(cls, path: Path) -> "Pieces":
+        nbytes = path.stat().st_size
+        stride = max(ALIGNMENT, min(PIECE, nbytes // ALIGNMENT * ALIGNMENT))
+        return cls("", path, nbytes // stride, {}, stride, np.empty(0, np.uint32))
+
+    def check(self) -> None:
+        """Nothing: it was there when its pieces were counted."""
 
 
 def direct_speed(file: ExpertFile, seconds: float) -> float:

@@ -6,7 +6,9 @@ import pytest
 
 from auraflux.bench.forecast import Host, Kept, Weights, parse_hosts
 from auraflux.bench.forecast_ways import forecasts, slowest
+from auraflux.bench.machines import Machines, addresses_in, as_measured
 from auraflux.errors import SettingsError
+from auraflux.run.ranks.measure import Measured, Speeds
 from auraflux.run.ranks.wire import Wire, find_wire
 
 GB = 10**9
@@ -16,7 +18,7 @@ SLOW = Wire(1e-3, 1e8)
 
 
 def test_two_machines_hold_what_one_reads_from_disk():
-    alone, pipeline, experts, _ = forecasts(MIXED, [Host(24 * GB)] * 2, 20 * GB, SLOW)
+    alone, pipeline, experts, _ = forecasts(MIXED, [Host(24 * GB)] * 2, SLOW)
     assert alone.bound == "disk"
     # 32 GB of experts beside 5 GB; two machines have 19.2 GB each
     assert alone.terms["disk"] == pytest.approx(4 * GB * (1 - (19.2 - 5) / 32) / 2e9)
@@ -31,10 +33,10 @@ def test_disks_read_as_much_as_each_other_unless_the_network_is_slow():
     # eight of 64 experts, none of which are held
     eight = replace(MIXED, chosen=8, dense=[GB // 100] * 8, ends=GB // 10, head=GB // 20)
     hosts = [Host(int(0.18 * GB / 0.8) + 1)] * 2
-    alone, _, fast, _ = forecasts(eight, hosts, 20 * GB, find_wire("10gbe"))
+    alone, _, fast, _ = forecasts(eight, hosts, find_wire("10gbe"))
     assert fast.options == ""
     assert alone.terms["disk"] / fast.terms["disk"] == pytest.approx(2)
-    slow = forecasts(eight, hosts, 20 * GB, Wire(0.0, 1e5))[2]
+    slow = forecasts(eight, hosts, Wire(0.0, 1e5))[2]
     assert slow.options == "--expert-balance off"
     # one disk has 5.09 of eight on the mean
     assert alone.terms["disk"] / slow.terms["disk"] == pytest.approx(8 / 5.09375)
@@ -43,10 +45,10 @@ def test_disks_read_as_much_as_each_other_unless_the_network_is_slow():
 
 
 def test_heads_and_columns_are_read_at_the_same_time():
-    tensor = forecasts(MIXED, [Host(64 * GB)] * 4, 20 * GB, SLOW)[3]
+    tensor = forecasts(MIXED, [Host(64 * GB)] * 4, SLOW)[3]
     assert tensor.reason == "a layer has 1 heads of keys"
     fast = Wire(1e-5, 4e11)
-    alone, _, _, tensor, _ = forecasts(replace(MIXED, heads=8), [Host(64 * GB)] * 4, 20 * GB, fast)
+    alone, _, _, tensor, _ = forecasts(replace(MIXED, heads=8), [Host(64 * GB)] * 4, fast)
     assert tensor.way == "tensor=4"
     # all but the head, which the first has: eight layers of 0.5 GB, and an eighth of 4 GB
     assert tensor.terms["memory"] == pytest.approx((8 * GB / 4 + GB / 2) / (20 * GB))
@@ -57,9 +59,9 @@ def test_heads_and_columns_are_read_at_the_same_time():
 def test_a_text_is_read_too_and_can_be_dealt_out():
     kept = tuple(Kept(GB, full, by_head=True, sums=4096) for full in [True, False] * 4)
     alone, pipeline, _, context, tensor, _ = forecasts(
-        replace(MIXED, heads=8, kept=kept), [Host(80 * GB)] * 2, 20 * GB, find_wire("20us/45GB")
+        replace(MIXED, heads=8, kept=kept), [Host(80 * GB)] * 2, find_wire("20us/45GB")
     )
-    plain = forecasts(replace(MIXED, heads=8), [Host(80 * GB)] * 2, 20 * GB, find_wire("20us/45GB"))
+    plain = forecasts(replace(MIXED, heads=8), [Host(80 * GB)] * 2, find_wire("20us/45GB"))
     assert [each.way for each in plain] == ["one machine", "pipeline=2", "experts=2", "tensor=2"]
     assert alone.terms["memory"] - plain[0].terms["memory"] == pytest.approx(8 / 20)
     assert pipeline.terms["memory"] - plain[1].terms["memory"] == pytest.approx(8 / 20)
@@ -71,13 +73,13 @@ def test_a_text_is_read_too_and_can_be_dealt_out():
 
 def test_stages_of_a_pipeline_may_be_divided_further():
     fast, hosts = find_wire("20us/45GB"), [Host(12 * GB)] * 4
-    found = {each.way: each for each in forecasts(replace(MIXED, chosen=8), hosts, 20 * GB, fast)}
+    found = {each.way: each for each in forecasts(replace(MIXED, chosen=8), hosts, fast)}
     both = found["pipeline=2,experts=2"]
     assert both.reason is None
     assert both.terms["network"] == pytest.approx(2 * (20e-6 + 8192 / 45e9) + 8 * (20e-6 + 8192 / 45e9), rel=0.5)
     assert both.terms["disk"] < found["one machine"].terms["disk"]
     kept = tuple(Kept(GB, True, by_head=True, sums=4096) for _ in range(8))
-    long = {each.way: each for each in forecasts(replace(MIXED, chosen=8, kept=kept), [Host(80 * GB)] * 4, 20 * GB, fast)}
+    long = {each.way: each for each in forecasts(replace(MIXED, chosen=8, kept=kept), [Host(80 * GB)] * 4, fast)}
     ways = {"pipeline=2,experts=2", "pipeline=2,context=2", "experts=4,context=4"}
     assert ways < set(long)
     # a quarter of 8 GB of keys and values in each, rather than all of it
@@ -85,12 +87,48 @@ def test_stages_of_a_pipeline_may_be_divided_further():
     assert less == pytest.approx(6 / 20)
 
 
+def test_figures_and_what_was_measured_are_planned_alike():
+    link = Wire(150e-6, 117e6)
+    found = [
+        Measured("10.0.0.1", 24 * GB, Speeds(20e9, None), None),
+        Measured("10.0.0.2", 32 * GB, Speeds(20e9, 3e9), link),
+    ]
+    machines = as_measured(found)
+    given = Machines(parse_hosts("24GB,32GB/3GB"), find_wire("1gbe"))
+    assert (machines.hosts, machines.network) == (given.hosts, given.network)
+    eight = replace(MIXED, chosen=8)
+    assert forecasts(eight, machines.hosts, machines.network) == forecasts(eight, given.hosts, given.network)
+    # what is given counts more than what was measured
+    other = machines.taken(SLOW, 40e9)
+    assert other.network == SLOW
+    assert [host.memory_rate for host in other.hosts] == [40e9] * 2
+    assert machines.taken(None, None) == machines
+
+
+def test_slower_memory_takes_longer_where_it_is():
+    hosts = [Host(64 * GB), Host(64 * GB, memory_rate=10e9)]
+    alike, uneven = forecasts(MIXED, hosts[:1] * 2, SLOW), forecasts(MIXED, hosts, SLOW)
+    assert uneven[0] == alike[0]
+    assert 1 < uneven[1].terms["memory"] / alike[1].terms["memory"] < 2
+    # a layer is done when all have done their share of it
+    assert uneven[2].terms["memory"] == pytest.approx(2 * alike[2].terms["memory"])
+
+
+def test_machines_are_named_or_described():
+    assert addresses_in("16GB,32GB/3GB") == ()
+    assert addresses_in("10.0.0.1:29400, 10.0.0.2") == ("10.0.0.1:29400", "10.0.0.2")
+    with pytest.raises(SettingsError, match="'16GB' is no address, as others of --hosts are"):
+        addresses_in("10.0.0.1,16GB")
+    with pytest.raises(SettingsError, match=r"10\.0\.0\.1 is one machine"):
+        addresses_in("10.0.0.1")
+
+
 def test_what_cannot_be_is_said():
-    small = forecasts(MIXED, [Host(4 * GB)] * 2, 20 * GB, SLOW)
+    small = forecasts(MIXED, [Host(4 * GB)] * 2, SLOW)
     assert small[0].reason is not None
     assert "5.0 GB that every token reads" in small[0].reason
     loose = Weights(*[getattr(MIXED, name) for name in ("dense", "experts", "ends", "head", "active", "hidden")], packed=False)
-    assert "not packed" in str(forecasts(loose, [Host(24 * GB)], 20 * GB, SLOW)[0].reason)
+    assert "not packed" in str(forecasts(loose, [Host(24 * GB)], SLOW)[0].reason)
 
 
 def test_machines_as_users_write_them():

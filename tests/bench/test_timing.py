@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from auraflux.bench.arguments import Rotation, bytes_moved, copies_to_rotate, moved, storage_nbytes
-from auraflux.bench.ceiling import STEP_NBYTES, read_ceiling
 from auraflux.bench.timing import ROUNDS, Contender, race
 from auraflux.machine import Machine, last_cache_nbytes
 from auraflux.ops._cases import Case
 from auraflux.ops.norm.reference import rms_norm
+from auraflux.ops.simd.ceiling import STEP_NBYTES, read_ceiling
 from auraflux.quant import QTensor, quantize
 
 MB = 1 << 20

@@ -23,6 +23,7 @@ from auraflux.run.load import make_model
 from auraflux.run.ranks.devices import Devices
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
 from auraflux.run.ranks.identity import identity, rounding
+from auraflux.run.ranks.measure import answer
 from auraflux.run.ranks.members import Part
 from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.parallel import TENSOR, TIMEOUT_S
@@ -98,7 +99,8 @@ def _take_part(group: Group, checkpoint: Checkpoint, address: str, devices: Devi
         torch.cuda.set_device(device)
     here = {"identity": identity(checkpoint), "rounding": rounding(), "free": devices.free_nbytes(device)}
     group.say({**here, "address": address, "process": os.getpid()}, 0)
-    terms = group.hear(0)
+    while "measure" in (terms := group.hear(0)):
+        answer(group, checkpoint, terms)
     if "refused" in terms:
         raise InputError(terms["refused"])
     if "end" in terms:

@@ -18,9 +18,11 @@ from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import Deal
 from auraflux.errors import InputError, RankError
+from auraflux.run.progress import Report
 from auraflux.run.ranks.devices import Devices, launched
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
 from auraflux.run.ranks.identity import difference, identity, rounding
+from auraflux.run.ranks.measure import Measured, measure
 from auraflux.run.ranks.members import Part
 from auraflux.run.ranks.parallel import LOCAL, TENSOR, Parallel, address_of
 from auraflux.run.ranks.pipeline import MeshRunner, Passing, PipelineRunner
@@ -45,6 +47,7 @@ class Lead:
 
     held      layers of each rank
     memory    that is free on each
+    addresses where each is
     unequal   why ranks round differently; None if they do not
     balanced  whether experts are dealt out as they are chosen
     """
@@ -105,6 +108,7 @@ class Lead:
                 group.say_all({"refused": f"rank {rank} cannot take part: {reason}."})
                 raise InputError(f"rank {rank} cannot take part: {reason}.")
         self.memory = [self._free, *(each["free"] for each in found)]
+        self.addresses = [self.place.address, *(each["address"] for each in found)]
         self.unequal = self.unlike([each["rounding"] for each in found])
         return group
 
@@ -239,6 +243,10 @@ class Lead:
         """What each of the other ranks has read of experts, and why it does not replay steps of decoding, if it does not."""
         self._tell({"read": True})
         return [self.group.hear(rank) for rank in range(1, self.group.size)]
+
+    def measure(self, report: Report) -> list[Measured]:
+        """Measure what all ranks and their links give, before anything is agreed on."""
+        return measure(self.group, self._checkpoint, self.addresses, self.memory, report)
 
     def check(self) -> None:
         """Raise if a rank is gone."""

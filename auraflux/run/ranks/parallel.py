@@ -1,6 +1,7 @@
 """How a model is divided among ranks, as users ask for it: a way, a number, and where the ranks are."""
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from auraflux.errors import SettingsError
 from auraflux.run.ranks.mesh import Mesh
@@ -106,3 +107,12 @@ def address_of(text: str, port: int | None = None) -> tuple[str, int]:
     if not number.isdecimal() or int(number) > 65535 or not host:
         raise SettingsError(f"{text!r:.80} is no address. Write it like 10.0.0.1:{PORT}.")
     return host.strip("[]"), int(number)
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an IP address, by which other ranks are known, with a port after it or without."""
+    try:
+        ip_address(address_of(text, PORT)[0])
+    except ValueError:
+        return False
+    return True
