@@ -74,7 +74,8 @@ class Replayer:
     @property
     def reads(self) -> bool:
         """Whether prompts go through `read`: where they are replayed, and where they would be, so that results are the same."""
-        return self.ahead and self.unread is None and self.refused in (None, SWITCHED_OFF)
+        on_gpu = self.runner.device.type == "cuda" and self.runner.alone
+        return on_gpu and self.unread is None and self.refused in (None, SWITCHED_OFF)
 
     def decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
         """Scores of the next token, [B, V]; tokens may be on the device still."""

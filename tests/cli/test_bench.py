@@ -7,12 +7,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from auraflux.bench import ceiling, ops
+from auraflux.bench import ops
 from auraflux.bench.peers import PEERS, Peer
 from auraflux.bench.peers.peer import each
 from auraflux.cli import main
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, Op
+from auraflux.ops.simd import ceiling
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

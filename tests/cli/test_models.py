@@ -8,10 +8,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
-from auraflux.cli import Program
-from auraflux.cli.convert import convert
-from auraflux.cli.inspect import inspect
-from auraflux.cli.pull import pull
+from auraflux.cli import main
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights import pull as fetching
 from tests.run.tiny import tiny
@@ -20,8 +17,7 @@ from tests.weights.quantized_folders import FOLDERS, rewrite
 
 
 def call(*words: object) -> Result:
-    program = Program(commands={"pull": pull, "inspect": inspect, "convert": convert})
-    return CliRunner().invoke(program, [str(word) for word in words])
+    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture
