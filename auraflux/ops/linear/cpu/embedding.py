@@ -93,36 +93,58 @@ def _places(bits: int, side_by_side: bool) -> Tensor:
     return torch.tensor([row + [(0, 0, 0, 0)] * (most - len(row)) for row in rows], dtype=torch.int32)
 
 
+@jit
+def _code(codes, i, bits, lanes, places, pieces):
+    """The i-th code of a row whose words lie `lanes` apart."""
+    first, code = (i // CHUNK) * bits, np.uint32(0)
+    for p in range(i % CHUNK * pieces * 4, (i % CHUNK + 1) * pieces * 4, 4):
+        word = np.uint32(codes[(first + places[p]) * lanes])
+        code |= (word >> np.uint32(places[p + 1]) & np.uint32(places[p + 2])) << np.uint32(places[p + 3])
+    return code
+
+
+@jit
+def _place_of(ids, long, place, lanes):
+    """The block of rows of an id, and the row there: of `lanes` rows side by side, element i of each is next to the others'."""
+    row = int64s(ids, place + 1)[place] if long else np.int64(int32s(ids, place + 1)[place])
+    return row // lanes, row % lanes
+
+
 @Kernel
 def _rows(args, job, jobs):
-    found = arguments(args, 16)
-    ids, long, packed, scales, biases, levels_at, kind, bits, group, lanes, width = found[:11]
-    places_at, pieces, super_words, count, target = found[11:]
+    ids, long, packed, scales, biases, levels_at, kind, bits, group, lanes, width, places_at, pieces, count, target = arguments(
+        args, 15
+    )
     words, groups, levels = width * bits // 32, width // group, floats(levels_at, 1 << bits)
     places = int32s(places_at, 4 * CHUNK * pieces)
     for place in share(count, job, jobs):
-        row = int64s(ids, place + 1)[place] if long else np.int64(int32s(ids, place + 1)[place])
-        # of `lanes` rows side by side, element i of each is next to the others'
-        block, lane = row // lanes, row % lanes
-        codes, out = (
-            int32s(packed + 4 * (block * words * lanes + lane), words * lanes),
-            floats(target + 4 * place * width, width),
-        )
+        block, lane = _place_of(ids, long, place, lanes)
+        codes = int32s(packed + 4 * (block * words * lanes + lane), words * lanes)
+        out = floats(target + 4 * place * width, width)
         for g in range(groups):
-            if super_words:
-                each = SIZE // group
-                at = (block * (groups // each) + g // each) * super_words * lanes + lane
-                words_of = int32s(scales + 4 * at, super_words * lanes)
-                scale, bias = _of_super_block(words_of, kind, lanes, g % each, each)
-            else:
-                at = (block * groups + g) * lanes + lane
-                scale, bias = _scale(scales, kind, at), _scale(biases, kind, at) if biases else np.float32(0)
+            at = (block * groups + g) * lanes + lane
+            scale, bias = _scale(scales, kind, at), _scale(biases, kind, at) if biases else np.float32(0)
             for i in range(g * group, g * group + group):
-                first, code = (i // CHUNK) * bits, np.uint32(0)
-                for p in range(i % CHUNK * pieces * 4, (i % CHUNK + 1) * pieces * 4, 4):
-                    word = np.uint32(codes[(first + places[p]) * lanes])
-                    code |= (word >> np.uint32(places[p + 1]) & np.uint32(places[p + 2])) << np.uint32(places[p + 3])
-                out[i] = levels[code] * scale + bias
+                out[i] = levels[_code(codes, i, bits, lanes, places, pieces)] * scale + bias
+
+
+@Kernel
+def _super_rows(args, job, jobs):
+    """The same of super-blocks: `each` words of a super-block are in the place of scales."""
+    ids, long, packed, scales, each, levels_at, kind, bits, group, lanes, width, places_at, pieces, count, target = arguments(
+        args, 15
+    )
+    words, groups, levels = width * bits // 32, SIZE // group, floats(levels_at, 1 << bits)
+    places = int32s(places_at, 4 * CHUNK * pieces)
+    for place in share(count, job, jobs):
+        block, lane = _place_of(ids, long, place, lanes)
+        codes = int32s(packed + 4 * (block * words * lanes + lane), words * lanes)
+        out = floats(target + 4 * place * width, width)
+        for g in range(width // group):
+            at = (block * (width // SIZE) + g // groups) * each * lanes + lane
+            scale, bias = _of_super_block(int32s(scales + 4 * at, each * lanes), kind, lanes, g % groups, groups)
+            for i in range(g * group, g * group + group):
+                out[i] = levels[_code(codes, i, bits, lanes, places, pieces)] * scale + bias
 
 
 def _steps_of(form: SuperBlock) -> int:
@@ -137,9 +159,11 @@ def embed(ids: Tensor, table: Weight) -> Tensor:
     count, width = ids.numel(), table.shape[1]
     out = torch.empty(*ids.shape, width)
     found, places = table.super_block, _places(table.bits, table.lanes > 1)
-    meant = LEVELS[table.kind if found is None else found.plain, table.bits]
-    held, words = (SCALES[table.scales.dtype], 0) if found is None else (_steps_of(found), found.words)
-    shape = held, table.bits, table.group, table.lanes, width, places.data_ptr(), places.shape[1], words
-    jobs = threads() if count * width >= PARALLEL_FROM else 1
-    _rows(jobs, ids.data_ptr(), ids.dtype is torch.int64, *table.addresses, meant.data_ptr(), *shape, count, out.data_ptr())
+    sizes = table.bits, table.group, table.lanes, width, places.data_ptr(), places.shape[1], count, out.data_ptr()
+    jobs, given = threads() if count * width >= PARALLEL_FROM else 1, (ids.data_ptr(), ids.dtype is torch.int64)
+    if found is None:
+        _rows(jobs, *given, *table.addresses, LEVELS[table.kind, table.bits].data_ptr(), SCALES[table.scales.dtype], *sizes)
+    else:
+        meant = LEVELS[found.plain, table.bits].data_ptr()
+        _super_rows(jobs, *given, *table.addresses[:2], found.words, meant, _steps_of(found), *sizes)
     return out

@@ -141,6 +141,8 @@ def _dots(b, form, size, ready, part, codes, acts, starts):
         here = b.add(acts, at(form.span * size * digit))
         if _in_pairs(size):
             sums = _pairs_of_digit(b, form, part, codes, here)
+        elif ready and form.digits > 1:
+            sums = _dots_in_any_order(b, form, part, codes, here)
         else:
             sums = _dots_of_digit(b, form, size, ready, part, codes, here, starts)
         found = [add_digit(b, form, lower, total) for lower, total in zip(found, sums, strict=True)]
@@ -164,6 +166,16 @@ def _dots_of_digit(b, form, size, ready, part, codes, acts, starts):
             some = range(first, min(first + 4, size))
             x = [load(b, acts, (piece * size + t) * WHOLE, INTS) for t in some]
             sums[first : first + 4] = ISA.dot_lanes(b, [sums[t] for t in some], values, x)
+    return sums
+
+
+def _dots_in_any_order(b, form, part, codes, acts):
+    """The same over unpacked rows, in LLVM's order: with several digits a tenth faster."""
+    sums = [splat(INTS, form.magic[0])] * TILE
+    for piece in range(part * form.group // WHOLE, (part + 1) * form.group // WHOLE):
+        quads = [ISA.quads(b, b.add(acts, at((piece * TILE + t) * WHOLE)), 4) for t in range(TILE)]
+        for i, v in enumerate(_piece_ready(b, codes, piece)):
+            sums = [ISA.dot_unpacked(b, sums[t], v, quads[t][i], form.value_bits) for t in range(TILE)]
     return sums
 
 
