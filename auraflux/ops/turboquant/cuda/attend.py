@@ -23,7 +23,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from auraflux.ops.hopper.copy import wait_ptx
 from auraflux.ops.hopper.ptx import run
-from auraflux.ops.hopper.reduce import same
+from auraflux.ops.turboquant.cuda.attend_begin import (
+    ask_newer,
+    ask_older,
+    find_token,
+    first_blocks,
+    first_pages,
+    lanes_of,
+    steps_of,
+)
 from auraflux.ops.turboquant.cuda.attend_kept import (
     STEPS,
     angle_channels,
@@ -64,8 +72,6 @@ from auraflux.ops.turboquant.cuda.attend_step import (
 )
 
 LANE = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2; // $1")
-WARP = gl.constexpr("mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1")
-MASKED_LANE = gl.constexpr("{.reg .b32 l; mov.u32 l, %laneid; and.b32 $0, l, $1;}")
 
 
 @gluon.constexpr_function
@@ -138,7 +144,8 @@ def attend_pairs(
     # all memory is one piece, so the table is where shared memory begins; the compiler does not see the look-ups read it, hence
     # the barriers and _keep_alive
     shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    early = _early(levels, centres, head, D, KEY_BITS, VALUE_BITS, NW)
+    # a program that shares its multiprocessor has no registers for more
+    early = _early(levels, centres if WORK.apart else None, head, D, KEY_BITS, VALUE_BITS, NW)
     if WORK.shared:
         number = split
         given = shares(index, splits, scores.window, NW * 16 * U, S, NW)
@@ -148,7 +155,7 @@ def attend_pairs(
             return
     else:
         guess = gl.minimum(token, index.sequences - 1)
-        sequence, position, old = _find(index, token, guess, tokens, S, NW)
+        sequence, position, old = find_token(index, token, guess, tokens, S, NW)
     # codes are read from `low` on and up to `end`; of what is kept as it is, `oldest` on
     LOW: gl.constexpr = WINDOW or KEPT.first > 0
     oldest = gl.maximum(position + 1 - scores.window, 0)
@@ -222,21 +229,22 @@ def _codes(
     UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
     sequence, guess, position, old, head, split, last = mine
     begin, stride, low, end, oldest = span
-    warp, lane, key, t = _lanes(begin, index.pool, U, NW)
+    warp, lane, key, t = lanes_of(begin, index.pool, U, NW)
     source = sources(keys, values, lane, D, KEY_BITS, VALUE_BITS)
     place, to, at = places(split, warp, lane, ring_begin(D), DEEP, U, D, KEY_BITS, VALUE_BITS, NW)
     # codes of earlier steps, levels and signs are older than the kernel before this one; what it may have written is asked for
     # when it has ended, and ends the groups
-    pages = _first_pages(index, sequence, guess, t, stride, PAGE)
+    pages = first_pages(index, sequence, guess, t, stride, PAGE)
     if plain is not None:
         places_of = plain_places(plain, sequence, position, head, last, SHAPE, KEPT, NW)
     if centres is not None:
-        weights_of = angle_weights(centres, early[1], head, D, NW)
+        channels = early[1] if WORK.apart else angle_channels(centres, D, NW)
+        weights_of = angle_weights(centres, channels, head, D, NW)
         angles = angles_at(centres, row_positions(begin, stride, D, NW, 16 * U), D, NW)
-    blocks, page, next_page, table = _first_blocks(
+    blocks, page, next_page, table = first_blocks(
         pages, t, stride, head, index.pool, index.width, SHAPE.heads, PAGE, UNITS, DEEP
     )
-    _ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, WORK.soon)
+    ask_older(blocks, to, source, t, stride, old, D, KEY_BITS, VALUE_BITS, U, WORK.soon)
     _fill(shared, early[0])
     # neither depend on the kernel before
     rotated, turning = _query_rows(shared, D)
@@ -244,11 +252,11 @@ def _codes(
     gdc_launch_dependents()
     x = load_queries(q, signs, live, D, NW)
     if centres is not None:
-        x *= early[2]
+        x *= early[2] if WORK.apart else channel_scales(centres.scale + head * D, D, NW)
         turning.store((angle_queries(q, weights_of, live, D, NW) * (scores.factor * D)).to(gl.float16))
     if plain is not None:
         keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
-    _ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
+    ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
     qx = _operand(x, rotated, scores.factor, D, KEY_BITS, NW)
     if centres is not None:
         found = centre_scores(angles, turning, D, NW)
@@ -263,7 +271,7 @@ def _codes(
                 keys_of, plain, places_of, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
     stage = split * 0
-    count = _steps(begin, end, stride, U)
+    count = steps_of(begin, end, stride, U)
     cut = at, to, source, lane, t, key, stride, low, end, head, column, place
     if centres is None:
         for i in range(count):
@@ -350,107 +358,12 @@ def _step(
 
 
 @gluon.jit
-def _lanes(begin, pool, U: gl.constexpr, NW: gl.constexpr):
-    """Number warps and lanes, one of everything for each lane; the tokens of a warp's first block, and where it begins."""
-    LL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
-    LS: gl.constexpr = gl.SliceLayout(2, gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8]))
-    key = gl.arange(0, NW, layout=gl.SliceLayout(1, LS))[:, None] * (16 * U) + begin
-    key += gl.arange(0, 16, layout=gl.SliceLayout(0, LS))[None, :]
-    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, LL))[:, None]
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, LL))[None, :] + warp * 0
-    # 0 in all lanes, but the compiler does not know: pages that it knew to be equal it would wait for at once, to hold them
-    # in a register of the warp
-    zero = gl.inline_asm_elementwise(MASKED_LANE, "=r,r", [lane * 0 + (pool >> 31)], gl.int32, is_pure=True, pack=1)
-    return warp, lane, key, warp * (16 * U) + begin + zero
-
-
-@gluon.jit
-def _first_pages(index, sequence, guess, t, stride, PAGE: gl.constexpr):
-    """Find the pages of a warp's first two steps, and the line of the table: that which was guessed is read without waiting."""
-    mine = index.table + sequence.to(gl.int64) * index.width
-    table = index.table + guess.to(gl.int64) * index.width
-    page, next_page = page_of(table, t, index.width, PAGE), page_of(table, t + stride, index.width, PAGE)
-    other = t * 0 + sequence != guess
-    page = gl.load(mine + gl.minimum(t // PAGE, index.width - 1), mask=other, other=page)
-    next_page = gl.load(mine + gl.minimum((t + stride) // PAGE, index.width - 1), mask=other, other=next_page)
-    return page, next_page, mine
-
-
-@gluon.jit
-def _first_blocks(
-    pages, t, stride, head, pool, table_width,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, UNITS: gl.constexpr, DEEP: gl.constexpr,
-):  # fmt: skip
-    """Find a warp's first DEEP blocks, and the pages of the next two steps."""
-    page, next_page, table = pages
-    blocks = ()
-    for d in gl.static_range(DEEP):
-        block = block_of(page, t + d * stride, head, pool, HEADS, PAGE, UNITS)
-        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
-        page, next_page = next_page, page_of(table, t + (d + 2) * stride, table_width, PAGE)
-    return blocks, page, next_page, table
-
-
-@gluon.jit
 def _leave(o, m, l, signs, parts, left, live, D: gl.constexpr, SHARED: gl.constexpr, NW: gl.constexpr):  # noqa: E741
     """Leave a part of each row, rotated back where `finish_rotated` merges."""
     if D == 256 and not SHARED:
         leave_rotated_back(o, m, l, signs, parts, left, live, D, NW)
     else:
         leave_part(o, m, l, parts, left, live, D, NW)
-
-
-@gluon.jit
-def _ask_older(
-    blocks, to, source, t, stride, old,
-    D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, U: gl.constexpr, SOON: gl.constexpr,
-):  # fmt: skip
-    """Ask for those of a warp's first SOON blocks that have no new tokens."""
-    STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
-    for d in gl.static_range(SOON):
-        older = t + d * stride + 16 * U <= old
-        copy_keys(to, source, d * STAGE, blocks[d], older, D, KEY_BITS, U, False)
-        copy_values(to, source, d * STAGE, blocks[d], older, D, VALUE_BITS, U, False)
-
-
-@gluon.jit
-def _ask_newer(
-    blocks, to, source, t, stride, old, end,
-    D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE_BITS: gl.constexpr, U: gl.constexpr, DEEP: gl.constexpr,
-    SOON: gl.constexpr,
-):  # fmt: skip
-    """Ask for the rest of a warp's first blocks, and end the groups."""
-    STAGE: gl.constexpr = stage_nbytes(D, KEY_BITS, VALUE_BITS, U)
-    for d in gl.static_range(DEEP):
-        newer = t + d * stride < end
-        if d < SOON:
-            newer &= t + d * stride + 16 * U > old
-        copy_keys(to, source, d * STAGE, blocks[d], newer, D, KEY_BITS, U, True)
-        copy_values(to, source, d * STAGE, blocks[d], newer, D, VALUE_BITS, U, True)
-
-
-@gluon.jit
-def _steps(begin, end, stride, U: gl.constexpr):
-    """Count a warp's steps: warps have no need of each other, and those that are at their end take no more."""
-    warp = gl.inline_asm_elementwise(WARP, "=r,r", [begin], dtype=gl.int32, is_pure=True, pack=1)
-    return gl.cdiv(gl.maximum(end - begin - warp * (16 * U), 0), stride)
-
-
-@gluon.jit
-def _find(index, token, guess, tokens, S: gl.constexpr, NW: gl.constexpr):
-    """Find a token's sequence and its position, and how many positions were there before this step."""
-    if S == 1:
-        sequence = guess
-        old = gl.load(index.lengths) - tokens
-        position = old + token
-    else:
-        # every warp has all of it: a sum across warps would want shared memory
-        b = gl.arange(0, S, layout=gl.BlockedLayout([max(1, S // 32)], [32], [NW], [0]))
-        before = gl.load(index.starts + b, mask=b < index.sequences, other=1 << 30) <= token
-        sequence = same(gl.sum(before.to(gl.int32), 0)) - 1
-        position = gl.load(index.lengths + sequence) - gl.load(index.starts + sequence + 1) + token
-        old = position - token + gl.load(index.starts + sequence)
-    return sequence, position, old
 
 
 @gluon.jit
