@@ -29,7 +29,7 @@ from auraflux.ops.delta.cases import conv, prefill, state_flops, state_nbytes, s
 from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
 from auraflux.ops.linear.reference import add_norm_gate_up, add_norm_linears, add_norm_scores, gate_up_swiglu, linear, linears
 from auraflux.ops.moe._expert_cases import some
-from auraflux.ops.moe.experts import Experts
+from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, route
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.turboquant._inputs import (
@@ -182,6 +182,7 @@ def half_nbytes(args: Args) -> int:
 
 EXPERTS, HIDDEN, INNER = 128, 2048, 768
 ROUTING = Routing(8, "softmax", renormalize=True)
+BY_SIGMOID = Routing(8, "sigmoid", renormalize=True)
 
 
 def experts(count: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER) -> Experts:
@@ -193,6 +194,13 @@ def moe(tokens: int, layer: Experts, routing: Routing = ROUTING) -> Args:
     x, h = (torch.randn(tokens, layer.hidden).to(BF16) for _ in range(2))
     scores = torch.randn(tokens, layer.count).to(BF16)
     return {"x": x, "scores": scores, "routing": routing, "experts": layer, "h": h}
+
+
+def with_shared(args: Args) -> Args:
+    """The same with a shared expert as large as the others."""
+    layer = args["experts"]
+    gate, up, down = (stack[0] for stack in experts(1, layer.hidden, layer.inner).stacks)
+    return {**args, "shared": SharedExpert(gate, up, down), "shared_gate": torch.randn(len(args["x"])).to(BF16)}
 
 
 def routed(tokens: int, layer: Experts) -> Args:
@@ -218,11 +226,12 @@ def moe_nbytes(args: Args) -> int:
     """The experts that are met once, tokens and results."""
     layer = args["experts"]
     size = sum(stack.nbytes for stack in layer.stacks) // layer.count
-    return len(ids_of(args).unique()) * size + 2 * args["x"].nbytes
+    return (len(ids_of(args).unique()) + ("shared" in args)) * size + 2 * args["x"].nbytes
 
 
 def moe_flops(args: Args) -> int:
-    return 6 * ids_of(args).numel() * args["experts"].hidden * args["experts"].inner
+    layer, shared = args["experts"], len(args["x"]) if "shared" in args else 0
+    return 6 * (ids_of(args).numel() + shared) * layer.hidden * layer.inner
 
 
 def as_cached(make: Callable[..., Args], *sizes: Any, **options: Any) -> Args:
@@ -364,16 +373,14 @@ MOE = [
     )
     for t in (1, 64, 4096)
 ]
-MOE.append(
-    Case(
-        mixture,
-        "wide-one-token",
-        lambda: moe(1, experts(64, 7168, 2048), Routing(8, "sigmoid", renormalize=True)),
-        tol=TWICE_ROUNDED,
-        nbytes=moe_nbytes,
-        flops=moe_flops,
+MOE += [
+    Case(mixture, name, make, tol=TWICE_ROUNDED, nbytes=moe_nbytes, flops=moe_flops)
+    for name, make in (
+        ("wide-one-token", lambda: moe(1, experts(64, 7168, 2048), BY_SIGMOID)),
+        ("shared-one-token", lambda: with_shared(moe(1, experts(inner=512)))),
+        ("wide-shared-one-token", lambda: with_shared(moe(1, experts(64, 7168, 2048), BY_SIGMOID))),
     )
-)
+]
 
 DELTA = [
     *(

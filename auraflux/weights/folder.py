@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from auraflux.errors import FormatError
-from auraflux.quant import KINDS, QTensor
+from auraflux.quant import KINDS, QTensor, mxfp4
 from auraflux.weights.boundary import brief, listed, named, read_json, regular
 from auraflux.weights.expert_files import ExpertFiles, has_experts, open_experts
 from auraflux.weights.methods import Header, Held, method_of
@@ -218,7 +218,10 @@ class Folder:
         if len(parts) == 1:
             return found[0]
         if parts[0].endswith(BLOCKS):
-            return _mxfp4_blocks(*found)
+            try:
+                return _mxfp4_blocks(*found)
+            except FormatError as err:
+                raise FormatError(f"{name} in {self.path} is no weight of MXFP4: {err}") from err
         return self._quantized(name, *found)
 
     def _decoded(self, name: str, found: list[Tensor]) -> Stored:
@@ -311,6 +314,10 @@ def _libc() -> ctypes.CDLL:
 
 def _mxfp4_blocks(blocks: Tensor, exponents: Tensor) -> QTensor:
     """blocks uint8 [E, N, K/32, 16], exponents uint8 [E, N, K/32]."""
+    if blocks.dtype is not torch.uint8 or blocks.ndim < 3 or blocks.shape[-1] != mxfp4.GROUP // 2:
+        raise FormatError(f"its blocks are {list(blocks.shape)} of {blocks.dtype}, not of {mxfp4.GROUP // 2} bytes each.")
+    if exponents.dtype is not torch.uint8 or exponents.shape != blocks.shape[:-1]:
+        raise FormatError(f"its scales are {list(exponents.shape)} of {exponents.dtype}, not one byte of each block.")
     *leading, groups, nbytes = blocks.shape
     packed = blocks.contiguous().view(torch.int32).reshape(*leading, groups * nbytes // 4)
-    return QTensor(packed, exponents, None, 4, 2 * nbytes, (*leading, groups * nbytes * 2))
+    return QTensor(packed, exponents, None, mxfp4.BITS, mxfp4.GROUP, (*leading, groups * mxfp4.GROUP))

@@ -1,6 +1,7 @@
 """gpt-oss against transformers and mlx-lm."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,21 @@ def test_blocks_without_scales_are_refused(tmp_path: Path):
     rewrite(tmp_path, {"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(1, 1, 1, 16, dtype=torch.uint8)})
     with pytest.raises(FormatError, match=r"down_proj_blocks and no model\.layers\.0\.mlp\.experts\.down_proj_scales"):
         open_checkpoint(tmp_path).sizes()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales", "said"),
+    [
+        ((1, 1, 1, 2), (1, 1, 1), r"blocks are \[1, 1, 1, 2\].*16 bytes each"),
+        ((1, 1, 2, 16), (1, 1, 1), r"scales are \[1, 1, 1\].*one byte of each block"),
+    ],
+)
+def test_blocks_of_another_shape_are_refused(blocks: tuple[int, ...], scales: tuple[int, ...], said: str, tmp_path: Path):
+    save(gpt_oss(), tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    rewrite(tmp_path, {name + "_blocks": torch.zeros(blocks).byte(), name + "_scales": torch.zeros(scales).byte()})
+    with pytest.raises(FormatError, match=f"{re.escape(name)}.*no weight of MXFP4.*{said}"):
+        open_checkpoint(tmp_path).load(name)
 
 
 def under_mlx_names(model: GptOssForCausalLM, folder: Path) -> Path:

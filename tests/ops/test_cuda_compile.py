@@ -55,9 +55,11 @@ def hold(mine: list[dict]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_compile_without_spills(family: str, reports: list[dict], record_property):
-    """The first build of each kernel keeps to registers, hot or not."""
-    mine = [{**report, "hot": True} for report in reports if report["family"] == family]
-    assert mine, f"no case of {family} launches a kernel"
+    """The first build of each kernel keeps to registers, hot or not; one that takes more tuples compiles."""
+    all_of_family = [report for report in reports if report["family"] == family]
+    assert all_of_family, f"no case of {family} launches a kernel"
+    firsts = {report["name"].split()[0]: report["name"] for report in reversed(all_of_family)}
+    mine = [{**report, "hot": report["name"] in firsts.values()} for report in all_of_family]
     for report in mine:
         record_property(report["name"], f"{report['registers']} registers, {report['shared_nbytes']} B shared")
         print(report)

@@ -245,7 +245,7 @@ EXPERT_CASES = [
     Case(mixture, "sigmoid-bf16", lambda: by_sigmoid(scored(2, 3, layer(40, 512, 256), BF16)), tol=8e-3),
     Case(mixture, "shared-weights", lambda: shared_by_weights(scored(3, 2, layer(8, 128, 128)), 64)),
     Case(mixture, "ungated", lambda: shared_by_weights(scored(3, 2, ungated(layer(8, 128, 64))), 128, ungated=True)),
-    Case(mixture, "shared-weights-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 256), tol=8e-3),
+    Case(mixture, "shared-weights-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 512), BF16), 512), tol=8e-3),
     Case(mixture, "wide-shared-bf16", lambda: shared_by_weights(scored(2, 8, layer(16, 512, 256), BF16), 512), tol=8e-3),
     Case(mixture, "widest-bf16", lambda: scored(1, 2, layer(8, 7168, 2048), BF16, shared=False), tol=8e-3, slow=True),
     Case(mixture, "no-tokens", lambda: scored(0, 2, layer(4, 64, 128))),

@@ -13,7 +13,7 @@ from torch import Tensor
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.tiles import columns_of, tokens_tile, weights_tile
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, form, gate_of, of_expert, passed
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, biased, form, gate_of, of_expert
 from auraflux.ops.moe.experts import Experts
 
 COUNTED = 1024  # pairs a program counts or places
@@ -127,13 +127,13 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     rows, warps = UP_TILE
     shape = {"ROWS": rows, "TOKENS": size, "num_warps": warps, "num_stages": STAGES}
     launch(up_many, (cdiv(inner, rows), len(owner)))(
-        x, placed, owner, passed(gate_of(experts), experts.gate_bias), passed(experts.up, experts.up_bias), between,
+        x, placed, owner, biased(gate_of(experts), experts.gate_bias), biased(experts.up, experts.up_bias), between,
         experts.count, tokens, k, inner, hidden, *activation_of(experts),
         **form(gate_of(experts)), **shape, BK=columns_of(gate_of(experts)),
     )  # fmt: skip
     rows, warps = DOWN_TILE
     shape |= {"ROWS": rows, "num_warps": warps}
     launch(down_many, (cdiv(hidden, rows), len(owner)))(
-        between, placed, owner, passed(experts.down, experts.down_bias), parts, experts.count,
+        between, placed, owner, biased(experts.down, experts.down_bias), parts, experts.count,
         pairs, inner, hidden, **form(experts.down), **shape, BK=columns_of(experts.down),
     )  # fmt: skip

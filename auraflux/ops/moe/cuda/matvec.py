@@ -13,7 +13,7 @@ from auraflux.ops.hopper.device import INTERPRETED
 from auraflux.ops.hopper.dot_codes import program_shape, row_sums
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
-from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, form, gate_of, of_expert, passed
+from auraflux.ops.moe.cuda.stacks import activate, activation_of, add_bias, biased, form, gate_of, of_expert
 from auraflux.ops.moe.experts import Experts, Stack
 from auraflux.quant import QTensor
 
@@ -96,11 +96,11 @@ def write_parts(x: Tensor, ids: Tensor, experts: Experts, parts: Tensor) -> None
     between, gate = torch.empty(pairs, inner, dtype=torch.float32, device=x.device), gate_of(experts)
     shape = _shape(gate, pairs * inner)
     launch(up_few, (cdiv(inner, shape["ROWS"]), pairs))(
-        x, ids, passed(gate, experts.gate_bias), passed(experts.up, experts.up_bias), between,
+        x, ids, biased(gate, experts.gate_bias), biased(experts.up, experts.up_bias), between,
         experts.count, k, inner, hidden, *activation_of(experts), **form(gate), **shape,
     )  # fmt: skip
     shape = _shape(experts.down, pairs * hidden)
     launch(down_few, (cdiv(hidden, shape["ROWS"]), pairs))(
-        between, ids, passed(experts.down, experts.down_bias), parts, experts.count, inner, hidden,
+        between, ids, biased(experts.down, experts.down_bias), parts, experts.count, inner, hidden,
         **form(experts.down), **shape,
     )  # fmt: skip

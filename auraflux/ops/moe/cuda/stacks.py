@@ -30,15 +30,26 @@ class Passed(NamedTuple):
 
     packed, scales, biases  of its codes
     step, scale_step        from one expert to the next, in codes and in scales
-    bias                    [experts, rows], added to the products
+
+    Kernels ask whether there is a shared expert's; Triton 3.6 cannot compare a tuple that holds None with None.
     """
 
     packed: Tensor
     scales: Tensor
-    biases: Tensor | None
+    biases: Tensor
     step: int
     scale_step: int
-    bias: Tensor | None = None
+
+
+class Biased(NamedTuple):
+    """The same, and a bias [experts, rows] that is added to the products."""
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor
+    step: int
+    scale_step: int
+    bias: Tensor | None
 
 
 class Added(NamedTuple):
@@ -208,10 +219,15 @@ def form(stack: Stack) -> dict[str, int | str]:
     return constants(stack) if isinstance(stack, QTensor) else {"BITS": 0, "GROUP": 1, "FORM": ""}
 
 
-def passed(stack: Stack, bias: Tensor | None = None) -> Passed:
+def passed(stack: Stack) -> Passed:
     """A stack, or a shared expert's weight, whose steps are not read."""
-    packed, scales, biases = operands(stack) if isinstance(stack, QTensor) else (stack, stack, stack)
-    return Passed(packed, scales, biases, packed.stride(0), scales.stride(0), None if bias is None else bias.contiguous())
+    packed, scales, biases = operands(stack) if isinstance(stack, QTensor) else Codes(stack, stack, stack)
+    assert biases is not None  # something stands in for them
+    return Passed(packed, scales, biases, packed.stride(0), scales.stride(0))
+
+
+def biased(stack: Stack, bias: Tensor | None) -> Biased:
+    return Biased(*passed(stack), None if bias is None else bias.contiguous())
 
 
 @triton.jit
