@@ -37,6 +37,7 @@ def _warm_up(loaded: "LanguageModel") -> None:
 def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int, bool]]:
     """How many texts are written at once, how many tokens their prompts have, and whether these are alike: one is read then."""
     from auraflux.run.engine import COUNTS, SIZES
+    from auraflux.run.pace import TOGETHER
 
     if loaded.experts is not None:
         # tokens of experts that are read from disk cost more than compiling
@@ -46,7 +47,9 @@ def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int, bool]]:
     # a step is recorded the second time, and for texts of other lengths anew
     alone = [(1, size, False) for size in SIZES for _ in range(2)]
     together = [(count, tokens, True) for tokens in (16, 1024) for count in COUNTS]
-    return [*alone, *together, (16, 1024, False), (16, 1024, False)]
+    # prompts that have more tokens than a step that is replayed are read as one, by kernels for powers of two of them
+    crowds = [(count, 2 * SIZES[-1] // count, False) for count in (2, 4, TOGETHER)]
+    return [*alone, *together, *crowds, (2 * TOGETHER, 1024, False), (2 * TOGETHER, 1024, False)]
 
 
 def _load(model: str | None, chosen: dict[str, Any]) -> "LanguageModel":

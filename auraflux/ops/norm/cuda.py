@@ -28,7 +28,7 @@ def _unit_rows(x, rows, width, scale, inside, ROWS: tl.constexpr, WIDTH: tl.cons
     return wide * factor[:, None], at, there
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _rms(x, weight, z, out, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     unit, at, there = _unit_rows(x, rows, width, 1.0 / width, eps, ROWS, WIDTH, tl.program_id(0))
     column = tl.arange(0, WIDTH)

@@ -120,7 +120,7 @@ def _ask(base, tid, codes, row0, rows, rank, S: gl.constexpr):
         copy(COPY16 if SIZE == 16 else COPY8, base + 16 * S.blocks * S.pitch + e * SIZE, source, e < 2 * LINES)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def matmul_batch(
     x, normed, products, rows, ends, turns, tokens, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr, C: gl.constexpr,
     LATE: gl.constexpr,

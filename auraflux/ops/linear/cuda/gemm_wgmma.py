@@ -260,7 +260,7 @@ def _neighbours(at, tile, NEAR: gl.constexpr):
     return number // together, first + number % together
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens", "blocks"])
 def multiply_tiles(
     xs, w0, w1, w2, first, second, third, part, sizes, width, tokens, blocks, share, GATED: gl.constexpr, R: gl.constexpr,
     T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, NEAR: gl.constexpr,

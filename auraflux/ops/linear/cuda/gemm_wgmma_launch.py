@@ -63,7 +63,7 @@ def _input_at(at, BITS: tl.constexpr, KB: tl.constexpr):
     return at // KB * KB + KB // 4 * t + at % KB // 64 * 16 + 2 * PLANES * v + j + PLANES * e
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def order_tokens(x, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
     """Write tokens [tiles, K / 64, T, 64] in the order in which lanes take codes apart; zeros where there are none."""
     # what follows reads nothing but weights before it waits
@@ -76,7 +76,7 @@ def order_tokens(x, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr,
     tl.store(out + tile + (at // 64 * T + token % T) * 64 + at % 64, value, mask=at < padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def order_normed(x, normed, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, WIDTH: tl.constexpr):
     """As `order_tokens`, of the norm of a stream to which delta is added; their sum goes to `total`. A program a token."""
     gdc_launch_dependents()
@@ -103,7 +103,7 @@ def _summed(x, delta, line, k, there):
     return wide.to(x.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens", "tiles"])
 def add_shares(
     part, y0, y1, y2, sizes, tokens, tiles, shares, COUNT: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr,

@@ -31,7 +31,7 @@ def count_pairs(ids, counts, pairs, experts, BLOCK: tl.constexpr):
     tl.atomic_add(counts + expert, 1, mask=(expert >= 0) & (expert < experts), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
 def plan_blocks(counts, cursor, owner, blocks, experts, SIZE: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr):
     expert, block = tl.arange(0, BE), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     needed = tl.cdiv(tl.load(counts + expert, mask=expert < experts, other=0), SIZE)

@@ -227,7 +227,7 @@ def _ordered(x, KB: tl.constexpr):
     return x.reshape(M, 4, KB // 64, 2, 2, 4).permute(0, 2, 5, 3, 1, 4).reshape(x.shape[0])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
     """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros in places beside them; grid (places, parts of K).
 

@@ -117,7 +117,7 @@ def write_pages(
         _write_rows(levels, norm, None, head, position, None, back, v_out, to, row, there, D, P, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["entries"])
 def write_near(
     calibrated, plain, back, index, k_out, v_out, root, entries, columns, SHAPE: tl.constexpr, KEPT: tl.constexpr,
     P: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,

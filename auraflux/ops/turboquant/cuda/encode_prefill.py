@@ -200,7 +200,7 @@ def _append(
         )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens", "tiles"])
 def append_many(
     k, v, keys, values, signs, index, tokens, tiles, BATCH: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
     VALUES: gl.constexpr, PAGE: gl.constexpr, NBYTES: gl.constexpr,
