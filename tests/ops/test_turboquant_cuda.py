@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, relative_rms
+from auraflux.ops._dispatch import invariant
 from auraflux.ops.hopper.launch import diverted
 from auraflux.ops.hopper.softmax import Parts
 from auraflux.ops.turboquant._inputs import append, attend
@@ -208,6 +210,38 @@ def test_emulated_rows_of_a_batch_have_one_part(many: int, monkeypatch: pytest.M
     for new in ([1, 1], [0, 2]):
         args = attend([300, 77], new, (6, 2), 128, (8, 4), sinks=True, arrangement=Arrangement.PAIRS)
         assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
+
+
+def first_launch(monkeypatch: pytest.MonkeyPatch, many: int, width: int, plain: tuple[int, int] | None) -> tuple[int, Any]:
+    """Parts of a row, and how the work of one text's token is cut, on a GPU of so many multiprocessors."""
+    seen: list[tuple[tuple[int, ...], Any]] = []
+    monkeypatch.setattr(attend_launch, "multiprocessors", lambda device: many)
+    args = attend([300], [1], (4, 2), width, (4, 4), page=64, plain=plain, arrangement=Arrangement.PAIRS)
+    with diverted(lambda kernel, grid, *given, **named: seen.append((grid, named.get("WORK")))):
+        attended(**args)
+    return seen[0][0][0], seen[0][1]
+
+
+def test_kept_rows_are_a_part_of_their_own_where_it_runs_beside_the_others(monkeypatch: pytest.MonkeyPatch):
+    # two heads with three parts of codes each; a multiprocessor holds two programs
+    parts, work = first_launch(monkeypatch, 4, 64, (1, 16))
+    assert (parts, work.apart) == (4, True)
+    parts, work = first_launch(monkeypatch, 3, 64, (1, 16))
+    assert (parts, work.apart) == (3, False)
+
+
+def test_kept_rows_have_no_part_of_their_own_where_rows_have_one_part_or_any_number(monkeypatch: pytest.MonkeyPatch):
+    _, work = first_launch(monkeypatch, 6, 64, None)
+    assert not work.apart
+    parts, work = first_launch(monkeypatch, 2, 128, (1, 16))
+    assert (parts, work.one, work.apart) == (1, True, False)
+    with invariant():
+        _, work = first_launch(monkeypatch, 6, 64, (1, 16))
+    assert work.each
+    assert not work.apart
+    monkeypatch.setattr(attend_launch, "shares_out", lambda *args: True)
+    _, work = first_launch(monkeypatch, 6, 64, (1, 16))
+    assert not work.apart
 
 
 def blocks_of(blocks: int, plan, *shape):

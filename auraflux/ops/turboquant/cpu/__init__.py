@@ -96,7 +96,7 @@ def append_codes(k: Tensor, v: Tensor, pages: CodePages, starts: Tensor) -> None
     build_append(width)(jobs, 2, *place, workspace(jobs * scratch), scratch, *kept, *sides)
 
 
-NOWHERE = (*Loops(), 0)  # code that attention in float32 does not call
+NO_LOOPS = Loops()  # attention in float32 calls none
 
 
 def rope_append_codes(
@@ -331,7 +331,8 @@ def _attend(
         scratch,
         *(unturned, vectors.along, vectors.across, vectors.table),
         *(int(pages.plain is not None), oldest.positions, newest.positions),
-        *((*loops_for(pages.key_bits, pages.value_bits), attend_kept.address) if kernel is attend_int8 else NOWHERE),
+        *(loops_for(pages.key_bits, pages.value_bits) if kernel is attend_int8 else NO_LOOPS),
+        attend_kept.address,
     )
     kernel(jobs, *step, *oldest, *newest)
 

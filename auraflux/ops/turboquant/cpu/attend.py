@@ -5,6 +5,7 @@ weights.
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -71,34 +72,26 @@ def attend_kept(args, job, jobs):
     attend_plain(opened(step_at), b, place, kept_pages(step_at), work)
 
 
-@Kernel
-def attend_int8(args, job, jobs):
-    """Attend to codes on rounded levels, queries and weights; to plain rows in float32."""
-    step = opened(args)
-    work = step.space + job * step.scratch
-    b, before, number = take(step, 0, 0)
-    while b < step.sequences:
-        coded = count_items(step, b)[0]
-        if number < coded:
-            attend_rounded(step, b, number, work)
-        else:
-            call_kernel(step.attend_kept, (args, b, number - coded, work))
-        b, before, number = take(step, b, before)
+def _attending(attend_to_codes: Any) -> Kernel:
+    """Make the kernel that attends to codes in one way, and in float32 to what is kept as it is."""
+
+    @Kernel
+    def attend(args, job, jobs):
+        step = opened(args)
+        work = step.space + job * step.scratch
+        b, before, number = take(step, 0, 0)
+        while b < step.sequences:
+            coded = count_items(step, b)[0]
+            if number < coded:
+                attend_to_codes(step, b, number, work)
+            else:
+                call_kernel(step.attend_kept, (args, b, number - coded, work))
+            b, before, number = take(step, b, before)
+
+    return attend
 
 
-@Kernel
-def attend_float32(args, job, jobs):
-    """Attend in float32."""
-    step, kept = opened(args), kept_pages(args)
-    work = step.space + job * step.scratch
-    b, before, number = take(step, 0, 0)
-    while b < step.sequences:
-        coded = count_items(step, b)[0]
-        if number < coded:
-            attend_codes(step, b, number, work)
-        else:
-            attend_plain(step, b, number - coded, kept, work)
-        b, before, number = take(step, b, before)
+attend_int8, attend_float32 = _attending(attend_rounded), _attending(attend_codes)
 
 
 @cache
