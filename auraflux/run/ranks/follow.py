@@ -20,6 +20,7 @@ from auraflux.run.calibration import samples
 from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.fit import keep_experts
 from auraflux.run.load import make_model
+from auraflux.run.ranks.answers import Answers
 from auraflux.run.ranks.devices import Devices
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
 from auraflux.run.ranks.identity import identity, rounding
@@ -34,6 +35,7 @@ from auraflux.run.ranks.whole import FollowingRunner, WholeRank
 from auraflux.run.ranks.wire import Wire
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings
+from auraflux.weights.placement import Placement
 from auraflux.weights.pull import locate
 from auraflux.weights.stored import Checkpoint
 
@@ -122,7 +124,8 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any], mesh: M
     module = family(checkpoint.config)
     config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
     kept = ExpertSettings(**terms["experts"])
-    own = share_of(mesh, group.rank, lambda: Part(group, mesh.peers(group.rank)), kept.balance == "on")
+    placement = Placement(mesh.place(group.rank), mesh.width, terms["owners"])
+    own = share_of(mesh, group.rank, lambda: Part(group, mesh.peers(group.rank)), kept.balance == "on", placement)
     shapes, held = own.sliced(module.make_caches(config)), range(*terms["held"][group.rank])
     experts = keep_experts(checkpoint, kept, device, free_nbytes(), None if mesh.whole else held)
     weights = checkpoint, terms["quantize"], dtype, device, experts, lambda what, done, total: None
@@ -135,7 +138,10 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any], mesh: M
     whole = model, cache, terms["exact"], group, mesh
     runner = FollowingRunner(*whole) if mesh.whole else StageRunner(*whole)
     runner.invariant = terms["invariant"]
-    return WholeRank(runner, graphs, read) if isinstance(runner, FollowingRunner) else Stage(runner, graphs, read)
+    # a calibration's tokens tell nothing of texts
+    placement.begin_count()
+    answers = Answers(group, mesh, read, placement)
+    return WholeRank(runner, graphs, answers) if isinstance(runner, FollowingRunner) else Stage(runner, graphs, answers)
 
 
 def _vectors(

@@ -5,7 +5,7 @@ scores of all tokens, and a matrix that is embedding and head at once is held on
 anything about is not waited for: while the others are at it, rank 0 reads the next.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from auraflux.cache import Batch, Cache
 from auraflux.cache.journal import Entry, Journal, Mirror, facts_of
 from auraflux.run.device import sent
 from auraflux.run.graph import Replayer
+from auraflux.run.ranks.answers import Answers
 from auraflux.run.ranks.group import Expected, Group
 from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.rank_runner import RankRunner
@@ -116,13 +117,10 @@ class StageRunner(RankRunner):
 
 
 class Stage:
-    """Takes steps as rank 0 tells.
+    """Takes steps as rank 0 tells, and answers what it asks."""
 
-    read_nbytes  tells how much of experts was read here
-    """
-
-    def __init__(self, runner: StageRunner, graphs: bool, read_nbytes: Callable[[], int]):
-        self.runner, self.group, self.mesh, self._read_nbytes = runner, runner.group, runner.mesh, read_nbytes
+    def __init__(self, runner: StageRunner, graphs: bool, answers: Answers):
+        self.runner, self.group, self.mesh, self._answers = runner, runner.group, runner.mesh, answers
         self.mirror, self.replayer = Mirror(runner.cache), Replayer(runner, graphs)
 
     def follow(self) -> None:
@@ -134,7 +132,7 @@ class Stage:
                     group.say(told, after)
                 if "end" in told:
                     return
-                group.say({"nbytes": self._read_nbytes(), "refused": self.replayer.refused}, 0)
+                self._answers.give(told, self.replayer.refused)
                 continue
             found = self._step(told, self._rows(told, before))
             if after is not None:
