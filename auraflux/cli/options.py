@@ -108,7 +108,8 @@ HOSTS = [
         "--hosts",
         "rank_hosts",
         metavar="A,B",
-        help="Machines of the ranks, this one first: 10.0.0.1,10.0.0.2; by default all are started here.",
+        help="Addresses or names of the machines in the order of their ranks, this one first: 10.0.0.1,10.0.0.2; by default "
+        "all are started here.",
     ),
     click.option(
         "--expert-use",

@@ -23,6 +23,7 @@ from auraflux.run.load import make_model
 from auraflux.run.ranks.answers import Answers
 from auraflux.run.ranks.devices import Devices
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
+from auraflux.run.ranks.hosts import Hosts
 from auraflux.run.ranks.identity import identity, rounding
 from auraflux.run.ranks.measure import answer
 from auraflux.run.ranks.members import Part
@@ -55,7 +56,7 @@ def follow(
 ) -> None:
     """Take part in the group that meets at an address, until its rank 0 ends.
 
-    rank     in the group; by default the next that is free
+    rank     in the group; by default the first of this machine's that is free, and of a machine's own processes any
     restart  join again when the group was lost
     """
     checkpoint = open_checkpoint(locate(str(model), lambda what, done, total: None))
@@ -90,6 +91,9 @@ def _join(place: Place, before: int, rank: int | None) -> tuple[int, int, dict[s
     about = json.loads(store.get(f"{number}/about"))
     # who has no such device leaves the others waiting for another
     find_device(about["named"])
+    hosts = Hosts(tuple(map(tuple, about.get("addresses", ()))))
+    if rank is None and hosts.addresses:
+        rank = hosts.claim(store, f"{number}/rank", place.address)
     joined = store.add(f"{number}/joined", 1)
     if rank is None and joined >= about["size"]:
         raise RankError(f"the group has all of its {about['size']} ranks already.")

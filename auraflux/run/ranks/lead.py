@@ -21,10 +21,11 @@ from auraflux.errors import InputError, RankError, SettingsError
 from auraflux.run.progress import Report
 from auraflux.run.ranks.devices import Devices, launched
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
+from auraflux.run.ranks.hosts import Hosts
 from auraflux.run.ranks.identity import difference, identity, rounding
 from auraflux.run.ranks.measure import Measured, measure
 from auraflux.run.ranks.members import Part
-from auraflux.run.ranks.parallel import EXPERTS, LOCAL, TENSOR, Parallel, address_of
+from auraflux.run.ranks.parallel import EXPERTS, LOCAL, TENSOR, Parallel
 from auraflux.run.ranks.pipeline import MeshRunner, Passing, PipelineRunner
 from auraflux.run.ranks.share import Share, share_of
 from auraflux.run.ranks.split import Sizes, split
@@ -60,6 +61,7 @@ class Lead:
     def __init__(self, parallel: Parallel, checkpoint: Checkpoint, device: torch.device):
         self.parallel, self.mesh, self._checkpoint = parallel, parallel.mesh, checkpoint
         self._devices = Devices.of(parallel, device)
+        self._hosts = Hosts.named(parallel.hosts)
         self._free = self._devices.free_nbytes(device)
         self._identity = identity(checkpoint)
         self._name, self.placement = model_name(self._identity), Placement(0, self.mesh.width)
@@ -89,6 +91,8 @@ class Lead:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             return Place(host, port, address_towards(host, port)), None
         host, port = self.parallel.meeting
+        if self._hosts.addresses:
+            host = self._hosts.addresses[0][0]
         if host != LOCAL:
             log.warning("%s", TRUSTED)
         return meeting_place(host, port)
@@ -99,7 +103,8 @@ class Lead:
         # an open group is one that followers may join
         store = self.place.store(parallel.timeout_s)
         number = int(store.add("next", 1))
-        store.set(f"{number}/about", json.dumps({"size": self.mesh.size, **asdict(self._devices)}))
+        about = {"size": self.mesh.size, **asdict(self._devices), **asdict(self._hosts)}
+        store.set(f"{number}/about", json.dumps(about))
         store.set("round", str(number))
         if not launched() and not parallel.hosts:
             self._started = [self._start() for _ in range(self.mesh.size - 1)]
@@ -110,7 +115,7 @@ class Lead:
         group = Group(self.place, number, 0, self.mesh.size, parallel.timeout_s, find_wire(parallel.wire))
         found = [group.hear(rank) for rank in range(1, self.mesh.size)]
         for rank, each in enumerate(found, 1):
-            reason = difference(self._identity, each["identity"]) or self._strange(each["address"])
+            reason = difference(self._identity, each["identity"]) or self._strange(rank, each["address"])
             reason = reason or (self.unlike([each["rounding"]]) if self.balanced else None)
             if reason is not None:
                 group.say_all({"refused": f"rank {rank} cannot take part: {reason}."})
@@ -144,9 +149,10 @@ class Lead:
                 raise RankError(f"only {there + 1} of {self.mesh.size} ranks have come.")
             time.sleep(0.05)
 
-    def _strange(self, address: str) -> str | None:
-        known = [address_of(host, 0)[0] for host in self.parallel.hosts]
-        return f"it is at {address}, which is none of the hosts" if known and address not in known else None
+    def _strange(self, rank: int, address: str) -> str | None:
+        if not self._hosts.addresses or rank in self._hosts.ranks_of(address):
+            return None
+        return f"it is at {address}, and this rank is to be at {self._hosts.addresses[rank][0]}"
 
     def _start(self) -> "subprocess.Popen[bytes]":
         address = f"{self.place.host}:{self.place.port}"
@@ -234,8 +240,12 @@ class Lead:
 
     def runner(self, model: Any, cache: Cache, exact: bool) -> Runner:
         """What runs all layers."""
-        kind = WholeRunner if self.whole else PipelineRunner if self.mesh.width == 1 else MeshRunner
-        self._runner = kind(model, cache, exact, self.group, self.mesh)
+        parts = model, cache, exact, self.group, self.mesh
+        if self.whole:
+            self._runner = WholeRunner(*parts)
+        else:
+            kind = PipelineRunner if self.mesh.width == 1 else MeshRunner
+            self._runner = kind(*parts, self._terms["graphs"])
         return self._runner
 
     def ready(self, vectors: ModelVectors | None) -> None:

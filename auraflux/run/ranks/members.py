@@ -4,19 +4,24 @@
 their own.
 """
 
+import ctypes
 import json
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from auraflux.errors import RankError
 from auraflux.run.ranks.devices import gathered
 
-HEADER_NBYTES = 4096  # of a note; what is longer follows in a message of its own
-LENGTH = struct.Struct("<q")
-ROWS, NOTES = 0, 1  # tags
+NOTE_NBYTES = 1 << 17  # room for a note and for rows that go with it; what is longer follows in a message of its own
+HEAD = struct.Struct("<qq")  # bytes of the text, and of rows that come with it
+ASKED = 2  # notes that are asked for before they come
+ROWS, NOTES, ANSWERS = 0, 1, 2  # tags
 
 
 class Coming(Protocol):
@@ -24,6 +29,29 @@ class Coming(Protocol):
 
     def wait(self, length: int | None = None) -> Tensor:
         """What has come; `length` of it where less was sent than there is room for."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What was told, and the memory in which rows that came with it are, so many bytes from a place on."""
+
+    told: dict[str, Any]
+    memory: Tensor
+    start: int
+    nbytes: int
+
+    def rows(self, *shape: int, dtype: torch.dtype) -> Tensor | None:
+        """Rows that came with it; None if they come later."""
+        return copied(self.memory, self.start, *shape, dtype=dtype) if self.nbytes else None
+
+
+def copied(memory: Tensor, start: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose numbers stand in memory from a byte on."""
+    found = torch.empty(*shape, dtype=dtype)
+    if start + found.nbytes > memory.nbytes:
+        raise RankError(f"{found.nbytes} bytes of rows were to come, and there are {memory.nbytes - start}.")
+    ctypes.memmove(found.data_ptr(), memory.data_ptr() + start, found.nbytes)
+    return found
 
 
 class Members:
@@ -38,8 +66,8 @@ class Members:
     number: int
     devices: Any
 
-    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
-        """Begin to send a tensor, which must not change any more."""
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS, latent: bool = True) -> None:
+        """Begin to send a tensor, which must not change any more; `latent` unless others that follow take as long."""
         raise NotImplementedError
 
     def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
@@ -49,14 +77,23 @@ class Members:
     def receive(self, *shape: int, source: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.expect(*shape, source=source, dtype=dtype).wait()
 
-    def say(self, told: dict[str, Any], to: int) -> None:
-        """Send a note."""
+    def say(self, told: dict[str, Any], to: int, rows: Tensor | None = None) -> None:
+        """Send a note, and rows after it: with it if there is room."""
         text = json.dumps(told, separators=(",", ":")).encode()
-        room = HEADER_NBYTES - LENGTH.size
-        first = LENGTH.pack(len(text)) + text[:room]
-        self.send(_octets(first + bytes(HEADER_NBYTES - len(first))), to, NOTES)
+        start, room = _start(len(text)), NOTE_NBYTES - HEAD.size
+        nbytes = 0 if rows is None or start + rows.nbytes > NOTE_NBYTES else rows.nbytes
+        first = HEAD.pack(len(text), nbytes) + text[:room]
+        # a few copies of memory take less time than as many calls of torch
+        message = torch.empty(start + nbytes if nbytes else len(first), dtype=torch.uint8)
+        ctypes.memmove(message.data_ptr(), first, len(first))
+        if rows is not None and nbytes:
+            rows = rows.cpu().contiguous()
+            ctypes.memmove(message.data_ptr() + start, rows.data_ptr(), nbytes)
+        self.send(message, to, NOTES, latent=nbytes > 0)
         if len(text) > room:
             self.send(_octets(text[room:]), to)
+        if rows is not None and not nbytes:
+            self.send(rows, to)
 
     def say_all(self, told: dict[str, Any]) -> None:
         for other in range(1, self.size):
@@ -64,26 +101,30 @@ class Members:
 
     def hear(self, source: int) -> dict[str, Any]:
         """Wait for a note."""
-        return self._read(self._header(source), source)
+        return self._read(self._note(source), source).told
 
-    def notes(self, source: int) -> Iterator[dict[str, Any]]:
-        """All notes from a rank; each is asked for while the one before is worked on."""
-        header = self._header(source)
+    def notes(self, source: int) -> Iterator[Note]:
+        """All notes from a rank.
+
+        To ask for one is a message, too. So the next is asked for before one is worked on, and that after it when the work is
+        done, which nobody waits for then.
+        """
+        asked = deque(self._note(source) for _ in range(ASKED))
         while True:
-            told = self._read(header, source)
-            header = self._header(source)
-            yield told
+            yield self._read(asked.popleft(), source)
+            asked.append(self._note(source))
 
-    def _read(self, header: Coming, source: int) -> dict[str, Any]:
-        head = bytes(header.wait().numpy())
-        (length,) = LENGTH.unpack(head[: LENGTH.size])
-        text, room = head[LENGTH.size :][:length], HEADER_NBYTES - LENGTH.size
+    def _read(self, note: Coming, source: int) -> Note:
+        found = note.wait()
+        length, nbytes = HEAD.unpack(ctypes.string_at(found.data_ptr(), HEAD.size))
+        room = NOTE_NBYTES - HEAD.size
+        text = ctypes.string_at(found.data_ptr() + HEAD.size, min(length, room))
         if length > room:
             text += bytes(self.receive(length - room, source=source, dtype=torch.uint8).numpy())
-        return json.loads(text)
+        return Note(json.loads(text), found, _start(length), nbytes)
 
-    def _header(self, source: int) -> Coming:
-        return self.expect(HEADER_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
+    def _note(self, source: int) -> Coming:
+        return self.expect(NOTE_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
 
     def exchange(self, mine: Tensor) -> list[Tensor]:
         """What all ranks give, in their order; each gives a tensor of the same shape."""
@@ -125,11 +166,16 @@ class Part(Members):
         self.rank, self.size, self.number = ranks.index(group.rank), len(ranks), group.number
         self.devices = group.devices
 
-    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
-        self._group.send(tensor, self._ranks[to], tag)
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS, latent: bool = True) -> None:
+        self._group.send(tensor, self._ranks[to], tag, latent)
 
     def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
         return self._group.expect(*shape, source=self._ranks[source], dtype=dtype, tag=tag)
+
+
+def _start(length: int) -> int:
+    """Where rows begin that come with a text of so many bytes: where numbers may."""
+    return -(-(HEAD.size + length) // 16) * 16
 
 
 def _octets(data: bytes) -> Tensor:

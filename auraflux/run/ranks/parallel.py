@@ -22,7 +22,8 @@ class Parallel:
     mode       "pipeline": each has some of the layers; "experts": each has some of every layer's experts; "context": each has
                some pages of every text; "tensor": each has some heads and columns of every layer
     size       how many ranks it takes, see `mesh` for those of all ways
-    hosts      addresses of the machines, this one first, its own port after a colon; none for processes of this machine
+    hosts      addresses or names of the machines in the order of their ranks, this one first, its own port after a colon; none
+               for processes of this machine
     timeout_s  after which a rank that does not answer counts as gone
     restart    bring the group back when a rank is gone
     wire       the network that is pretended between processes of this machine, see `WIRES`

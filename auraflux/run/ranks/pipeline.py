@@ -7,7 +7,7 @@ anything about is not waited for: while the others are at it, rank 0 reads the n
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,23 +18,31 @@ from auraflux.run.device import sent
 from auraflux.run.graph import Replayer
 from auraflux.run.ranks.answers import Answers
 from auraflux.run.ranks.group import Expected, Group
+from auraflux.run.ranks.members import ANSWERS, ROWS, Note, copied
 from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.rank_runner import RankRunner
+from auraflux.run.runner import Runner
+
+ANSWER_NBYTES = 1 << 17
 
 
 class PipelineRunner(RankRunner):
     """Rank 0's layers, and then those of the others."""
 
-    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, mesh: Mesh):
+    def __init__(self, model: Any, cache: Cache, exact: bool, group: Group, mesh: Mesh, graphs: bool):
         super().__init__(model, cache, exact, group, mesh)
         self.part, self.journal = model, Journal(cache)
         # rows that are on their way to nobody, since a step was interrupted
         self._unread: list[Expected] = []
+        # the answer of the next step, asked for early
+        self._asked: Expected | None = None
+        self._end = Replayer(EndRunner(self), graphs)
 
     def forward(self, flat: Tensor, batch: Batch) -> Tensor:
         """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
         with self._told(flat, batch, repeated=False):
-            return self._hidden(self.repeated(flat, batch), batch, repeated=False)
+            found = self._hidden(self.repeated(flat, batch), batch, repeated=False)
+            return found if batch.silent else self.normed(found)
 
     def telling(self, ids: Tensor, batch: Batch) -> AbstractContextManager[None]:
         """Let others know of a step that is repeated inside the block."""
@@ -52,18 +60,22 @@ class PipelineRunner(RankRunner):
 
     def after(self, found: Tensor, batch: Batch) -> Tensor:
         """Let the others go on with what was found here: the scores [B, V]."""
-        return self.score(self._hidden(found, batch, repeated=True))
+        rows = self._hidden(found, batch, repeated=True)
+        return self._end.repeat(batch, rows) if batch.single else self.score(self.normed(rows))
 
     def _hidden(self, rows: Tensor, batch: Batch, repeated: bool) -> Tensor:
+        """What comes out of the last layer of all: [T, H]."""
         while self._unread:
             self._unread[0].wait()
             del self._unread[0]
         try:
             if not batch.silent:
-                self._unread.append(self.group.expect(*rows.shape, source=self.mesh.heads[-1], dtype=rows.dtype))
-            following = self.mesh.heads[1]
-            self.group.say({"journal": self._entries(), "batch": facts_of(batch), "repeated": repeated}, following)
-            self.group.send(rows, following)
+                self._unread.append(self._answer(rows))
+            told = {"journal": self._entries(), "batch": facts_of(batch), "repeated": repeated}
+            self.group.say(told, self.mesh.heads[1], rows)
+            if self._asked is None:
+                # to ask for it is a message, too, and nothing else is to be done now
+                self._asked = self.group.expect(ANSWER_NBYTES, source=self.mesh.heads[-1], dtype=torch.uint8, tag=ANSWERS)
         except BaseException:
             self.group.break_up("a step was broken off while it was passed on.")
             raise
@@ -71,8 +83,21 @@ class PipelineRunner(RankRunner):
             return torch.empty(0)
         found = self._unread[0].wait()
         del self._unread[0]
+        if is_short(rows):
+            found = copied(found, 0, *rows.shape, dtype=rows.dtype)
+        return found if rows.is_cpu else found.to(self.device)
+
+    def _answer(self, rows: Tensor) -> Expected:
+        """What the last rank makes of rows, on its way; octets if it is short."""
+        if not is_short(rows):
+            return self.group.expect(*rows.shape, source=self.mesh.heads[-1], dtype=rows.dtype)
+        asked, self._asked = self._asked, None
+        return asked or self.group.expect(ANSWER_NBYTES, source=self.mesh.heads[-1], dtype=torch.uint8, tag=ANSWERS)
+
+    def normed(self, rows: Tensor) -> Tensor:
+        """What comes out of the last layer, after the last norm: [T, H]."""
         with self.contract():
-            return self.part.normed(found.to(self.device))
+            return self.part.normed(rows)
 
     def _entries(self) -> list[Entry]:
         """What has happened to the cache since the last step."""
@@ -80,8 +105,21 @@ class PipelineRunner(RankRunner):
 
     def renew(self, group: Group) -> None:
         """Go on with another group, whose caches are empty."""
-        self.group, self._unread = group, []
+        self.group, self._unread, self._asked = group, [], None
         self.journal.take()
+        self._end.forget()
+
+
+class EndRunner(Runner):
+    """The last norm and the head, as a `Replayer` runs them; they compute as rank 0's layers do."""
+
+    def __init__(self, layers: PipelineRunner):
+        super().__init__(layers.model, layers.cache, layers.exact)
+        self._layers = layers
+
+    def repeated(self, given: Tensor, batch: Batch) -> Tensor:
+        """[T, H] -> [T, V] float32."""
+        return self._layers.score(self._layers.normed(given))
 
 
 class MeshRunner(PipelineRunner):
@@ -126,7 +164,8 @@ class Stage:
     def follow(self) -> None:
         """Take steps until rank 0 ends."""
         group, before, after = self.group, self.mesh.before(self.group.rank), self.mesh.after(self.group.rank)
-        for told in group.notes(before or 0):
+        for note in group.notes(before or 0):
+            told = note.told
             if "batch" not in told:
                 if after is not None:
                     group.say(told, after)
@@ -134,24 +173,31 @@ class Stage:
                     return
                 self._answers.give(told, self.replayer.refused)
                 continue
-            found = self._step(told, self._rows(told, before))
+            found = self._step(told, self._rows(note, before))
             if after is not None:
-                group.say(told, after)
-                group.send(found, after)
+                group.say(told, after, found)
             elif group.rank in self.mesh.heads and not told["batch"]["silent"]:
-                group.send(found, 0)
+                group.send(found, 0, ANSWERS if is_short(found) else ROWS)
 
-    def _rows(self, told: dict[str, Any], before: int | None) -> Tensor:
+    def _rows(self, note: Note, before: int | None) -> Tensor:
         """What the layers here are given: tokens of the first stage, rows of the others."""
-        device, model = self.runner.device, self.runner.model
+        device, model = self.runner.device, cast(Any, self.runner.model)
         if before is None:
-            return sent(told.pop("ids"), device)
-        return received(self.group, sum(told["batch"]["counts"]), model, before).to(device)
+            return sent(note.told.pop("ids"), device)
+        tokens = sum(note.told["batch"]["counts"])
+        found = note.rows(tokens, model.config.hidden, dtype=model.dtype)
+        found = received(self.group, tokens, model, before) if found is None else found
+        return found if device.type == "cpu" else found.to(device)
 
     def _step(self, told: dict[str, Any], rows: Tensor) -> Tensor:
         self.mirror.repeat(told["journal"])
         batch = self.mirror.batch(told["batch"])
         return self.replayer.repeat(batch, rows) if told["repeated"] else self.runner.repeated(rows, batch)
+
+
+def is_short(rows: Tensor) -> bool:
+    """Whether rows that go back to rank 0 are what it has asked for room for."""
+    return rows.nbytes <= ANSWER_NBYTES
 
 
 def received(group: Group, tokens: int, model: Any, source: int) -> Tensor:

@@ -93,7 +93,8 @@ class WholeRank:
 
     def follow(self) -> None:
         """Take steps until rank 0 ends."""
-        for told in self.group.notes(0):
+        for note in self.group.notes(0):
+            told = note.told
             if "end" in told:
                 return
             if "batch" not in told:
