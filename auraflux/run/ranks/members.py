@@ -9,7 +9,6 @@ import json
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 from auraflux.errors import RankError
 from auraflux.run.ranks.devices import gathered
 
-NOTE_NBYTES = 1 << 17  # room for a note and for rows that go with it; what is longer follows in a message of its own
-HEAD = struct.Struct("<qq")  # bytes of the text, and of rows that come with it
+NOTE_NBYTES = 4096  # what is longer follows in a message of its own
+LENGTH = struct.Struct("<q")
 ASKED = 2  # notes that are asked for before they come
 ROWS, NOTES, ANSWERS = 0, 1, 2  # tags
 
@@ -29,20 +28,6 @@ class Coming(Protocol):
 
     def wait(self, length: int | None = None) -> Tensor:
         """What has come; `length` of it where less was sent than there is room for."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """What was told, and the memory in which rows that came with it are, so many bytes from a place on."""
-
-    told: dict[str, Any]
-    memory: Tensor
-    start: int
-    nbytes: int
-
-    def rows(self, *shape: int, dtype: torch.dtype) -> Tensor | None:
-        """Rows that came with it; None if they come later."""
-        return copied(self.memory, self.start, *shape, dtype=dtype) if self.nbytes else None
 
 
 def copied(memory: Tensor, start: int, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -77,23 +62,14 @@ class Members:
     def receive(self, *shape: int, source: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.expect(*shape, source=source, dtype=dtype).wait()
 
-    def say(self, told: dict[str, Any], to: int, rows: Tensor | None = None) -> None:
-        """Send a note, and rows after it: with it if there is room."""
+    def say(self, told: dict[str, Any], to: int) -> None:
+        """Send a note."""
         text = json.dumps(told, separators=(",", ":")).encode()
-        start, room = _start(len(text)), NOTE_NBYTES - HEAD.size
-        nbytes = 0 if rows is None or start + rows.nbytes > NOTE_NBYTES else rows.nbytes
-        first = HEAD.pack(len(text), nbytes) + text[:room]
-        # a few copies of memory take less time than as many calls of torch
-        message = torch.empty(start + nbytes if nbytes else len(first), dtype=torch.uint8)
-        ctypes.memmove(message.data_ptr(), first, len(first))
-        if rows is not None and nbytes:
-            rows = rows.cpu().contiguous()
-            ctypes.memmove(message.data_ptr() + start, rows.data_ptr(), nbytes)
-        self.send(message, to, NOTES, latent=nbytes > 0)
+        room = NOTE_NBYTES - LENGTH.size
+        # what comes after it takes as long
+        self.send(_octets(LENGTH.pack(len(text)) + text[:room]), to, NOTES, latent=False)
         if len(text) > room:
             self.send(_octets(text[room:]), to)
-        if rows is not None and not nbytes:
-            self.send(rows, to)
 
     def say_all(self, told: dict[str, Any]) -> None:
         for other in range(1, self.size):
@@ -101,9 +77,9 @@ class Members:
 
     def hear(self, source: int) -> dict[str, Any]:
         """Wait for a note."""
-        return self._read(self._note(source), source).told
+        return self._read(self._note(source), source)
 
-    def notes(self, source: int) -> Iterator[Note]:
+    def notes(self, source: int) -> Iterator[dict[str, Any]]:
         """All notes from a rank.
 
         To ask for one is a message, too. So the next is asked for before one is worked on, and that after it when the work is
@@ -114,14 +90,15 @@ class Members:
             yield self._read(asked.popleft(), source)
             asked.append(self._note(source))
 
-    def _read(self, note: Coming, source: int) -> Note:
+    def _read(self, note: Coming, source: int) -> dict[str, Any]:
         found = note.wait()
-        length, nbytes = HEAD.unpack(ctypes.string_at(found.data_ptr(), HEAD.size))
-        room = NOTE_NBYTES - HEAD.size
-        text = ctypes.string_at(found.data_ptr() + HEAD.size, min(length, room))
-        if length > room:
-            text += bytes(self.receive(length - room, source=source, dtype=torch.uint8).numpy())
-        return Note(json.loads(text), found, _start(length), nbytes)
+        # what is looked at without torch takes less time
+        (length,) = LENGTH.unpack(ctypes.string_at(found.data_ptr(), LENGTH.size))
+        here = min(length, NOTE_NBYTES - LENGTH.size)
+        text = ctypes.string_at(found.data_ptr() + LENGTH.size, here)
+        if length > here:
+            text += bytes(self.receive(length - here, source=source, dtype=torch.uint8).numpy())
+        return json.loads(text)
 
     def _note(self, source: int) -> Coming:
         return self.expect(NOTE_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
@@ -171,11 +148,6 @@ class Part(Members):
 
     def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
         return self._group.expect(*shape, source=self._ranks[source], dtype=dtype, tag=tag)
-
-
-def _start(length: int) -> int:
-    """Where rows begin that come with a text of so many bytes: where numbers may."""
-    return -(-(HEAD.size + length) // 16) * 16
 
 
 def _octets(data: bytes) -> Tensor:

@@ -93,8 +93,7 @@ class WholeRank:
 
     def follow(self) -> None:
         """Take steps until rank 0 ends."""
-        for note in self.group.notes(0):
-            told = note.told
+        for told in self.group.notes(0):
             if "end" in told:
                 return
             if "batch" not in told:

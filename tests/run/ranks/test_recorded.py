@@ -40,9 +40,9 @@ class Graphs:
             if isinstance(runner, RankRunner):
                 replayer._capture = lambda work: self._capture(runner, work)
 
-        def tell(members: Members, told: dict[str, Any], to: int, rows: Tensor | None = None) -> None:
+        def tell(members: Members, told: dict[str, Any], to: int) -> None:
             assert not getattr(self._inside, "a_step", False), "a graph would not tell this again"
-            say(members, told, to, rows)
+            say(members, told, to)
 
         monkeypatch.setattr(Replayer, "__init__", make)
         monkeypatch.setattr(Members, "say", tell)
