@@ -36,6 +36,16 @@ class Host:
         return int(self.memory_nbytes * USED)
 
 
+def is_figure(text: str) -> bool:
+    """Whether a machine is described by its memory, and by its disk or not."""
+    try:
+        for each in text.split("/", 1):
+            parse_nbytes(each)
+    except SettingsError:
+        return False
+    return True
+
+
 def parse_hosts(text: str) -> list[Host]:
     """Machines as users write them: "16GB,32GB/3GB" has a disk of 3 GB/s in the second."""
     hosts = []

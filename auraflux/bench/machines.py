@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from auraflux.bench.forecast import USUAL_DISK, Host
+from auraflux.bench.forecast import USUAL_DISK, Host, is_figure
 from auraflux.errors import SettingsError
 from auraflux.run.progress import on_terminal
 from auraflux.run.ranks.lead import Lead
@@ -33,14 +33,15 @@ class Machines:
 
 
 def addresses_in(text: str) -> tuple[str, ...]:
-    """Machines that are named by their addresses; none where they are described by figures."""
+    """Machines by their addresses or names; none where they are described by figures."""
     named = tuple(each.strip() for each in text.split(","))
-    others = [each for each in named if not is_address(each)]
-    if len(others) == len(named):
+    figures = [each for each in named if is_figure(each)]
+    # what is neither is refused with the figures
+    if len(figures) == len(named) or (not any(map(is_address, named)) and (figures or len(named) == 1)):
         return ()
-    if others:
+    if figures:
         raise SettingsError(
-            f"{others[0]!r:.80} is no address, as others of --hosts are. Give the addresses of all machines to have them "
+            f"{figures[0]!r:.80} is no address, as others of --hosts are. Give the addresses of all machines to have them "
             "measured, or describe all by figures: 16GB,32GB/3GB."
         )
     if len(named) == 1:

@@ -108,7 +108,15 @@ HOSTS = [
         "--hosts",
         "rank_hosts",
         metavar="A,B",
-        help="Machines of the ranks, this one first: 10.0.0.1,10.0.0.2; by default all are started here.",
+        help="Addresses or names of the machines in the order of their ranks, this one first: 10.0.0.1,10.0.0.2; by default "
+        "all are started here.",
+    ),
+    click.option(
+        "--expert-use",
+        default="auto",
+        show_default=True,
+        metavar="FILE",
+        help="How often experts are chosen, by which ranks get theirs: auto for what was counted here before, or off.",
     ),
     timeout_option,
 ]
@@ -199,7 +207,8 @@ def _parallel(model: str | None, chosen: dict[str, Any]) -> "Parallel | None":
     from auraflux.run.ranks.devices import launched
     from auraflux.run.ranks.parallel import parse_parallel
 
-    wanted = parse_parallel(text, chosen["rank_hosts"], chosen["rank_timeout"], chosen.get("restart", False))
+    ranks = chosen["rank_hosts"], chosen["rank_timeout"], chosen.get("restart", False), chosen["expert_use"]
+    wanted = parse_parallel(text, *ranks)
     if launched():
         _follow_launched(model, wanted)
     return wanted

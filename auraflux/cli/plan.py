@@ -20,8 +20,8 @@ USUAL_WIRE = "1gbe"
     "--hosts",
     required=True,
     metavar="A,B",
-    help="Addresses of machines to measure, this one first: 10.0.0.1,10.0.0.2; or of each its memory, and what its disk reads "
-    "a second: 16GB,32GB/3GB.",
+    help="Addresses or names of machines to measure, this one first: 10.0.0.1,10.0.0.2; or of each its memory, and what its "
+    "disk reads a second: 16GB,32GB/3GB.",
 )
 @click.option(
     "--wire",

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from auraflux.errors import InputError
+from auraflux.errors import InputError, SettingsError
 from auraflux.run.job import Job
 from auraflux.run.request import Event, Figures, Request
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.stats import Stats
 from auraflux.weights.expert_store import ExpertStore
+from auraflux.weights.placement import Dealt
 from auraflux.weights.traffic import ExpertTraffic
 
 Prompt = str | Sequence[int]
@@ -106,6 +107,13 @@ class LanguageModel:
         """Forget what earlier calls left in the cache."""
         with self.scheduler.claimed():
             self.scheduler.prefixes.clear()
+
+    def deal_experts(self) -> Dealt:
+        """Deal experts out to ranks by how often each was chosen, between two steps: texts that are being written go on."""
+        if self.engine.ranks is None:
+            raise SettingsError("one process has all experts: there are no ranks to deal them out to.")
+        with self.scheduler.claimed():
+            return self.engine.ranks.deal_experts()
 
     def _write(self, prompt: list[int], sampling: dict[str, Any]) -> Iterator[tuple[Job, Event]]:
         return self._written(self._request(prompt, sampling))

@@ -155,6 +155,7 @@ def load(
     queue: dict[str, Any] = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": source.watch}
     scheduler = Scheduler(engine, tokenizer, source.ends(tokenizer), **queue, speculation=speculation)
     notes = [*source.checkpoint.notes, *(fit.experts.notes if fit.experts is not None else ())]
+    notes += lead.notes if lead is not None else ()
     return LanguageModel(scheduler, source.path, notes, fit.experts, model_type=source.kind)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from auraflux.cache import Batch, Cache
 from auraflux.cache.deal import Deal
 from auraflux.ops import exact, invariant
+from auraflux.weights.placement import Dealt
 
 
 class Model(Protocol):
@@ -40,6 +41,9 @@ class Ranks(Protocol):
 
     def check(self) -> None:
         """Raise if a rank is gone."""
+
+    def deal_experts(self) -> Dealt:
+        """Deal experts out by how often each was chosen."""
 
     def restart(self, unless: Callable[[], bool]) -> None:
         """Bring the others back, with empty caches, unless something is so meanwhile."""

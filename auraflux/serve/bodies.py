@@ -126,5 +126,20 @@ class TokenText(BaseModel):
     prompt: str
 
 
+class DealtExperts(BaseModel):
+    """What dealing experts out brought.
+
+    rows    that were counted: experts chosen by tokens, of all layers
+    before  the part of a layer's rows that its busiest rank ran, on the average of layers
+    after   that it would have run as experts are now
+    moved   experts that another rank has now
+    """
+
+    rows: int
+    before: float
+    after: float
+    moved: int
+
+
 class State(BaseModel):
     status: str

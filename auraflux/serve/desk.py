@@ -7,13 +7,15 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 
 from auraflux.errors import AurafluxError, BackendError, RankError
 from auraflux.run.job import Job
 from auraflux.run.language import LanguageModel
 from auraflux.run.request import Event, Request
 from auraflux.serve.link import Gauges, ModelFacts
-from auraflux.serve.pipe import CANCEL, DOWN, NEWS, READY, STOP, SUBMIT, News
+from auraflux.serve.pipe import CANCEL, DEAL, DEALT, DOWN, NEWS, READY, STOP, SUBMIT, News
+from auraflux.weights.placement import Dealt
 
 log = logging.getLogger("auraflux.serve")
 
@@ -53,6 +55,7 @@ class Desk:
         self.facts, self._restart = facts, restart
         self._jobs: dict[int, Job] = {}
         self._news: News = []
+        self._deals: SimpleQueue[None] = SimpleQueue()
         self._gone, self._told_at = threading.Event(), 0.0
         # a message must be whole before the next begins
         self._speaking = threading.Lock()
@@ -70,10 +73,21 @@ class Desk:
                 with self.scheduler.claimed():
                     self.scheduler.turn()
             self._send()
+            self._deal_experts()
             try:
                 self.model.engine.check()
             except RankError as err:
                 self._go_down(err)
+
+    def _deal_experts(self) -> None:
+        """Deal experts out, between two turns, as often as it was asked for."""
+        while not self._deals.empty():
+            self._deals.get()
+            try:
+                found: Dealt | AurafluxError = self.model.deal_experts()
+            except AurafluxError as err:
+                found = err
+            self._say((DEALT, found))
 
     def _go_down(self, err: RankError) -> None:
         """End all texts when a rank is gone, and take none on until it is back."""
@@ -83,6 +97,7 @@ class Desk:
         while not self._gone.wait(AGAIN_S):
             # what was asked for in the same moment
             self._lose(err)
+            self._deal_experts()
             if self._restart and self._comes_back():
                 log.info("ready again")
                 self._say((READY, self.facts, self.model.tokenizer))
@@ -119,6 +134,8 @@ class Desk:
         match message:
             case (str(word), int(number), Request() as request) if word == SUBMIT:
                 self._submit(number, request)
+            case (str(word),) if word == DEAL:
+                self._deals.put(None)
             case (str(word), int(number)) if word == CANCEL:
                 job = self._jobs.get(number)
                 if job is not None:

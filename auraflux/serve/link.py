@@ -6,6 +6,7 @@ from typing import Protocol
 
 from auraflux.run.request import Event, Request
 from auraflux.run.tokenizer import Tokenizer
+from auraflux.weights.placement import Dealt
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,6 @@ class Link(Protocol):
 
     def submit(self, request: Request) -> Writing:
         """Ask for a text. BusyError where the queue is full."""
+
+    async def deal_experts(self) -> Dealt:
+        """Have experts dealt out to ranks by use, between two steps."""

@@ -1,6 +1,7 @@
-"""/v1/models, /tokenize and /detokenize: what is served, and its tokens."""
+"""/v1/models, /tokenize and /detokenize: what is served, and its tokens; /v1/experts/deal: which ranks have its experts."""
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -8,11 +9,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from auraflux.errors import InputError
-from auraflux.serve.bodies import ModelList, ServedModel, TokenList, TokenText
+from auraflux.serve.bodies import DealtExperts, ModelList, ServedModel, TokenList, TokenText
 from auraflux.serve.body import read_body
 from auraflux.serve.chat_ask import to_ask_tokens
 from auraflux.serve.operation import Operation
-from auraflux.serve.schema import DetokenizeRequest, TokenizeRequest
+from auraflux.serve.schema import DealRequest, DetokenizeRequest, TokenizeRequest
 from auraflux.serve.service import Service
 
 
@@ -40,11 +41,18 @@ def routes(service: Service) -> list[Route]:
             raise InputError(f"{wrong} is none of the model's {service.facts.vocab} tokens.")
         return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, asked.tokens, True)})
 
+    async def deal(request: Request) -> Response:
+        asked = await read_body(request, DealRequest, service.limits)
+        service.check_model(asked.model)
+        return JSONResponse(asdict(await service.deal_experts()))
+
+    about = "Deal experts out to ranks by how often each was chosen."
     return [
         Operation("/v1/models", list_models, about="List the one model that is served.", gives=ModelList, errors=(503,)),
         Operation("/v1/models/{model:path}", one_model, about="Tell of a model.", gives=ServedModel, errors=(404, 503)),
         Operation("/tokenize", tokenize, about="Make tokens of a text or a chat.", takes=TokenizeRequest, gives=TokenList),
         Operation("/detokenize", detokenize, about="Make text of tokens.", takes=DetokenizeRequest, gives=TokenText),
+        Operation("/v1/experts/deal", deal, about=about, takes=DealRequest, gives=DealtExperts, errors=(503,)),
     ]
 
 

@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from auraflux.errors import BusyError
+from auraflux.errors import AurafluxError, BackendError, BusyError
 from auraflux.run.request import Event, Request
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.serve.link import Gauges, ModelFacts
+from auraflux.weights.placement import Dealt
 
-# first words of messages; to the model: a request, or the end of one
-SUBMIT, CANCEL = "submit", "cancel"
-# from it: what it is, news of texts with the scheduler's gauges, that it cannot answer for now, and that the server shall stop
-READY, NEWS, DOWN, STOP = "ready", "news", "down", "stop"
+# first words of messages; to the model: a request, the end of one, or that experts be dealt out
+SUBMIT, CANCEL, DEAL = "submit", "cancel", "deal"
+# from it: what it is, news of texts with the scheduler's gauges, that it cannot answer for now, that the server shall stop, and
+# what dealing experts out brought, or why it was not done
+READY, NEWS, DOWN, STOP, DEALT = "ready", "news", "down", "stop", "dealt"
 
 LOADING = "The model is being loaded; try again soon."
 
@@ -80,6 +82,7 @@ class PipeLink:
         self.waiting, self.on_stop = waiting, on_stop
         self._connection, self._count = connection, 0
         self._writings: dict[int, PipeWriting] = {}
+        self._deals: list[asyncio.Future[Dealt]] = []
 
     def listen(self) -> None:
         """Take messages in from now on, on the running loop."""
@@ -98,6 +101,13 @@ class PipeLink:
         writing = self._writings[self._count] = PipeWriting(self, self._count)
         self.send((SUBMIT, self._count, request))
         return writing
+
+    async def deal_experts(self) -> Dealt:
+        """Have experts dealt out to ranks by use, between two steps."""
+        asked = asyncio.get_running_loop().create_future()
+        self._deals.append(asked)
+        self.send((DEAL,))
+        return await asked
 
     def send(self, message: tuple[Any, ...]) -> None:
         try:
@@ -124,6 +134,8 @@ class PipeLink:
                 self.facts, self.why_not = None, why
             case (str(word),) if word == STOP:
                 self.on_stop()
+            case (str(word), found) if word == DEALT:
+                self._dealt(found)
 
     def _tell(self, number: int, event: Event) -> None:
         writing = self._writings.get(number)
@@ -132,9 +144,21 @@ class PipeLink:
                 del self._writings[number]
             writing.push(event)
 
+    def _dealt(self, found: Dealt | AurafluxError) -> None:
+        """Tell who asked first; they are answered in their order."""
+        asked = self._deals.pop(0)
+        if asked.done():
+            return
+        if isinstance(found, Dealt):
+            asked.set_result(found)
+        else:
+            asked.set_exception(found)
+
     def _lost(self) -> None:
         """End all texts: whoever wrote them is gone."""
         self.close()
+        while self._deals:
+            self._dealt(BackendError("The model has stopped."))
         for number in list(self._writings):
             self._tell(number, Event(finish="error", error="The model has stopped."))
         self.on_stop()

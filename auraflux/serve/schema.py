@@ -154,6 +154,12 @@ class TokenizeRequest(Part):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class DealRequest(Part):
+    """A wish that experts be dealt out to ranks again."""
+
+    model: str | None = None
+
+
 class DetokenizeRequest(Part):
     """Tokens to be made into text."""
 

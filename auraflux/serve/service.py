@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from auraflux.errors import ContextError, InputError, TemplateError
+from auraflux.errors import ContextError, InputError, RankError, TemplateError
 from auraflux.run.request import Request
 from auraflux.run.sampling import Sampling
 from auraflux.run.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from auraflux.serve.limits import Limits
 from auraflux.serve.link import Link, ModelFacts
 from auraflux.serve.metrics import Metrics, Tally
 from auraflux.serve.parse import Syntax, find_syntax
+from auraflux.weights.placement import Dealt
 
 # characters of the prompt's end that tell how the answer begins
 TAIL = 200
@@ -128,6 +129,14 @@ class Service:
             return [Request(self._tokens(prompt), settings, user=user) for prompt in prompts]
 
         return self._submit(await asyncio.to_thread(prepare), count, Plain)
+
+    async def deal_experts(self) -> Dealt:
+        """Have experts dealt out to ranks by use; what is being answered goes on."""
+        self.check_ready()
+        try:
+            return await self.link.deal_experts()
+        except RankError as err:
+            raise not_ready(str(err)) from err
 
     async def count_tokens(self, ask: Ask) -> int:
         """Count the tokens of a conversation's prompt."""

@@ -8,7 +8,8 @@ stacks       switch_mlp.gate_proj.weight [E, I, H]            mlx-lm; `experts` 
 Experts without a gate have up and down alone; those of one tensor are experts.up_proj [E, I, H].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquare
 from auraflux.quant import QTensor
 from auraflux.weights.balanced import Balanced
-from auraflux.weights.divided import Divided, Joined, alone_sum, by_expert
+from auraflux.weights.divided import Divided, Joined, by_expert
 from auraflux.weights.loader import Source, Weights, dense
 from auraflux.weights.slices import Slices
 from auraflux.weights.stored import Stored
@@ -32,58 +33,106 @@ def load_experts(
 
     activation  a checkpoint with gpt-oss's has biases too
     """
-    home, alone = f"{name}.{stacks_of(activation)}", f"{name}.experts"
-    clamped, division, slices = isinstance(activation, Clamp), weights.division, weights.slices
-    gated = not isinstance(activation, ReluSquare)
+    home = f"{name}.{stacks_of(activation)}"
+    division, slices = weights.division, weights.slices
     if weights.experts is not None:
-        biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
+        biases = _biases(weights, name, home, count, hidden, inner) if isinstance(activation, Clamp) else {}
         kept = weights.experts.layer(name, count, hidden, inner, biases, activation)
         if not slices.whole:
             # a file has experts one after the other, whole
-            return Joined(Divided(kept, by_expert(slices).share(count), 0, alone_sum), slices.join)
+            return Joined(Divided(kept, by_expert(slices), name, count, weights.device), slices.join)
         if division is None:
             return kept
         if division.balance is not None and isinstance(kept, Streamed):
             return Balanced(kept, division.balance)
-        return Divided(kept, division.share(count), 0, division.join)
-    if weights.has(f"{home}.{'gate' if gated else 'up'}_proj.weight"):
-        sources = _stacks(weights, home, count, hidden, inner, gated)
-    elif not gated and weights.has(f"{alone}.up_proj"):
-        sources = _fused_ungated(weights, alone, count, hidden, inner)
-    elif not weights.has(f"{alone}.gate_up_proj"):
-        sources = _one_each(weights, alone, hidden, inner, gated)
-    elif not clamped:
-        sources = _fused(weights, alone, count, hidden, inner)
-    else:
-        sources = _alternating(weights, alone, count, hidden, inner)
+        return Divided(kept, division, name, count, weights.device)
+    layer = _Loading(weights, name, count, hidden, inner, activation)
     columns: range | None = None
     if not slices.whole:
-        first = sources["down"].matrix(0)
-        group = slices.group(first, weights.rounds_in)
-        if slices.even(inner, group):
-            columns = slices.columns(inner, group, f"{home}.down_proj")
+        columns = layer.columns()
+        division = by_expert(slices) if columns is None else division
+    if division is None:
+        resident = Resident(layer.some(range(count), columns))
+        return resident if slices.whole else Joined(resident, slices.join)
+    made = layer.some(division.placement.share(name, count), columns)
+    # other ranks have the others
+    weights.skip_under(f"{name}.experts.")
+
+    def move(experts: Sequence[int], places: Sequence[int]) -> Sequence[int]:
+        _put(layer.some(experts, columns), made, places)
+        return places
+
+    found = Divided(Resident(made), division, name, count, weights.device, move)
+    return found if slices.whole else Joined(found, slices.join)
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """The experts under a name in a checkpoint, whatever its layout."""
+
+    weights: Weights
+    name: str
+    count: int
+    hidden: int
+    inner: int
+    activation: Activation | None
+
+    @property
+    def home(self) -> str:
+        return f"{self.name}.{stacks_of(self.activation)}"
+
+    def sources(self) -> dict[str, Source]:
+        """Where each projection is."""
+        weights, home, alone = self.weights, self.home, f"{self.name}.experts"
+        sizes = self.count, self.hidden, self.inner
+        gated = not isinstance(self.activation, ReluSquare)
+        if weights.has(f"{home}.{'gate' if gated else 'up'}_proj.weight"):
+            return _stacks(weights, home, *sizes, gated)
+        if not gated and weights.has(f"{alone}.up_proj"):
+            return _fused_ungated(weights, alone, *sizes)
+        if not weights.has(f"{alone}.gate_up_proj"):
+            return _one_each(weights, alone, self.hidden, self.inner, gated)
+        return (_alternating if isinstance(self.activation, Clamp) else _fused)(weights, alone, *sizes)
+
+    def columns(self) -> range | None:
+        """Which columns of every expert this rank has; None where they do not divide evenly."""
+        slices = self.weights.slices
+        group = slices.group(self.sources()["down"].matrix(0), self.weights.rounds_in)
+        return slices.columns(self.inner, group, f"{self.home}.down_proj") if slices.even(self.inner, group) else None
+
+    def some(self, share: Sequence[int], columns: range | None) -> Experts:
+        """Some experts, or some columns of them, made ready."""
+        weights, alone, home = self.weights, f"{self.name}.experts", self.home
+        sources = self.sources()
+        if columns is not None:
             sources = {
                 kind: source.cut(None, columns) if kind == "down" else source.cut(columns, None)
                 for kind, source in sources.items()
             }
-        else:
-            division = by_expert(slices)
-    share = range(count) if division is None else division.share(count)
-    made = {
-        kind: weights.stack(f"{home}.{kind}_proj.weight", len(share), source.after(share.start))
-        for kind, source in sources.items()
-    }
-    weights.release(f"{alone}.gate_up_proj", f"{alone}.up_proj", f"{alone}.down_proj")
-    biases = _biases(weights, name, home, count, hidden, inner) if clamped else {}
-    biases = {kind: value[share.start : share.stop].contiguous() for kind, value in biases.items()}
-    if columns is not None:
-        biases = {kind: _some_bias(kind, value, columns, slices) for kind, value in biases.items()}
-    if division is not None:
-        # other ranks have the others
-        weights.skip_under(f"{alone}.")
-    resident = Resident(Experts(made.get("gate"), made["up"], made["down"], **biases, activation=activation))
-    found = resident if division is None else Divided(resident, share, share.start, division.join)
-    return found if slices.whole else Joined(found, slices.join)
+        made = {
+            kind: weights.stack(f"{home}.{kind}_proj.weight", len(share), source.some(share))
+            for kind, source in sources.items()
+        }
+        weights.release(f"{alone}.gate_up_proj", f"{alone}.up_proj", f"{alone}.down_proj")
+        biases = {}
+        if isinstance(self.activation, Clamp):
+            biases = _biases(weights, self.name, home, self.count, self.hidden, self.inner)
+        biases = {kind: value[list(share)].contiguous() for kind, value in biases.items()}
+        if columns is not None:
+            biases = {kind: _some_bias(kind, value, columns, weights.slices) for kind, value in biases.items()}
+        return Experts(made.get("gate"), made["up"], made["down"], **biases, activation=self.activation)
+
+
+def _put(some: Experts, there: Experts, places: Sequence[int]) -> None:
+    """Write experts over others, where kernels that were recorded look for them."""
+    for mine, theirs in zip(_arrays(some), _arrays(there), strict=True):
+        theirs[list(places)] = mine
+
+
+def _arrays(experts: Experts) -> list[Tensor]:
+    stacks = [(s.packed, s.scales, s.biases) if isinstance(s, QTensor) else (s,) for s in experts.stacks]
+    biases = (experts.gate_bias, experts.up_bias, experts.down_bias)
+    return [array for arrays in (*stacks, biases) for array in arrays if array is not None]
 
 
 def _some_bias(kind: str, value: Tensor, columns: range, slices: Slices) -> Tensor:

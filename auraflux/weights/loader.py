@@ -5,7 +5,7 @@ stands in for it, and `done` tells all of it in one error, with the tensors nobo
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, TypeVar
 
@@ -50,9 +50,9 @@ class Source:
     matrix: Callable[[int], Stored]
     release: Callable[[int], None] = lambda expert: None
 
-    def after(self, first: int) -> "Source":
-        """The same, of experts from a number on."""
-        return Source(lambda expert: self.matrix(first + expert), lambda expert: self.release(first + expert))
+    def some(self, experts: Sequence[int]) -> "Source":
+        """The same, of some experts, numbered from 0 in their order."""
+        return Source(lambda number: self.matrix(experts[number]), lambda number: self.release(experts[number]))
 
     def cut(self, rows: range | None, columns: range | None) -> "Source":
         """The same, of some rows or columns of every expert."""

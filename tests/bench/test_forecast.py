@@ -117,6 +117,8 @@ def test_slower_memory_takes_longer_where_it_is():
 def test_machines_are_named_or_described():
     assert addresses_in("16GB,32GB/3GB") == ()
     assert addresses_in("10.0.0.1:29400, 10.0.0.2") == ("10.0.0.1:29400", "10.0.0.2")
+    assert addresses_in("laptop, tower.local:5") == ("laptop", "tower.local:5")
+    assert addresses_in("laptop") == addresses_in("laptop,16GB") == (), "which are refused with the figures"
     with pytest.raises(SettingsError, match="'16GB' is no address, as others of --hosts are"):
         addresses_in("10.0.0.1,16GB")
     with pytest.raises(SettingsError, match=r"10\.0\.0\.1 is one machine"):

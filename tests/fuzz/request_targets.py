@@ -126,6 +126,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {"enable_thinking": False},
     },
     "/detokenize": {"model": "toy/model", "tokens": [1, 2, 3]},
+    "/v1/experts/deal": {"model": "toy/model"},
 }
 NEEDED = {"messages", "prompt", "input", "tokens", "model", "max_tokens"}
 HEADERS = {

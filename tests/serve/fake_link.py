@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp
 
-from auraflux.errors import BusyError
+from auraflux.errors import BusyError, SettingsError
 from auraflux.run.request import Event, Figures, Request, Scored
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.serve.link import Gauges, ModelFacts
+from auraflux.weights.placement import Dealt
 from tests.run.toy_tokenizers import byte_level
 
 NAME = "toy/model"
@@ -84,6 +85,9 @@ class FakeLink:
 
     def load(self) -> None:
         self.facts = self._facts
+
+    async def deal_experts(self) -> Dealt:
+        raise SettingsError("one process has all experts: there are no ranks to deal them out to.")
 
     def submit(self, request: Request) -> "FakeWriting":
         if self.room is not None and len(self.requests) >= self.room:

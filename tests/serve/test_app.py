@@ -47,7 +47,7 @@ def client_of(link: FakeLink | None = None, access: Access | None = None, limits
     ids=lambda body: repr(body[:70]),
 )
 def test_a_body_that_is_wrong_is_told_so(body: bytes):
-    for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"):
+    for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize", "/v1/experts/deal"):
         answer = client_of().post(path, content=body)
         assert answer.status_code == 400, path
         assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.run.tiny import tiny
 from tests.serve.server import Process, is_ready, process, wait_until
 
 OPTIONS = ("--parallel", "pipeline=2", "--parallel", "4", "--rank-timeout", "2", "--restart", "--calibrate", "off")
@@ -76,6 +77,37 @@ def test_without_restart_it_stays_not_ready():
         assert refused.status_code == 503
         assert "a rank is gone" in refused.json()["error"]["message"] or "rank 1" in refused.json()["error"]["message"]
         assert httpx.get(f"{served.url}/health").status_code == 200
+        served.tell(signal.SIGTERM)
+        assert served.end() == 0
+
+
+@pytest.mark.slow
+def test_experts_are_dealt_out_while_requests_are_answered():
+    options = ("--parallel", "experts=2", "--parallel", "4", "--expert-use", "off", "--calibrate", "off", "--api-key", "k")
+    headers = {"authorization": "Bearer k"}
+
+    async def ask_meanwhile(served: Process) -> tuple[list[str], httpx.Response]:
+        async with httpx.AsyncClient(timeout=60, headers=headers) as client:
+            asked = {**ASKED, "max_tokens": 60}
+            asking = [asyncio.ensure_future(client.post(f"{served.url}/v1/completions", json=asked)) for _ in range(4)]
+            await asyncio.sleep(0.3)
+            dealt = await client.post(f"{served.url}/v1/experts/deal", json={})
+            return [answer.json()["choices"][0]["text"] for answer in await asyncio.gather(*asking)], dealt
+
+    with process(*options, model=str(tiny(mixture=True))) as served:
+        served.ready()
+        assert httpx.post(f"{served.url}/v1/experts/deal", json={}).status_code == 401
+        # what the server tried itself before it was ready
+        httpx.post(f"{served.url}/v1/experts/deal", json={}, headers=headers)
+        nothing = httpx.post(f"{served.url}/v1/experts/deal", json={}, headers=headers)
+        assert nothing.status_code == 400
+        assert nothing.json()["error"]["message"].endswith("there is nothing to go by yet.")
+        texts, dealt = asyncio.run(ask_meanwhile(served))
+        assert dealt.status_code == 200, dealt.text
+        assert dealt.json()["rows"] > 0
+        assert 0.5 <= dealt.json()["after"] <= dealt.json()["before"] <= 1.0
+        assert len(set(texts)) == 1
+        assert asyncio.run(ask_meanwhile(served))[0] == texts
         served.tell(signal.SIGTERM)
         assert served.end() == 0
 

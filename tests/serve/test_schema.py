@@ -17,7 +17,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
 def test_every_route_is_described():
     paths = set(schema.raw_schema["paths"])
     described = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/v1/responses", "/v1/messages"}
-    described |= {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/health", "/ready", "/metrics"}
+    described |= {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/experts/deal", "/health", "/ready", "/metrics"}
     assert paths == described
 
 

@@ -20,8 +20,10 @@ from auraflux.run.calibration import samples
 from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.fit import keep_experts
 from auraflux.run.load import make_model
+from auraflux.run.ranks.answers import Answers
 from auraflux.run.ranks.devices import Devices
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards
+from auraflux.run.ranks.hosts import Hosts
 from auraflux.run.ranks.identity import identity, rounding
 from auraflux.run.ranks.measure import answer
 from auraflux.run.ranks.members import Part
@@ -34,6 +36,7 @@ from auraflux.run.ranks.whole import FollowingRunner, WholeRank
 from auraflux.run.ranks.wire import Wire
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_settings import ExpertSettings
+from auraflux.weights.placement import Placement
 from auraflux.weights.pull import locate
 from auraflux.weights.stored import Checkpoint
 
@@ -53,7 +56,7 @@ def follow(
 ) -> None:
     """Take part in the group that meets at an address, until its rank 0 ends.
 
-    rank     in the group; by default the next that is free
+    rank     in the group; by default the first of this machine's that is free, and of a machine's own processes any
     restart  join again when the group was lost
     """
     checkpoint = open_checkpoint(locate(str(model), lambda what, done, total: None))
@@ -88,6 +91,9 @@ def _join(place: Place, before: int, rank: int | None) -> tuple[int, int, dict[s
     about = json.loads(store.get(f"{number}/about"))
     # who has no such device leaves the others waiting for another
     find_device(about["named"])
+    hosts = Hosts(tuple(map(tuple, about.get("addresses", ()))))
+    if rank is None and hosts.addresses:
+        rank = hosts.claim(store, f"{number}/rank", place.address)
     joined = store.add(f"{number}/joined", 1)
     if rank is None and joined >= about["size"]:
         raise RankError(f"the group has all of its {about['size']} ranks already.")
@@ -122,7 +128,8 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any], mesh: M
     module = family(checkpoint.config)
     config, dtype = module.Config.from_hf(checkpoint.config), activation_dtype(device)
     kept = ExpertSettings(**terms["experts"])
-    own = share_of(mesh, group.rank, lambda: Part(group, mesh.peers(group.rank)), kept.balance == "on")
+    placement = Placement(mesh.place(group.rank), mesh.width, terms["owners"])
+    own = share_of(mesh, group.rank, lambda: Part(group, mesh.peers(group.rank)), kept.balance == "on", placement)
     shapes, held = own.sliced(module.make_caches(config)), range(*terms["held"][group.rank])
     experts = keep_experts(checkpoint, kept, device, free_nbytes(), None if mesh.whole else held)
     weights = checkpoint, terms["quantize"], dtype, device, experts, lambda what, done, total: None
@@ -135,7 +142,10 @@ def _loaded(group: Group, checkpoint: Checkpoint, terms: dict[str, Any], mesh: M
     whole = model, cache, terms["exact"], group, mesh
     runner = FollowingRunner(*whole) if mesh.whole else StageRunner(*whole)
     runner.invariant = terms["invariant"]
-    return WholeRank(runner, graphs, read) if isinstance(runner, FollowingRunner) else Stage(runner, graphs, read)
+    # a calibration's tokens tell nothing of texts
+    placement.begin_count()
+    answers = Answers(group, mesh, read, placement)
+    return WholeRank(runner, graphs, answers) if isinstance(runner, FollowingRunner) else Stage(runner, graphs, answers)
 
 
 def _vectors(

@@ -7,13 +7,14 @@ when the heart, a thread that looks after the others, has not seen one of them f
 
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Semaphore, Thread
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from auraflux.run.ranks.wire import Wire
 GLOO: Any = getattr(dist, "ProcessGroupGloo", None)
 LOOK_S = 0.2  # between two looks at the heart
 FOREVER = timedelta(days=30)  # the heart ends waits, not gloo
-UNDER_WAY = 4  # sends that are not waited for
+UNDER_WAY = 8  # sends that are not waited for
+STAMP = struct.Struct("<d")  # before what goes over a pretended wire: when it arrives
 JOIN_S = 600.0  # in which all ranks must have come
 ABORT_S = 5.0  # after which NCCL ends by itself
 
@@ -110,19 +112,21 @@ class Group(Members):
         self.lost: str | None = None
         self._meeting, self.devices = meeting, None
         self._heart = Heart(place, self._key, rank, size, timeout_s, self._abort)
-        self._waiter = Waiter()
-        self._sends: list[tuple[Any, Tensor]] = []
+        self._waiter, self._sends = Waiter(), Sends(self.check)
         self.tally = Tally()
 
-    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS, latent: bool = True) -> None:
         """Begin to send a tensor, which must not change any more; that of a GPU goes through main memory."""
         self.check()
         tensor = tensor.cpu()
-        while len(self._sends) >= UNDER_WAY:
-            self._wait(self._sends.pop(0)[0])
+        self.tally.nbytes += tensor.nbytes
+        if self._wire.pretended:
+            tensor = _stamped(tensor, self._wire.due(tensor.nbytes, latent))
         try:
-            self._sends.append((self._gloo.send([tensor], to, tag), tensor))
-            self.tally.nbytes += tensor.nbytes
+            self._sends.make_room()
+            self._sends.add(self._gloo.send([tensor], to, tag), tensor)
+        except RankError:
+            raise
         except RuntimeError as err:
             raise self._gone(err) from err
 
@@ -130,22 +134,19 @@ class Group(Members):
         """Say that a tensor will come; who does so early need not wait for the other side to ask."""
         self.check()
         tensor = torch.empty(*shape, dtype=dtype)
+        room = torch.empty(STAMP.size + tensor.nbytes, dtype=torch.uint8) if self._wire.pretended else tensor
         try:
-            # a note travels with the rows after it
-            wire = self._wire if tag == ROWS else Wire(0.0, self._wire.rate)
-            return Expected(self, self._gloo.recv([tensor], source, tag), tensor, wire)
+            return Expected(self, self._gloo.recv([room], source, tag), tensor, room, self._wire)
         except RuntimeError as err:
             raise self._gone(err) from err
 
     def wait(self, work: Any) -> None:
         """Wait for what was asked for, and count the time."""
         began = time.perf_counter()
-        self._wait(work)
-        self.tally.waited_s += time.perf_counter() - began
-
-    def _wait(self, work: Any) -> None:
         try:
+            self._sends.hand_over()
             self._waiter.wait(work, self.check)
+            self.tally.waited_s += time.perf_counter() - began
         except RankError:
             raise
         except RuntimeError as err:
@@ -188,12 +189,13 @@ class Group(Members):
 
     def close(self) -> None:
         """Let go of the other ranks, when what was sent to them is on its way."""
-        with suppress(RankError):
-            while self.lost is None and self._sends:
-                self._wait(self._sends.pop(0)[0])
+        with suppress(RankError, RuntimeError):
+            if self.lost is None:
+                self._sends.finish()
         self.lost = self.lost or "the group was closed."
         self._heart.stop()
         self._waiter.stop()
+        self._sends.stop()
         self._abort()
 
 
@@ -238,15 +240,74 @@ class Waiter:
                 self._done.put((work, err))
 
 
-class Expected:
-    """A tensor on its way."""
+class Sends:
+    """Waits for what is sent on a thread of its own: its memory is needed until then, and who sent it has other things to do.
 
-    def __init__(self, group: Group, work: Any, tensor: Tensor, wire: Wire):
-        self._group, self._work, self._tensor, self._wire = group, work, tensor, wire
+    That thread is told of sends when there is nothing else to do, or when there are many: to wake it takes time.
+
+    look  is called now and then by who waits for room, and may raise
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._given: SimpleQueue[list[tuple[Any, Tensor]] | None] = SimpleQueue()
+        self._fresh: list[tuple[Any, Tensor]] = []
+        self._room, self._look = Semaphore(UNDER_WAY), look
+        self._failure: RuntimeError | None = None
+        Thread(target=self._run, name="auraflux-sends", daemon=True).start()
+
+    def make_room(self) -> None:
+        """Wait until one more may be under way; RuntimeError if one of them failed."""
+        if len(self._fresh) >= UNDER_WAY // 2:
+            self.hand_over()
+        while not self._room.acquire(timeout=LOOK_S):
+            self._look()
+        if self._failure is not None:
+            raise self._failure
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        self._fresh.append((work, tensor))
+
+    def hand_over(self) -> None:
+        if self._fresh:
+            fresh, self._fresh = self._fresh, []
+            self._given.put(fresh)
+
+    def finish(self) -> None:
+        """Wait until all are on their way."""
+        self.hand_over()
+        for _ in range(UNDER_WAY):
+            self.make_room()
+
+    def stop(self) -> None:
+        self._given.put(None)
+
+    def _run(self) -> None:
+        while (given := self._given.get()) is not None:
+            for work, _ in given:
+                try:
+                    work.wait(FOREVER)
+                except RuntimeError as err:
+                    self._failure = err
+                self._room.release()
+
+
+def _stamped(tensor: Tensor, due: float) -> Tensor:
+    stamp = torch.frombuffer(bytearray(STAMP.pack(due)), dtype=torch.uint8)
+    return torch.cat([stamp, tensor.contiguous().view(torch.uint8).flatten()])
+
+
+class Expected:
+    """A tensor on its way, to memory that has room for when it arrives, too, where the wire is pretended."""
+
+    def __init__(self, group: Group, work: Any, tensor: Tensor, room: Tensor, wire: Wire):
+        self._group, self._work, self._tensor, self._room, self._wire = group, work, tensor, room, wire
 
     def wait(self, length: int | None = None) -> Tensor:
         """What has come; `length` of it where less was sent than there is room for."""
         self._group.wait(self._work)
         found = self._tensor[:length]
-        self._wire.arrive(found.nbytes)
-        return found
+        if not self._wire.pretended:
+            return found
+        (due,) = STAMP.unpack(self._room[: STAMP.size].numpy().tobytes())
+        self._wire.arrive(found.nbytes, due)
+        return self._room[STAMP.size :].view(self._tensor.dtype).view(self._tensor.shape)[:length]

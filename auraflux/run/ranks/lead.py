@@ -17,21 +17,25 @@ import torch
 from auraflux.cache import Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import Deal
-from auraflux.errors import InputError, RankError
+from auraflux.errors import InputError, RankError, SettingsError
 from auraflux.run.progress import Report
 from auraflux.run.ranks.devices import Devices, launched
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards, meeting_place
+from auraflux.run.ranks.hosts import Hosts
 from auraflux.run.ranks.identity import difference, identity, rounding
 from auraflux.run.ranks.measure import Measured, measure
 from auraflux.run.ranks.members import Part
-from auraflux.run.ranks.parallel import LOCAL, TENSOR, Parallel, address_of
+from auraflux.run.ranks.parallel import EXPERTS, LOCAL, TENSOR, Parallel
 from auraflux.run.ranks.pipeline import MeshRunner, Passing, PipelineRunner
 from auraflux.run.ranks.share import Share, share_of
 from auraflux.run.ranks.split import Sizes, split
+from auraflux.run.ranks.use import AUTO, Uses, find_uses, kept_at, model_name
+from auraflux.run.ranks.use import keep as keep_uses
 from auraflux.run.ranks.vectors import collected, pack_vectors, send_bytes, unpack_vectors
 from auraflux.run.ranks.whole import WholeRunner
 from auraflux.run.ranks.wire import find_wire
 from auraflux.run.runner import Runner
+from auraflux.weights.placement import Dealt, Placement, deal_all
 from auraflux.weights.stored import Checkpoint
 
 log = logging.getLogger("auraflux")
@@ -50,18 +54,24 @@ class Lead:
     addresses where each is
     unequal   why ranks round differently; None if they do not
     balanced  whether experts are dealt out as they are chosen
+    placement of experts that each rank has of its own
+    notes     what a user should know of it
     """
 
     def __init__(self, parallel: Parallel, checkpoint: Checkpoint, device: torch.device):
         self.parallel, self.mesh, self._checkpoint = parallel, parallel.mesh, checkpoint
         self._devices = Devices.of(parallel, device)
+        self._hosts = Hosts.named(parallel.hosts)
         self._free = self._devices.free_nbytes(device)
         self._identity = identity(checkpoint)
+        self._name, self.placement = model_name(self._identity), Placement(0, self.mesh.width)
+        self._uses = find_uses(parallel.expert_use, self._name) if EXPERTS in self.mesh.modes else {}
         self._started: list[subprocess.Popen[bytes]] = []
         self._terms: dict[str, Any] = {}
         self._vectors: ModelVectors | None = None
         self._runner: PipelineRunner | WholeRunner | None = None
         self._serving = self.balanced = False
+        self.notes: list[str] = []
         self.place, self._server = self._meet()
         try:
             self.group = self._call()
@@ -81,6 +91,8 @@ class Lead:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             return Place(host, port, address_towards(host, port)), None
         host, port = self.parallel.meeting
+        if self._hosts.addresses:
+            host = self._hosts.addresses[0][0]
         if host != LOCAL:
             log.warning("%s", TRUSTED)
         return meeting_place(host, port)
@@ -91,7 +103,8 @@ class Lead:
         # an open group is one that followers may join
         store = self.place.store(parallel.timeout_s)
         number = int(store.add("next", 1))
-        store.set(f"{number}/about", json.dumps({"size": self.mesh.size, **asdict(self._devices)}))
+        about = {"size": self.mesh.size, **asdict(self._devices), **asdict(self._hosts)}
+        store.set(f"{number}/about", json.dumps(about))
         store.set("round", str(number))
         if not launched() and not parallel.hosts:
             self._started = [self._start() for _ in range(self.mesh.size - 1)]
@@ -102,7 +115,7 @@ class Lead:
         group = Group(self.place, number, 0, self.mesh.size, parallel.timeout_s, find_wire(parallel.wire))
         found = [group.hear(rank) for rank in range(1, self.mesh.size)]
         for rank, each in enumerate(found, 1):
-            reason = difference(self._identity, each["identity"]) or self._strange(each["address"])
+            reason = difference(self._identity, each["identity"]) or self._strange(rank, each["address"])
             reason = reason or (self.unlike([each["rounding"]]) if self.balanced else None)
             if reason is not None:
                 group.say_all({"refused": f"rank {rank} cannot take part: {reason}."})
@@ -136,9 +149,10 @@ class Lead:
                 raise RankError(f"only {there + 1} of {self.mesh.size} ranks have come.")
             time.sleep(0.05)
 
-    def _strange(self, address: str) -> str | None:
-        known = [address_of(host, 0)[0] for host in self.parallel.hosts]
-        return f"it is at {address}, which is none of the hosts" if known and address not in known else None
+    def _strange(self, rank: int, address: str) -> str | None:
+        if not self._hosts.addresses or rank in self._hosts.ranks_of(address):
+            return None
+        return f"it is at {address}, and this rank is to be at {self._hosts.addresses[rank][0]}"
 
     def _start(self) -> "subprocess.Popen[bytes]":
         address = f"{self.place.host}:{self.place.port}"
@@ -160,7 +174,8 @@ class Lead:
 
     def own(self, rank: int = 0) -> Share:
         """What a rank has of every layer."""
-        return share_of(self.mesh, rank, lambda: Part(self.group, self.mesh.peers(self.group.rank)), self.balanced)
+        placement = self.placement if rank == 0 else None
+        return share_of(self.mesh, rank, lambda: Part(self.group, self.mesh.peers(self.group.rank)), self.balanced, placement)
 
     @property
     def deal(self) -> Deal:
@@ -184,7 +199,12 @@ class Lead:
         """Tell the others what to load, and how."""
         held = [[each.start, each.stop] for each in self.held]
         self._terms = {"mesh": asdict(self.mesh), "held": held, "kv": asdict(settings), "experts": asdict(experts), **terms}
-        self.group.say_all(self._terms)
+        if not self.balanced:
+            self.placement.owners, dealt = deal_all(self._uses, {}, self.mesh.width)
+            if dealt.moved:
+                parts = f"{dealt.after:.1%} of a layer's rows, and {dealt.before:.1%} if by number"
+                self.notes.append(f"experts: dealt out by use, the busiest of {self.mesh.width} ranks has {parts}.")
+        self.group.say_all({**self._terms, "owners": self.placement.owners})
         self._open_devices()
 
     def _open_devices(self) -> None:
@@ -220,8 +240,12 @@ class Lead:
 
     def runner(self, model: Any, cache: Cache, exact: bool) -> Runner:
         """What runs all layers."""
-        kind = WholeRunner if self.whole else PipelineRunner if self.mesh.width == 1 else MeshRunner
-        self._runner = kind(model, cache, exact, self.group, self.mesh)
+        parts = model, cache, exact, self.group, self.mesh
+        if self.whole:
+            self._runner = WholeRunner(*parts)
+        else:
+            kind = PipelineRunner if self.mesh.width == 1 else MeshRunner
+            self._runner = kind(*parts, self._terms["graphs"])
         return self._runner
 
     def ready(self, vectors: ModelVectors | None) -> None:
@@ -233,6 +257,8 @@ class Lead:
             send_bytes(self.group, packed, rank)
         for rank in range(1, self.group.size):
             self.group.hear(rank)
+        # a calibration's tokens tell nothing of texts
+        self.placement.begin_count()
         self._serving = True
 
     def read_nbytes(self) -> int:
@@ -243,6 +269,36 @@ class Lead:
         """What each of the other ranks has read of experts, and why it does not replay steps of decoding, if it does not."""
         self._tell({"read": True})
         return [self.group.hear(rank) for rank in range(1, self.group.size)]
+
+    def deal_experts(self) -> Dealt:
+        """Deal experts out by how often each was chosen since that was done last; between two steps, by who takes them."""
+        if EXPERTS not in self.mesh.modes:
+            raise SettingsError(f"{self.parallel} does not divide experts, so that they cannot be dealt out again.")
+        if self.balanced:
+            raise SettingsError("experts that are read from disk are dealt out evenly whenever they are chosen.")
+        uses, width = self._counted(), self.mesh.width
+        if not any(map(any, uses.values())):
+            raise InputError("no token has chosen an expert since experts were dealt out: there is nothing to go by yet.")
+        owners, dealt = deal_all(uses, self.placement.owners, width)
+        self._tell({"owners": owners})
+        try:
+            self.placement.take(owners)
+            for rank in range(1, self.group.size):
+                if "failed" in (told := self.group.hear(rank)):
+                    raise RankError(f"rank {rank} could not get the experts that it was dealt: {told['failed']}")
+        except BaseException as err:
+            self.group.break_up(str(err) or "experts were being dealt out, and that was broken off.")
+            raise
+        if self.parallel.expert_use == AUTO:
+            keep_uses(kept_at(self._name), self._name, uses)
+        return dealt
+
+    def _counted(self) -> Uses:
+        """How often experts of all layers were chosen."""
+        if not self.whole:
+            self._tell({"uses": True})
+        others = [self.group.hear(rank)["uses"] for rank in self._with_other_layers]
+        return {name: uses for stage in (self.placement.uses(), *others) for name, uses in stage.items()}
 
     def measure(self, report: Report) -> list[Measured]:
         """Measure what all ranks and their links give, before anything is agreed on."""
@@ -258,7 +314,7 @@ class Lead:
         self._end()
         self._serving = False
         self.group = self._call(unless)
-        self.group.say_all({**self._terms, "calibrate": False})
+        self.group.say_all({**self._terms, "calibrate": False, "owners": self.placement.owners})
         self._open_devices()
         self.ready(self._vectors)
         self._runner.renew(self.group)

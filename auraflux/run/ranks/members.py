@@ -4,19 +4,23 @@
 their own.
 """
 
+import ctypes
 import json
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from auraflux.errors import RankError
 from auraflux.run.ranks.devices import gathered
 
-HEADER_NBYTES = 4096  # of a note; what is longer follows in a message of its own
+NOTE_NBYTES = 4096  # what is longer follows in a message of its own
 LENGTH = struct.Struct("<q")
-ROWS, NOTES = 0, 1  # tags
+ASKED = 2  # notes that are asked for before they come
+ROWS, NOTES, ANSWERS = 0, 1, 2  # tags
 
 
 class Coming(Protocol):
@@ -24,6 +28,15 @@ class Coming(Protocol):
 
     def wait(self, length: int | None = None) -> Tensor:
         """What has come; `length` of it where less was sent than there is room for."""
+
+
+def copied(memory: Tensor, start: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose numbers stand in memory from a byte on."""
+    found = torch.empty(*shape, dtype=dtype)
+    if start + found.nbytes > memory.nbytes:
+        raise RankError(f"{found.nbytes} bytes of rows were to come, and there are {memory.nbytes - start}.")
+    ctypes.memmove(found.data_ptr(), memory.data_ptr() + start, found.nbytes)
+    return found
 
 
 class Members:
@@ -38,8 +51,8 @@ class Members:
     number: int
     devices: Any
 
-    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
-        """Begin to send a tensor, which must not change any more."""
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS, latent: bool = True) -> None:
+        """Begin to send a tensor, which must not change any more; `latent` unless others that follow take as long."""
         raise NotImplementedError
 
     def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
@@ -52,9 +65,9 @@ class Members:
     def say(self, told: dict[str, Any], to: int) -> None:
         """Send a note."""
         text = json.dumps(told, separators=(",", ":")).encode()
-        room = HEADER_NBYTES - LENGTH.size
-        first = LENGTH.pack(len(text)) + text[:room]
-        self.send(_octets(first + bytes(HEADER_NBYTES - len(first))), to, NOTES)
+        room = NOTE_NBYTES - LENGTH.size
+        # what comes after it takes as long
+        self.send(_octets(LENGTH.pack(len(text)) + text[:room]), to, NOTES, latent=False)
         if len(text) > room:
             self.send(_octets(text[room:]), to)
 
@@ -64,26 +77,31 @@ class Members:
 
     def hear(self, source: int) -> dict[str, Any]:
         """Wait for a note."""
-        return self._read(self._header(source), source)
+        return self._read(self._note(source), source)
 
     def notes(self, source: int) -> Iterator[dict[str, Any]]:
-        """All notes from a rank; each is asked for while the one before is worked on."""
-        header = self._header(source)
-        while True:
-            told = self._read(header, source)
-            header = self._header(source)
-            yield told
+        """All notes from a rank.
 
-    def _read(self, header: Coming, source: int) -> dict[str, Any]:
-        head = bytes(header.wait().numpy())
-        (length,) = LENGTH.unpack(head[: LENGTH.size])
-        text, room = head[LENGTH.size :][:length], HEADER_NBYTES - LENGTH.size
-        if length > room:
-            text += bytes(self.receive(length - room, source=source, dtype=torch.uint8).numpy())
+        To ask for one is a message, too. So the next is asked for before one is worked on, and that after it when the work is
+        done, which nobody waits for then.
+        """
+        asked = deque(self._note(source) for _ in range(ASKED))
+        while True:
+            yield self._read(asked.popleft(), source)
+            asked.append(self._note(source))
+
+    def _read(self, note: Coming, source: int) -> dict[str, Any]:
+        found = note.wait()
+        # what is looked at without torch takes less time
+        (length,) = LENGTH.unpack(ctypes.string_at(found.data_ptr(), LENGTH.size))
+        here = min(length, NOTE_NBYTES - LENGTH.size)
+        text = ctypes.string_at(found.data_ptr() + LENGTH.size, here)
+        if length > here:
+            text += bytes(self.receive(length - here, source=source, dtype=torch.uint8).numpy())
         return json.loads(text)
 
-    def _header(self, source: int) -> Coming:
-        return self.expect(HEADER_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
+    def _note(self, source: int) -> Coming:
+        return self.expect(NOTE_NBYTES, source=source, dtype=torch.uint8, tag=NOTES)
 
     def exchange(self, mine: Tensor) -> list[Tensor]:
         """What all ranks give, in their order; each gives a tensor of the same shape."""
@@ -125,8 +143,8 @@ class Part(Members):
         self.rank, self.size, self.number = ranks.index(group.rank), len(ranks), group.number
         self.devices = group.devices
 
-    def send(self, tensor: Tensor, to: int, tag: int = ROWS) -> None:
-        self._group.send(tensor, self._ranks[to], tag)
+    def send(self, tensor: Tensor, to: int, tag: int = ROWS, latent: bool = True) -> None:
+        self._group.send(tensor, self._ranks[to], tag, latent)
 
     def expect(self, *shape: int, source: int, dtype: torch.dtype = torch.float32, tag: int = ROWS) -> Coming:
         return self._group.expect(*shape, source=self._ranks[source], dtype=dtype, tag=tag)

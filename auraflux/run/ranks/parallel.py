@@ -5,6 +5,7 @@ from ipaddress import ip_address
 
 from auraflux.errors import SettingsError
 from auraflux.run.ranks.mesh import Mesh
+from auraflux.run.ranks.use import AUTO, OFF
 from auraflux.run.ranks.wire import HERE, find_wire
 
 PIPELINE, EXPERTS, CONTEXT, TENSOR = MODES = "pipeline", "experts", "context", "tensor"
@@ -21,10 +22,13 @@ class Parallel:
     mode       "pipeline": each has some of the layers; "experts": each has some of every layer's experts; "context": each has
                some pages of every text; "tensor": each has some heads and columns of every layer
     size       how many ranks it takes, see `mesh` for those of all ways
-    hosts      addresses of the machines, this one first, its own port after a colon; none for processes of this machine
+    hosts      addresses or names of the machines in the order of their ranks, this one first, its own port after a colon; none
+               for processes of this machine
     timeout_s  after which a rank that does not answer counts as gone
     restart    bring the group back when a rank is gone
     wire       the network that is pretended between processes of this machine, see `WIRES`
+    expert_use how often experts are chosen, by which ranks get theirs: a file; "auto" for what a deal here has kept, if any;
+               "off" to divide them by number
     also       further ways and their numbers: each stage of a pipeline is divided by experts or context, or both
     """
 
@@ -35,6 +39,7 @@ class Parallel:
     restart: bool = False
     wire: str = HERE
     also: tuple[tuple[str, int], ...] = ()
+    expert_use: str = AUTO
 
     def __post_init__(self) -> None:
         find_wire(self.wire)
@@ -51,6 +56,8 @@ class Parallel:
             raise SettingsError(
                 f"{self} wants as many hosts as ranks, this one first: {count}, and {len(self.hosts)} were given."
             )
+        if self.expert_use not in (AUTO, OFF) and EXPERTS not in self.mesh.modes:
+            raise SettingsError(f"--expert-use {self.expert_use!r:.80} is for ranks that divide experts, and {self} do not.")
         if self.timeout_s < 1:
             raise SettingsError(f"a rank must have a second at least to answer in, not {self.timeout_s:g}.")
 
@@ -86,7 +93,9 @@ class Parallel:
         return address_of(self.hosts[0], PORT) if self.hosts else (LOCAL, 0)
 
 
-def parse_parallel(text: str, hosts: str | None = None, timeout_s: float = TIMEOUT_S, restart: bool = False) -> Parallel:
+def parse_parallel(
+    text: str, hosts: str | None = None, timeout_s: float = TIMEOUT_S, restart: bool = False, expert_use: str = AUTO
+) -> Parallel:
     """What "pipeline=2" or "pipeline=2,experts=2" asks for."""
     ways = [each.strip().partition("=") for each in text.split(",")]
     if any(not count.isdecimal() or len(count) > 4 for _, _, count in ways):
@@ -96,7 +105,7 @@ def parse_parallel(text: str, hosts: str | None = None, timeout_s: float = TIMEO
         )
     named = tuple(host.strip() for host in hosts.split(",") if host.strip()) if hosts else ()
     (mode, size), *also = ((mode, int(count)) for mode, _, count in ways)
-    return Parallel(mode, size, named, timeout_s, restart, also=tuple(also))
+    return Parallel(mode, size, named, timeout_s, restart, also=tuple(also), expert_use=expert_use)
 
 
 def address_of(text: str, port: int | None = None) -> tuple[str, int]:

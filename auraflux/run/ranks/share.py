@@ -13,6 +13,7 @@ from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.parallel import CONTEXT, EXPERTS, TENSOR
 from auraflux.weights.balanced import Balance
 from auraflux.weights.divided import Division
+from auraflux.weights.placement import Placement
 from auraflux.weights.slices import WHOLE, Slices
 
 
@@ -38,11 +39,14 @@ class Share:
         return found if found is None or self.slices.whole else found.sliced(self.slices.heads)
 
 
-def share_of(mesh: Mesh, rank: int, peers: Callable[[], Members], balanced: bool = False) -> Share:
+def share_of(
+    mesh: Mesh, rank: int, peers: Callable[[], Members], balanced: bool = False, placement: Placement | None = None
+) -> Share:
     """What a rank has of its layers.
 
-    peers     the ranks of its stage, as they are now: those that come back are others
-    balanced  experts are dealt out as they are chosen
+    peers      the ranks of its stage, as they are now: those that come back are others
+    balanced   experts are dealt out as they are chosen
+    placement  of experts; by number where there is none
     """
 
     def add_up(mine: Tensor) -> Tensor:
@@ -51,7 +55,7 @@ def share_of(mesh: Mesh, rank: int, peers: Callable[[], Members], balanced: bool
     here = mesh.place(rank), mesh.width
     balance = Balance(*here, peers) if balanced else None
     return Share(
-        Division(*here, add_up, balance) if EXPERTS in mesh.modes else None,
+        Division(placement or Placement(*here), add_up, balance) if EXPERTS in mesh.modes else None,
         Deal(*here, lambda mine: peers().exchange(mine)) if CONTEXT in mesh.modes else ALONE,
         Slices(*here, add_up) if TENSOR in mesh.modes else WHOLE,
     )

@@ -6,7 +6,7 @@ neither has room for. Or it is some heads and columns of every layer, for GPUs o
 weights at the same time. All else is computed by all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from auraflux.cache import Batch, Cache
 from auraflux.cache.journal import Journal, Mirror, facts_of
 from auraflux.run.device import sent
 from auraflux.run.graph import Replayer
+from auraflux.run.ranks.answers import Answers
 from auraflux.run.ranks.group import Group
 from auraflux.run.ranks.mesh import Mesh
 from auraflux.run.ranks.rank_runner import RankRunner
@@ -84,13 +85,10 @@ class FollowingRunner(RankRunner):
 
 
 class WholeRank:
-    """Takes steps as rank 0 tells.
+    """Takes steps as rank 0 tells, and answers what it asks."""
 
-    read_nbytes  tells how much of experts was read here
-    """
-
-    def __init__(self, runner: FollowingRunner, graphs: bool, read_nbytes: Callable[[], int]):
-        self.runner, self.group, self._read_nbytes = runner, runner.group, read_nbytes
+    def __init__(self, runner: FollowingRunner, graphs: bool, answers: Answers):
+        self.runner, self.group, self._answers = runner, runner.group, answers
         self.mirror, self.replayer = Mirror(runner.cache), Replayer(runner, graphs)
 
     def follow(self) -> None:
@@ -98,8 +96,8 @@ class WholeRank:
         for told in self.group.notes(0):
             if "end" in told:
                 return
-            if "read" in told:
-                self.group.say({"nbytes": self._read_nbytes(), "refused": self.replayer.refused}, 0)
+            if "batch" not in told:
+                self._answers.give(told, self.replayer.refused)
                 continue
             self.mirror.repeat(told["journal"])
             ids, batch = sent(told["ids"], self.runner.device), self.mirror.batch(told["batch"])

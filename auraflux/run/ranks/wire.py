@@ -22,9 +22,18 @@ class Wire:
         """How long a message takes."""
         return self.latency_s + (0.0 if self.rate is None else nbytes / self.rate)
 
-    def arrive(self, nbytes: int) -> None:
+    @property
+    def pretended(self) -> bool:
+        """Whether it holds anything back."""
+        return self.latency_s > 0 or self.rate is not None
+
+    def due(self, nbytes: int, latent: bool) -> float:
+        """When what is sent now arrives, by the clock that processes of a machine share; `latent` with the latency."""
+        return time.perf_counter() + self.seconds(nbytes) - (0.0 if latent else self.latency_s)
+
+    def arrive(self, nbytes: int, due: float) -> None:
         """Let a message come as late as it would."""
-        ends = time.perf_counter() + self.seconds(nbytes)
+        ends = min(due, time.perf_counter() + self.seconds(nbytes))
         # a sleep takes longer than it is asked to by half of the shortest latency
         while (left := ends - time.perf_counter()) > 0:
             time.sleep(left - LATE_S if left > 2 * LATE_S else 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from auraflux.errors import InputError, RankError, SettingsError
@@ -20,6 +21,7 @@ from auraflux.run.load import load
 from auraflux.run.ranks.follow import follow
 from auraflux.run.ranks.group import Expected, meeting_place
 from auraflux.run.ranks.parallel import LOCAL, Parallel, address_of, parse_parallel
+from tests.run.ranks.test_pipeline import OPTIONS, saved
 from tests.run.ranks.together import free_port, parallel_here, together
 from tests.run.tiny import tiny
 
@@ -161,6 +163,29 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
             model.logits(PROMPT)
         model.reset()
         assert written(model) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe"])
+def test_a_step_that_is_interrupted_before_it_is_passed_on_leaves_nothing_behind(name: str):
+    path, ids = saved(name)
+    with together(path, "pipeline=2", calibrate="off", **OPTIONS) as model:
+        before = model.logits(ids[:40])
+        text = list(model.tokens(ids[:9], max_tokens=6, temperature=0, endless=True))
+        layers, steps = model.engine.runner.part, iter(range(5))
+        part = layers.part
+
+        def interrupt(*given: Any) -> Tensor:
+            if next(steps) == 2:
+                raise KeyboardInterrupt
+            return part(*given)
+
+        # the next stage was told of the step, and waits for its rows
+        layers.part = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model.logits(ids[:60])
+        layers.part = part
+        assert torch.equal(model.logits(ids[:40]), before)
+        assert list(model.tokens(ids[:9], max_tokens=6, temperature=0, endless=True)) == text
 
 
 @pytest.mark.slow
