@@ -172,7 +172,8 @@ def written(
     (sequences, table_width), page, width = pages.table.shape, pages.pool[1], pages.width
     device, padded, wide = pages.table.device, max(32, power_of_two(width)), dtype is torch.float32
     columns, entries = near_columns(pages, tokens), sequences * table_width
-    shape = entries + sequences * columns, pages.heads, page, width
+    # a multiple of 16, so that batches share a build
+    shape = cdiv(entries + sequences * columns, 16) * 16, pages.heads, page, width
     k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     books = (pages.key_bits, pages.key_book), (pages.value_bits, pages.value_book)
     k_book, v_book = (book_for(bits, width, not wide, device, book) for bits, book in books)
