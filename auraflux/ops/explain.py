@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from auraflux.ops._cases import Case, all_cases, in_row_order
+from auraflux.ops._cases import Args, Case, all_cases, in_row_order
 from auraflux.ops._dispatch import Op, all_ops, exact
 from auraflux.ops.assumed import assume_gpu
 from auraflux.ops.routes import Verdict, routes_of, verdict_of
@@ -24,8 +24,12 @@ def asking(backend: str) -> Iterator[None]:
 
 def explained(case: Case, backend: str = "cuda") -> Verdict | None:
     """What the table of a case's op says of it; None where the op has no table, or nothing to do."""
-    with Unfilled(), asking(backend), exact(case.exact):
-        arguments = case.args()
+    with Unfilled():
+        return _explained(case, case.args(), backend)
+
+
+def _explained(case: Case, arguments: Args, backend: str) -> Verdict | None:
+    with asking(backend), exact(case.exact):
         return verdict_of(case.op, backend, in_row_order(arguments) if backend == "cuda" else arguments)
 
 
@@ -53,7 +57,11 @@ def all_verdicts(backends: tuple[str, ...] = BACKENDS) -> dict[str, dict[Case, V
         asked = [backend for backend in backends if routes_of(case.op, backend) is not None]
         if not asked or case.slow or case.bench:
             continue
-        for backend in asked:
-            if (verdict := explained(case, backend)) is not None:
+        # made once: that takes most of the time
+        with Unfilled():
+            arguments = case.args()
+            found = {backend: _explained(case, arguments, backend) for backend in asked}
+        for backend, verdict in found.items():
+            if verdict is not None:
                 verdicts[backend][case] = verdict
     return verdicts
