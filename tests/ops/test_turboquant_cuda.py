@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from auraflux.bench.arguments import moved
+from auraflux.ops import invariant
 from auraflux.ops._cases import Case, relative_rms
 from auraflux.ops.hopper.launch import diverted
 from auraflux.ops.hopper.softmax import Parts
@@ -208,6 +209,32 @@ def test_emulated_rows_of_a_batch_have_one_part(many: int, monkeypatch: pytest.M
     for new in ([1, 1], [0, 2]):
         args = attend([300, 77], new, (6, 2), 128, (8, 4), sinks=True, arrangement=Arrangement.PAIRS)
         assert relative_rms(attended(**args), turboquant_attention.reference(**args)) <= 1e-3
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize(
+    ("width", "bits", "options"),
+    [
+        (128, (4, 4), {"plain": (4, 32), "calibrated": True}),
+        (128, (4, 4), {"window": 300}),
+        (64, (8, 8), {"sinks": True, "plain": (4, 32)}),
+        (128, (8, 4), {"plain": (0, 32)}),
+        (256, (4, 4), {"plain": (4, 32)}),
+    ],
+)
+def test_emulated_shares_are_the_same_whoever_has_them(
+    width: int, bits: tuple[int, int], options: dict, monkeypatch: pytest.MonkeyPatch
+):
+    """Inside `invariant`: a program for each share, for some, and for all of a row."""
+    args = attend([700, 20, 1], [1, 2, 1], (4, 2), width, bits, page=64, arrangement=Arrangement.PAIRS, **options)
+    found = []
+    for many in (100, 8, 1):
+        monkeypatch.setattr(attend_launch, "multiprocessors", lambda device, many=many: many)
+        with invariant():
+            found.append(attended(**args))
+    assert relative_rms(found[0], turboquant_attention.reference(**args)) <= 1e-3
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def blocks_of(blocks: int, plan, *shape):

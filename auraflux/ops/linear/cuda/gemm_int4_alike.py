@@ -26,8 +26,8 @@ from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
 from auraflux.ops.linear.cuda.gemm_int4_alike_tiles import Weight, multiply_alike
 from auraflux.ops.linear.cuda.gemm_wgmma import BACK
 from auraflux.ops.linear.cuda.gemm_wgmma_launch import ADD_US, BYTE_US, START_US, STEP_US, tile_layout
-from auraflux.ops.linear.cuda.matvec_int4 import MOST_WEIGHTS, gated_sum, norm_factor, room_for
-from auraflux.ops.linear.cuda.matvec_int4_alike import first_input, load_units
+from auraflux.ops.linear.cuda.matvec_int4 import MOST_WEIGHTS, gated_sum, load_inputs, norm_factor, runs_of
+from auraflux.ops.linear.cuda.matvec_int4_alike import room_for
 from auraflux.ops.linear.cuda.row_copies import chosen
 from auraflux.quant import QTensor
 
@@ -68,13 +68,10 @@ class Plan(NamedTuple):
 
 
 @gluon.jit
-def _store_pairs(at, pairs, FIRST: gl.constexpr, there):
+def _store_pairs(at, pairs, there):
     """Store eight words 16 bytes apart, in the order in which products take them, where `there`."""
     text: gl.constexpr = _pairs_ptx()
-    args = [
-        at, pairs[FIRST], pairs[FIRST + 4], pairs[FIRST + 1], pairs[FIRST + 5], pairs[FIRST + 2], pairs[FIRST + 6],
-        pairs[FIRST + 3], pairs[FIRST + 7], there.to(gl.int32),
-    ]  # fmt: skip
+    args = [at, pairs[0], pairs[4], pairs[1], pairs[5], pairs[2], pairs[6], pairs[3], pairs[7], there.to(gl.int32)]
     gl.inline_asm_elementwise(text, "=r,l,r,r,r,r,r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
@@ -86,14 +83,12 @@ def order_tokens(x, normed, tokens, K: gl.constexpr, W: gl.constexpr, T: gl.cons
     g, t = lane // 4, lane % 4
     token = gl.program_id(0).to(gl.int64)
     run(AWAIT, lane)
-    xs, squares = load_units(x + token * K, normed, token * K, warp, g, t, lane >= 0, K, W)
+    xs, squares = load_inputs(x + token * K, normed, token * K, warp, g, t, lane >= 0, runs_of(K, W), K, W)
     for i in gl.static_range(len(xs)):
-        begin = first_input(warp, g, t, i, W)
-        for n in gl.static_range(2):
-            # of a block's 256 inputs, 16 of each group follow each other
-            step = begin // 256 * 4 + g % 2 * 2 + n
-            line = (token // T * (K // 64) + step) * T + token % T
-            _store_pairs((tokens.x + (line * 128 + t * 4)).to(gl.int64), xs[i], 8 * n, begin < K)
+        first = (warp + i * W) * 8
+        # of a block's 256 inputs, 16 of each group follow each other
+        line = (token // T * (K // 64) + first + g // 4 * 4 + t) * T + token % T
+        _store_pairs((tokens.x + (line * 128 + g % 4 * 4)).to(gl.int64), xs[i], first + g < K // 64)
     if normed.weight is not None:
         memory, box = shared(4 * W, tid)
         put(box + warp * 4, sum_over(squares, 32))
@@ -103,11 +98,14 @@ def order_tokens(x, normed, tokens, K: gl.constexpr, W: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def _added(part, at, token, padded, factors, rows, shares):
+def _added(part, at, token, padded, factors, rows, SHARES: gl.constexpr):
     """What all shares are for a token and some rows."""
+    shares = ()
+    for v in gl.static_range(SHARES):
+        shares += (gl.load(part + (v * padded + token).to(gl.int64) * rows + at),)  # type: ignore[assignment]
     found = (at * 0).to(gl.float32)
-    for v in range(shares):
-        found += gl.load(part + (v * padded + token).to(gl.int64) * rows + at)
+    for v in gl.static_range(SHARES):
+        found += shares[v]
     found *= BACK
     if factors is not None:
         found *= gl.load(factors + token)
@@ -115,19 +113,22 @@ def _added(part, at, token, padded, factors, rows, shares):
 
 
 @gluon.jit
-def add_in_order(part, factors, weights, ends, padded, rows, shares, each, A: gl.constexpr, GATED: gl.constexpr):
+def add_in_order(
+    part, factors, weights, ends, padded, rows, before, SHARES: gl.constexpr, A: gl.constexpr, GATED: gl.constexpr
+):  # fmt: skip
     """Add up shares, and gate one weight's with the other's if asked; grid (tiles of A rows, tokens).
 
-    rows  of all weights in `part`, each of whole tiles of rows that programs have
+    rows    of all weights in `part`, each of whole tiles of rows that programs have
+    before  of those, the rows of the first weight
     """
     tid = gl.arange(0, A, gl.BlockedLayout([1], [32], [A // 32], [0]))
     tile, token = gl.program_id(0), gl.program_id(1)
-    own, number = chosen(tile, ends, [(each_of.out, 0 * tile + each_of.rows) for each_of in weights])
+    own, number = chosen(tile, ends, [(each.out, 0 * tile + each.rows) for each in weights])
     out, count = own
     run(AWAIT, tid)
-    found = _added(part, tile * A + tid, token, padded, factors, rows, shares)
+    found = _added(part, tile * A + tid, token, padded, factors, rows, SHARES)
     if GATED:
-        found = gated_sum(found, _added(part, each + tile * A + tid, token, padded, factors, rows, shares))
+        found = gated_sum(found, _added(part, before + tile * A + tid, token, padded, factors, rows, SHARES))
     row = number * A + tid
     gl.store(out + token.to(gl.int64) * count + row, found.to(gl.bfloat16), row < count)
 
@@ -176,7 +177,7 @@ def multiply(
         matvec_int4_alike.multiply(x, weights, outs, share, gated, normed)
         return
     tile, height, stages, split = plan_for(count, rows, width, processors)
-    warps = room_for(rows, width, gated, processors)[0]
+    warps = room_for(rows, width, processors)[0]
     padded = cdiv(count, tile) * tile
     ordered = x.new_empty(padded * (width // 64), 64)
     factors = None if normed.weight is None else x.new_empty(padded, dtype=torch.float32)
@@ -199,8 +200,8 @@ def multiply(
     if part is not None:
         ends = tuple(end * (height // ADDED) for end in ends)
         launch(add_in_order, (ends[0] if gated else ends[-1], count))(
-            part, factors, given[:1] if gated else given, () if gated else ends[:-1], padded, ends[-1] * ADDED, shares,
-            ends[0] * ADDED, ADDED, gated, num_warps=ADDED // 32, launch_pdl=True,
+            part, factors, given[:1] if gated else given, () if gated else ends[:-1], padded, ends[-1] * ADDED,
+            ends[0] * ADDED, shares, ADDED, gated, num_warps=ADDED // 32, launch_pdl=True,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ eight products of 16; units are added in the order of inputs, and so are shares 
 - A block has two units. Lane t of four has its t-th group, of which a unit takes half: in a product words v and v + 1 of a lane
   give codes j and j + 4.
 - An `mma` has eight columns and one token needs one: column c gets the x of unit c of the two runs of 512 inputs that a warp
-  takes one after the other, so that eight units share their x registers.
+  takes one after the other, so that eight units share their x registers. Lanes load x in the order of inputs, and pass it on.
 - Codes, scales and the norm come as in `matvec_int4.py`.
 """
 
@@ -23,24 +23,24 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma import MMA
 from auraflux.ops.hopper.ptx import AWAIT, SYNC, run, shared
 from auraflux.ops.hopper.reduce import sum_over
-from auraflux.ops.hopper.shared_memory import four_floats_at, four_words_at, put, put_float_pair
+from auraflux.ops.hopper.shared_memory import four_floats_at, four_words_at, put, put_float_pair, put_four_words
 from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
 from auraflux.ops.linear.cuda.gemm_wgmma import BACK
 from auraflux.ops.linear.cuda.matvec_int4 import (
     copy_step,
     gated_sum,
-    load_16,
+    load_inputs,
     nbytes_of,
     norm_factor,
     operands,
     request,
-    room_for,
     runs_of,
     tiles_for,
 )
 from auraflux.ops.linear.cuda.row_copies import products_of
 from auraflux.quant import QTensor
 
+WARPS, MANY_WARPS = 4, 8
 UNIT_REGISTERS = gl.constexpr("=&f," * 4 + "r," * 29 + "r")
 
 
@@ -69,8 +69,8 @@ def _unit_ptx() -> str:
             for i in range(4):
                 text += f"shr.u32 w{i},w{i},8;" if j == 2 else ""
                 text += f"and.b32 a{i},w{i},{mask}; fma.rn.bf16x2 a{i},a{i},${scales + i % 2},${16 + i % 2};"
-            x, start = 18 + 8 * n + j, "$0,$1,$2,$3" if n or j else "z,z,z,z"
-            text += f"{MMA} {{$0,$1,$2,$3}},{{a0,a1,a2,a3}},{{${x},${x + 4}}},{{{start}}};"
+            x, start = 18 + 8 * n + 2 * j, "$0,$1,$2,$3" if n or j else "z,z,z,z"
+            text += f"{MMA} {{$0,$1,$2,$3}},{{a0,a1,a2,a3}},{{${x},${x + 1}}},{{{start}}};"
     return text + "}"
 
 
@@ -78,26 +78,24 @@ UNIT = gl.constexpr(_unit_ptx())
 
 
 @gluon.jit
-def load_units(x, normed, further, warp, g, t, stores, K: gl.constexpr, W: gl.constexpr):
-    """Load a lane's inputs, 16 pairs for two runs, and the sum of their squares if they are to be normalised.
+def _units_of(box, lane, xs, i: gl.constexpr):
+    """Give lanes the 16 pairs of a warp's i-th two runs that their columns have, of what they loaded in the order of inputs.
 
-    further  where the token begins in what is added, and in the sum
+    The two that a product takes follow each other, as registers must.
+
+    box  2 KB of the warp's
     """
-    PAIRS: gl.constexpr = (runs_of(K, W) + 1) // 2
-    xs = ()
-    squares = (g * 0).to(gl.float32)
-    for i in gl.static_range(PAIRS):
-        begin = first_input(warp, g, t, i, W)
-        pairs, squares = load_16(x, normed, further, begin, squares, stores, K)
-        more, squares = load_16(x, normed, further, begin + 16, squares, stores, K)
-        xs += (pairs + more,)  # type: ignore[assignment]
-    return xs, squares
-
-
-@gluon.jit
-def first_input(warp, g, t, i: gl.constexpr, W: gl.constexpr):
-    """Where the 32 inputs of column g and lane t begin, of a warp's i-th two runs."""
-    return (warp + (2 * i + g // 4) * W) * 512 + g // 2 % 2 * 256 + t * 64 + g % 2 * 32
+    g, t = lane // 4, lane % 4
+    for n in gl.static_range(2):
+        if 2 * i + n < len(xs):
+            x = xs[2 * i + n]
+            put_four_words(box + n * 1024 + lane * 32, (x[0], x[4], x[1], x[5]))
+            put_four_words(box + n * 1024 + lane * 32 + 16, (x[2], x[6], x[3], x[7]))
+    run(SYNC, lane)
+    at = box + g // 4 * 1024 + (g // 2 % 2 * 4 + t) * 128 + g % 2 * 64
+    found = four_words_at(at) + four_words_at(at + 16) + four_words_at(at + 32) + four_words_at(at + 48)
+    run(SYNC, lane)
+    return found
 
 
 @gluon.jit
@@ -166,7 +164,8 @@ def matvec_units(
     MINE: gl.constexpr = runs_of(K, W)
     PAIRS: gl.constexpr = (MINE + 1) // 2
     PITCH: gl.constexpr = 16 * MINE
-    PER: gl.constexpr = max(nbytes_of(K, TILES, W, D), 512 * PAIRS * TILES + 16)
+    USED: gl.constexpr = nbytes_of(K, TILES, W, D)
+    PER: gl.constexpr = max(USED + 2048, 512 * PAIRS * TILES + 16)
     ROWS: gl.constexpr = 8 if GATED else 16
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
@@ -176,7 +175,10 @@ def matvec_units(
     scales = base + D * 2048 + g * PITCH + t * 2
     y, row0, first, second = request(base, lane, warp, products, ends, GATED, K, TILES, W, D)
     run(AWAIT, lane)
-    xs, squares = load_units(x, normed, 0, warp, g, t, gl.program_id(0) == 0, K, W)
+    loaded, squares = load_inputs(x, normed, 0, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
+    xs = ()
+    for i in gl.static_range(PAIRS):
+        xs += (_units_of(base + USED, lane, loaded, i),)  # type: ignore[assignment]
     zero = (tid * 0).to(gl.float32)
     found = ()
     for n in gl.static_range(TILES):
@@ -220,6 +222,15 @@ def _lines(at, PITCH: gl.constexpr):
     return gl.inline_asm_elementwise(text, REGS, [at], (gl.int32,) * 6, is_pure=False, pack=1)
 
 
+def room_for(rows: Sequence[int], width: int, processors: int) -> tuple[int, int, int | None]:
+    """Warps of a program, blocks of each in flight, and a cap on registers."""
+    if width > 8192 or (sum(rows) <= 16 * processors and width > 4096):
+        # products wait for each other, so that eight warps beside each other are needed where a multiprocessor has few programs
+        return MANY_WARPS, 2, 128
+    # as in `matvec_int4.py`
+    return WARPS, 3, None if width % (512 * WARPS) else 128
+
+
 def multiply(
     x: Tensor,
     weights: Sequence[QTensor],
@@ -235,7 +246,7 @@ def multiply(
     """
     width, processors = weights[0].shape[1], multiprocessors(x.device)
     rows = [weight.shape[0] for weight in weights]
-    warps, deep, cap = room_for(rows, width, gated, processors)
+    warps, deep, cap = room_for(rows, width, processors)
     tiles = tiles_for(rows, width, gated)
     ends = tuple(accumulate(count // (16 * tiles) for count in rows))
     parted, grid = ((), rows[0] // (8 * tiles)) if gated else (ends[:-1], ends[-1])
