@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.ptx import IGNORED, Device, Lanes, Machine, bits_of, floats, pairs_times_and
+from tests.emulator.ptx import IGNORED, Device, Lanes, Machine, bits_of, floats
 from tests.emulator.threads import widen
 
 SHARED_NBYTES = 227 << 10
 APART = 1 << 18  # shared memories of two programs
-ONES = 0x3F803F80  # a pair of bf16
 SILENT = ("barrier.cluster", "fence.proxy", "wgmma.fence", "wgmma.commit", "wgmma.wait", *IGNORED)
 WIDE = {"cvt.u64.u32": lambda a: a, "or.b64": lambda a, b: a | b, "add.s64": lambda a, b: a + b}
 
@@ -41,9 +40,6 @@ class Cluster(Machine):
             held[parts[0]] = WIDE[op](*(self._value(part, held) for part in parts[1:]))
         elif op == "setp.ne.u32":
             held[parts[0]] = self._value(parts[1], held) != self._value(parts[2], held)
-        elif op == "add.rn.bf16x2":
-            first, second = (self._value(part, held) for part in parts[1:])
-            held[parts[0]] = pairs_times_and(first, np.full_like(first, ONES), second)
         elif op == "mapa.shared::cluster.u32":
             at, rank = (self._value(part, held) for part in parts[1:])
             assert (rank < self.count // self.each).all()

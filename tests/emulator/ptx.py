@@ -72,6 +72,9 @@ class Device:
         assert inside.any(1).all()
 
 
+ONES = 0x3F803F80  # a pair of bf16
+
+
 def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
     out = np.zeros_like(a)
     for k in range(8):
@@ -157,6 +160,7 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "mul.lo.u32": lambda a, b: a * b,
     "mul.rn.bf16x2": pairs_times,
     "fma.rn.bf16x2": pairs_times_and,
+    "add.rn.bf16x2": lambda a, b: pairs_times_and(a, np.full_like(a, ONES), b),
     "lop3.b32": logic,
     "prmt.b32": chosen_bytes,
     "cvt.u32.u16": lambda a: a,

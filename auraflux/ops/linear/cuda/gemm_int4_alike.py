@@ -26,8 +26,8 @@ from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
 from auraflux.ops.linear.cuda.gemm_int4_alike_tiles import Weight, multiply_alike
 from auraflux.ops.linear.cuda.gemm_wgmma import BACK
 from auraflux.ops.linear.cuda.gemm_wgmma_launch import ADD_US, BYTE_US, START_US, STEP_US, tile_layout
-from auraflux.ops.linear.cuda.matvec_int4 import MOST_WEIGHTS, gated_sum, load_inputs, norm_factor, runs_of
-from auraflux.ops.linear.cuda.matvec_int4_alike import room_for
+from auraflux.ops.linear.cuda.matvec_int4 import MOST_WEIGHTS, gated_sum, norm_factor, runs_of
+from auraflux.ops.linear.cuda.matvec_int4_alike import first_input, load_runs, room_for
 from auraflux.ops.linear.cuda.row_copies import chosen
 from auraflux.quant import QTensor
 
@@ -43,8 +43,8 @@ ADDED = 128  # rows of a program that adds
 
 @gluon.constexpr_function
 def _pairs_ptx():
-    words = "".join(f"@p st.global.b32 [$1+{16 * n}],${2 + n};" for n in range(8))
-    return f"{{.reg .pred p; setp.ne.b32 p,$10,0; {words} mov.b32 $0,0;}}"
+    words = "".join(f"@p st.global.b32 [$1+{32 * n}],${2 + n};" for n in range(4))
+    return f"{{.reg .pred p; setp.ne.b32 p,$6,0; {words} mov.b32 $0,0;}}"
 
 
 class Tokens(NamedTuple):
@@ -69,10 +69,10 @@ class Plan(NamedTuple):
 
 @gluon.jit
 def _store_pairs(at, pairs, there):
-    """Store eight words 16 bytes apart, in the order in which products take them, where `there`."""
+    """Store four words 32 bytes apart, where products take them, where `there`."""
     text: gl.constexpr = _pairs_ptx()
-    args = [at, pairs[0], pairs[4], pairs[1], pairs[5], pairs[2], pairs[6], pairs[3], pairs[7], there.to(gl.int32)]
-    gl.inline_asm_elementwise(text, "=r,l,r,r,r,r,r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
+    args = [at, pairs[0], pairs[1], pairs[2], pairs[3], there.to(gl.int32)]
+    gl.inline_asm_elementwise(text, "=r,l,r,r,r,r,r,~{memory}", args, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -80,15 +80,17 @@ def order_tokens(x, normed, tokens, K: gl.constexpr, W: gl.constexpr, T: gl.cons
     """Bring a token into order, adding to it and normalising it first if asked; grid (tokens,)."""
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
-    g, t = lane // 4, lane % 4
     token = gl.program_id(0).to(gl.int64)
     run(AWAIT, lane)
-    xs, squares = load_inputs(x + token * K, normed, token * K, warp, g, t, lane >= 0, runs_of(K, W), K, W)
-    for i in gl.static_range(len(xs)):
-        first = (warp + i * W) * 8
-        # of a block's 256 inputs, 16 of each group follow each other
-        line = (token // T * (K // 64) + first + g // 4 * 4 + t) * T + token % T
-        _store_pairs((tokens.x + (line * 128 + g % 4 * 4)).to(gl.int64), xs[i], first + g < K // 64)
+    squares = (tid * 0).to(gl.float32)
+    for i in gl.static_range((runs_of(K, W) + 1) // 2):
+        pairs, squares = load_runs(x + token * K, normed, token * K, warp, lane, squares, lane >= 0, i, K, W)
+        for c in gl.static_range(len(pairs)):
+            begin = first_input(warp, lane, i, c, W)
+            # of a block's 256 inputs, 16 of each group follow each other
+            line = (token // T * (K // 64) + begin // 256 * 4 + lane % 8 // 2) * T + token % T
+            at = tokens.x + (line * 128 + lane % 2 * 16 + lane // 8 * 4)
+            _store_pairs(at.to(gl.int64), pairs[c], begin < K)
     if normed.weight is not None:
         memory, box = shared(4 * W, tid)
         put(box + warp * 4, sum_over(squares, 32))

@@ -117,11 +117,8 @@ def request(
 
 
 @gluon.jit
-def load_inputs(x, normed, further, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
-    """Load a lane's inputs of every run, and the sum of their squares if they are to be normalised.
-
-    further  where the token begins in what is added, and in the sum
-    """
+def _load_inputs(x, normed, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
+    """Load a lane's inputs of every run, and the sum of their squares if they are to be normalised."""
     xs = ()
     squares = (g * 0).to(gl.float32)
     for i in gl.static_range(MINE):
@@ -135,7 +132,7 @@ def load_inputs(x, normed, further, warp, g, t, stores, MINE: gl.constexpr, K: g
             if normed.delta is None:
                 got = load_normed_x(NORMED_X, x_at, norm_at, x_at, x_at, there & stores)
             else:
-                delta_at, total_at = (normed.delta + further + mine).to(gl.int64), (normed.total + further + mine).to(gl.int64)
+                delta_at, total_at = (normed.delta + mine).to(gl.int64), (normed.total + mine).to(gl.int64)
                 got = load_normed_x(ADDED_X, x_at, norm_at, delta_at, total_at, there & stores)
             xs += ((got[0], got[1], got[2], got[3], got[4], got[5], got[6], got[7]),)  # type: ignore[assignment]
             squares += gl.where(there, got[8], 0.0)
@@ -235,7 +232,7 @@ def matvec(
     scales = base + D * 2048
     y, row0, first, second = request(base, lane, warp, products, ends, GATED, K, TILES, W, D)
     run(AWAIT, lane)
-    xs, squares = load_inputs(x, normed, 0, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
+    xs, squares = _load_inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     found = ()
     for n in gl.static_range(TILES):

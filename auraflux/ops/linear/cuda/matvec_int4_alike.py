@@ -21,15 +21,15 @@ from auraflux.ops.hopper.copy import COMMIT, wait_ptx
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.mma import MMA
-from auraflux.ops.hopper.ptx import AWAIT, SYNC, run, shared
+from auraflux.ops.hopper.ptx import AWAIT, SYNC, from_lane, run, shared
 from auraflux.ops.hopper.reduce import sum_over
 from auraflux.ops.hopper.shared_memory import four_floats_at, four_words_at, put, put_float_pair, put_four_words
 from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
+from auraflux.ops.linear.cuda.gemm_cluster_ptx import load_eight, load_words, paired, store_words, weighed
 from auraflux.ops.linear.cuda.gemm_wgmma import BACK
 from auraflux.ops.linear.cuda.matvec_int4 import (
     copy_step,
     gated_sum,
-    load_inputs,
     nbytes_of,
     norm_factor,
     operands,
@@ -78,22 +78,65 @@ UNIT = gl.constexpr(_unit_ptx())
 
 
 @gluon.jit
-def _units_of(box, lane, xs, i: gl.constexpr):
-    """Give lanes the 16 pairs of a warp's i-th two runs that their columns have, of what they loaded in the order of inputs.
+def load_runs(x, normed, further, warp, lane, squares, stores, i: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
+    """Load a warp's i-th two runs, eight inputs of each quarter to a lane, adding to them and weighing them if asked.
 
-    The two that a product takes follow each other, as registers must.
-
-    box  2 KB of the warp's
+    further  where the token begins in what is added, and in the sum
+    returns  pairs (j, j + 4) of each eight, and `squares` with theirs
     """
-    g, t = lane // 4, lane % 4
-    for n in gl.static_range(2):
-        if 2 * i + n < len(xs):
-            x = xs[2 * i + n]
-            put_four_words(box + n * 1024 + lane * 32, (x[0], x[4], x[1], x[5]))
-            put_four_words(box + n * 1024 + lane * 32 + 16, (x[2], x[6], x[3], x[7]))
+    PARTS: gl.constexpr = 4 if 2 * i + 1 < runs_of(K, W) else 2
+    zero = lane * 0
+    words, more, norms, found = (), (), (), ()
+    # all are asked for before the first is waited for
+    for c in gl.static_range(PARTS):
+        at = gl.minimum(first_input(warp, lane, i, c, W), K - 8)
+        words += (load_words(x + at),)  # type: ignore[assignment]
+        if normed.weight is not None:
+            norms += (load_eight(normed.weight + at),)  # type: ignore[assignment]
+            if normed.delta is None:
+                more += ((zero, zero, zero, zero),)  # type: ignore[assignment]
+            else:
+                more += (load_words(normed.delta + further + at),)  # type: ignore[assignment]
+    for c in gl.static_range(PARTS):
+        if normed.weight is None:
+            found += (paired(words[c]),)  # type: ignore[assignment]
+        else:
+            at = first_input(warp, lane, i, c, W)
+            made = weighed(words[c], more[c], norms[c], True)
+            if normed.delta is not None:
+                sums = (made[4], made[5], made[6], made[7])
+                store_words(normed.total + further + gl.minimum(at, K - 8), sums, (at < K) & stores)
+            squares += gl.where(at < K, made[8], 0.0)
+            found += ((made[0], made[1], made[2], made[3]),)  # type: ignore[assignment]
+    return found, squares
+
+
+@gluon.jit
+def first_input(warp, lane, i: gl.constexpr, c: gl.constexpr, W: gl.constexpr):
+    """Where a lane's eight inputs begin, of the c-th block of a warp's i-th two runs."""
+    return (warp + (2 * i + c // 2) * W) * 512 + c % 2 * 256 + lane * 8
+
+
+@gluon.jit
+def _units_of(box, lane, pairs):
+    """Give lanes the 16 pairs that their columns have, of what they loaded in the order of inputs.
+
+    Of two lanes the first takes pairs 0 and 1 of both their eights, the second the others: the two that a product takes follow
+    each other, as registers must.
+
+    box  2 KB of the warp's, 16 bytes swizzled by group
+    """
+    g, t, even = lane // 4, lane % 4, lane % 2 == 0
+    for c in gl.static_range(len(pairs)):
+        p = pairs[c]
+        a, b = from_lane(gl.where(even, p[2], p[0]), lane ^ 1), from_lane(gl.where(even, p[3], p[1]), lane ^ 1)
+        mine = gl.where(even, p[0], a), gl.where(even, a, p[2]), gl.where(even, p[1], b), gl.where(even, b, p[3])
+        put_four_words(box + c * 512 + (lane ^ (lane // 8)) * 16, mine)
     run(SYNC, lane)
-    at = box + g // 4 * 1024 + (g // 2 % 2 * 4 + t) * 128 + g % 2 * 64
-    found = four_words_at(at) + four_words_at(at + 16) + four_words_at(at + 32) + four_words_at(at + 48)
+    at = box + g // 2 * 512 + t * 128 + g % 2 * 64
+    found = ()
+    for k in gl.static_range(4):
+        found += four_words_at(at + ((16 * k) ^ (t * 16)))
     run(SYNC, lane)
     return found
 
@@ -175,11 +218,11 @@ def matvec_units(
     scales = base + D * 2048 + g * PITCH + t * 2
     y, row0, first, second = request(base, lane, warp, products, ends, GATED, K, TILES, W, D)
     run(AWAIT, lane)
-    loaded, squares = load_inputs(x, normed, 0, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
-    xs = ()
-    for i in gl.static_range(PAIRS):
-        xs += (_units_of(base + USED, lane, loaded, i),)  # type: ignore[assignment]
     zero = (tid * 0).to(gl.float32)
+    xs, squares = (), zero
+    for i in gl.static_range(PAIRS):
+        pairs, squares = load_runs(x, normed, 0, warp, lane, squares, gl.program_id(0) == 0, i, K, W)
+        xs += (_units_of(base + USED, lane, pairs),)  # type: ignore[assignment]
     found = ()
     for n in gl.static_range(TILES):
         for i in gl.static_range(2 * MINE):
