@@ -48,10 +48,11 @@ def leave_part(o, m, l, parts, left, live, D: gl.constexpr, NW: gl.constexpr):  
 def _spare_layout(width, warps, whole):
     """What all warps have of the same sums in one thread, as `leave_beside` finds it; or, `whole`, as [warps, width, 8]."""
     rows = width // 4  # of a warp
-    mine = [[rows << i, 0] for i in range(warps.bit_length() - 1)] + [[0, 1], [0, 2]]
-    lanes = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+    # a thread has one head's: weights of warps are few
+    mine = [[rows << i, 0] for i in range(warps.bit_length() - 1)] + [[2, 0], [4, 0]]
+    lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
     # where sums are fewer than threads, some have the same
-    more = [[4 << i, 0] if 4 << i < rows else [0, 0] for i in range(warps.bit_length() - 1)]
+    more = [[1, 0], *([8 << i, 0] if 8 << i < rows else [0, 0] for i in range(warps.bit_length() - 2))]
     if not whole:
         return gl.DistributedLinearLayout(mine, lanes, more, [], [warps * rows, 32])
 
@@ -76,8 +77,8 @@ def leave_beside(o, m, l, shared, parts, left, live, D: gl.constexpr, NW: gl.con
     highest, sums = beside.slice(0, NW, 0), beside.slice(NW, NW, 0)
     # a lane's sums lie below each other
     spare.store(gl.reshape(gl.permute(gl.reshape(o, [NW, D // 8, 8, 4, 2]), [0, 1, 4, 2, 3]), [NW * D // 4, 32]))
-    highest.store(m)
-    sums.store(l)
+    # as one, since the compiler has warps meet between stores to the same memory
+    beside.slice(0, 2 * NW, 0).store(gl.reshape(gl.permute(gl.join(m, l), [2, 0, 1]), [2 * NW, 8]))
     gl.thread_barrier()
     o = spare.load(_spare_layout(D, NW, False))
     o = gl.reshape(gl.permute(gl.reshape(o, [NW, D // 8, 2, 8, 4]), [0, 1, 3, 4, 2]), [NW, D, 8])
