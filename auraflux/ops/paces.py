@@ -53,7 +53,7 @@ PACES: dict[str, dict[str, dict[str, Pace]]] = {
     "linear": {
         "cpu": {"activations in int8": INT8, "activations in float32": FLOAT32, "dense rows": DENSE},
         "cuda": {
-            **dict.fromkeys(("matvec_int4_tma", "matvec_int4", "matvec_int8", "matvec_bits"), READ),
+            **dict.fromkeys(("matvec_int4_tma", "matvec_int4", "matvec_int4_alike", "matvec_int8", "matvec_bits"), READ),
             **dict.fromkeys(("matvec_whole", "matvec of three", "matvec of gate and up", "matvec"), READ_SLOWER),
             **dict.fromkeys(("gemm_int4_skinny", "gemm_bits_skinny", "gemm_cluster", "gemm_wgmma"), FROM_CODES),
             **dict.fromkeys(("gemm_int4_alike", "gemm_alike"), IN_ORDER),

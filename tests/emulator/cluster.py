@@ -10,19 +10,12 @@ from typing import Any
 import numpy as np
 
 from tests.emulator.ptx import IGNORED, Device, Lanes, Machine, bits_of, floats
-from tests.emulator.threads import narrow, widen
+from tests.emulator.threads import widen
 
 SHARED_NBYTES = 227 << 10
 APART = 1 << 18  # shared memories of two programs
-ONES = 0x3F803F80  # a pair of bf16
 SILENT = ("barrier.cluster", "fence.proxy", "wgmma.fence", "wgmma.commit", "wgmma.wait", *IGNORED)
 WIDE = {"cvt.u64.u32": lambda a: a, "or.b64": lambda a, b: a | b, "add.s64": lambda a, b: a + b}
-
-
-def pairs_times_and(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    halves = [[widen((v >> k & 0xFFFF).astype(np.uint16)).astype(np.float64) for v in (a, b, c)] for k in (0, 16)]
-    low, high = (narrow((x * y + z).astype(np.float32)).astype(np.int64) for x, y, z in halves)
-    return low | high << 16
 
 
 class Cluster(Machine):
@@ -47,11 +40,6 @@ class Cluster(Machine):
             held[parts[0]] = WIDE[op](*(self._value(part, held) for part in parts[1:]))
         elif op == "setp.ne.u32":
             held[parts[0]] = self._value(parts[1], held) != self._value(parts[2], held)
-        elif op == "add.rn.bf16x2":
-            first, second = (self._value(part, held) for part in parts[1:])
-            held[parts[0]] = pairs_times_and(first, np.full_like(first, ONES), second)
-        elif op == "fma.rn.bf16x2":
-            held[parts[0]] = pairs_times_and(*(self._value(part, held) for part in parts[1:]))
         elif op == "mapa.shared::cluster.u32":
             at, rank = (self._value(part, held) for part in parts[1:])
             assert (rank < self.count // self.each).all()

@@ -149,8 +149,8 @@ class Shared:
 class Program:
     """The language as one program of a grid sees it."""
 
-    def __init__(self, ids: tuple[int, ...] = (0, 0, 0)):
-        self.ids, self.shared, self.taken = ids, np.zeros(1 << 20, np.uint8), 0
+    def __init__(self, ids: tuple[int, ...] = (0, 0, 0), grid: tuple[int, ...] = (1, 1, 1)):
+        self.ids, self.grid, self.shared, self.taken = ids, grid, np.zeros(1 << 20, np.uint8), 0
         vars(self).update(DTYPES)
 
     def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any, value: Tensor | None = None) -> Shared:
@@ -162,6 +162,9 @@ class Program:
 
     def program_id(self, axis: int) -> Tensor:
         return Tensor(np.int32(self.ids[axis]))
+
+    def num_programs(self, axis: int) -> Tensor:
+        return Tensor(np.int32(self.grid[axis]))
 
     def inline_asm_elementwise(self, text: str, constraints: str, args: list, dtype: Any, is_pure: bool, pack: int) -> Any:
         if "cp.async" in text:
@@ -338,7 +341,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 0, m
     width, height, depth = (*grid, 1, 1)[:3]
     for z, y, x in product(range(depth), range(height), range(width)):
         with np.errstate(all="ignore"):
-            rebound(kernel, Program((x, y, z)), **STILL)(*numbers, **constants)
+            rebound(kernel, Program((x, y, z), (width, height, depth)), **STILL)(*numbers, **constants)
     for given, used in widened:
         given.copy_(used)
 

@@ -72,6 +72,9 @@ class Device:
         assert inside.any(1).all()
 
 
+ONES = 0x3F803F80  # a pair of bf16
+
+
 def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
     out = np.zeros_like(a)
     for k in range(8):
@@ -121,6 +124,12 @@ def pairs_times(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return low | high << 16
 
 
+def pairs_times_and(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    halves = [[widen((v >> k & 0xFFFF).astype(np.uint16)).astype(np.float64) for v in (a, b, c)] for k in (0, 16)]
+    low, high = (narrow((x * y + z).astype(np.float32)).astype(np.int64) for x, y, z in halves)
+    return low | high << 16
+
+
 def floats(bits: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
@@ -150,6 +159,8 @@ PLAIN: dict[str, Callable[..., np.ndarray]] = {
     "selp.b32": lambda a, b, choice: np.where(choice.astype(bool), a, b),
     "mul.lo.u32": lambda a, b: a * b,
     "mul.rn.bf16x2": pairs_times,
+    "fma.rn.bf16x2": pairs_times_and,
+    "add.rn.bf16x2": lambda a, b: pairs_times_and(a, np.full_like(a, ONES), b),
     "lop3.b32": logic,
     "prmt.b32": chosen_bytes,
     "cvt.u32.u16": lambda a: a,

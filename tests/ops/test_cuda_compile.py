@@ -21,7 +21,6 @@ MAY_SPILL = (
     {"prefill_tiles", "D=256"},  # it keeps the places of its rows in memory while it attends
     {"rank_kernel", "BE=256"},  # 72 bytes
     {"latent_code_rows", "KEPT.newest=32"},  # 16 bytes, with which it is as fast as measured
-    {"multiply_alike", "T=64"},  # sums of so many tokens in three steps: 24 bytes, and faster than with half of the tokens
     # latents of 128 heads: 496 bytes. Only GPUs before Hopper launch it; Hopper has `latent_rows`
     {"attend_pages", "SHAPE.group=128", "TILE.width=512"},
 )

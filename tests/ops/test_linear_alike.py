@@ -1,6 +1,4 @@
-"""Tokens beside each other times four-bit weights, as one token is multiplied: orders of inputs and of sums, on numpy."""
-
-from types import SimpleNamespace
+"""Tokens beside each other times four-bit weights, as one token is multiplied: the order of inputs, on numpy; plans."""
 
 import numpy as np
 import pytest
@@ -9,55 +7,54 @@ import torch
 pytest.importorskip("triton")
 
 from auraflux.ops.linear.cuda import gemm_int4_alike as alike
-from auraflux.ops.linear.cuda import gemm_int4_alike_tiles as tiles
-from auraflux.ops.linear.cuda import matvec_int4
+from auraflux.ops.linear.cuda import gemm_wgmma_launch as tiles
+from auraflux.ops.linear.cuda.call import PLAIN
 from auraflux.quant import quantize
-from auraflux.quant.packing import unpack
-from tests.emulator.rebind import rebound
-from tests.ops.test_linear_tiles import Shaped, run
+from tests.emulator.gluon import Pointer
+from tests.emulator.ptx import Device, Machine
+from tests.ops.test_linear_tiles import run
 
 
-@pytest.mark.parametrize("pairs", [1, 2])
-def test_codes_meet_their_inputs(pairs: int):
-    """What is said of the tensor cores' operands: the input at place k of a step is that of the k-th code."""
-    width, k = 128 * pairs, np.arange(16)
-    packed = torch.randint(-(2**31), 2**31, (16, width // 8), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    codes = unpack(packed, 4).numpy()
-    # of each word of a lane (8 k apart) inputs j and j + 4, as `load_x` pairs them
-    lane, word, second = k // 2 % 4, k // 8, k % 2
-    for n, words in enumerate(run(tiles._split_groups, Shaped(packed.numpy()), pairs)):
-        found = np.repeat(words.data.transpose(0, 2, 1)[..., None], 2, -1).reshape(16, 16)
-        for j in range(4):
-            inputs = n * 64 + lane * 16 + word * 8 + j + 4 * second
-            assert ((found >> (4 * j + 16 * second) & 15) == codes[:, inputs]).all()
+@pytest.mark.parametrize(("width", "warps", "tile"), [(256, 2, 8), (768, 2, 8), (4096, 4, 8), (2560, 2, 16)])
+def test_tokens_are_in_the_order_of_codes(width: int, warps: int, tile: int):
+    """As `order_tokens` of any formats has them, which is held to what codes meet."""
+    tokens = 3
+    x = torch.arange(tokens * width, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    device = Device()
+    args = (
+        device.put(x.view(tokens, width)),
+        PLAIN,
+        alike.Tokens(device.put(torch.zeros(tile, 2 * width, dtype=torch.int8)), None),
+    )
+    for token in range(tokens):
+        Machine(device, warps, token).program(alike.order_tokens)(*args, width, warps, tile)
+    found = device.get(args[2].x, torch.zeros(tile, width).bfloat16()).view(torch.int16).view(width // 64, tile, 64)
+    wanted = np.zeros(tile * width, np.float32)
+    for token in range(tile):
+        given = Pointer(np.arange(tokens * width, dtype=np.float32)), Pointer(wanted)
+        run(tiles.order_tokens, *given, tokens, width, width, 4, tile, 256, 4096, ids=(token, 0, 0))
+    wanted = wanted.astype(np.int32).astype(np.int16).reshape(width // 64, tile, 64)
+    assert (found.numpy()[:, :tokens] == wanted[:, :tokens]).all()
 
 
-def test_sums_are_told_apart_by_groups():
-    sums = np.arange(32, dtype=np.float32).reshape(4, 8)
-    for pairs in (1, 2):
-        parts = run(tiles._split_sums, Shaped(sums[: 2 * pairs]), pairs, None)
-        assert [part.data.tolist() for part in parts] == sums[: 2 * pairs].tolist()
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("width", "warps", "pairs"), [(4096, 4, 2), (4096, 4, 1), (768, 4, 2), (14336, 16, 1), (256, 4, 1)])
-def test_pairs_of_groups_come_in_the_order_of_one_token(width: int, warps: int, pairs: int, split: bool):
-    """Warp by warp, lane by lane or two of them at a time, run by run; those past the end are left out."""
-    block = rebound(tiles._block_of, SimpleNamespace(static_range=range))
-    runs, each = tiles.runs_of(width, warps), 4 // pairs
-    found = []
-    for v in range(warps):
-        for n in range(each * runs):
-            found.append(block(n if split else n + v * each * runs, v, width, warps, pairs, split))
-    wanted = [(v + i * warps) * each + q for v in range(warps) for q in range(each) for i in range(runs)]
-    assert found == wanted
-    assert sorted(at for at in found if at < width // (128 * pairs)) == list(range(width // (128 * pairs)))
+@pytest.mark.parametrize(
+    ("rows", "width"), [((14336, 14336), 4096), ((4096, 1024, 1024), 4096), ((4096,), 14336), ((16,), 256)]
+)
+def test_shares_do_not_depend_on_the_number_of_tokens(rows: tuple[int, ...], width: int):
+    share = alike.share_for(rows, width, 132)
+    assert 0 < share <= width // alike.BLOCK
+    for tokens in (2, 8, 9, 32, 33, 1000):
+        tile, high, stages, split = alike.plan_for(tokens, rows, width, 132)
+        assert stages >= 2
+        assert stages * (high * alike.BLOCK // 2 + alike.BLOCK * tile * 2) <= alike.STAGES_NBYTES
+        assert not split or share < width // alike.BLOCK
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 9, 17, 33, 64, 100])
 @pytest.mark.parametrize(
-    ("width", "rows"), [(4096, (512,)), (4096, (8960, 9008)), (768, (48, 16, 16, 32)), (2304, (128 * 140,))]
+    ("width", "rows"),
+    [(4096, (512,)), (4096, (8960, 9008)), (768, (48, 16, 16, 32)), (2304, (128 * 140,)), (14336, (4096,)), (8192, (1024,))],
 )
 def test_a_token_is_what_it_is_alone(tokens: int, width: int, rows: tuple[int, ...]):
     x = torch.randn(tokens, width).bfloat16().cuda()
@@ -67,5 +64,5 @@ def test_a_token_is_what_it_is_alone(tokens: int, width: int, rows: tuple[int, .
         together, alone = ([torch.full(shape, float("nan")).bfloat16().cuda() for shape in shapes] for _ in range(2))
         alike.multiply(x, mine, together, gated)
         for i in range(tokens):
-            matvec_int4.multiply(x[i : i + 1], mine, [out[i : i + 1] for out in alone], gated)
+            alike.multiply(x[i : i + 1], mine, [out[i : i + 1] for out in alone], gated)
         assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))

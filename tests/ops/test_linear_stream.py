@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from auraflux.ops.hopper.codes import Codes
 from auraflux.ops.linear.cuda.call import PLAIN, Normed
 from auraflux.ops.linear.cuda.matvec_int4 import matvec, operands
+from auraflux.ops.linear.cuda.matvec_int4_alike import matvec_units
 from auraflux.ops.linear.cuda.row_copies import Product
 from tests.emulator.ptx import Device, Machine
 from tests.ops.test_linear_hopper import TOL, nothing, product, weight_of
@@ -19,8 +20,13 @@ from tests.ops.test_linear_hopper import TOL, nothing, product, weight_of
 EPS, WARPS, DEEP = 1e-6, 2, 3
 
 
-def multiply(stream: tuple, weights: list, gated: bool, tiles: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Every program of `matvec`: what it stores for the weights, and for the sum of the stream and what is added to it."""
+def multiply(
+    stream: tuple, weights: list, gated: bool, tiles: int, share: int | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every program of `matvec`: what it stores for the weights, and for the sum of the stream and what is added to it.
+
+    share  if given, every program of `matvec_units`
+    """
     device, width = Device(), weights[0].shape[1]
     x, delta, norm = stream
     rows = [weight.shape[0] for weight in weights]
@@ -33,8 +39,9 @@ def multiply(stream: tuple, weights: list, gated: bool, tiles: int) -> tuple[lis
     each = (8 if gated else 16) * tiles
     ends = tuple(sum(rows[: number + 1]) // each for number in range(len(outs)))
     args = device.put(x), normed, products, ends[:-1]
+    kernel, more = (matvec, ()) if share is None else (matvec_units, (share,))
     for program in range(ends[-1]):
-        Machine(device, WARPS, program).program(matvec)(*args, gated, width, tiles, WARPS, DEEP)
+        Machine(device, WARPS, program).program(kernel)(*args, gated, width, tiles, WARPS, DEEP, *more)
     found = [device.get(out, nothing(1, count)).float() for out, count in zip(outs, rows, strict=False)]
     return found, device.get(total, nothing(1, width))
 
@@ -52,31 +59,34 @@ def read(stream: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     return (rms_norm(x, norm, EPS), x) if delta is None else add_rms_norm(delta, x, norm, EPS)
 
 
+@pytest.mark.parametrize("share", [None, 1, 3])
 @pytest.mark.parametrize("kind", ["plain", "normed", "added"])
 @pytest.mark.parametrize(("width", "tiles"), [(256, 1), (768, 2), (1280, 1), (2048, 2), (512, 4)])
-def test_rows_in_tiles(width: int, tiles: int, kind: str):
+def test_rows_in_tiles(width: int, tiles: int, kind: str, share: int | None):
     torch.manual_seed(width)
     stream, weight = stream_of(width, kind), weight_of(32 * tiles, width, 4, 64)
-    (found,), total = multiply(stream, [weight], False, tiles)
+    (found,), total = multiply(stream, [weight], False, tiles, share)
     h, wanted_total = read(stream)
     assert relative_rms(found, product(h, weight)) < TOL
     if kind == "added":
         assert torch.equal(total, wanted_total)
 
 
-def test_several_weights_and_a_norm():
+@pytest.mark.parametrize("share", [None, 4])
+def test_several_weights_and_a_norm(share: int | None):
     torch.manual_seed(0)
     stream, weights = stream_of(1024, "added"), [weight_of(rows, 1024, 4, 64) for rows in (64, 32, 32)]
-    found, _ = multiply(stream, weights, False, 2)
+    found, _ = multiply(stream, weights, False, 2, share)
     for mine, weight in zip(found, weights, strict=True):
         assert relative_rms(mine, product(read(stream)[0], weight)) < TOL
 
 
+@pytest.mark.parametrize("share", [None, 2])
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_gated_and_a_norm(tiles: int):
+def test_gated_and_a_norm(tiles: int, share: int | None):
     torch.manual_seed(0)
     stream, (gate, up) = stream_of(768, "added"), (weight_of(32, 768, 4, 64) for _ in range(2))
-    (found,), _ = multiply(stream, [gate, up], True, tiles)
+    (found,), _ = multiply(stream, [gate, up], True, tiles, share)
     h, _ = read(stream)
     first, second = (product(h, weight).bfloat16().float() for weight in (gate, up))
     assert relative_rms(found, torch.nn.functional.silu(first) * second) < 2 * TOL

@@ -43,7 +43,7 @@ def test_tokens_are_in_the_order_of_codes(bits: int, block: int):
     codes = unpack(packed, bits).numpy()
     inputs, ordered = np.arange(block, dtype=np.float32), np.full(block, -1, np.float32)
     run(tiles.order_tokens, Pointer(inputs), Pointer(ordered), 1, block, block, bits, 1, block, block)
-    words = run(wgmma._words, Shaped(packed.numpy()), block)
+    words = run(wgmma.words_of, Shaped(packed.numpy()), block)
     for n, some in enumerate(words):
         for j in range(4):
             plane = j * 4 // bits

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from auraflux.bench.arguments import moved
+from auraflux.ops import invariant
 from auraflux.ops._cases import Case, relative_rms
-from auraflux.ops._dispatch import invariant
 from auraflux.ops.hopper.launch import diverted
 from auraflux.ops.hopper.softmax import Parts
 from auraflux.ops.turboquant._inputs import append, attend
@@ -230,7 +230,9 @@ def test_kept_rows_are_a_part_of_their_own_where_it_runs_beside_the_others(monke
     assert (parts, work.apart) == (3, False)
 
 
-def test_kept_rows_have_no_part_of_their_own_where_rows_have_one_part_or_any_number(monkeypatch: pytest.MonkeyPatch):
+def test_kept_rows_have_no_part_of_their_own_where_rows_have_one_but_always_a_share_in_any_company(
+    monkeypatch: pytest.MonkeyPatch,
+):
     _, work = first_launch(monkeypatch, 6, 64, None)
     assert not work.apart
     parts, work = first_launch(monkeypatch, 2, 128, (1, 16))
@@ -238,10 +240,36 @@ def test_kept_rows_have_no_part_of_their_own_where_rows_have_one_part_or_any_num
     with invariant():
         _, work = first_launch(monkeypatch, 6, 64, (1, 16))
     assert work.each
-    assert not work.apart
+    assert work.apart
     monkeypatch.setattr(attend_launch, "shares_out", lambda *args: True)
     _, work = first_launch(monkeypatch, 6, 64, (1, 16))
     assert not work.apart
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize(
+    ("width", "bits", "options"),
+    [
+        (128, (4, 4), {"plain": (4, 32), "calibrated": True}),
+        (128, (4, 4), {"window": 300}),
+        (64, (8, 8), {"sinks": True, "plain": (4, 32)}),
+        (128, (8, 4), {"plain": (0, 32)}),
+        (256, (4, 4), {"plain": (4, 32)}),
+    ],
+)
+def test_emulated_shares_are_the_same_whoever_has_them(
+    width: int, bits: tuple[int, int], options: dict, monkeypatch: pytest.MonkeyPatch
+):
+    """Inside `invariant`: a program for each share, for some, and for all of a row."""
+    args = attend([700, 20, 1], [1, 2, 1], (4, 2), width, bits, page=64, arrangement=Arrangement.PAIRS, **options)
+    found = []
+    for many in (100, 8, 1):
+        monkeypatch.setattr(attend_launch, "multiprocessors", lambda device, many=many: many)
+        with invariant():
+            found.append(attended(**args))
+    assert relative_rms(found[0], turboquant_attention.reference(**args)) <= 1e-3
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def blocks_of(blocks: int, plan, *shape):

@@ -77,6 +77,13 @@ def put_float(at, value, there):
 
 
 @gluon.jit
+def put_float_pair(at, first, second):
+    """Store two float32."""
+    text: gl.constexpr = "st.shared.v2.f32 [$1],{$2,$3}; mov.b32 $0,0;"
+    gl.inline_asm_elementwise(text, "=r,r,f,f,~{memory}", [at, first, second], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def put_four_floats(at, v):
     """Store four float32."""
     text: gl.constexpr = "st.shared.v4.f32 [$1],{$2,$3,$4,$5}; mov.b32 $0,0;"

@@ -56,7 +56,7 @@ def _weights_ptx(bits, j):
 
 
 @gluon.constexpr_function
-def _held(rows, words, apart=False):
+def held(rows, words, apart=False):
     """[rows, 4 * words], 16 rows a warp: lane (g, t) has rows g and g + 8 of them, and words from t * words on.
 
     `apart`: the row that is g + 8 to a lane lies half of all rows further on.
@@ -79,7 +79,7 @@ def _beside(held, j: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def _weights(words, s, odd, b, j: gl.constexpr, A: gl.constexpr):
+def weights_of(words, s, odd, b, j: gl.constexpr, A: gl.constexpr):
     """The weights of the j-th 16 of 64 codes, as an operand of the tensor cores."""
     BITS: gl.constexpr = words.shape[2] * 2
     PLANE: gl.constexpr = j * 4 // BITS
@@ -91,7 +91,7 @@ def _weights(words, s, odd, b, j: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def _words(words, KB: gl.constexpr):
+def words_of(words, KB: gl.constexpr):
     """The words of lanes for each 64 inputs, [R, 4, V] each."""
     R: gl.constexpr = words.shape[0]
     V: gl.constexpr = words.shape[1] // (KB // 16)
@@ -116,7 +116,7 @@ def _twice(value, V: gl.constexpr):
 
 
 @gluon.jit
-def _line(scales, biases, k, inside, width, G: gl.constexpr, V: gl.constexpr):
+def line_of(scales, biases, k, inside, width, G: gl.constexpr, V: gl.constexpr):
     """What makes weights over 2**64 of codes of inputs k: scales for planes 0, scales for planes 4 bits up, biases."""
     there = inside & (k < width)
     s = gl.load(scales + k // G, mask=there, other=0.0).to(F32)
@@ -126,13 +126,13 @@ def _line(scales, biases, k, inside, width, G: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _lines(scales, biases, k, inside, width, KB: gl.constexpr, G: gl.constexpr, V: gl.constexpr):
-    """`_line` of the first and of the second 32 inputs of a lane, where these may be in two groups."""
-    first = _line(scales, biases, k, inside, width, G, V)
-    return first + (_line(scales, biases, k + 32, inside, width, G, V) if KB // 4 > G else first)
+    """`line_of` of the first and of the second 32 inputs of a lane, where these may be in two groups."""
+    first = line_of(scales, biases, k, inside, width, G, V)
+    return first + (line_of(scales, biases, k + 32, inside, width, G, V) if KB // 4 > G else first)
 
 
 @gluon.jit
-def _fetch(scales, biases, group):
+def fetch_lines(scales, biases, group):
     """Bring scales and biases into the cache."""
     ptx: gl.constexpr = "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.b32 $0,0;"
     args = [(scales + group).to(gl.int64), (biases + group).to(gl.int64)]
@@ -203,7 +203,7 @@ def _multiply(
     V: gl.constexpr = LANE * 64 // KB
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [R // 16, 1], [16, T, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    ONE: gl.constexpr = _held(R, 1)
+    ONE: gl.constexpr = held(R, 1)
     row, t = gl.arange(0, R, gl.SliceLayout(1, ONE)), gl.arange(0, 4, gl.SliceLayout(0, ONE))
     if GATED:
         second, row = row % 16 >= 8, row // 16 * 8 + row % 8
@@ -217,19 +217,19 @@ def _multiply(
     lines = _lines(scales, biases, k, inside, width, KB, G, V)
     # 32 bytes hold 16 groups: a row's next ones come from memory while these are used
     for ahead in range(first * KB, (first + count) * KB, 64 * G):
-        _fetch(scales, biases, gl.minimum(ahead + t * (16 * G), width - G)[None, :] // G)
+        fetch_lines(scales, biases, gl.minimum(ahead + t * (16 * G), width - G)[None, :] // G)
     acc = gl.full([R, T], 0.0, F32, ACC)
     for i in range(count):
         mbarrier.wait(full.index(i % ST), i // ST % 2)
-        codes = C.index(i % ST).load(_held(R, LANE, GATED))
+        codes = C.index(i % ST).load(held(R, LANE, GATED))
         if GATED:
             codes = codes.reshape(2, R // 16, 8, LANE * 4).permute(1, 0, 2, 3).reshape(R, LANE * 4)
-        words = _words(codes, KB)
+        words = words_of(codes, KB)
         k += KB
         following = _lines(scales, biases, k, inside, width, KB, G, V)
         for n in gl.static_range(KB // 64):
             for j in gl.static_range(4):
-                a = _weights(words[n], lines[n // 2 * 3], lines[n // 2 * 3 + 1], lines[n // 2 * 3 + 2], j, A)
+                a = weights_of(words[n], lines[n // 2 * 3], lines[n // 2 * 3 + 1], lines[n // 2 * 3 + 2], j, A)
                 x = X.index(i % ST).slice(n * T, T, dim=0).permute((1, 0)).slice(16 * j, 16, dim=0)
                 # one by one: a warp does not go on until all but the last of several products have begun
                 acc = warpgroup_mma(a, x, acc, is_async=True)

@@ -118,10 +118,12 @@ def refuses_matvec_int4(call: Call) -> str | None:
     return _not_one(call) or _not_ordered(call)
 
 
+def refuses_matvec_int4_alike(call: Call) -> str | None:
+    return refuses_int4_alike(call) or _not_one(call)
+
+
 def refuses_int4_alike(call: Call) -> str | None:
-    if not is_invariant():
-        return BY_NUMBER
-    return _not_ordered(call) or ("one token has a kernel of its own" if call.tokens == 1 else None)
+    return _not_ordered(call) if is_invariant() else BY_NUMBER
 
 
 def refuses_alike(call: Call) -> str | None:
@@ -129,7 +131,7 @@ def refuses_alike(call: Call) -> str | None:
 
 
 def _not_ordered(call: Call) -> str | None:
-    """Why weights are not multiplied in the order of `matvec_int4`."""
+    """Why `matvec_int4` and its like do not multiply weights."""
     if not call.coded:
         return NOT_ALIKE
     if len(call.coded) > matvec_int4.MOST_WEIGHTS:

@@ -43,8 +43,20 @@ FEW_RUNS = 4  # of a warp; with fewer, a program takes several tiles of rows
 LEAST_PROGRAMS = 384  # that are left then
 
 
+@gluon.constexpr_function
+def runs_of(K, W):
+    """How many runs of eight groups a warp has at most."""
+    return ((K // 256 + 1) // 2 + W - 1) // W
+
+
+@gluon.constexpr_function
+def nbytes_of(K, tiles, W, deep):
+    """Shared memory of a warp: half runs in flight, and the scales and biases of its rows."""
+    return deep * 2048 + 512 * runs_of(K, W) * tiles
+
+
 @gluon.jit
-def _copy_step(
+def copy_step(
     base, lane, warp, first, second, STEP: gl.constexpr, MINE: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
     W: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -76,11 +88,37 @@ def _copy_scales(
 
 
 @gluon.jit
-def load_inputs(x, normed, further, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
-    """Load a lane's inputs of every run, and the sum of their squares if they are to be normalised.
+def request(
+    base, lane, warp, products, ends, GATED: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, W: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """Request a program's scales and its first D half runs.
 
-    further  where the token begins in what is added, and in the sum
+    Gives where results go, the first row, and where a warp's codes begin: those of the upper rows of a tile and of the lower.
     """
+    MINE: gl.constexpr = runs_of(K, W)
+    ROWS: gl.constexpr = 8 if GATED else 16
+    own, number = chosen(gl.program_id(0), ends, [(each.codes, each.out) for each in products])
+    codes, y = own
+    w, s, b = codes
+    also = products[1 if GATED else 0].codes
+    row0 = number.to(gl.int64) * (ROWS * TILES)
+    first = w + row0 * (K // 2) + warp * 256
+    second = (also.packed if GATED else w + 8 * (K // 2)) + row0 * (K // 2) + warp * 256
+    for d in gl.static_range(D):
+        if d < 2 * MINE * TILES:
+            copy_step(base, lane, warp, first, second, d, MINE, ROWS, K, W, D)
+        if d == 0:
+            for n in gl.static_range(TILES):
+                at = base + (D * 2048 + n * 512 * MINE)
+                _copy_scales(at, lane, warp, s, b, also.scales, also.biases, row0 + n * ROWS, MINE, GATED, K, W)
+        run(COMMIT, lane)
+    return y, row0, first, second
+
+
+@gluon.jit
+def _load_inputs(x, normed, warp, g, t, stores, MINE: gl.constexpr, K: gl.constexpr, W: gl.constexpr):
+    """Load a lane's inputs of every run, and the sum of their squares if they are to be normalised."""
     xs = ()
     squares = (g * 0).to(gl.float32)
     for i in gl.static_range(MINE):
@@ -94,7 +132,7 @@ def load_inputs(x, normed, further, warp, g, t, stores, MINE: gl.constexpr, K: g
             if normed.delta is None:
                 got = load_normed_x(NORMED_X, x_at, norm_at, x_at, x_at, there & stores)
             else:
-                delta_at, total_at = (normed.delta + further + mine).to(gl.int64), (normed.total + further + mine).to(gl.int64)
+                delta_at, total_at = (normed.delta + mine).to(gl.int64), (normed.total + mine).to(gl.int64)
                 got = load_normed_x(ADDED_X, x_at, norm_at, delta_at, total_at, there & stores)
             xs += ((got[0], got[1], got[2], got[3], got[4], got[5], got[6], got[7]),)  # type: ignore[assignment]
             squares += gl.where(there, got[8], 0.0)
@@ -121,7 +159,7 @@ def _run_of_codes(
             ws += (codes_at(slot + (mine ^ (32 * j))),)  # type: ignore[assignment]
         if 2 * RUN + h + D < 2 * MINE * TILES:
             run(SYNC, lane)
-            _copy_step(base, lane, warp, first, second, 2 * RUN + h + D, MINE, ROWS, K, W, D)
+            copy_step(base, lane, warp, first, second, 2 * RUN + h + D, MINE, ROWS, K, W, D)
         run(COMMIT, lane)
         for j in gl.static_range(4):
             c = group_sums(ws[j], x, X, 1)
@@ -182,34 +220,19 @@ def matvec(
     one of them stores the sum, and the factor that the squares give is applied to the results.
     """
     QUADS: gl.constexpr = K // 256
-    MINE: gl.constexpr = ((QUADS + 1) // 2 + W - 1) // W
+    MINE: gl.constexpr = runs_of(K, W)
     PITCH: gl.constexpr = 16 * MINE
-    PER: gl.constexpr = D * 2048 + 32 * PITCH * TILES
+    PER: gl.constexpr = nbytes_of(K, TILES, W, D)
     ROWS: gl.constexpr = 8 if GATED else 16
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     g, t = lane // 4, lane % 4
-    own, number = chosen(gl.program_id(0), ends, [(each.codes, each.out) for each in products])
-    codes, y = own
-    w, s, b = codes
-    also = products[1 if GATED else 0].codes
-    row0 = number.to(gl.int64) * (ROWS * TILES)
     memory, ring = shared(PER * W, tid)
     base = ring + warp * PER
     scales = base + D * 2048
-    first = w + row0 * (K // 2) + warp * 256
-    second = (also.packed if GATED else w + 8 * (K // 2)) + row0 * (K // 2) + warp * 256
-    for d in gl.static_range(D):
-        if d < 2 * MINE * TILES:
-            _copy_step(base, lane, warp, first, second, d, MINE, ROWS, K, W, D)
-        if d == 0:
-            for n in gl.static_range(TILES):
-                _copy_scales(
-                    scales + n * 32 * PITCH, lane, warp, s, b, also.scales, also.biases, row0 + n * ROWS, MINE, GATED, K, W
-                )
-        run(COMMIT, lane)
+    y, row0, first, second = request(base, lane, warp, products, ends, GATED, K, TILES, W, D)
     run(AWAIT, lane)
-    xs, squares = load_inputs(x, normed, 0, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
+    xs, squares = _load_inputs(x, normed, warp, g, t, gl.program_id(0) == 0, MINE, K, W)
     mine = g * 128 + ((t // 2) ^ (g % 2)) * 16 + (t % 2) * 8 + (g // 2) * 32
     found = ()
     for n in gl.static_range(TILES):
@@ -256,15 +279,15 @@ def multiply(
     """
     width, processors = weights[0].shape[1], multiprocessors(x.device)
     rows = [weight.shape[0] for weight in weights]
-    warps, deep, cap = _room(rows, width, gated, processors)
-    tiles = _tiles(rows, width, gated)
+    warps, deep, cap = room_for(rows, width, gated, processors)
+    tiles = tiles_for(rows, width, gated)
     ends = tuple(accumulate(count // (16 * tiles) for count in rows))
     parted, grid = ((), rows[0] // (8 * tiles)) if gated else (ends[:-1], ends[-1])
     products, sizes = products_of(weights, outs, codes=operands), (gated, width, tiles, warps, deep)
     launch(matvec, (grid,))(x, normed, products, parted, *sizes, num_warps=warps, maxnreg=cap, launch_pdl=True)
 
 
-def _room(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:
+def room_for(rows: Sequence[int], width: int, gated: bool, processors: int) -> tuple[int, int, int | None]:
     """Warps of a program, half runs of each in flight, and a cap on registers."""
     if not gated and sum(rows) <= 16 * processors and 3 * MANY_WARPS // 4 < -(-width // 512) <= MANY_WARPS:
         # a program has a multiprocessor for itself, and nearly each warp one run
@@ -275,12 +298,7 @@ def _room(rows: Sequence[int], width: int, gated: bool, processors: int) -> tupl
     return WARPS, 3, None if width % (512 * WARPS) else 128
 
 
-def warps_for(rows: Sequence[int], width: int, gated: bool, processors: int) -> int:
-    """How many warps of a program share the width, which decides the order of sums."""
-    return _room(rows, width, gated, processors)[0]
-
-
-def _tiles(rows: Sequence[int], width: int, gated: bool) -> int:
+def tiles_for(rows: Sequence[int], width: int, gated: bool) -> int:
     """How many tiles of 16 rows a program takes: more than one where that leaves every multiprocessor its programs."""
     most = max(2 if gated and width % (512 * WARPS) else 1, FEW_RUNS // -(-width // (512 * WARPS)))
     for tiles in (4, 2):

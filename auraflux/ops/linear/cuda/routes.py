@@ -5,7 +5,7 @@ straight from codes of MLX's formats: up to 16 by skinny products, up to 64 by c
 (for gate and up of 4 bits any number) with wgmma. For more, and for other formats, the weight is written out in the
 activations' dtype, and cuBLAS does the rest, as it does with dense weights.
 
-Inside `invariant` four-bit weights are multiplied in the order of their matvec, and all others by `gemm_alike`.
+Inside `invariant` four-bit weights have kernels of one order of sums, for one token and for several, and others `gemm_alike`.
 """
 
 import torch
@@ -236,8 +236,9 @@ def _each(call: Call) -> list[tuple[Routes[Call, Made], Call]]:
 PRODUCTS: Routes[Call, Made] = Routes(
     Route("nothing to multiply", limits.refuses_empty, _empty, alike=True),
     Route("matvec_int4_tma", limits.refuses_matvec_int4_tma, _matvec_int4_tma),
-    Route("matvec_int4", limits.refuses_matvec_int4, _matvec_int4, alike=True),
+    Route("matvec_int4_alike", limits.refuses_matvec_int4_alike, _int4_alike, alike=True),
     Route("gemm_int4_alike", limits.refuses_int4_alike, _int4_alike, alike=True),
+    Route("matvec_int4", limits.refuses_matvec_int4, _matvec_int4),
     Route("matvec_int8", limits.refuses_matvec_int8, _matvec_int8),
     Route("matvec_bits", limits.refuses_matvec_bits, _matvec_bits),
     Route("matvec_whole", limits.refuses_matvec_whole, _matvec_whole),

@@ -45,7 +45,14 @@ from auraflux.ops.turboquant.cuda.attend_kept import (
     plain_places,
     row_positions,
 )
-from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rotated_back, leave_rows
+from auraflux.ops.turboquant.cuda.attend_merge import (
+    leave_beside,
+    leave_no_more,
+    leave_nothing,
+    leave_part,
+    leave_rotated_back,
+    leave_rows,
+)
 from auraflux.ops.turboquant.cuda.attend_parts import channel_scales, load_queries, query_layout, table_words, transform
 from auraflux.ops.turboquant.cuda.attend_ring import (
     block_of,
@@ -57,7 +64,7 @@ from auraflux.ops.turboquant.cuda.attend_ring import (
     sources,
     stage_nbytes,
 )
-from auraflux.ops.turboquant.cuda.attend_split import part_of, shares
+from auraflux.ops.turboquant.cuda.attend_split import own_shares, part_of, share_out
 from auraflux.ops.turboquant.cuda.attend_step import (
     all_scores,
     halved,
@@ -102,8 +109,9 @@ class Work(NamedTuple):
     soon    of the steps under way, those asked for before the kernel before this one has ended
     one     a row has one part
     shared  programs share out the texts of a batch: grid (programs, heads * tiles), splits are those that run at once
-    each    keys that a part is to have, so that a row may have less than `splits`; 0 for equal parts
-    apart   the last part of a row has no codes: it is that of the rows that are kept as they are
+    each    keys that a part is to have, so that a row may have less than `splits`, one after the other; 0 for equal parts
+    apart   a part of a row has no codes, the last, or with `each` the first: it is that of the rows that are kept as they are
+    several a program has several parts of `each` keys: grid (programs of a row, heads * tiles, tokens)
     """
 
     warps: int
@@ -114,6 +122,7 @@ class Work(NamedTuple):
     shared: bool
     each: int
     apart: bool
+    several: bool
 
 
 @gluon.jit
@@ -145,10 +154,10 @@ def attend_pairs(
     # the barriers and _keep_alive
     shared = gl.allocate_shared_memory(gl.int32, [ROWS, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # a program that shares its multiprocessor has no registers for more
-    early = _early(levels, centres if WORK.apart else None, head, D, KEY_BITS, VALUE_BITS, NW)
+    early = _early(levels, centres if WORK.apart and WORK.each == 0 else None, head, D, KEY_BITS, VALUE_BITS, NW)
     if WORK.shared:
         number = split
-        given = shares(index, splits, scores.window, NW * 16 * U, S, NW)
+        given = share_out(index, splits, scores.window, NW * 16 * U, S, NW)
         sequence, token, position, old, splits, split = part_of(number, given, index.sequences)
         guess = sequence
         if sequence >= index.sequences:
@@ -161,23 +170,27 @@ def attend_pairs(
     oldest = gl.maximum(position + 1 - scores.window, 0)
     low = gl.maximum(oldest, KEPT.first) if LOW else 0
     end = gl.minimum(position + 1 - KEPT.newest, index.width * PAGE)
-    row, live, pitch = (token * HEADS + head) * G + tile * EACH, gl.minimum(EACH, G - tile * EACH), splits
-    if WORK.each > 0:
-        splits = gl.minimum(splits, gl.maximum(gl.cdiv(end - low, WORK.each), 1))
-        if split >= splits:
-            gdc_wait()
-            leave_nothing(parts, (row, split, pitch), live, NW)
-            return
-    # splits take blocks in turn
-    stride = (splits - 1 if WORK.apart else splits) * (NW * 16 * U)
-    begin = low // (16 * U) * (16 * U) + split * (NW * 16 * U)
+    row, live = (token * HEADS + head) * G + tile * EACH, gl.minimum(EACH, G - tile * EACH)
+    # the first part of codes
+    FIRST: gl.constexpr = 1 if WORK.each > 0 and plain is not None else 0
     # where parts are left: rows of a program together, or parts of a row
-    left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, pitch)
-    last = split == splits - 1
+    left = ((number - token) * (HEADS * G) + row, 0, 1) if WORK.shared else (row, split, splits)
+    last, begin = split == splits - 1, low // (16 * U) * (16 * U)
+    if WORK.each > 0:
+        last, begin, stride, end, shares = own_shares(begin, end, split, splits, plain is not None, WORK)
+        if WORK.several:
+            left = row, shares[1] + FIRST, splits
+    else:
+        # splits take blocks in turn
+        stride = (splits - 1 if WORK.apart else splits) * (NW * 16 * U)
+        begin, shares = begin + split * (NW * 16 * U), None
     if not WORK.one:  # noqa: SIM102
-        if begin >= end and (plain is None or split < splits - 1):
+        if begin >= end and (plain is None or not last):
             gdc_wait()
-            leave_nothing(parts, left, live, NW)
+            if not WORK.several:
+                leave_nothing(parts, left, live, NW)
+            elif last:
+                leave_no_more(parts, (row, FIRST, splits), live, NW)
             return
     mine, span = (sequence, guess, position, old, head, split, last), (begin, stride, low, end, oldest)
     queries = q + row.to(gl.int64) * D
@@ -187,19 +200,26 @@ def attend_pairs(
         else:
             o, l, m = _codes(  # noqa: E741
                 queries, live, signs, keys, values, early, index, scores, centres, None, shared, mine, span,
-                SHAPE, KEPT, WORK, LOW, SOFTCAP,
+                None, SHAPE, KEPT, WORK, LOW, SOFTCAP,
             )  # fmt: skip
     else:
         o, l, m = _codes(  # noqa: E741
             queries, live, signs, keys, values, early, index, scores, centres, plain, shared, mine, span,
-            SHAPE, KEPT, WORK, LOW, SOFTCAP,
+            (parts, left, shares) if WORK.several else None, SHAPE, KEPT, WORK, LOW, SOFTCAP,
         )  # fmt: skip
-    shared._keep_alive()
-    gl.thread_barrier()
-    if WORK.one:
-        leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
+    if not WORK.several:
+        gl.thread_barrier()
+        if WORK.each > 0 and D <= 128:
+            leave_beside(o, m, sums(l, NW), shared, parts, left, live, D, NW)
+            shared._keep_alive()
+        else:
+            shared._keep_alive()
+            if WORK.one:
+                leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
+            else:
+                _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
     else:
-        _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
+        shared._keep_alive()
 
 
 @gluon.jit
@@ -214,10 +234,13 @@ def _early(levels, centres, head, D: gl.constexpr, KEY_BITS: gl.constexpr, VALUE
 
 @gluon.jit
 def _codes(
-    q, live, signs, keys, values, early, index, scores, centres, plain, shared, mine, span,
+    q, live, signs, keys, values, early, index, scores, centres, plain, shared, mine, span, several,
     SHAPE: gl.constexpr, KEPT: gl.constexpr, WORK: gl.constexpr, LOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Attend to codes, where `plain` is given to rows kept as they are before: sums, sums of weights, maxima."""
+    """Attend to codes, where `plain` is given to rows kept as they are before: sums, sums of weights, maxima.
+
+    several  where the parts of a program go and what they are, if it has several: these are left one after the other
+    """
     D: gl.constexpr = SHAPE.width
     KEY_BITS: gl.constexpr = SHAPE.key_bits
     VALUE_BITS: gl.constexpr = SHAPE.value_bits
@@ -225,7 +248,6 @@ def _codes(
     NW: gl.constexpr = WORK.warps
     DEEP: gl.constexpr = WORK.depth
     U: gl.constexpr = WORK.blocks
-    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     UNITS: gl.constexpr = KEY_BITS % 3 == 0 or VALUE_BITS % 3 == 0
     sequence, guess, position, old, head, split, last = mine
     begin, stride, low, end, oldest = span
@@ -238,7 +260,7 @@ def _codes(
     if plain is not None:
         places_of = plain_places(plain, sequence, position, head, last, SHAPE, KEPT, NW)
     if centres is not None:
-        channels = early[1] if WORK.apart else angle_channels(centres, D, NW)
+        channels = early[1] if len(early) > 1 else angle_channels(centres, D, NW)
         weights_of = angle_weights(centres, channels, head, D, NW)
         angles = angles_at(centres, row_positions(begin, stride, D, NW, 16 * U), D, NW)
     blocks, page, next_page, table = first_blocks(
@@ -252,7 +274,7 @@ def _codes(
     gdc_launch_dependents()
     x = load_queries(q, signs, live, D, NW)
     if centres is not None:
-        x *= early[2] if WORK.apart else channel_scales(centres.scale + head * D, D, NW)
+        x *= early[2] if len(early) > 1 else channel_scales(centres.scale + head * D, D, NW)
         turning.store((angle_queries(q, weights_of, live, D, NW) * (scores.factor * D)).to(gl.float16))
     if plain is not None:
         keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
@@ -262,18 +284,42 @@ def _codes(
         found = centre_scores(angles, turning, D, NW)
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
-    o = gl.full([NW, D, 8], 0.0, gl.float32, M)
-    l = gl.full([NW, 8, 8], 0.0, gl.float32, sum_layout(NW))  # noqa: E741
-    m = gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
+    o, l, m = _nothing_yet(D, NW)  # noqa: E741
     if plain is not None:  # noqa: SIM102
         if last:
             o, l, m = attend_plain(  # noqa: E741
                 keys_of, plain, places_of, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
+            if several is not None:
+                parts, left, _ = several
+                leave_beside(o, m, sums(l, NW), shared, parts, (left[0], 0, left[2]), live, D, NW)
+                o, l, m = _nothing_yet(D, NW)  # noqa: E741
     stage = split * 0
     count = steps_of(begin, end, stride, U)
     cut = at, to, source, lane, t, key, stride, low, end, head, column, place
-    if centres is None:
+    if several is not None:
+        parts, left, shares = several
+        each, _, many, absent = shares
+        if absent >= 0:
+            leave_no_more(parts, (left[0], left[1] + absent, left[2]), live, NW)
+        for share in range(many):
+            if centres is None:
+                for i in range(share * each, gl.minimum(share * each + each, count)):
+                    o, l, m, page, next_page, stage = _step(  # noqa: E741
+                        i, o, l, m, page, next_page, stage, None, qx, table, index, scores, cut, SHAPE, WORK, LOW, SOFTCAP
+                    )
+            else:
+                for i in range(share * each, gl.minimum(share * each + each, count)):
+                    if (i > 0) & (i % STEPS == 0):
+                        following = row_positions(begin + i * stride, stride, D, NW, 16 * U)
+                        found = centre_scores(angles_at(centres, following, D, NW), turning, D, NW)
+                    centre = of_step(found, i)
+                    o, l, m, page, next_page, stage = _step(  # noqa: E741
+                        i, o, l, m, page, next_page, stage, centre, qx, table, index, scores, cut, SHAPE, WORK, LOW, SOFTCAP
+                    )
+            leave_beside(o, m, sums(l, NW), shared, parts, (left[0], left[1] + share, left[2]), live, D, NW)
+            o, l, m = _nothing_yet(D, NW)  # noqa: E741
+    elif centres is None:
         for i in range(count):
             o, l, m, page, next_page, stage = _step(  # noqa: E741
                 i, o, l, m, page, next_page, stage, None, qx, table, index, scores, cut, SHAPE, WORK, LOW, SOFTCAP
@@ -290,6 +336,15 @@ def _codes(
                 found = centre_scores(angles_at(centres, following, D, NW), turning, D, NW)
     run(wait_ptx(0), lane)
     return o, l, m
+
+
+@gluon.jit
+def _nothing_yet(D: gl.constexpr, NW: gl.constexpr):
+    """Sums, sums of weights and maxima of no keys."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
+    o = gl.full([NW, D, 8], 0.0, gl.float32, M)
+    l = gl.full([NW, 8, 8], 0.0, gl.float32, sum_layout(NW))  # noqa: E741
+    return o, l, gl.full([NW, 8], -1e29, gl.float32, gl.SliceLayout(1, M))
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import Index, index_of
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.hopper.softmax import LOG2E, Parts, parts_like
-from auraflux.ops.hopper.split_kv import keys_each, merged_at_once
+from auraflux.ops.hopper.split_kv import ALIKE_SPLITS, keys_each, merged_at_once
 from auraflux.ops.hopper.split_kv import splits_for as fixed_splits_for
 from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, shape_of, values_of
@@ -30,6 +30,7 @@ MOST_TOKENS = 8  # of a sequence on average; the codes are read again for each
 COLUMNS = 8  # query heads of a program
 BLOCK = 16  # tokens of a warp at a time, or twice as many
 MOST_SPLITS = 256
+MOST_FIXED = ALIKE_SPLITS - 1  # of codes inside `invariant`, where rows that are kept as they are may have one more
 MOST_PLAIN = 128  # positions kept as they are: 16 for every warp
 MOST_SHARED = 256  # texts that a warp shares out
 LONG = 16  # steps in all, from which a warp takes more blocks at a time; fewer would leave programs without work
@@ -56,6 +57,7 @@ FEW_KEYS, FEWER_KEYS = range(1024, 2305), range(512, 1024)
 ROOMY = 168  # registers of a thread, where no multiprocessor has two programs and some rows have a part of their own
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
+WIDEST_BESIDE = 128  # whose sums fit beside the table, where keys and values share one side of it
 ROTATED_COLUMNS = 64  # columns that a program merges where parts come rotated back: heads are few, and their parts many
 
 
@@ -164,7 +166,7 @@ def _plan(programs: int, pages: CodePages, windowed: bool) -> Plan:
     bits, width = (pages.key_bits, pages.value_bits), pages.width
     if is_invariant():
         deep = max(1, depth(*bits, width))
-        return Plan(fixed_splits_for(1, pages.capacity), 1, deep, CUTS[width], deep)
+        return Plan(min(fixed_splits_for(1, pages.capacity), MOST_FIXED), 1, deep, CUTS[width], deep)
     processors = multiprocessors(pages.lengths.device)
     return plan_for(programs, processors, pages.capacity, pages.pool[1], *bits, width, windowed)
 
@@ -187,9 +189,10 @@ def attend_few(
     room = max(1, cut.resident * multiprocessors(device) // tiles) if shares_out(plan, sequences, pages.capacity) else None
     fixed, window_keys, kept, plain = keys_each(), EVERYTHING if window is None else window, kept_of(pages), plain_of(pages)
     out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None and not fixed
-    apart = plain is not None and not one and room is None and not fixed and _beside(plan, tiles * tokens, device)
+    several = _several(plan, tiles * tokens, pages, plain is not None, device) if fixed else None
+    apart = plain is not None and not one and room is None and (bool(fixed) or _beside(plan, tiles * tokens, device))
     splits = plan.splits + apart
-    grid = (splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
+    grid = (several or splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
     rows, together = (tokens * heads, splits) if room is None else (grid[0] * heads, 1)
     parts, index = None if one else parts_like(rows, together, width, device), index_of(pages, starts)
     signs, _ = rotation_for(width, pages.seed, False, device)
@@ -210,17 +213,35 @@ def attend_few(
         *(tokens, room or splits, centres_of(pages.calibration), plain),
         SHAPE=shape_of(pages),
         KEPT=kept,
-        WORK=Work(cut.warps, plan.depth, plan.blocks, plan.soon, one, room is not None, fixed, apart),
+        WORK=Work(
+            cut.warps,
+            plan.depth,
+            plan.blocks,
+            plan.soon,
+            one,
+            room is not None,
+            fixed,
+            apart and several is None,
+            several is not None,
+        ),
         G=group,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         num_warps=cut.warps,
-        maxnreg=ROOMY if apart and splits * tiles * tokens <= multiprocessors(device) else cut.registers,
+        maxnreg=ROOMY if apart and not fixed and splits * tiles * tokens <= multiprocessors(device) else cut.registers,
         launch_pdl=True,
     )
     if parts is not None:
         _finish(parts, plan, splits, room, index, sinks, signs, window_keys, out)
     return out
+
+
+def _several(plan: Plan, programs: int, pages: CodePages, plain: bool, device: torch.device) -> int | None:
+    """How many programs have the shares of a row; None where each has one, as they all run at once, or must."""
+    slots = plan.cut.resident * multiprocessors(device)
+    if programs * (plan.splits + plain) <= slots or pages.key_bits != pages.value_bits or pages.width > WIDEST_BESIDE:
+        return None
+    return max(1, slots // programs)
 
 
 def _beside(plan: Plan, programs: int, device: torch.device) -> bool:

@@ -1,5 +1,6 @@
-"""How programs share out a batch of texts of any lengths: each finds its part of one of them by itself, as only the GPU knows
-the lengths."""
+"""How programs share out keys: a batch of texts of any lengths, or a row in shares of so many keys.
+
+Each finds its part by itself, as only the GPU knows the lengths."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,7 +14,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def shares(index, room, window, STEP: gl.constexpr, S: gl.constexpr, NW: gl.constexpr):
+def share_out(index, room, window, STEP: gl.constexpr, S: gl.constexpr, NW: gl.constexpr):
     """Share out `room` programs, by whole steps: of every text the first token, how many these are, its keys, the parts of each
     token, and all parts up to the text's end. More than room / 2 + tokens are never made."""
     # every warp has all of it: a sum across warps would want shared memory
@@ -57,3 +58,32 @@ def parts_of(token, given, sequences):
     mine = b == same(gl.sum(((start <= token) & (b < sequences)).to(gl.int32), 0)) - 1
     count = _of(parts, mine)
     return _of(ends - (tokens + start) * parts, mine) + token * count, count
+
+
+@gluon.jit
+def own_shares(begin, end, split, splits, KEPT: gl.constexpr, WORK: gl.constexpr):
+    """Find the shares of a row that a program has: one, or several that follow each other.
+
+    A share is some steps of all warps, by how many keys there are, so that a row has no more than `splits`. KEPT: the first is
+    that of the rows that are kept as they are.
+
+    Gives whether the program has that one, where its codes begin, how far apart steps are, where its codes end; and the steps
+    of a share, the first share, how many, and how many the row has if this program is to say that there are no more, or -1.
+    """
+    STEP: gl.constexpr = WORK.warps * 16 * WORK.blocks
+    LEAST: gl.constexpr = max(WORK.each // STEP, 1)
+    room = splits - 1 if KEPT else splits
+    steps = gl.cdiv(gl.maximum(end - begin, 0), STEP)
+    each = gl.maximum(gl.cdiv(steps, room), LEAST)
+    count = gl.cdiv(steps, each)
+    kept = split == 0
+    if WORK.several:
+        many = gl.cdiv(count, gl.num_programs(0))
+        first = split * many
+        many = gl.maximum(gl.minimum(many, count - first), 0)
+        absent = gl.where(kept, count, -1)
+    else:
+        first = split - 1 if KEPT else split
+        many, absent = 0 * split + 1, 0 * split - 1
+    begin += first * each * STEP
+    return kept, begin, STEP, gl.minimum(end, begin + many * each * STEP), (each, first, many, absent)
