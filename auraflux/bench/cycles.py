@@ -20,7 +20,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from auraflux.errors import AurafluxError, BackendError
-from auraflux.ops.simd import vectors
+from auraflux.ops.simd import isa, vectors
 
 # multiplications of bytes in one instruction
 DOTS = {"sdot": 16, "udot": 16, "usdot": 16, "smmla": 32, "usmmla": 32, "ummla": 32}
@@ -85,7 +85,7 @@ class Cost(NamedTuple):
 
 
 def loops() -> list[Loop]:
-    """The loops, compiled for the instructions that `vectors.ISA` names when this is first called."""
+    """The loops, compiled for the instructions that `isa.ISA` names when this is first called."""
     from auraflux.ops.linear.cpu.forms import Form
     from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
     from auraflux.ops.linear.cpu.panels import has_panels, rows_times_tile
@@ -96,15 +96,15 @@ def loops() -> list[Loop]:
         form = Form(True, bits, 64, "bf16").text
         found.append(Loop(f"linear {bits} bits, 1 token", rows_times_tokens, (form, 1, 0), {}, bits, 1, 2))
     for bits in (4, 8, 2):
-        many, spec = vectors.ISA.tokens, Form(True, bits, 64, "bf16")
+        many, spec = isa.ISA.tokens, Form(True, bits, 64, "bf16")
         by_tile, by_tokens = (rows_times_tile, (spec.text, many, 1)), (rows_times_tokens, (spec.text, many, 1))
         kernel, constants = by_tile if has_panels(spec) else by_tokens
         found.append(Loop(f"linear {bits} bits, {many} of many", kernel, constants, {}, 8, many, 2))
     for bits, planes in ((8, 3), (4, 2)):
         fixed = {"heads": 4, "quads": bits, "key_nbytes": 0, "value_nbytes": 0}
         found.append(Loop(f"scores k{bits}, 4 heads", key_score_loop, (bits,), fixed, bits, 4 * planes, bits))
-    fixed = {"heads": 4, "groups": 128 // vectors.ISA.lanes}
-    found.append(Loop("values v4, 4 heads", add_value_loop, (4,), fixed, 4, 8, 128 // vectors.ISA.lanes))
+    fixed = {"heads": 4, "groups": 128 // isa.ISA.lanes}
+    found.append(Loop("values v4, 4 heads", add_value_loop, (4,), fixed, 4, 8, 128 // isa.ISA.lanes))
     return found
 
 
@@ -196,7 +196,7 @@ def cost(loop: Loop, name: str) -> Cost:
 
 def costs_for(name: str) -> list[Cost]:
     """Compile and simulate all loops for one processor; once in a process, whose kernels it changes."""
-    vectors.ISA = vectors.ISAS[TARGETS[name].isa]
+    isa.ISA = isa.ISAS[TARGETS[name].isa]
     return [cost(loop, name) for loop in loops()]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from auraflux.errors import InputError
 from auraflux.ops.moe.experts import blob_of
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, quantize
 from auraflux.weights import expert_files
 from auraflux.weights.disk import forget

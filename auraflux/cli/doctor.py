@@ -124,8 +124,9 @@ def _kernels() -> Iterator[Finding]:
     """What Numba compiles for, and how it runs its threads."""
     try:
         from auraflux.ops.simd.folder import CACHE_FOLDER
+        from auraflux.ops.simd.isa import ISA
+        from auraflux.ops.simd.processor import cpu_features
         from auraflux.ops.simd.threads import threads
-        from auraflux.ops.simd.vectors import ISA, cpu_features
     except ModuleNotFoundError as err:
         yield Finding("numba kernels", "missing", f"{err.name} is not installed; the torch reference runs instead")
         return

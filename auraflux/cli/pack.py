@@ -31,7 +31,7 @@ def pack(source: str, target: Path, bits: int | None, group: int, device: str, f
     from auraflux.cli.convert import write_tokenizer
     from auraflux.models import family
     from auraflux.models.config import experts_per_token
-    from auraflux.ops.simd.vectors import ISA
+    from auraflux.ops.simd.isa import ISA
     from auraflux.run import calibration
     from auraflux.run.progress import on_terminal
     from auraflux.weights.checkpoint import open_checkpoint

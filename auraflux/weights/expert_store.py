@@ -53,7 +53,7 @@ class ExpertStore:
     def _check_lanes(self) -> None:
         wanted = {1}
         if self.device.type == "cpu":
-            from auraflux.ops.simd.vectors import ISA
+            from auraflux.ops.simd.isa import ISA
 
             wanted.add(ISA.lanes)
         if self.files.lanes not in wanted:

@@ -299,7 +299,7 @@ class Weights:
             found = dense(found)
         if isinstance(found, QTensor):
             if self.layout == "cpu" and not in_order:
-                from auraflux.ops.simd.vectors import ISA
+                from auraflux.ops.simd.isa import ISA
 
                 return found.interleave(ISA.lanes)
             return found.to(self.device)

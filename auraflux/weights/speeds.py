@@ -7,7 +7,7 @@ import torch
 
 from auraflux.ops.assumed import HOPPER, Capability
 from auraflux.ops.paces import NO_KERNEL, Pace, pace_of, unfilled
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS
 from auraflux.weights.folder import Folder

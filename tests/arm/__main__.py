@@ -32,7 +32,7 @@ def check_linear(machine: Machine, bits: int, group: int = GROUP, kind: str = "f
     from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
     from auraflux.ops.linear.cpu.panels import gather_tile, rows_times_tile, tile_nbytes
     from auraflux.ops.linear.cpu.unpack import unpack_rows
-    from auraflux.ops.simd.vectors import ISA
+    from auraflux.ops.simd.isa import ISA
     from auraflux.quant.levels import levels
     from auraflux.quant.packing import placed
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from auraflux.bench.cycles import TARGETS, assembly
 from auraflux.ops.simd import folder as folder_of_code
-from auraflux.ops.simd import vectors
+from auraflux.ops.simd import isa
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 BASE = 1 << 33  # where the emulated program sees the memory
@@ -24,7 +24,7 @@ class Machine:
 
     def __init__(self, name: str, folder: Path, nbytes: int = 1 << 20):
         self.name, self.target, self.folder = name, TARGETS[name], folder
-        vectors.ISA = vectors.ISAS[self.target.isa]
+        isa.ISA = isa.ISAS[self.target.isa]
         # what Numba compiles beside these kernels is for them alone, and must not come from the cache or get there
         folder_of_code.CACHE_FOLDER = ""
         self.file = folder / "memory"

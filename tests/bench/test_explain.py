@@ -9,7 +9,7 @@ from auraflux.bench.explain import Use, explain_model
 from auraflux.bench.random_weights import Outlines
 from auraflux.bench.shapes import SHAPES, shape_of
 from auraflux.cache import CacheSettings
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
 
 LAYERS = {"qwen3.6-35b-a3b": 4, "qwen4-exp": 4}  # of which one attends

@@ -30,7 +30,7 @@ from tests.weights.packed_folders import contents, hf_folder
 
 MODULES = ("auraflux.models.qwen3_moe", "auraflux.weights.convert", "auraflux.weights.pack", "auraflux.weights.checkpoint")
 # what the commands import when they are called; here, and not in every process anew
-for _name in ("torch._dynamo", "auraflux.ops.simd.vectors", "auraflux.run.progress", "auraflux.run.tokenizer", *MODULES):
+for _name in ("torch._dynamo", "auraflux.ops.simd.isa", "auraflux.run.progress", "auraflux.run.tokenizer", *MODULES):
     importlib.import_module(_name)
 
 UNFINISHED, PARTIAL, JOURNAL = ".dst.unfinished", "dst.partial", "dst/journal.jsonl"

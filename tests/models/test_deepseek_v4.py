@@ -12,7 +12,7 @@ from auraflux.cache import CacheSettings
 from auraflux.errors import FormatError, SettingsError
 from auraflux.models import family
 from auraflux.models.deepseek_v4 import Config
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.run.engine import Engine
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert

@@ -17,7 +17,7 @@ from auraflux.models import family
 from auraflux.models.config import experts_per_token
 from auraflux.models.mtp import Place
 from auraflux.ops import exact
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.run.engine import nbytes
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert

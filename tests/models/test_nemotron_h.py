@@ -12,7 +12,7 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 from auraflux.errors import FormatError
 from auraflux.models import family
 from auraflux.models.nemotron_h import Config
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert
 from auraflux.weights.pack import pack

@@ -19,7 +19,7 @@ from auraflux.errors import FormatError, SettingsError
 from auraflux.models import family
 from auraflux.models.ngram_rows import Grams, _is_prime, offsets
 from auraflux.models.qwen4_exp import Config
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import quantize
 from auraflux.run.engine import Engine
 from auraflux.weights import plan

@@ -12,7 +12,7 @@ from auraflux.cache import CacheSettings
 from auraflux.errors import ExpertError, SettingsError
 from auraflux.models import family
 from auraflux.models.config import experts_per_token
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.run.engine import Engine
 from auraflux.run.load import load
 from auraflux.weights import reader

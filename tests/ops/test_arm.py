@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from auraflux.bench.cycles import hot_loop, products
-from auraflux.ops.simd import vectors
+from auraflux.ops.simd import processor
+from auraflux.ops.simd.isa import _choose
 from tests.arm.emulator import missing
 
 ASSEMBLY = """
@@ -45,7 +46,7 @@ def test_products_of_an_instruction():
     assert products("add\tx0, x0, #1") == 0
 
 
-@pytest.mark.skipif(vectors.machine() != "aarch64", reason="LLVM is asked about ARM on ARM only")
+@pytest.mark.skipif(processor.machine() != "aarch64", reason="LLVM is asked about ARM on ARM only")
 @pytest.mark.parametrize(
     ("name", "isa"),
     [
@@ -59,6 +60,6 @@ def test_products_of_an_instruction():
 )
 def test_a_processor_gets_its_best_instructions(name: str, isa: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("AURAFLUX_ISA", raising=False)
-    monkeypatch.setattr(vectors.config, "CPU_NAME", name)
-    monkeypatch.setattr(vectors.config, "CPU_FEATURES", "+neon")
-    assert vectors._choose().name == isa
+    monkeypatch.setattr(processor.config, "CPU_NAME", name)
+    monkeypatch.setattr(processor.config, "CPU_FEATURES", "+neon")
+    assert _choose().name == isa

@@ -24,7 +24,8 @@ from auraflux.ops.delta.reference import (
     selective_scan,
     short_conv,
 )
-from auraflux.ops.simd.vectors import ISA, ISAS, cpu_features
+from auraflux.ops.simd.isa import ISA, ISAS
+from auraflux.ops.simd.processor import cpu_features
 
 LENGTHS = [1, 6, 7, 16, 33, 100]
 

@@ -9,7 +9,7 @@ from auraflux.ops import embed, gate_up_swiglu, linear, linears
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import OPS, exact
 from auraflux.ops.linear._inputs import weight
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import affine, quantize
 from tests.mlx_arrays import from_mlx, to_mlx
 

@@ -7,7 +7,7 @@ from auraflux.ops.linear.reference import linear
 from auraflux.ops.moe.reference import expert_mlp
 from auraflux.ops.paces import NO_KERNEL, PACES, WITHOUT, pace_of, unfilled
 from auraflux.ops.routes import routes_of
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, quantize
 
 OPS = {"linear": linear, "moe": expert_mlp}

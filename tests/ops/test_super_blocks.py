@@ -10,7 +10,7 @@ from auraflux.ops._dispatch import exact
 from auraflux.ops.linear.cpu.forms import BLOCK, Form
 from auraflux.ops.linear.cpu.products import driver
 from auraflux.ops.moe.experts import blob_of
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
 from auraflux.quant.super_blocks import FORMATS
 

@@ -7,9 +7,9 @@ import torch
 from auraflux.errors import InputError
 from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import exact
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import Kernel, arguments
 from auraflux.ops.simd.threads import set_threads, threads
-from auraflux.ops.simd.vectors import ISA
 from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, quantize_chunks, search_table
 from auraflux.ops.turboquant.pages import CodePages, unpack

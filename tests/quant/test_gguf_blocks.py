@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType, quants
 
 from auraflux.errors import FormatError
 from auraflux.ops import embed
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant.gguf_blocks import LAYOUTS, NOT_IN_MLX, from_blocks, memory_bits, to_dense
 
 WIDTH = 512

@@ -14,7 +14,7 @@ from auraflux.cache import Cache, CacheSettings
 from auraflux.cli.generate import figures
 from auraflux.errors import CacheFull, SettingsError
 from auraflux.models import family
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.run.engine import Engine
 from auraflux.run.graph import Replayer
 from auraflux.run.mtp_drafts import MTPDrafts

@@ -9,7 +9,7 @@ import torch
 
 from auraflux.ops import Experts
 from auraflux.ops.moe.experts import blob_of
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, quantize
 from auraflux.weights.expert_files import FOLDER, MANIFEST, NAME, VERSION, ExpertFiles, open_experts, write_format, write_layer
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from auraflux.models import family
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert

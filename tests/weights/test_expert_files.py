@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from auraflux.errors import FormatError
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import quantize
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.expert_files import ALIGNMENT, open_experts, write_format

@@ -14,7 +14,7 @@ from torch import Tensor
 from auraflux.errors import FormatError
 from auraflux.models import family
 from auraflux.ops import embed, exact, linear
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor
 from auraflux.quant.fp8 import from_blocks
 from auraflux.weights.checkpoint import open_checkpoint

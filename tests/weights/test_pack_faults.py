@@ -24,7 +24,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from auraflux.models import family
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.weights import packing
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.pack import pack

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from auraflux.ops._cases import Args
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, affine, quantize
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

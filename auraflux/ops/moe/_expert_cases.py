@@ -8,7 +8,7 @@ from auraflux.ops._cases import Args, Case
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, SharedExpert, blob_of
 from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, sum_parts
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.simd.vectors import ISA
+from auraflux.ops.simd.isa import ISA
 from auraflux.quant import QTensor, quantize
 
 BF16 = torch.bfloat16

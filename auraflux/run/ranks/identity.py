@@ -24,7 +24,7 @@ def identity(checkpoint: Checkpoint) -> dict[str, Any]:
 def rounding() -> dict[str, Any]:
     """What the last bits of a result depend on."""
     try:
-        from auraflux.ops.simd.vectors import ISA
+        from auraflux.ops.simd.isa import ISA
 
         instructions = ISA.name
     except ImportError:

@@ -4,8 +4,9 @@ from numba.core import cgutils
 
 from auraflux.ops.attention.cpu.decode_tiles import BYTES, IN_TURNS, LANES, SIZES, _load_floats, _place, typed
 from auraflux.ops.attention.cpu.row_tiles import KEYS, four_chains, quarters
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import LINE
-from auraflux.ops.simd.vectors import I64, ISA, at, fma, load, prefetch, splat, store, variable
+from auraflux.ops.simd.vectors import I64, at, fma, load, prefetch, splat, store, variable
 
 TOGETHER = 4 if IN_TURNS else 2  # vectors of keys, whose addresses and sums fit in registers
 

@@ -18,20 +18,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from auraflux.ops._dispatch import Declined
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import LINE
+from auraflux.ops.simd.processor import cpu_features, machine
 from auraflux.ops.simd.vectors import (
     F32,
     I16,
     I32,
     I64,
-    ISA,
     AsWritten,
     at,
-    cpu_features,
     fma,
     kernel,
     load,
-    machine,
     pick,
     prefetch,
     splat,

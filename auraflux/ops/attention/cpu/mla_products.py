@@ -27,9 +27,10 @@ from auraflux.ops.attention.cpu.decode_tiles import (
 from auraflux.ops.attention.cpu.row_blocks import copy_row
 from auraflux.ops.attention.cpu.row_tiles import add_values
 from auraflux.ops.linear.cpu.dense import TILE_SPACE, multiply_floats
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, jit, share, threads, workspace
 from auraflux.ops.simd.softmax import ZERO, fill
-from auraflux.ops.simd.vectors import F32, I32, ISA, at, call, fma, load, pick, splat, spread, store, vector
+from auraflux.ops.simd.vectors import F32, I32, at, call, fma, load, pick, splat, spread, store, vector
 from auraflux.quant import QTensor
 
 ONE = np.float32(1)

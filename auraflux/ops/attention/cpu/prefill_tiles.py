@@ -6,8 +6,9 @@ Nothing is summed across lanes, any head width will do, and a tile of the result
 from numba.core import cgutils
 
 from auraflux.ops.attention.cpu.decode_tiles import BYTES, LANES
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.math import BOTTOM, LN2_HIGH, LN2_LOW, LOG2E, P0, P1, P2, P3, P4, P5
-from auraflux.ops.simd.vectors import F32, I32, ISA, MAGIC, at, fma, kernel, load, splat, spread, store, variable
+from auraflux.ops.simd.vectors import F32, I32, MAGIC, at, fma, kernel, load, splat, spread, store, variable
 
 # a panel of queries is this many vectors wide, and a tile of sums this many keys (or value coordinates) tall
 TALL, VECTORS = {16: (12, 2), 8: (6, 2), 4: (6, 4)}[LANES]

@@ -10,23 +10,10 @@ from numba.core import cgutils
 
 from auraflux.ops.attention.cpu.decode_tiles import BYTES, LANES
 from auraflux.ops.attention.cpu.prefill_tiles import _exp, _larger
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import jit
 from auraflux.ops.simd.softmax import SMALL, T0, T1, T2, T3, T4
-from auraflux.ops.simd.vectors import (
-    F32,
-    I32,
-    ISA,
-    at,
-    fma,
-    kernel,
-    load,
-    pick,
-    splat,
-    spread,
-    store,
-    variable,
-    vector,
-)
+from auraflux.ops.simd.vectors import F32, I32, at, fma, kernel, load, pick, splat, spread, store, variable, vector
 from auraflux.ops.simd.vectors import _add_neighbours as add_neighbours
 
 BLOCK = 64  # positions whose weights are made together; blocks begin at multiples of it

@@ -7,8 +7,9 @@ token reads. After the last token the next strip is fetched while this one is wr
 
 from numba.core import cgutils
 
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import jit
-from auraflux.ops.simd.vectors import F32, ISA, at, fma, kernel, load, pick, prefetch, splat, spread, store, variable, vector
+from auraflux.ops.simd.vectors import F32, at, fma, kernel, load, pick, prefetch, splat, spread, store, variable, vector
 
 LANES = ISA.lanes
 STRIP_VECTORS = {16: 4, 8: 4, 4: 8}[LANES]  # two sums each: half of the registers

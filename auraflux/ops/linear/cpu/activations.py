@@ -4,7 +4,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.forms import MIDDLE, Form, activation_order
-from auraflux.ops.simd.vectors import F32, I8, I32, ISA, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
+from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.quant.packing import CHUNK
 
 

@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from torch import Tensor
 
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, as_float, floats, int64s, jit, share, threads, workspace
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import (
@@ -16,7 +17,6 @@ from auraflux.ops.simd.vectors import (
     I16,
     I32,
     I64,
-    ISA,
     at,
     call,
     fma,

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from auraflux.ops.simd.vectors import ISA, MAGIC, MAGIC_BITS
+from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.vectors import MAGIC, MAGIC_BITS
 from auraflux.quant.levels import IQ4
 from auraflux.quant.packing import CHUNK
 from auraflux.quant.super_blocks import SIZE

@@ -17,11 +17,11 @@ from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, MIDDLE, Form
 from auraflux.ops.linear.cpu.unpack import SuperBlock, chunks, float_codes, in_place, kept_apart, scale_and_bias, spans
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import (
     F32,
     I16,
     I64,
-    ISA,
     at,
     fma,
     kernel,

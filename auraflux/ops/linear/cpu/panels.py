@@ -14,8 +14,9 @@ from numba.core import cgutils
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, Form
 from auraflux.ops.linear.cpu.microkernels import add_digit
 from auraflux.ops.linear.cpu.unpack import code_vectors, scale_and_bias, spans
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import LINE
-from auraflux.ops.simd.vectors import F32, I64, ISA, at, fma, kernel, load, pick, splat, store, variable, vector
+from auraflux.ops.simd.vectors import F32, I64, at, fma, kernel, load, pick, splat, store, variable, vector
 from auraflux.quant.packing import CHUNK
 
 TILE = ISA.tokens

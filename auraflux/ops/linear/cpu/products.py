@@ -19,8 +19,8 @@ from auraflux.ops.linear.cpu.forms import BLOCK, Form
 from auraflux.ops.linear.cpu.microkernels import rows_times_tokens
 from auraflux.ops.linear.cpu.panels import SMALL, gather_tile, has_panels, panel_tiles, rows_times_tile, tile_nbytes
 from auraflux.ops.linear.cpu.unpack import place_codes, unpack_rows, widen_scales
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, halves, held, int32s, int64s, jit, octets, share, threads, workspace
-from auraflux.ops.simd.vectors import ISA
 from auraflux.quant import QTensor, levels, super_blocks
 from auraflux.quant.packing import PLACES
 

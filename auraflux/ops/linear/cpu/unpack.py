@@ -7,7 +7,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
-from auraflux.ops.simd.vectors import I16, ISA, at, call, fma, kernel, load, pick, splat, store, vector
+from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.vectors import I16, at, call, fma, kernel, load, pick, splat, store, vector
 from auraflux.quant.packing import CHUNK, PLACES, Piece
 from auraflux.quant.super_blocks import SIZE, ZERO
 

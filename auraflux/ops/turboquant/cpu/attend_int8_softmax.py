@@ -5,23 +5,8 @@ import math
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.simd.vectors import (
-    I8,
-    I16,
-    I32,
-    ISA,
-    MAGIC,
-    at,
-    fma,
-    kernel,
-    load,
-    pick,
-    splat,
-    spread,
-    store,
-    variable,
-    vector,
-)
+from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.vectors import I8, I16, I32, MAGIC, at, fma, kernel, load, pick, splat, spread, store, variable, vector
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import BYTES, LANES, WAYS
 
 BIAS = 127.0  # of a float's exponent

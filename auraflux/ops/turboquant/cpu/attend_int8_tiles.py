@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from numba.core import cgutils
 
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import Kernel, arguments
 from auraflux.ops.simd.vectors import (
     F32,
     I8,
     I32,
     I64,
-    ISA,
     MAGIC,
     MAGIC_BITS,
     at,

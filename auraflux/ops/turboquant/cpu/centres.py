@@ -10,9 +10,10 @@ from numba.core import cgutils
 
 from auraflux.kinds import told_once
 from auraflux.ops.attention.cpu.row_tiles import lay_quarters, score_rows
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import floats, jit, jit_with
 from auraflux.ops.simd.softmax import ZERO, fill
-from auraflux.ops.simd.vectors import F32, ISA, at, fma, kernel, load, spread, store, vector
+from auraflux.ops.simd.vectors import F32, at, fma, kernel, load, spread, store, vector
 from auraflux.ops.turboquant.calibration import BLOCK
 from auraflux.ops.turboquant.pages import CodePages
 

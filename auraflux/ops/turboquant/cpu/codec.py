@@ -8,9 +8,10 @@ import numba
 import numpy as np
 from llvmlite import ir
 
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import doubles, floats, int32s, int64s, jit, strict
 from auraflux.ops.simd.softmax import fill
-from auraflux.ops.simd.vectors import F32, I32, ISA, call, fma, kernel, load, pick, splat, spread, store, vector
+from auraflux.ops.simd.vectors import F32, I32, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, F64, gather, quantize_chunks
 
 BLOCK = 8  # rows encoded together

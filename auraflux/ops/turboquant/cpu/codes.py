@@ -15,7 +15,9 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.simd.vectors import I8, I32, ISA, at, call, cpu_features, kernel, load, pick, splat, store, vector
+from auraflux.ops.simd.isa import ISA
+from auraflux.ops.simd.processor import cpu_features
+from auraflux.ops.simd.vectors import I8, I32, at, call, kernel, load, pick, splat, store, vector
 from auraflux.ops.turboquant.codebook import BITS, index_of_rank, normal_levels
 
 HIGH = 128  # what one step of a high byte is worth in steps of the low one

@@ -6,8 +6,9 @@ Rows are padded to whole chunks of 32 coordinates, of which the last ones are of
 from llvmlite import ir
 from numba.core import cgutils
 
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import int32s, jit
-from auraflux.ops.simd.vectors import F32, I8, I32, ISA, at, call, kernel, load, pick, splat, spread, store, vector
+from auraflux.ops.simd.vectors import F32, I8, I32, at, call, kernel, load, pick, splat, spread, store, vector
 from auraflux.ops.turboquant.codebook import BITS
 
 CHUNK = 32  # codes; they are exactly `bits` words

@@ -15,24 +15,9 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import jit
-from auraflux.ops.simd.vectors import (
-    F32,
-    I8,
-    I32,
-    I64,
-    ISA,
-    at,
-    call,
-    kernel,
-    load,
-    pick,
-    splat,
-    spread,
-    store,
-    variable,
-    vector,
-)
+from auraflux.ops.simd.vectors import F32, I8, I32, I64, at, call, kernel, load, pick, splat, spread, store, variable, vector
 from auraflux.ops.turboquant.codebook import normal_levels
 
 F64 = ir.DoubleType()

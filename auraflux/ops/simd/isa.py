@@ -1,0 +1,28 @@
+"""`ISA`, the instruction set that kernels are compiled for: the best one that the processor has.
+
+`AURAFLUX_ISA` picks another: any in `ISAS` that the processor has.
+"""
+
+import os
+
+from auraflux.errors import BackendError
+from auraflux.ops.simd.arm import Dotprod, I8mm
+from auraflux.ops.simd.portable import Isa
+from auraflux.ops.simd.processor import cpu_features, cpu_name, machine
+from auraflux.ops.simd.x86 import Avx2, Avx512, AvxVnni
+
+ISAS = {isa.name: isa for isa in (Avx512(), AvxVnni(), Avx2(), I8mm(), Dotprod(), Isa())}
+
+
+def _choose() -> Isa:
+    there = cpu_features() if machine() in ("x86_64", "aarch64") else set()
+    usable = [isa for isa in ISAS.values() if set(isa.features) <= there]
+    best = next(isa for isa in usable if not cpu_name().startswith(isa.slow_on))
+    wanted = os.environ.get("AURAFLUX_ISA", best.name)
+    for isa in usable:
+        if isa.name == wanted:
+            return isa
+    raise BackendError(f"AURAFLUX_ISA is {wanted!r}; this processor can run: {', '.join(isa.name for isa in usable)}.")
+
+
+ISA = _choose()
