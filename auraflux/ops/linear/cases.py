@@ -144,8 +144,9 @@ CASES = [
     *contracts("mxfp4-1", lambda: product(1, 64, 320, 4, group=32, kind="mxfp4")),
     *contracts("mxfp4-21", lambda: product(21, 64, 320, 4, group=32, kind="mxfp4")),
     *[
-        linear_case(f"fp8-g{group}-{tokens}", lambda t=tokens, g=group: product(t, 100, 256, 8, group=g, kind="fp8"))
+        case
         for tokens, group in ((1, 128), (21, 128), (3, 32))
+        for case in contracts(f"fp8-g{group}-{tokens}", lambda t=tokens, g=group: product(t, 100, 256, 8, group=g, kind="fp8"))
     ],
     *[
         case
@@ -215,6 +216,8 @@ CASES = [
     linear_case("nan-scale", lambda: broken(product(3, 64, 128, 4))),
     linear_case("nan-scale-fast", lambda: broken(product(3, 64, 128, 4)), exact=False, tol=FAST),
     linear_case("nan-input-fast", lambda: broken_input(product(3, 64, 128, 4)), exact=False, tol=FAST),
+    linear_case("fp8-nan-input-fast", lambda: broken_input(product(3, 64, 128, 8, kind="fp8")), exact=False, tol=FAST),
+    linear_case("fp8-zeros-fast", lambda: zeros(product(3, 64, 128, 8, kind="fp8")), exact=False, tol=FAST),
     linear_case("zeros-fast", lambda: zeros(product(3, 64, 128, 4)), exact=False, tol=FAST),
     linear_case("dense-bf16", lambda: dense(3, 100, 333, BF16)),
     linear_case("dense-bf16-many", lambda: dense(50, 100, 333, BF16)),

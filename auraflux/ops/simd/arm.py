@@ -17,7 +17,7 @@ class Dotprod(Isa):
     # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
     ahead = 512
     small_codes, small_spans = 256, 64
-    by_lane = small_tables = widens_halves = denormals = True
+    by_lane = small_tables = widens_halves = denormals = half_products = True
     digits = 3
     small_unit = 2.0**-133
 

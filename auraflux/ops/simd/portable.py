@@ -36,12 +36,17 @@ class Isa:
     small_spans = 0
     small_unit = 1.0  # what `small_float` gives for a byte of 1
     denormals = False  # whether products of denormal floats take no longer than others
+    half_products = False  # whether eight products of half precision take as long as four of float32
     widens_halves = False  # whether f16 becomes float32 by one instruction
     small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
 
     @property
     def floats(self) -> ir.VectorType:
         return vector(F32, self.lanes)
+
+    @property
+    def halves(self) -> ir.VectorType:
+        return vector(ir.HalfType(), 2 * self.lanes)
 
     @property
     def ints(self) -> ir.VectorType:

@@ -3,7 +3,8 @@
 A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes and the scales of all rows are one vector. Two
 contracts share the interface: *fast* rounds activations to int8 per group and uses the byte dot product; *exact* multiplies
 float32, or, where the byte dot product is much the quicker (`ISA.digits`), rounds activations to 24 bits per group: three
-digits of a byte each, whose sums are whole numbers and have no error. All use, per group, s * sum(code * x) + b * sum(x), the
+digits of a byte each, whose sums are whole numbers and have no error. FP8 codes are no whole numbers: fast products of them are
+in half precision (`ISA.half_products`). All use, per group, s * sum(code * x) + b * sum(x), the
 second sum made once per token; where b is a number times s, that number is a factor of the sum.
 
 When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens. A result's
@@ -15,14 +16,24 @@ from functools import partial, reduce
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, MIDDLE, Form
-from auraflux.ops.linear.cpu.unpack import SuperBlock, chunks, float_codes, in_place, kept_apart, scale_and_bias, spans
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, HALVES, INTS, MIDDLE, Form
+from auraflux.ops.linear.cpu.unpack import (
+    SuperBlock,
+    chunks,
+    float_codes,
+    half_codes,
+    in_place,
+    kept_apart,
+    scale_and_bias,
+    spans,
+)
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import (
     F32,
     I16,
     I64,
     at,
+    call,
     fma,
     kernel,
     load,
@@ -63,7 +74,9 @@ def rows_times_tokens(
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
     code_bits = 8 * form.ready_nbytes if ready else form.bits
     inner = _dots_of_bytes if form.digits else _dots_of_floats
-    if form.raw and not ready:
+    if form.halves:
+        inner = _dots_of_halves
+    elif form.raw and not ready:
         inner = _dots_of_eighths
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
 
@@ -80,7 +93,7 @@ def rows_times_tokens(
             for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
                 if form.raw:
                     dot = b.fmul(dot, splat(FLOATS, 2.0 ** (120 - MIDDLE)))
-                if form.digits or form.raw:
+                if form.digits or form.raw or form.halves:
                     value = fma(b, b.fmul(dot, scale), _float(b, act_scale, group), b.load(total))
                 else:
                     value = fma(b, dot, scale, b.load(total))
@@ -221,6 +234,46 @@ def _dots_of_eighths(b, form, ready, codes, acts, begin=None):
         for found, total in zip(sums, dots, strict=True):
             b.store(b.fadd(b.load(total), sum_four(b, found)), total)
     return [[b.load(dot) for dot in dots]]
+
+
+def _dots_of_halves(b, form, ready, codes, acts, begin=None):
+    """The same in half precision, over a group.
+
+    A row has eight sums, each of one input of four in every other word. They are added in pairs, twice before they become
+    float32.
+    """
+    found = []
+    for first in range(0, len(acts), 4):
+        # registers suffice for the sums of four tokens
+        found += _half_sums(b, form, ready, codes, acts[first : first + 4])
+    return [found]
+
+
+def _half_sums(b, form, ready, codes, acts):
+    dots = [[variable(b, splat(HALVES, 0.0)) for _ in range(4)] for _ in acts]
+    with chunks(b, form) as chunk:
+        if ready:
+            code_at = b.add(codes, b.mul(chunk, at(2 * BLOCK * CHUNK)))
+            values = [load(b, code_at, 4 * BLOCK * i, HALVES) for i in range(CHUNK // 2)]
+        else:
+            values = half_codes(b, b.add(codes, b.mul(chunk, at(BLOCK * CHUNK))))
+        where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
+        for slots, address in zip(dots, where, strict=True):
+            sums = [b.load(slot) for slot in slots]
+            for i, v in enumerate(values):
+                x = load(b, address, 16 * (i // 2), HALVES)
+                sums[i % 4] = call(b, "llvm.fma.v8f16", HALVES, v, x, sums[i % 4])
+            for value, slot in zip(sums, slots, strict=True):
+                b.store(value, slot)
+    even = list(range(0, 2 * HALVES.count, 2))
+    odd = [n + 1 for n in even]
+    found = []
+    for slots in dots:
+        sums = [b.load(slot) for slot in slots]
+        both = [b.fadd(sums[i], sums[i + 2]) for i in range(2)]
+        wide = b.fpext(b.fadd(pick(b, *both, even), pick(b, *both, odd)), vector(F32, HALVES.count))
+        found.append(b.fadd(pick(b, wide, wide, even[:BLOCK]), pick(b, wide, wide, odd[:BLOCK])))
+    return found
 
 
 def _add_products(b, values, inputs, acts, totals, ways):
