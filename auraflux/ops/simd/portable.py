@@ -98,12 +98,12 @@ class Isa:
         """The same address, from which nothing should be loaded before these vectors are made."""
         return address
 
-    def kept(self, b: ir.IRBuilder, value: ir.Value, count: int) -> Any:
-        """So many copies of a vector, for `copies`."""
-        return [value] * count
+    def kept(self, b: ir.IRBuilder, values: list[ir.Value]) -> Any:
+        """Vectors of one type, for `copies`."""
+        return values
 
     def copies(self, b: ir.IRBuilder, kept: Any, turn: ir.Value) -> list[ir.Value]:
-        """The copies, about to be written over; `turn` is another number every time."""
+        """Copies of what is kept, about to be written over; `turn` is another number every time."""
         return kept
 
     def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:

@@ -80,6 +80,13 @@ def rows_times_tokens(
         inner = _dots_of_eighths
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
 
+    # one token has no time for copies of registers where sums begin often
+    often = form.fast and form.digits and tokens == 1 and (form.group <= CHUNK or form.bits == 2)
+    starts = ISA.kept(b, _starts(form, tokens) * at_once) if often else None
+
+    def begins(turn):
+        return [] if starts is None else ISA.copies(b, starts, turn)
+
     def multiply_span(number, scales_of=None, begin=None):
         code_at = b.add(codes, b.mul(number, at(form.span * BLOCK * code_bits // 8)))
         acts_at = [b.add(address, b.mul(number, at(form.span * form.act_nbytes))) for address in mine]
@@ -102,13 +109,13 @@ def rows_times_tokens(
     def multiply_super_blocks():
         """Four groups a turn, whose steps are a word."""
         size, turns = 4 // form.parts, SIZE // (4 * form.group)
-        begins = ISA.kept(b, splat(INTS, form.magic[0]), 4)
+        held_starts = ISA.kept(b, [splat(INTS, form.magic[0])] * 4)
         with cgutils.for_range(b, b.sdiv(count, at(size * turns))) as loop:
             held = SuperBlock(b, form, b.add(scales, b.mul(loop.index, at(4 * BLOCK * form.words))))
             with cgutils.for_range(b, at(turns)) as turn:
                 scales_of = held.four(turn.index)
                 first = b.mul(b.add(b.mul(loop.index, at(turns)), turn.index), at(size))
-                begin = ISA.copies(b, begins, first)
+                begin = ISA.copies(b, held_starts, first)
                 for i in range(size):
                     here = i * form.parts
                     multiply_span(b.add(first, at(i)), partial(_later, scales_of, here), begin[here:])
@@ -123,13 +130,20 @@ def rows_times_tokens(
     elif at_once > 1:
         turns = b.sdiv(count, at(at_once))
         with cgutils.for_range(b, turns) as loop:
+            begin = begins(loop.index)
             for i in range(at_once):
-                multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)))
+                here = slice(i * len(begin) // at_once, None)
+                multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)), begin=begin[here])
         done = b.mul(turns, at(at_once))
     with cgutils.for_range(b, b.sub(count, done)) as loop:
-        multiply_span(b.add(done, loop.index))
+        multiply_span(b.add(done, loop.index), begin=begins(loop.index))
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
+
+
+def _starts(form, tokens):
+    """What the sums of a span begin at, group by group: at `magic`, and those of codes that stay where they are at zero."""
+    return [splat(INTS, 0 if shift else form.magic[0]) for shift in kept_apart(form, tokens)] * form.parts
 
 
 def _spans_at_once(form, tokens):
@@ -148,13 +162,11 @@ def _dots_of_bytes(b, form, ready, codes, acts, begin=None):
 
     begin  what each group's sums begin at, if it was made ready
     """
-    shifts = kept_apart(form, len(acts))
+    shifts, begin = kept_apart(form, len(acts)), begin or _starts(form, len(acts))
+    starts = [dict(zip(shifts, begin[part * len(shifts) :], strict=False)) for part in range(form.parts)]
     dots = [
-        [
-            [{shift: variable(b, splat(INTS, 0) if shift else start) for shift in shifts} for _ in range(form.digits)]
-            for _ in acts
-        ]
-        for start in (begin or [splat(INTS, form.magic[0])] * form.parts)[: form.parts]
+        [[{shift: variable(b, value) for shift, value in start.items()} for _ in range(form.digits)] for _ in acts]
+        for start in starts
     ]
     dot = ISA.dot_unpacked if ready else ISA.dot
     with chunks(b, form) as chunk:

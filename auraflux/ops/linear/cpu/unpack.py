@@ -159,7 +159,7 @@ class SuperBlock:
             return
         self.ends = [_times(b, b.bitcast(first, FLOATS), 1 / unit)]
         # bytes less ZERO, times the scale: both products and their difference are exact
-        self.least = ISA.kept(b, b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit)), 4)
+        self.least = ISA.kept(b, [b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit))] * 4)
 
     def four(self, number: ir.Value) -> Callable[[int], list[ir.Value | None]]:
         """Load the steps of four groups: what gives scale and bias of each, as `scale_and_bias` does."""
