@@ -21,6 +21,7 @@ from auraflux.ops.linear._inputs import (
     gated_stream,
     in_bf16,
     in_bf16_of,
+    large_format,
     large_product,
     lookup,
     pair,
@@ -124,6 +125,21 @@ UNITS: list[tuple[str, int, dict[str, Any]]] = [
     ("awq", 4, {"group": 128, "scales": F16}),
 ]
 
+# bits, group, scales, whether there are biases: what one token meets at a speed of its own
+TIMED: dict[str, tuple[int, int, torch.dtype, bool]] = {
+    "3bit": (3, 64, BF16, True),
+    "q8_0": (8, 32, F16, True),
+    "q6k": (6, 16, F32, False),
+    "q4k": (4, 32, F32, True),
+    "q3k": (3, 16, F32, False),
+    "q2k": (2, 16, F32, True),
+    "tq": (2, 128, F16, True),
+    "iq4": (4, 32, F32, False),
+    "nvfp4": (4, 16, F32, False),
+    "mxfp4": (4, 32, torch.uint8, False),
+    "fp8": (8, 128, F32, False),
+}
+
 CASES = [
     linear_case("4bit-1", lambda: large_product(1, 4), exact=False, tol=FAST, bench=True),
     linear_case("8bit-1", lambda: large_product(1, 8), exact=False, tol=FAST, bench=True),
@@ -132,6 +148,10 @@ CASES = [
     linear_case("4bit-1-exact", lambda: large_product(1, 4), bench=True),
     linear_case("4bit-64-exact", lambda: large_product(64, 4), bench=True),
     linear_case("bf16-1", lambda: dense(1, 4096, 4096, BF16), bench=True),
+    *[
+        linear_case(f"format-{name}", lambda f=form: large_format(*f), exact=False, tol=FAST, bench=True)
+        for name, form in TIMED.items()
+    ],
     *[
         case
         for bits, group, scales in FORMATS
