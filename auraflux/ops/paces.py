@@ -46,12 +46,16 @@ WRITTEN = Pace("written out, then a dense product", "a dense product's time and 
 DENSE = Pace("read as they are, 16 or 32 bits a weight", "near the read ceiling", "products in float32")
 DENSE_PRODUCT = Pace("a dense product", "cuBLAS's")
 INT8 = Pace("codes are read as they are, activations in int8", "0.4 to 0.9 of the read ceiling", "products of int8")
+HALVES = Pace(
+    "codes are read as they are, activations in half precision", "half of the read ceiling", "products in half precision"
+)
 FLOAT32 = Pace("codes are read as they are, activations in float32", "below 0.6 of the read ceiling", "products in float32")
 
+CODES = {"activations in int8": INT8, "activations in half precision": HALVES, "activations in float32": FLOAT32}
 # family -> backend -> route
 PACES: dict[str, dict[str, dict[str, Pace]]] = {
     "linear": {
-        "cpu": {"activations in int8": INT8, "activations in float32": FLOAT32, "dense rows": DENSE},
+        "cpu": {**CODES, "dense rows": DENSE},
         "cuda": {
             **dict.fromkeys(("matvec_int4_tma", "matvec_int4", "matvec_int4_alike", "matvec_int8", "matvec_bits"), READ),
             **dict.fromkeys(("matvec_whole", "matvec of three", "matvec of gate and up", "matvec"), READ_SLOWER),
@@ -63,7 +67,7 @@ PACES: dict[str, dict[str, dict[str, Pace]]] = {
         },
     },
     "moe": {
-        "cpu": {"activations in int8": INT8, "activations in float32": FLOAT32, "dense experts one by one": DENSE},
+        "cpu": {**CODES, "dense experts one by one": DENSE},
         "cuda": {
             "slots": READ,
             "matvec": READ_SLOWER,

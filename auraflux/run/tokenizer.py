@@ -1,4 +1,4 @@
-"""Text to tokens and back, from a folder's tokenizer.json or the vocabulary in a GGUF file. Both are data, never run."""
+"""Text to tokens and back, from tokenizer.json, tiktoken.model or the vocabulary in a GGUF file. All are data, never run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -12,6 +12,8 @@ from auraflux.run.detokenize import Detokenizer
 from auraflux.run.panics import cause, unprinted
 from auraflux.run.pieces import Pieces
 from auraflux.run.template import render
+from auraflux.run.tiktoken_file import NAME as RANKS
+from auraflux.run.tiktoken_file import read_tiktoken
 from auraflux.run.vocabulary import adds_bos, read_vocabulary
 from auraflux.weights.boundary import Kind, check, read_json, read_text, regular, shown
 from auraflux.weights.model_keys import CONFIG, GENERATION, TOKENIZER, check_added_tokens
@@ -61,10 +63,11 @@ class Tokenizer:
     def from_folder(cls, path: Path | str) -> "Tokenizer | None":
         """Read the tokenizer of a model folder; None if it has none."""
         folder = Path(path)
-        if not (folder / "tokenizer.json").exists():
+        whole = (folder / "tokenizer.json").exists()
+        if not whole and not (folder / RANKS).exists():
             return None
-        inner = _read_tokenizer(folder)
         config = _optional(folder, "tokenizer_config.json", TOKENIZER)
+        inner = _read_tokenizer(folder) if whole else read_tiktoken(folder, config)
         _add_missing(inner, folder, config)
         names = _names(_optional(folder, "special_tokens_map.json", {})) | _names(config)
         bos, eos = inner.token_to_id(names.get("bos_token", "")), inner.token_to_id(names.get("eos_token", ""))

@@ -17,17 +17,24 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+
+
+def _cased(suffix: str = "", but: str = "") -> str:
+    """Words that end where a large letter follows small ones, without letters that `but` leaves out."""
+    first, upper, lower = r"[^\r\n\p{L}\p{N}]?", f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
+    return f"{first}{upper}*{lower}+{suffix}|{first}{upper}+{lower}*{suffix}"
+
 
 GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
 DIGITS_GPT2 = (r"\p{N}", *GPT2)
 LLAMA3 = (rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_REST}",)
 QWEN2 = (rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_PUNCTUATION}|{_REST}",)
 QWEN35 = (rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}",)
-GPT4O = (_CASED % (f"{_SUFFIX}?", f"{_SUFFIX}?") + rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",)
-TEKKEN = (_CASED % ("", "") + rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",)
+GPT4O = (_cased(f"{_SUFFIX}?") + rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",)
+TEKKEN = (_cased() + rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",)
+KIMI = (r"\p{Han}+|" + _cased(f"{_SUFFIX}?", r"&&[^\p{Han}]") + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_REST}",)
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -45,12 +52,13 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2", "solar-open"), QWEN2),
     "qwen35": QWEN35,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), GPT4O),
+    "kimi-k2": KIMI,
     "tekken": TEKKEN,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
     "falcon": FALCON,
 }
 # a word that is a token as a whole is not merged from its parts
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "glm4", "tekken")
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "glm4", "tekken", "kimi-k2")
 BOS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken")
 
 

@@ -1,5 +1,6 @@
 """Files of a model that were changed by chance, and the code that opens them."""
 
+import base64
 import os
 import random
 
@@ -105,6 +106,25 @@ def tokenizer(rng: random.Random) -> None:
     made.decode(made.encode("The quick"))
 
 
+def tiktoken(rng: random.Random) -> None:
+    """Ranks in place of tokenizer.json, and what tokenizer_config.json says of them."""
+    folder = copy_of("tiktoken")
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the", "é".encode()]
+    lines = "\n".join(f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)).encode()
+    listed = {"260": {"content": "[BOS]", "special": True}, "262": {"content": "[EOS]", "special": True}}
+    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": listed}
+    if rng.random() < 0.5:
+        lines = octets(rng, lines, 2)
+    else:
+        config = mutated(rng, config)
+    (folder / "tiktoken.model").write_bytes(lines)
+    (folder / "tokenizer_config.json").write_bytes(as_json(rng, config))
+    made = Tokenizer.from_folder(folder)
+    assert made is not None
+    made.decode(made.encode("The quick"))
+
+
 TARGETS = [
     Target("config", config, 60),
     Target("families", families, 40),
@@ -114,4 +134,5 @@ TARGETS = [
     Target("weights", weights, 30),
     Target("beside", beside, 60),
     Target("tokenizer", tokenizer, 10),
+    Target("tiktoken", tiktoken, 10),
 ]

@@ -10,7 +10,8 @@ from auraflux.ops._cases import relative_rms
 from auraflux.ops._dispatch import OPS, exact
 from auraflux.ops.linear._inputs import weight
 from auraflux.ops.simd.isa import ISA
-from auraflux.quant import affine, quantize
+from auraflux.quant import QTensor, affine, quantize
+from auraflux.quant.fp8 import from_blocks
 from tests.mlx_arrays import from_mlx, to_mlx
 
 
@@ -156,3 +157,16 @@ def test_foreign_interleaving_is_declined_and_still_right():
     with exact():
         assert relative_rms(linear(x, w), x @ w.dequantize(torch.float32).T) < 1e-5
     assert any("2 side by side" in reason for reason in OPS["linear"].declined["cpu"])
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_half_precision_costs_fp8_a_thousandth(spread: float):
+    """Also where a few activations are far larger than the others, which int8 would not tell from zero."""
+    g = torch.Generator().manual_seed(4)
+    codes = (torch.randn(64, 1024, generator=g) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    made = from_blocks(codes, torch.rand(64, 8, generator=g) + 0.01, (1, 128))
+    assert isinstance(made, QTensor)
+    x = torch.randn(20, 1024, generator=g) * torch.exp(spread * torch.randn(20, 1024, generator=g))
+    found, wanted = linear(x, made.interleave(ISA.lanes)), x.double() @ made.dequantize().double().T
+    assert relative_rms(found.double(), wanted) < 2e-3
+    assert torch.equal(linear(x[7:8], made.interleave(ISA.lanes)), found[7:8])

@@ -128,6 +128,21 @@ def large_product(tokens: int, bits: int) -> Args:
     return {"x": torch.randn(tokens, 4096), "weight": large(11008, 4096, bits)}
 
 
+def large_format(bits: int, group: int, scales: torch.dtype, biased: bool) -> Args:
+    """One token, and random codes of a format that MLX has not."""
+    rows, width = 11008, 4096
+    packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
+    if bits == 8 and not biased:
+        # FP8 without what is no number
+        packed &= -0x40404041
+    made = torch.full((rows, width // group), 120, dtype=torch.uint8)
+    if scales is not torch.uint8:
+        made = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(scales)
+    biases = -made * 2 ** (bits - 1) if biased else None
+    weight = QTensor(packed, made, biases, bits, group, (rows, width)).interleave(LANES)
+    return {"x": torch.randn(1, width), "weight": weight}
+
+
 def flops(args: Args) -> int:
     x = args["x"]
     weights = args.get("weights") or [args[name] for name in ("weight", "gate", "up") if name in args]

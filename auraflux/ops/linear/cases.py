@@ -21,6 +21,7 @@ from auraflux.ops.linear._inputs import (
     gated_stream,
     in_bf16,
     in_bf16_of,
+    large_format,
     large_product,
     lookup,
     pair,
@@ -124,6 +125,21 @@ UNITS: list[tuple[str, int, dict[str, Any]]] = [
     ("awq", 4, {"group": 128, "scales": F16}),
 ]
 
+# bits, group, scales, whether there are biases: what one token meets at a speed of its own
+TIMED: dict[str, tuple[int, int, torch.dtype, bool]] = {
+    "3bit": (3, 64, BF16, True),
+    "q8_0": (8, 32, F16, True),
+    "q6k": (6, 16, F32, False),
+    "q4k": (4, 32, F32, True),
+    "q3k": (3, 16, F32, False),
+    "q2k": (2, 16, F32, True),
+    "tq": (2, 128, F16, True),
+    "iq4": (4, 32, F32, False),
+    "nvfp4": (4, 16, F32, False),
+    "mxfp4": (4, 32, torch.uint8, False),
+    "fp8": (8, 128, F32, False),
+}
+
 CASES = [
     linear_case("4bit-1", lambda: large_product(1, 4), exact=False, tol=FAST, bench=True),
     linear_case("8bit-1", lambda: large_product(1, 8), exact=False, tol=FAST, bench=True),
@@ -132,6 +148,10 @@ CASES = [
     linear_case("4bit-1-exact", lambda: large_product(1, 4), bench=True),
     linear_case("4bit-64-exact", lambda: large_product(64, 4), bench=True),
     linear_case("bf16-1", lambda: dense(1, 4096, 4096, BF16), bench=True),
+    *[
+        linear_case(f"format-{name}", lambda f=form: large_format(*f), exact=False, tol=FAST, bench=True)
+        for name, form in TIMED.items()
+    ],
     *[
         case
         for bits, group, scales in FORMATS
@@ -144,8 +164,9 @@ CASES = [
     *contracts("mxfp4-1", lambda: product(1, 64, 320, 4, group=32, kind="mxfp4")),
     *contracts("mxfp4-21", lambda: product(21, 64, 320, 4, group=32, kind="mxfp4")),
     *[
-        linear_case(f"fp8-g{group}-{tokens}", lambda t=tokens, g=group: product(t, 100, 256, 8, group=g, kind="fp8"))
+        case
         for tokens, group in ((1, 128), (21, 128), (3, 32))
+        for case in contracts(f"fp8-g{group}-{tokens}", lambda t=tokens, g=group: product(t, 100, 256, 8, group=g, kind="fp8"))
     ],
     *[
         case
@@ -215,6 +236,8 @@ CASES = [
     linear_case("nan-scale", lambda: broken(product(3, 64, 128, 4))),
     linear_case("nan-scale-fast", lambda: broken(product(3, 64, 128, 4)), exact=False, tol=FAST),
     linear_case("nan-input-fast", lambda: broken_input(product(3, 64, 128, 4)), exact=False, tol=FAST),
+    linear_case("fp8-nan-input-fast", lambda: broken_input(product(3, 64, 128, 8, kind="fp8")), exact=False, tol=FAST),
+    linear_case("fp8-zeros-fast", lambda: zeros(product(3, 64, 128, 8, kind="fp8")), exact=False, tol=FAST),
     linear_case("zeros-fast", lambda: zeros(product(3, 64, 128, 4)), exact=False, tol=FAST),
     linear_case("dense-bf16", lambda: dense(3, 100, 333, BF16)),
     linear_case("dense-bf16-many", lambda: dense(50, 100, 333, BF16)),

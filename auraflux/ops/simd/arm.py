@@ -17,7 +17,7 @@ class Dotprod(Isa):
     # of 37; 8-bit ones at 34-36 without and at 512, at 33 from 1024 on
     ahead = 512
     small_codes, small_spans = 256, 64
-    by_lane = small_tables = widens_halves = denormals = True
+    by_lane = small_tables = widens_halves = denormals = half_products = True
     digits = 3
     small_unit = 2.0**-133
 
@@ -65,13 +65,13 @@ class Dotprod(Isa):
         kind = ir.FunctionType(I64, [I64, *(each.type for each in made)])
         return b.asm(kind, "", ",".join(["=r", "0", *["w" for _ in made]]), [address, *made], side_effect=True)
 
-    def kept(self, b: ir.IRBuilder, value: ir.Value, count: int) -> Any:
+    def kept(self, b: ir.IRBuilder, values: list[ir.Value]) -> Any:
         # in memory: a copy of a register would take the place of arithmetic
-        slots = cgutils.alloca_once(b, ir.ArrayType(value.type, count))
+        slots = cgutils.alloca_once(b, ir.ArrayType(values[0].type, len(values)))
         where = b.ptrtoint(slots, I64)
-        for i in range(count):
+        for i, value in enumerate(values):
             store(b, value, where, 16 * i)
-        return where, value.type, count
+        return where, values[0].type, len(values)
 
     def copies(self, b: ir.IRBuilder, kept: Any, turn: ir.Value) -> list[ir.Value]:
         where, kind, count = kept

@@ -36,12 +36,17 @@ class Isa:
     small_spans = 0
     small_unit = 1.0  # what `small_float` gives for a byte of 1
     denormals = False  # whether products of denormal floats take no longer than others
+    half_products = False  # whether eight products of half precision take as long as four of float32
     widens_halves = False  # whether f16 becomes float32 by one instruction
     small_tables = False  # whether bytes are looked up among 32 at a time, so that a few instructions more are cheaper
 
     @property
     def floats(self) -> ir.VectorType:
         return vector(F32, self.lanes)
+
+    @property
+    def halves(self) -> ir.VectorType:
+        return vector(ir.HalfType(), 2 * self.lanes)
 
     @property
     def ints(self) -> ir.VectorType:
@@ -93,12 +98,12 @@ class Isa:
         """The same address, from which nothing should be loaded before these vectors are made."""
         return address
 
-    def kept(self, b: ir.IRBuilder, value: ir.Value, count: int) -> Any:
-        """So many copies of a vector, for `copies`."""
-        return [value] * count
+    def kept(self, b: ir.IRBuilder, values: list[ir.Value]) -> Any:
+        """Vectors of one type, for `copies`."""
+        return values
 
     def copies(self, b: ir.IRBuilder, kept: Any, turn: ir.Value) -> list[ir.Value]:
-        """The copies, about to be written over; `turn` is another number every time."""
+        """Copies of what is kept, about to be written over; `turn` is another number every time."""
         return kept
 
     def put_below(self, b: ir.IRBuilder, top: ir.Value, rest: ir.Value, count: int) -> ir.Value:

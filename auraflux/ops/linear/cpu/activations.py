@@ -3,7 +3,7 @@
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.forms import MIDDLE, Form, activation_order
+from auraflux.ops.linear.cpu.forms import HALF_MIDDLE, MIDDLE, Form, activation_order
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel, load, pick, splat, spread, store, vector
 from auraflux.quant.packing import CHUNK
@@ -11,7 +11,8 @@ from auraflux.quant.packing import CHUNK
 
 @kernel(constants=1)
 def prepare_token(b, form, x, groups, acts, scales, sums):
-    """Ready one token's float32 activations: as they are, or as digits in the order of the codes, the first of a span first."""
+    """Ready one token's float32 activations: as they are, as digits in the order of the codes, the first of a span first, or
+    in half precision, four of them twice."""
     form = Form.parse(form)
     group = form.group
     with cgutils.for_range(b, groups) as loop:
@@ -29,9 +30,12 @@ def prepare_token(b, form, x, groups, acts, scales, sums):
             add = ir.FunctionType(F32, [F32, values.type])
             reduce = cgutils.get_or_insert_function(b.module, add, f"llvm.vector.reduce.fadd.v{group}f32")
             total = b.call(reduce, [ir.Constant(F32, -0.0), values], fastmath=("reassoc",))
-            if form.raw:
-                values, scale = _centre_group(b, values)
+            if form.raw or form.halves:
+                values, scale = _centre_group(b, values, MIDDLE if form.raw else HALF_MIDDLE)
                 store(b, scale, scales, slot)
+            if form.halves:
+                rounded = b.fptrunc(values, vector(ir.HalfType(), group))
+                values = pick(b, rounded, rounded, [4 * (i // 8) + i % 4 for i in range(2 * group)])
             store(b, _times(b, values, form.unit), acts, b.mul(loop.index, at(4 * group)))
         store(b, _times(b, total, form.unit * 2.0**form.lift * (1.0 if form.has_biases else -form.zero)), sums, slot)
 
@@ -98,14 +102,14 @@ def _split_group(b: ir.IRBuilder, values: ir.Value) -> tuple[list[ir.Value], ir.
     return digits, scale, b.fmul(unit, b.sitofp(total, F32))
 
 
-def _centre_group(b: ir.IRBuilder, values: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Multiply a group by a power of two, so that the exponent of its largest is `MIDDLE`; also one over it times 2**MIDDLE."""
+def _centre_group(b: ir.IRBuilder, values: ir.Value, middle: int) -> tuple[ir.Value, ir.Value]:
+    """Multiply a group by a power of two, so that the exponent of its largest is `middle`; also one over it times 2**middle."""
     exponent = b.lshr(_largest(b, values), ir.Constant(I32, 23))
-    # below 2**-67 powers of two run out, and exponents are smaller; what is no number stays so
-    exponent = b.select(b.icmp_unsigned("<", exponent, ir.Constant(I32, MIDDLE)), ir.Constant(I32, MIDDLE), exponent)
+    # below 2**(middle - 127) powers of two run out, and exponents are smaller; what is no number stays so
+    exponent = b.select(b.icmp_unsigned("<", exponent, ir.Constant(I32, middle)), ir.Constant(I32, middle), exponent)
     exponent = b.select(b.icmp_unsigned(">", exponent, ir.Constant(I32, 254)), ir.Constant(I32, 254), exponent)
     factor, scale = (
         b.bitcast(b.shl(bits, ir.Constant(I32, 23)), F32)
-        for bits in (b.sub(ir.Constant(I32, 2 * 127 + MIDDLE), exponent), exponent)
+        for bits in (b.sub(ir.Constant(I32, 2 * 127 + middle), exponent), exponent)
     )
     return b.fmul(values, spread(b, factor, values.type.count)), scale

@@ -12,7 +12,7 @@ from auraflux.quant.super_blocks import SIZE
 class Form(NamedTuple):
     """What a kernel is compiled for; `text` is how it travels through Numba as one compile-time constant.
 
-    fast   int8 activations and the byte dot product, or float32
+    fast   int8 activations and the byte dot product (e4m3: half precision), or float32
     bits, group  of the codes
     kind   how scales are held: bf16, f16, f32, or e8m0 (MXFP4 exponents, no biases); without biases and with scales in f32:
            e4m3 (FP8 codes), centred, iq4 and nvfp4 (see `quant/levels.py`)
@@ -63,14 +63,19 @@ class Form(NamedTuple):
     @property
     def digits(self) -> int:
         """Bytes of an activation, for the byte dot product; 0 where it stays float32."""
-        if self.fast:
-            return 1
-        return 0 if self.kind == "e4m3" else ISA.digits
+        if self.kind == "e4m3":
+            return 0
+        return 1 if self.fast else ISA.digits
+
+    @property
+    def halves(self) -> bool:
+        """Whether activations and sums of a group's products are of half precision, which holds e4m3 over 256 exactly."""
+        return self.kind == "e4m3" and self.fast
 
     @property
     def raw(self) -> bool:
         """Whether float32 activations are scaled, for weights that have e4m3's exponents."""
-        return self.kind == "e4m3" and ISA.denormals
+        return self.kind == "e4m3" and ISA.denormals and not self.fast
 
     @property
     def act_nbytes(self) -> int:
@@ -79,6 +84,8 @@ class Form(NamedTuple):
     @property
     def ready_nbytes(self) -> int:
         """Of an unpacked code."""
+        if self.halves:
+            return 2
         return 1 if self.digits else 4
 
     @property
@@ -130,6 +137,10 @@ TWICE = tuple(sign * v for sign in (1, -1) for v in (0, 1, 2, 3, 4, 6, 8, 12))
 LEVELS = {"e8m0": TWICE, "nvfp4": TWICE, "iq4": IQ4}
 # exponent of the largest activation of a group where e4m3 is over 2**120: products are far from both ends of float32
 MIDDLE = 60
+# the same where activations are of half precision and e4m3 is over 256: 64 products of a group's 128 stay below 65504, and what
+# is as small as the smallest e4m3 that is no denormal has all its bits
+HALF_MIDDLE = 8
+HALVES = ISA.halves
 
 
 def activation_order(bits: int) -> list[int]:

@@ -3,7 +3,8 @@
 A lane is a row (see `QTensor.interleave`), so nothing is summed across lanes and the scales of all rows are one vector. Two
 contracts share the interface: *fast* rounds activations to int8 per group and uses the byte dot product; *exact* multiplies
 float32, or, where the byte dot product is much the quicker (`ISA.digits`), rounds activations to 24 bits per group: three
-digits of a byte each, whose sums are whole numbers and have no error. All use, per group, s * sum(code * x) + b * sum(x), the
+digits of a byte each, whose sums are whole numbers and have no error. FP8 codes are no whole numbers: fast products of them are
+in half precision (`ISA.half_products`). All use, per group, s * sum(code * x) + b * sum(x), the
 second sum made once per token; where b is a number times s, that number is a factor of the sum.
 
 When many tokens come, a block of rows is unpacked once (`unpack_rows`) and the `ready` form runs over all tokens. A result's
@@ -15,14 +16,24 @@ from functools import partial, reduce
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, MIDDLE, Form
-from auraflux.ops.linear.cpu.unpack import SuperBlock, chunks, float_codes, in_place, kept_apart, scale_and_bias, spans
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, HALVES, INTS, MIDDLE, Form
+from auraflux.ops.linear.cpu.unpack import (
+    SuperBlock,
+    chunks,
+    float_codes,
+    half_codes,
+    in_place,
+    kept_apart,
+    scale_and_bias,
+    spans,
+)
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import (
     F32,
     I16,
     I64,
     at,
+    call,
     fma,
     kernel,
     load,
@@ -63,9 +74,18 @@ def rows_times_tokens(
     sums = [[b.add(address, offset) for offset in meta_at] for address in (act_scales, act_sums)]
     code_bits = 8 * form.ready_nbytes if ready else form.bits
     inner = _dots_of_bytes if form.digits else _dots_of_floats
-    if form.raw and not ready:
+    if form.halves:
+        inner = _dots_of_halves
+    elif form.raw and not ready:
         inner = _dots_of_eighths
     count, at_once = spans(b, form, groups), _spans_at_once(form, tokens)
+
+    # one token has no time for copies of registers where sums begin often
+    often = form.fast and form.digits and tokens == 1 and (form.group <= CHUNK or form.bits == 2)
+    starts = ISA.kept(b, _starts(form, tokens) * at_once) if often else None
+
+    def begins(turn):
+        return [] if starts is None else ISA.copies(b, starts, turn)
 
     def multiply_span(number, scales_of=None, begin=None):
         code_at = b.add(codes, b.mul(number, at(form.span * BLOCK * code_bits // 8)))
@@ -80,7 +100,7 @@ def rows_times_tokens(
             for dot, act_scale, act_sum, total in zip(dots, *sums, totals, strict=True):
                 if form.raw:
                     dot = b.fmul(dot, splat(FLOATS, 2.0 ** (120 - MIDDLE)))
-                if form.digits or form.raw:
+                if form.digits or form.raw or form.halves:
                     value = fma(b, b.fmul(dot, scale), _float(b, act_scale, group), b.load(total))
                 else:
                     value = fma(b, dot, scale, b.load(total))
@@ -89,13 +109,13 @@ def rows_times_tokens(
     def multiply_super_blocks():
         """Four groups a turn, whose steps are a word."""
         size, turns = 4 // form.parts, SIZE // (4 * form.group)
-        begins = ISA.kept(b, splat(INTS, form.magic[0]), 4)
+        held_starts = ISA.kept(b, [splat(INTS, form.magic[0])] * 4)
         with cgutils.for_range(b, b.sdiv(count, at(size * turns))) as loop:
             held = SuperBlock(b, form, b.add(scales, b.mul(loop.index, at(4 * BLOCK * form.words))))
             with cgutils.for_range(b, at(turns)) as turn:
                 scales_of = held.four(turn.index)
                 first = b.mul(b.add(b.mul(loop.index, at(turns)), turn.index), at(size))
-                begin = ISA.copies(b, begins, first)
+                begin = ISA.copies(b, held_starts, first)
                 for i in range(size):
                     here = i * form.parts
                     multiply_span(b.add(first, at(i)), partial(_later, scales_of, here), begin[here:])
@@ -110,13 +130,20 @@ def rows_times_tokens(
     elif at_once > 1:
         turns = b.sdiv(count, at(at_once))
         with cgutils.for_range(b, turns) as loop:
+            begin = begins(loop.index)
             for i in range(at_once):
-                multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)))
+                here = slice(i * len(begin) // at_once, None)
+                multiply_span(b.add(b.mul(loop.index, at(at_once)), at(i)), begin=begin[here])
         done = b.mul(turns, at(at_once))
     with cgutils.for_range(b, b.sub(count, done)) as loop:
-        multiply_span(b.add(done, loop.index))
+        multiply_span(b.add(done, loop.index), begin=begins(loop.index))
     for t, total in enumerate(totals):
         store(b, b.load(total), out, b.mul(out_stride, at(t)))
+
+
+def _starts(form, tokens):
+    """What the sums of a span begin at, group by group: at `magic`, and those of codes that stay where they are at zero."""
+    return [splat(INTS, 0 if shift else form.magic[0]) for shift in kept_apart(form, tokens)] * form.parts
 
 
 def _spans_at_once(form, tokens):
@@ -135,13 +162,11 @@ def _dots_of_bytes(b, form, ready, codes, acts, begin=None):
 
     begin  what each group's sums begin at, if it was made ready
     """
-    shifts = kept_apart(form, len(acts))
+    shifts, begin = kept_apart(form, len(acts)), begin or _starts(form, len(acts))
+    starts = [dict(zip(shifts, begin[part * len(shifts) :], strict=False)) for part in range(form.parts)]
     dots = [
-        [
-            [{shift: variable(b, splat(INTS, 0) if shift else start) for shift in shifts} for _ in range(form.digits)]
-            for _ in acts
-        ]
-        for start in (begin or [splat(INTS, form.magic[0])] * form.parts)[: form.parts]
+        [[{shift: variable(b, value) for shift, value in start.items()} for _ in range(form.digits)] for _ in acts]
+        for start in starts
     ]
     dot = ISA.dot_unpacked if ready else ISA.dot
     with chunks(b, form) as chunk:
@@ -221,6 +246,46 @@ def _dots_of_eighths(b, form, ready, codes, acts, begin=None):
         for found, total in zip(sums, dots, strict=True):
             b.store(b.fadd(b.load(total), sum_four(b, found)), total)
     return [[b.load(dot) for dot in dots]]
+
+
+def _dots_of_halves(b, form, ready, codes, acts, begin=None):
+    """The same in half precision, over a group.
+
+    A row has eight sums, each of one input of four in every other word. They are added in pairs, twice before they become
+    float32.
+    """
+    found = []
+    for first in range(0, len(acts), 4):
+        # registers suffice for the sums of four tokens
+        found += _half_sums(b, form, ready, codes, acts[first : first + 4])
+    return [found]
+
+
+def _half_sums(b, form, ready, codes, acts):
+    dots = [[variable(b, splat(HALVES, 0.0)) for _ in range(4)] for _ in acts]
+    with chunks(b, form) as chunk:
+        if ready:
+            code_at = b.add(codes, b.mul(chunk, at(2 * BLOCK * CHUNK)))
+            values = [load(b, code_at, 4 * BLOCK * i, HALVES) for i in range(CHUNK // 2)]
+        else:
+            values = half_codes(b, b.add(codes, b.mul(chunk, at(BLOCK * CHUNK))))
+        where = [b.add(address, b.mul(chunk, at(4 * CHUNK))) for address in acts]
+        for slots, address in zip(dots, where, strict=True):
+            sums = [b.load(slot) for slot in slots]
+            for i, v in enumerate(values):
+                x = load(b, address, 16 * (i // 2), HALVES)
+                sums[i % 4] = call(b, "llvm.fma.v8f16", HALVES, v, x, sums[i % 4])
+            for value, slot in zip(sums, slots, strict=True):
+                b.store(value, slot)
+    even = list(range(0, 2 * HALVES.count, 2))
+    odd = [n + 1 for n in even]
+    found = []
+    for slots in dots:
+        sums = [b.load(slot) for slot in slots]
+        both = [b.fadd(sums[i], sums[i + 2]) for i in range(2)]
+        wide = b.fpext(b.fadd(pick(b, *both, even), pick(b, *both, odd)), vector(F32, HALVES.count))
+        found.append(b.fadd(pick(b, wide, wide, even[:BLOCK]), pick(b, wide, wide, odd[:BLOCK])))
+    return found
 
 
 def _add_products(b, values, inputs, acts, totals, ways):

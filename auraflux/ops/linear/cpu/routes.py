@@ -1,8 +1,8 @@
 """Which kernel multiplies tokens by weights on a CPU: the first below that does not refuse.
 
-Codes run compiled drivers (`products.py`), weights of one format in one list. A driver rounds activations to int8 unless exact
-products are wanted; how many tokens it takes at a time, and whether it unpacks rows first, it decides for itself. Dense weights
-are read row by row (`dense.py`).
+Codes run compiled drivers (`products.py`), weights of one format in one list. A driver rounds activations to int8, with FP8 to
+half precision, unless exact products are wanted; how many tokens it takes at a time, and whether it unpacks rows first, it
+decides for itself. Dense weights are read row by row (`dense.py`).
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from auraflux.ops.linear.cpu.products import BLOCK, Driver, driver, multiply
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.norm.cpu import add_rms_norm, rms_norm
 from auraflux.ops.routes import Route, Routes
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import as_float
 from auraflux.quant import QTensor
 
@@ -65,9 +66,17 @@ def misplaced(weight: QTensor) -> str | None:
     return f"rows lie {weight.lanes} side by side; these kernels take 1 or {BLOCK}"
 
 
-def _refuses_exact(weight: QTensor) -> str | None:
+def _refuses_int8(weight: QTensor) -> str | None:
     if weight.kind == "fp8":
         return "FP8 codes are no whole numbers"
+    return "exact products of float32 are wanted" if is_exact() else None
+
+
+def _refuses_halves(weight: QTensor) -> str | None:
+    if weight.kind != "fp8":
+        return "codes are whole numbers"
+    if not ISA.half_products:
+        return "this processor's products of half precision are not used"
     return "exact products of float32 are wanted" if is_exact() else None
 
 
@@ -129,7 +138,8 @@ def _rows(call: Call) -> Made:
 
 
 DRIVERS: Routes[QTensor, Driver] = Routes(
-    Route("activations in int8", _refuses_exact, lambda weight: _driver(weight, fast=True)),
+    Route("activations in int8", _refuses_int8, lambda weight: _driver(weight, fast=True)),
+    Route("activations in half precision", _refuses_halves, lambda weight: _driver(weight, fast=True)),
     Route("activations in float32", _never, lambda weight: _driver(weight, fast=False)),
 )
 PRODUCTS: Routes[Call, Made] = Routes(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from llvmlite import ir
 from numba.core import cgutils
 
-from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, INTS, LEVELS, Form
+from auraflux.ops.linear.cpu.forms import BLOCK, BYTES, FLOATS, HALVES, INTS, LEVELS, Form
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.vectors import I16, at, call, fma, kernel, load, pick, splat, store, vector
 from auraflux.quant.packing import CHUNK, PLACES, Piece
@@ -95,6 +95,22 @@ def _eighth(b: ir.IRBuilder, word: ir.Value, byte: int) -> ir.Value:
     return found if ISA.denormals else b.fmul(found, splat(FLOATS, 2.0**120))
 
 
+def half_codes(b: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
+    """Load the e4m3 codes of one chunk over 256: 16 vectors of half precision.
+
+    The first has four inputs of half of the rows, the second those of the others, the third the next four inputs, and so on.
+    """
+    wide, found = vector(I16, HALVES.count), []
+    for word in range(CHUNK // 4):
+        octets = b.bitcast(load(b, codes, 4 * BLOCK * word, INTS), BYTES)
+        for first in (0, HALVES.count):
+            some = pick(b, octets, octets, list(range(first, first + HALVES.count)))
+            # the sign's copy is where the exponent has one bit more
+            moved = b.and_(b.shl(b.sext(some, wide), splat(wide, 7)), splat(wide, 0xBFFF - 0x10000))
+            found.append(b.bitcast(moved, HALVES))
+    return found
+
+
 def _field(b: ir.IRBuilder, words: list[ir.Value], start: int, width: int) -> ir.Value:
     """At least `width` bits from bit `start` of a stream of words."""
     word, shift = divmod(start, 32)
@@ -143,7 +159,7 @@ class SuperBlock:
             return
         self.ends = [_times(b, b.bitcast(first, FLOATS), 1 / unit)]
         # bytes less ZERO, times the scale: both products and their difference are exact
-        self.least = ISA.kept(b, b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit)), 4)
+        self.least = ISA.kept(b, [b.fmul(self.ends[0], splat(FLOATS, -ZERO * ISA.small_unit))] * 4)
 
     def four(self, number: ir.Value) -> Callable[[int], list[ir.Value | None]]:
         """Load the steps of four groups: what gives scale and bias of each, as `scale_and_bias` does."""
@@ -224,7 +240,7 @@ def _pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> list[ir.Value]
 
 @kernel(constants=1)
 def unpack_rows(b, form, codes, groups, tile):
-    """Unpack one block of rows: the codes as bytes for the dot product, or as float32.
+    """Unpack one block of rows: the codes as bytes for the dot product, as float32 or, of e4m3, in half precision.
 
     Of bytes, four inputs of each row lie together; eight of each of two rows where rows go in pairs (`ISA.by_pair`).
     """
@@ -235,7 +251,10 @@ def unpack_rows(b, form, codes, groups, tile):
         with chunks(b, form) as chunk:
             chunk_at = b.add(code_at, b.mul(chunk, at(4 * BLOCK * form.bits)))
             to = b.add(tile_at, b.mul(chunk, at(CHUNK * BLOCK * form.ready_nbytes)))
-            found = code_vectors(b, form, chunk_at) if form.digits else float_codes(b, form, chunk_at)
+            if form.halves:
+                found = half_codes(b, chunk_at)
+            else:
+                found = code_vectors(b, form, chunk_at) if form.digits else float_codes(b, form, chunk_at)
             values = [ISA.unpacked(b, v, form.value_bits) for v in found] if form.digits else found
             if form.digits and ISA.by_pair:
                 values = [each for i in range(0, len(values), 2) for each in _pairs(b, *values[i : i + 2])]
