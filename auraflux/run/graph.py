@@ -68,6 +68,8 @@ class Replayer:
         self.settling = False
         self._steps: dict[object, Step] = {}
         self._several: dict[object, Step] = {}
+        # numbers of tokens with which steps have run through one index or another
+        self._run_before: set[tuple[int, ...]] = set()
         self._capture = CudaCapture(runner.agreed) if runner.device.type == "cuda" else _record
         runner.forget = self.forget
 
@@ -118,6 +120,7 @@ class Replayer:
         """Give all recordings up, and what is known of steps that cannot be recorded: who takes part then may be others."""
         self._steps.clear()
         self._several.clear()
+        self._run_before.clear()
         self.refused, self.unread = self.runner.unrecorded if self._graphs else SWITCHED_OFF, None
 
     def _verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
@@ -173,8 +176,7 @@ class Replayer:
         """Run a step, and record it if it is time to."""
         refused = self.refused if batch.single else self.refused or self.unread
         self.settling = refused is None
-        # the first run compiles what is not compiled yet; none of that belongs in a recording
-        if refused is not None or not step.compiled:
+        if refused is not None or not (step.compiled or self._ran_alike(batch)):
             step.compiled = True
             return work()
         try:
@@ -186,10 +188,23 @@ class Replayer:
             self._refuse(NO_MEMORY, batch.single)
             return work()
         if recording.spoiled is not None:
-            self._refuse(recording.spoiled, batch.single)
+            if step.compiled:
+                self._refuse(recording.spoiled, batch.single)
+            step.compiled = True
             return result
         step.recording, step.result, step.batch = recording, result, batch
         return result.clone()
+
+    def _ran_alike(self, batch: Batch) -> bool:
+        """Whether such a step has run before: what is compiled or made once does not belong in a recording.
+
+        Kernels of a GPU are chosen by how far an index reaches, so there it says nothing.
+        """
+        alike, known = tuple(batch.counts), self.runner.device.type == "cpu"
+        if alike in self._run_before:
+            return known
+        self._run_before.add(alike)
+        return False
 
     def _refuse(self, why: str, single: bool) -> None:
         if single:
