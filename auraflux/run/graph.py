@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
+from auraflux.cache.index import StepIndex
 from auraflux.run.device import device_memory, sent
 from auraflux.run.runner import Runner
 
@@ -55,6 +56,10 @@ class Step:
     batch: Batch | None = None
 
 
+# index, places of states, whether nobody asks what follows, new tokens of each sequence unless they are one each
+Key = tuple[StepIndex, tuple[int, ...], bool, tuple[int, ...]]
+
+
 class Replayer:
     """Gives each sequence of a batch one token, or one sequence a piece of a prompt, by replay where that can be."""
 
@@ -66,8 +71,8 @@ class Replayer:
         self.unread: str | None = None
         # whether the last step took longer than others like it will: it was run or recorded to be replayed later
         self.settling = False
-        self._steps: dict[object, Step] = {}
-        self._several: dict[object, Step] = {}
+        self._steps: dict[Key, Step] = {}
+        self._several: dict[Key, Step] = {}
         # numbers of tokens with which steps have run through one index or another
         self._run_before: set[tuple[int, ...]] = set()
         self._capture = CudaCapture(runner.agreed) if runner.device.type == "cuda" else _record
@@ -141,6 +146,13 @@ class Replayer:
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
         return self._replayed(batch, ids, lambda step: self.runner.forward(step.ids, batch))
+
+    def is_known(self, batch: Batch, count: int) -> bool:
+        """Whether a step that gives a single sequence so many tokens has been recorded on a CPU, or need not be."""
+        if self.runner.device.type != "cpu" or len(batch.sequences) > 1 or self.refused or self.unread:
+            return True
+        index = batch.index_for(count)
+        return any(key[0] is index and key[-1] == (count,) and step.recording for key, step in self._several.items())
 
     def _replayed(self, batch: Batch, ids: Tensor, work: Callable[[Step], Tensor]) -> Tensor:
         step = self._step(batch, ids)
