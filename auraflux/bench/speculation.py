@@ -1,6 +1,7 @@
 """What guesses are worth: texts that repeat what they were given, and texts that do not, written with guesses and without.
 
-A model of random weights says nothing that a smaller one could guess. There the text is dictated, guesses are right as often as
+What repeats is written in the model's own words, which may wander off, and dictated, so that it is what was asked for. A
+model of random weights says nothing that a smaller one could guess. There the text is dictated, guesses are right as often as
 they are told to be, and take the smaller model's time.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
+from auraflux.cache.radix import common_length
 from auraflux.errors import ContextError
 from auraflux.run import stops
 from auraflux.run.device import sent
@@ -30,11 +32,15 @@ BEGUN = 300  # of them that the prompt repeats already
 
 @dataclass(frozen=True)
 class Task:
-    """Something to write; a temperature above 0 keeps a small model from going in circles."""
+    """Something to write; a temperature above 0 keeps a small model from going in circles.
+
+    dictated  how the prompt goes on, whatever the model says; "" for its own words
+    """
 
     name: str
     prompt: str
     temperature: float = 0.0
+    dictated: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,20 @@ class Gain:
 
 
 def tasks() -> list[Task]:
-    """A document to quote, a file to rename a class in, a story and a question."""
+    """A document to quote, a file to rename things in, a story and a question."""
     speech = (resources.files("auraflux.eval") / "texts" / "1862-lincoln.txt").read_text("utf-8")[:LETTERS]
     code = getsource(stops)[:LETTERS]
-    again = _words(code.replace("StopStrings", "Stops"))
+    renamed = code.replace("StopStrings", "Stops")
+    quoting = f"The address:\n\n{speech}\n\nThe address once more:\n\n{_words(speech)}"
+    editing = f"```python\n{code}\n```\n\nWith StopStrings renamed to Stops"
+    begun = f":\n\n```python\n{_words(renamed)}"
     return [
-        Task("quote a document", f"The address:\n\n{speech}\n\nThe address once more:\n\n{_words(speech)}"),
-        Task("edit code", f"```python\n{code}\n```\n\nWith StopStrings renamed to Stops:\n\n```python\n{again}"),
+        Task("quote a document", quoting),
+        Task("the same, dictated", quoting, dictated=_rest(speech)),
+        Task("edit code", editing + begun),
+        Task(
+            "edit more, dictated", f"{editing} and _steps to _edges{begun}", dictated=_rest(renamed.replace("_steps", "_edges"))
+        ),
         Task("tell a story", "Once upon a time, there was a little girl who", 1.0),
         Task("explain", "The three primary colors are", 1.0),
     ]
@@ -69,6 +82,11 @@ def tasks() -> list[Task]:
 def _words(text: str) -> str:
     """How a text begins: a word that is cut would be another one to a model."""
     return text[:BEGUN].rpartition(" ")[0]
+
+
+def _rest(text: str) -> str:
+    """How it goes on."""
+    return text[len(_words(text)) :]
 
 
 def measure(model: LanguageModel, tokens: int, rounds: int, tell: Callable[[str], None]) -> Iterator[Gain]:
@@ -106,7 +124,7 @@ class Always(Speculation):
         super().__init__(begin, count + 1)
         self._count = count
 
-    def _counts(self, texts: Sequence[Text]) -> list[int]:
+    def _counts(self, texts: Sequence[Text], is_known: Callable[[int], bool] = lambda more: True) -> list[int]:
         # no plain step is needed to compare with
         self._steps = 0
         return [min(self._count, max(text.room, 0)) for text in texts]
@@ -168,4 +186,11 @@ def _gain(name: str, plain: list[tuple[float, Stats, list[int]]], guessed: list[
 
 def _write(model: LanguageModel, task: Task, tokens: int) -> tuple[float, Stats, list[int]]:
     assert model.tokenizer is not None, "text needs a tokenizer"
-    return _written(model, model.tokenizer.encode(task.prompt), tokens, task.temperature)
+    prompt = model.tokenizer.encode(task.prompt)
+    if not task.dictated:
+        return _written(model, prompt, tokens, task.temperature)
+    text = model.tokenizer.encode(task.prompt + task.dictated)
+    # where they meet, other tokens may stand for the same letters
+    prompt = text[: common_length(prompt, text)]
+    with dictated(model.engine, text):
+        return _written(model, prompt, min(tokens, len(text) - len(prompt)))

@@ -175,9 +175,17 @@ class Batch:
             rows = self.rows(part)
             part.refresh(self.index, rows + [part.filler] * self.fillers if self.fillers else rows)
 
+    def index_for(self, new: int) -> StepIndex:
+        """The index of a step that gives each sequence so many tokens."""
+        return self._reaching(max(sequence.length for sequence in self.sequences) + new)
+
+    def _reaching(self, longest: int) -> StepIndex:
+        """The index that reaches as far, or as far as is expected."""
+        return self._find_index(len(self.sequences) + self.fillers, max(longest, self._expected))
+
     def _turn_to(self, longest: int) -> None:
-        """Use the index that reaches as far, or as far as is expected."""
-        found = self._find_index(len(self.sequences) + self.fillers, max(longest, self._expected))
+        """Use that index."""
+        found = self._reaching(longest)
         if getattr(self, "index", None) is not found:
             self.index, self._views = found, {}
 

@@ -65,7 +65,10 @@ class ModelDraft:
         # states of other texts may have been moved since
         return self.engine.writing([sequence])
 
-    def close(self) -> None:
+    def found(self, tokens: list[int], held: Sequence) -> None:
+        """The small model reads a text when guesses are wanted."""
+
+    def close(self, tokens: list[int] | None = None) -> None:
         """Give back what is held for the text."""
         if self._sequence is not None:
             self._sequence.close()

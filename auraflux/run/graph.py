@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import Batch
+from auraflux.cache.index import StepIndex
 from auraflux.run.device import device_memory, sent
 from auraflux.run.runner import Runner
 
@@ -55,6 +56,10 @@ class Step:
     batch: Batch | None = None
 
 
+# index, places of states, whether nobody asks what follows, new tokens of each sequence unless they are one each
+Key = tuple[StepIndex, tuple[int, ...], bool, tuple[int, ...]]
+
+
 class Replayer:
     """Gives each sequence of a batch one token, or one sequence a piece of a prompt, by replay where that can be."""
 
@@ -66,8 +71,10 @@ class Replayer:
         self.unread: str | None = None
         # whether the last step took longer than others like it will: it was run or recorded to be replayed later
         self.settling = False
-        self._steps: dict[object, Step] = {}
-        self._several: dict[object, Step] = {}
+        self._steps: dict[Key, Step] = {}
+        self._several: dict[Key, Step] = {}
+        # numbers of tokens with which steps have run through one index or another
+        self._run_before: set[tuple[int, ...]] = set()
         self._capture = CudaCapture(runner.agreed) if runner.device.type == "cuda" else _record
         runner.forget = self.forget
 
@@ -118,6 +125,7 @@ class Replayer:
         """Give all recordings up, and what is known of steps that cannot be recorded: who takes part then may be others."""
         self._steps.clear()
         self._several.clear()
+        self._run_before.clear()
         self.refused, self.unread = self.runner.unrecorded if self._graphs else SWITCHED_OFF, None
 
     def _verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
@@ -138,6 +146,13 @@ class Replayer:
     def read(self, batch: Batch, ids: Tensor) -> Tensor:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
         return self._replayed(batch, ids, lambda step: self.runner.forward(step.ids, batch))
+
+    def is_known(self, batch: Batch, count: int) -> bool:
+        """Whether a step that gives a single sequence so many tokens has been recorded on a CPU, or need not be."""
+        if self.runner.device.type != "cpu" or len(batch.sequences) > 1 or self.refused or self.unread:
+            return True
+        index = batch.index_for(count)
+        return any(key[0] is index and key[-1] == (count,) and step.recording for key, step in self._several.items())
 
     def _replayed(self, batch: Batch, ids: Tensor, work: Callable[[Step], Tensor]) -> Tensor:
         step = self._step(batch, ids)
@@ -173,8 +188,7 @@ class Replayer:
         """Run a step, and record it if it is time to."""
         refused = self.refused if batch.single else self.refused or self.unread
         self.settling = refused is None
-        # the first run compiles what is not compiled yet; none of that belongs in a recording
-        if refused is not None or not step.compiled:
+        if refused is not None or not (step.compiled or self._ran_alike(batch)):
             step.compiled = True
             return work()
         try:
@@ -186,10 +200,23 @@ class Replayer:
             self._refuse(NO_MEMORY, batch.single)
             return work()
         if recording.spoiled is not None:
-            self._refuse(recording.spoiled, batch.single)
+            if step.compiled:
+                self._refuse(recording.spoiled, batch.single)
+            step.compiled = True
             return result
         step.recording, step.result, step.batch = recording, result, batch
         return result.clone()
+
+    def _ran_alike(self, batch: Batch) -> bool:
+        """Whether such a step has run before: what is compiled or made once does not belong in a recording.
+
+        Kernels of a GPU are chosen by how far an index reaches, so there it says nothing.
+        """
+        alike, known = tuple(batch.counts), self.runner.device.type == "cpu"
+        if alike in self._run_before:
+            return known
+        self._run_before.add(alike)
+        return False
 
     def _refuse(self, why: str, single: bool) -> None:
         if single:

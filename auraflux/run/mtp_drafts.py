@@ -2,10 +2,12 @@
 
 The layer is given what the model made of each token of a text, and the token that came next. Whoever runs the model tells of
 the former as it is found; it waits until guesses are wanted, or too much of it waits. What the layer keeps of a text is in a
-cache of its own, and begins where the model began to compute: a prefix that the model's cache had is not in it.
+cache of its own, with a prefix store of its own: where the model's cache had the beginning of a text, the layer has it from
+there. Where it kept too little, a text begins for the layer where the model began to compute.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache
 from auraflux.cache import Sequence as Held
+from auraflux.cache.prefix import PrefixStore
 from auraflux.errors import AurafluxError, CacheFull
 from auraflux.run.device import device_memory, sent
 from auraflux.run.engine import Engine
@@ -31,23 +34,37 @@ class MTPDraft:
     free   False: guesses take steps of the layer
     kind   all are alike
     heard  where in the text the results end that are known
+    whole  whether the layer has been given all pairs from the beginning of the text
     last   the layer's result for the last pair it was given, [1, H]
     """
 
     free, kind = False, 1
 
     def __init__(self, drafts: "MTPDrafts"):
-        self._drafts, self.heard = drafts, 0
+        self._drafts, self.heard, self.whole = drafts, 0, True
         self._sequence: Held | None = None
         # results of tokens, and where they begin in the text
         self._waiting: list[tuple[int, Tensor]] = []
         self.last: Tensor | None = None
 
-    def close(self) -> None:
-        """Give back what is held for the text; the layer may begin anew with it."""
-        if self._sequence is not None:
+    def found(self, tokens: list[int], held: Held) -> None:
+        """Begin with what the layer kept of a text whose beginning the model's cache has.
+
+        Where texts part, the last pair is another one: the model reads the token again that it begins with, if it can.
+        """
+        if self.heard == 0 and (kept := self._drafts.kept(tokens, held.length)) is not None:
+            if held.reach(kept.length) == kept.length:
+                held.truncate(kept.length)
+            self._sequence, self.heard = kept, held.length
+            self.whole = kept.length == self.heard
+
+    def close(self, tokens: list[int] | None = None) -> None:
+        """Give back what is held for the text, or keep it if all its tokens are told; the layer may begin anew with it."""
+        if tokens is not None and self.whole and self._sequence is not None:
+            self._drafts.keep(self, tokens)
+        elif self._sequence is not None:
             self._sequence.close()
-        self.heard, self._sequence, self._waiting, self.last = 0, None, [], None
+        self.heard, self.whole, self._sequence, self._waiting, self.last = 0, True, None, [], None
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
         """Guess up to `count` tokens after these."""
@@ -64,6 +81,7 @@ class MTPDraft:
         """Learn the results of tokens from `start` on, [T, H]. Those known before come again where a step is repeated."""
         rows, start = rows[max(self.heard - start, 0) :], max(start, self.heard)
         if len(rows):
+            self.whole = self.whole and start == self.heard
             self._waiting.append((start, rows))
             self.heard = start + len(rows)
 
@@ -104,11 +122,13 @@ class LayerRunner(Runner):
 class MTPDrafts:
     """The layer of a model, and what it keeps of all texts.
 
-    graphs  replay its steps
+    graphs    replay its steps
+    prefixes  texts that have ended
     """
 
     def __init__(self, runner: LayerRunner, graphs: bool):
         self.runner, self.model, self.cache = runner, runner.model, runner.cache
+        self.prefixes = PrefixStore(self.cache)
         self.replayer = Replayer(runner, graphs)
 
     @classmethod
@@ -127,6 +147,24 @@ class MTPDrafts:
     def begin(self) -> MTPDraft:
         """Guess at a new text."""
         return MTPDraft(self)
+
+    def kept(self, tokens: list[int], count: int) -> Held | None:
+        """What is kept of the pairs that the first `count` tokens of a text begin; None if more than the last is missing."""
+        pairs = [*_names(tokens[: count + 1]), 0]
+        if self.prefixes.look(pairs)[1] < max(count - 1, 1):
+            return None
+        return self.prefixes.open(pairs).sequence
+
+    def keep(self, draft: MTPDraft, tokens: list[int]) -> None:
+        """Keep what the layer has read of a text that has ended, for texts that begin like it."""
+        sequence = draft.sequence
+        try:
+            with suppress(AurafluxError):
+                self._read([(draft, tokens)])
+        except BaseException:
+            sequence.close()
+            raise
+        self.prefixes.keep(_names(tokens[: sequence.length + 1]), sequence)
 
     def hear(self, told: list[Told[MTPDraft]]) -> None:
         """Learn what the model made of tokens: of each text its draft, its tokens, and results [T, H] from a place on."""
@@ -202,3 +240,8 @@ class MTPDrafts:
     def _likeliest(self, hidden: Tensor) -> Tensor:
         with self.runner.contract():
             return self.model.logits(hidden).argmax(-1)
+
+
+def _names(tokens: list[int]) -> list[int]:
+    """Numbers for the pairs that tokens make with those that come next: the second's, and for the first pair both."""
+    return [tokens[0] << 32 | tokens[1], *tokens[2:]] if len(tokens) > 1 else []

@@ -1,5 +1,7 @@
 """Guesses from the text so far: what followed the last time its newest tokens stood there. No model is needed."""
 
+from auraflux.cache import Sequence
+
 PAIR = 2  # tokens by which places are found
 CANDIDATES = 16  # newest places that are looked at
 LONGEST_MATCH = 32  # tokens before a place that are compared
@@ -55,7 +57,10 @@ class NGrams:
             near = end - since <= SOON and abs(end - place - back) <= NEAR
         return length >= KINDS[-1], near, length, place
 
-    def close(self) -> None:
+    def found(self, tokens: list[int], held: Sequence) -> None:
+        """All tokens are looked at when guesses are wanted."""
+
+    def close(self, tokens: list[int] | None = None) -> None:
         """Nothing is held elsewhere."""
 
     def _index(self, tokens: list[int]) -> None:

@@ -265,10 +265,12 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         start = self.prefixes.open(job.ids)
         job.sequence = start.sequence
+        if job.guesses is not None and start.held:
+            job.guesses.draft.found(job.ids, start.sequence)
         if job.cached is None:
-            job.cached = start.held
+            job.cached = start.sequence.length
             self.counts.looked_up += len(job.ids) - 1
-            self.counts.found += start.held
+            self.counts.found += job.cached
         if start.held < start.shared < len(job.ids) - 1 and self.engine.cache.forgets:
             # two texts part here, so more may
             job.marks = sorted({*job.marks, start.shared})
@@ -373,7 +375,7 @@ class Scheduler:
         if job in self._running:
             self._running.remove(job)
         if job.guesses is not None and job.finish is not None:
-            job.guesses.draft.close()
+            job.guesses.draft.close(job.ids if job.failure is None else None)
         if job.sequence is not None:
             sequence, job.sequence, job.fallback = job.sequence, None, None
             if sequence.length > len(job.ids):

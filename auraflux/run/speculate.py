@@ -13,11 +13,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from statistics import median
+from statistics import median, median_low
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from auraflux.cache import Sequence as Held
 from auraflux.cache.radix import common_length
 
 MOST = 15  # guesses for a text at once: windows keep room to take back twice as many
@@ -33,6 +34,8 @@ CHEAP = 0.15  # of a step for one more token a text, while that is not known
 # the same for guesses that need not be tried to be judged, since they are held against the text: as on two Neoverse-N1 cores
 DEAR = 0.4
 FRESH = 32  # steps after which a plain one is taken, so that it is known what that takes
+# right guesses that were not used, for which a step of a new size is recorded: that takes as long as a dozen plain steps
+RENT, DEARER = 16, 1.1  # and by how much it must be worth more than one that is known
 PATIENCE = 64  # plain steps after which guesses that did not pay are tried again; then twice as many
 
 
@@ -49,8 +52,11 @@ class Draft(Protocol):
     def propose(self, tokens: list[int], count: int) -> list[int]:
         """Guess up to `count` tokens after these."""
 
-    def close(self) -> None:
-        """Give back what is held for the text."""
+    def found(self, tokens: list[int], held: Held) -> None:
+        """Learn what the model's cache has of a text before it is read; that may be cut, so that more is read again."""
+
+    def close(self, tokens: list[int] | None = None) -> None:
+        """Give back what is held for the text; if its tokens are told, it may be kept for others that begin like it."""
 
 
 DraftT = TypeVar("DraftT")
@@ -118,6 +124,8 @@ class Guesses:
         self.drafted += drafted
         self.accepted += accepted
         self._learn(self.draft.kind, accepted, accepted < drafted)
+        # more of them might have been right
+        self._pooled.missed += accepted // 2 if accepted == drafted else 0
 
     def reset(self) -> None:
         """Forget how often guesses were right."""
@@ -130,6 +138,7 @@ class Guesses:
             right = common_length(guess, known)
             if right < len(known) or len(known) == len(guess):
                 self._learn(kind, right, right < len(guess))
+                self._pooled.missed += right if right >= SMALL else 0
                 self._watched = None
         found = self.draft.propose(ids, count)
         if found and self._watched is None:
@@ -159,7 +168,12 @@ class Guesses:
 
 
 class Pooled(dict[tuple[int, int], Odds]):
-    """What is known of guesses at all texts, by their kind and by how many are before them in a step."""
+    """What is known of guesses at all texts, by their kind and by how many are before them in a step.
+
+    missed  right ones that were not used
+    """
+
+    missed = 0
 
     def __missing__(self, key: tuple[int, int]) -> Odds:
         return self.setdefault(key, Odds(PRIORS[key[0]]))
@@ -192,7 +206,7 @@ class Costs:
         return 2 * max(self._known(texts)) + 1 if len(self._known(texts)) > 1 else SMALL
 
     def ratio(self, texts: int, more: int) -> float:
-        """How many plain steps such a step takes as long as; beyond what was measured, tokens are thought cheap."""
+        """How many plain steps such a step takes as long as; beyond the first that was measured, tokens are thought cheap."""
         if not self._plain[texts]:
             return float("inf")
         known = self._known(texts)
@@ -206,11 +220,12 @@ class Costs:
             slope = self.unknown / texts
         else:
             before = max(n for n in known if n < below)
-            slope = max(0.0, (known[below] - known[before]) / (below - before) / 2)
+            slope = max(0.0, (known[below] - known[before]) / (below - before)) * (0.5 if before == 0 else 1.0)
         return known[below] + slope * (more - below)
 
     def _known(self, texts: int) -> dict[int, float]:
-        measured = {n: median(taken) for (b, n), taken in self._ratios.items() if b == texts and taken}
+        # of few measurements the smaller ones: whatever else a machine does makes them larger
+        measured = {n: median_low(taken) for (b, n), taken in self._ratios.items() if b == texts and taken}
         return {0: 1.0, **measured}
 
     def forget(self) -> None:
@@ -257,9 +272,12 @@ class Speculation:
         """Whether guesses would be worth while, as far as the texts are known."""
         return any(self._counts(texts))
 
-    def plan(self, texts: Sequence[Text]) -> list[list[int]]:
-        """The guesses that the next step checks, for each text; none where they would not pay."""
-        counts = self._counts(texts) if self._steps < FRESH else [0] * len(texts)
+    def plan(self, texts: Sequence[Text], is_known: Callable[[int], bool] = lambda more: True) -> list[list[int]]:
+        """The guesses that the next step checks, for each text; none where they would not pay.
+
+        is_known  whether a step with so many tokens more than texts has been recorded, so that it takes no longer than others
+        """
+        counts = self._counts(texts, is_known) if self._steps < FRESH else [0] * len(texts)
         if not any(counts):
             self._wait(texts)
             return [[] for _ in texts]
@@ -302,24 +320,28 @@ class Speculation:
                 if text.guesses is not None and not text.guesses.draft.free:
                     text.guesses.reset()
 
-    def _counts(self, texts: Sequence[Text]) -> list[int]:
+    def _counts(self, texts: Sequence[Text], is_known: Callable[[int], bool] = lambda more: True) -> list[int]:
         """How many guesses each text gets: the likeliest of all, as many as make the step worth most."""
         offers = [[] if text.guesses is None else text.guesses.offer(text.ids, text.room) for text in texts]
         chances = [(chance, number) for number, offer in enumerate(offers) for chance in offer]
         chances.sort(key=lambda chance: -chance[0])
         costly = any(text.guesses is not None and not text.guesses.draft.free for text in texts)
-        chosen = chances[: self._best([chance for chance, _ in chances], len(texts), costly)]
+        chosen = chances[: self._best([chance for chance, _ in chances], len(texts), costly, is_known)]
         counts = [0] * len(texts)
         for _, number in chosen:
             counts[number] += 1
         return counts
 
-    def _best(self, chances: list[float], texts: int, costly: bool) -> int:
+    def _best(self, chances: list[float], texts: int, costly: bool, is_known: Callable[[int], bool]) -> int:
         best, most = 0, MARGIN
         for more in sizes(min(len(chances), self._limit - texts, self.costs.reach(texts)), costly):
             worth = (texts + sum(chances[:more])) / texts / self.costs.ratio(texts, more)
-            if worth > most:
+            # guesses that are not held against the text before they are used must be tried
+            known = costly or is_known(more)
+            if worth > (most if known else most * DEARER) and (known or self._pooled.missed >= RENT):
                 best, most = more, worth
+        if best and not costly and not is_known(best):
+            self._pooled.missed = 0
         return best
 
 

@@ -72,7 +72,7 @@ class Writer:
         self._began = time.perf_counter()
         self.live = self._in_places(jobs)
         together = self._with(self.live)
-        if self.speculation is not None and any(drafts := self._fall_backs(self.speculation.plan(self.live))):
+        if self.speculation is not None and any(drafts := self._fall_backs(self._plan(self.speculation, together))):
             try:
                 self._scored(self._check(together, drafts), drafts)
             except CacheFull:
@@ -85,10 +85,16 @@ class Writer:
     def _scored(self, scores: Tensor, drafts: list[list[int]]) -> None:
         self._scores, self._drafts, self._hidden = scores, drafts, self.engine.hidden
 
-    def _check(self, together: Together, drafts: list[list[int]]) -> Tensor:
-        """The scores after each job's last token and each of its guesses, [T, V]."""
+    def _plan(self, speculation: Speculation, together: Together) -> list[list[int]]:
+        """The guesses at each job's next tokens."""
         if together.checked is None:
             together.checked = self.engine.cache.batch([job.held for job in together.jobs])
+        batch = together.checked
+        return speculation.plan(together.jobs, lambda more: self.engine.replayer.is_known(batch, 1 + more))
+
+    def _check(self, together: Together, drafts: list[list[int]]) -> Tensor:
+        """The scores after each job's last token and each of its guesses, [T, V]."""
+        assert together.checked is not None
         pieces = [[job.ids[-1], *draft] for job, draft in zip(together.jobs, drafts, strict=True)]
         firsts = {0, *accumulate(map(len, pieces))}
         with guessing(row for row in range(max(firsts)) if row not in firsts):

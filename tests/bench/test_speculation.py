@@ -6,11 +6,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import auraflux
 from auraflux.bench.random_weights import random_language
-from auraflux.bench.speculation import measure_forced
+from auraflux.bench.speculation import _write, measure, measure_forced, tasks
 from auraflux.cache import CacheSettings
 from auraflux.cli import main
 from auraflux.run.language import LanguageModel
+from tests.run.tiny import tiny
 
 TINY = {
     "model_type": "llama",
@@ -43,6 +45,18 @@ def test_guesses_are_right_as_often_as_they_are_told_to_be(chance: float):
     # a guess after one that was wrong is of no use
     assert found[-1].accepted / found[-1].drafted <= first
     assert model_of(1).engine.cache.nbytes == 0
+
+
+def test_what_repeats_is_also_dictated():
+    """Then it is what was asked for, whatever a model of random weights makes of it, with guesses and without."""
+    model = auraflux.load(tiny(), context=4096, device="cpu", speculate="ngram")
+    found = {gain.task: gain for gain in measure(model, 40, 1, lambda _: None)}
+    assert list(found) == [task.name for task in tasks()]
+    assert all(gain.same for gain in found.values())
+    for task in (task for task in tasks() if task.dictated):
+        _, stats, text = _write(model, task, 40)
+        assert model.tokenizer.decode(text) in task.dictated
+        assert stats.tokens == 40
 
 
 @pytest.mark.parametrize("given", [["--shape", "llama-8b"], ["--random"], ["--random", "--shape", "llama-8b", "model"]])

@@ -54,7 +54,7 @@ def test_a_longer_text_is_recorded_anew():
     for token in range(120):
         made.decode(batch, [token])
         seen.append(recordings(made))
-    # 64 and 128 tokens: the first step past each still runs its Python
+    # one for 64, 128 and 256 tokens
     assert seen[0] == 0
     assert seen[1] == 1
     assert seen[-1] == 3

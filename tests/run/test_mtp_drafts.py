@@ -11,6 +11,7 @@ import torch
 
 import auraflux
 from auraflux.cache import Cache, CacheSettings
+from auraflux.cache.prefix import PrefixStore
 from auraflux.cli.generate import figures
 from auraflux.errors import CacheFull, SettingsError
 from auraflux.models import family
@@ -72,7 +73,9 @@ def drafts_of(scheduler: Scheduler) -> MTPDrafts:
 
 
 def nothing_is_left(scheduler: Scheduler) -> bool:
-    return nothing_leaks(scheduler) and drafts_of(scheduler).cache.nbytes == 0
+    drafts = drafts_of(scheduler)
+    drafts.prefixes.clear()
+    return nothing_leaks(scheduler) and drafts.cache.nbytes == 0
 
 
 def prompts_of(name: str) -> list[list[int]]:
@@ -104,7 +107,7 @@ def test_a_text_is_what_it_is_without_guesses(name: str, kv: str, right: bool, h
     if right and not heat:
         assert made.speculation.drafted > made.speculation.accepted > 40
         assert all(job.steps < TOKENS for job in jobs)
-    # again, with prompts that are found: the layer begins where the model does
+    # again, with prompts that are found
     again = submit(made, prompts_of(name), Sampling(max_tokens=TOKENS, temperature=heat, seed=3))
     assert finish(made, again) == plain(name, kv, right, heat)
     assert nothing_is_left(made)
@@ -143,6 +146,53 @@ def test_guesses_are_those_of_the_layer(name: str):
     assert alone == wanted
     # nothing is known of what a token further the model would make
     assert drafts.propose([(told[0][0], [*texts[0], 1], 4)]) == [[]]
+
+
+def written(scheduler: Scheduler, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[int, list[int]]]:
+    """A text's job when it has ended, and what was guessed after so many tokens of it."""
+    guesses: dict[int, list[int]] = {}
+    plain_propose = scheduler.speculation._propose
+
+    def propose(asked: list[Any]) -> list[list[int]]:
+        found = plain_propose(asked)
+        guesses.update({len(tokens): guess for (_, tokens, _), guess in zip(asked, found, strict=True) if guess})
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.speculation, "_propose", propose)
+        (job,) = submit(scheduler, [prompt], GREEDY)
+        finish(scheduler, [job])
+    return job, guesses
+
+
+FOUND = [
+    ("deepseek_v3", "k8v4"),
+    ("qwen3_5_moe", "k8v4"),
+    ("deepseek_v3", "none"),
+    ("qwen3_5_moe", "k4v4"),
+    ("glm4_moe", "k4v4"),
+]
+
+
+@pytest.mark.parametrize(("name", "kv"), [*FOUND[:1], *(pytest.param(*each, marks=pytest.mark.slow) for each in FOUND[1:])])
+def test_a_found_prefix_is_one_for_the_layer_too(name: str, kv: str, monkeypatch: pytest.MonkeyPatch):
+    """The same prompt, one that parts from the text, and one that goes on after it: text and guesses as if nothing was kept."""
+    text = tokens(both(name).model, 200)
+    made = scheduler_for(name, kv, right=False)
+    first, _ = written(made, text[:90], monkeypatch)
+    parting = [*first.ids[:-3], *text[160:180]]
+    for prompt in (text[:90], parting, [*first.ids, *text[150:160]]):
+        wanted, expected = written(scheduler_for(name, kv, right=False), prompt, monkeypatch)
+        found, guesses = written(made, prompt, monkeypatch)
+        assert found.cached > 0
+        assert found.stream.tokens == wanted.stream.tokens
+        both_guessed = guesses.keys() & expected.keys()
+        assert len(both_guessed) > 5
+        same = sum(a == b for n in both_guessed for a, b in zip(guesses[n], expected[n], strict=False))
+        all_ = sum(min(len(guesses[n]), len(expected[n])) for n in both_guessed)
+        # where texts part, a state that cannot go back by a token leaves a pair out
+        assert same == all_ or (prompt is parting and made.engine.cache.moves and same > 0.4 * all_)
+    assert nothing_is_left(made)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -237,6 +287,7 @@ def test_a_layer_without_pages_begins_anew(name: str):
     small = drafts_of(made)
     _, shapes, place = loaded(name)
     small.cache = Cache([shapes[place.like]], CacheSettings("k8v4"), context=300, sequences=4, tokens=128, chunk=64)
+    small.prefixes = PrefixStore(small.cache)
     assert finish(made, submit(made, prompts_of(name), GREEDY)) == plain(name)
     assert made.speculation.accepted > 0
     assert nothing_is_left(made)
@@ -287,6 +338,7 @@ def test_a_loaded_model_guesses_with_its_own_layer(name: str):
     assert list(model.tokens(prompt, **settings)) == wanted
     assert model.stats.drafted > model.stats.accepted > 10
     assert model.stats.steps == 40 - model.stats.accepted
+    drafts_of(model.scheduler).prefixes.clear()
     assert drafts_of(model.scheduler).cache.nbytes == 0
 
 

@@ -1,14 +1,17 @@
 """The one real model every machine can get, beside llama.cpp on the same file."""
 
 import math
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import pytest
 import torch
 
 import auraflux
+from auraflux.cache.prefix import PrefixStore
+from auraflux.ops.simd.threads import set_threads, threads
 from auraflux.run.language import LanguageModel
 from auraflux.weights.pull import locate
+from tests.run.test_invariance import alone, read
 from tests.tested import outside
 
 pytestmark = pytest.mark.slow
@@ -107,3 +110,40 @@ def test_scores_of_a_text_are_the_same_however_it_is_cut(kv: str, exact: bool):
     batch = engine.writing([sequence])
     assert torch.equal(torch.cat([engine.decode(batch, [token]).clone() for token in ids]), whole), "token by token"
     sequence.close()
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("kv", ["none", "k8v4", "k4v4", "k3v2"])
+def test_scores_of_a_text_are_the_same_in_any_company(kv: str, exact: bool):
+    """Beside other texts, after a fork, a cut and a kept prefix, and on one thread."""
+    model = auraflux.load(exact=exact, kv=kv, context=512, device="cpu", sequences=10)
+    engine, ids = model.engine, model.tokenizer.encode(f"{TEXT} {TEXT}")
+    text, others, page = ids[:200], [ids[200 + 8 * i : 216 + 8 * i] for i in range(8)], engine.cache.page
+    whole = alone(engine, text, [200])
+    for count in (1, 3, 8):
+        assert torch.equal(alone(engine, text, [37], others[:count]), whole), f"beside {count} others"
+    first = engine.cache.open()
+    read(engine, first, text[:150], [150])
+    fork = first.fork()
+    place = 133 - first.truncate(133)
+    assert torch.equal(read(engine, first, text[place:], [13]), whole[place:]), "after a cut"
+    assert torch.equal(read(engine, fork, text[150:], [5, 1]), whole[150:]), "after a fork"
+    fork.close()
+    first.close()
+    kept, store, places = engine.cache.open(), PrefixStore(engine.cache), (page, 171)
+    for start, end in pairwise((0, *places, 190)):
+        read(engine, kept, text[start:end], [end])
+        kept.checkpoint()
+    store.keep(text[:190], kept)
+    for place in places:
+        begun = store.open(text[: place + 1])
+        assert begun.held == place
+        assert torch.equal(read(engine, begun.sequence, text[place:], [9]), whole[place:]), f"after {place} kept tokens"
+        begun.sequence.close()
+    store.clear()
+    before = threads()
+    set_threads(1)
+    try:
+        assert torch.equal(alone(engine, text, [64]), whole), "on one thread"
+    finally:
+        set_threads(before)

@@ -23,7 +23,7 @@ from auraflux.run.request import Event, Request
 from auraflux.run.sampler import Sampler
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
-from auraflux.run.speculate import Draft, Speculation
+from auraflux.run.speculate import RENT, Draft, Speculation
 from tests.models.oracles import save
 from tests.models.test_replay import MODELS, UNREPLAYED
 from tests.run.test_scheduler import CALIBRATED, finish, nothing_leaks, prompts_of, scheduler_for, submit
@@ -47,7 +47,9 @@ class Told:
     def _changed(self, token: int) -> int:
         return token if self.random.random() < self.share else (token + 1) % 64
 
-    def close(self) -> None: ...
+    def found(self, tokens: list[int], held: Any) -> None: ...
+
+    def close(self, tokens: list[int] | None = None) -> None: ...
 
 
 def eager(begin: Callable[[], Draft]) -> Speculation:
@@ -176,6 +178,48 @@ def test_what_stops_a_step_of_guesses_leaves_texts_as_they_were(
     assert nothing_leaks(made)
 
 
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_a_step_of_guesses_that_fails_ends_its_texts_and_no_others(name: str, monkeypatch: pytest.MonkeyPatch):
+    made = with_guesses(scheduler_for(name, parallel=2), told(name, "k8v4"))
+    jobs = submit(made, prompts_of(name), settings_of(0))
+    made.wait(lambda: any(len(job.stream.tokens) > 4 for job in jobs))
+    writing = [job for job in jobs if job.sequence is not None and job.unread == 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(made.engine, "verify", lambda *_: 1 / 0)
+        made.turn()
+    assert writing
+    assert all(job.finish == "error" for job in writing)
+    wanted = dict(zip(jobs, plain(name, "k8v4"), strict=True))
+    assert all(job.stream.tokens == wanted[job][: len(job.stream.tokens)] for job in writing)
+    others = [job for job in jobs if job not in writing]
+    assert finish(made, others) == [wanted[job] for job in others]
+    # and nothing wrong is kept
+    assert finish(made, submit(made, prompts_of(name), settings_of(0))) == plain(name, "k8v4")
+    assert nothing_leaks(made)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_a_text_that_is_cancelled_while_its_guesses_are_checked(name: str, monkeypatch: pytest.MonkeyPatch):
+    made = with_guesses(scheduler_for(name), told(name, "k8v4"))
+    gone, *jobs = submit(made, prompts_of(name), settings_of(0))
+    made.wait(lambda: len(gone.stream.tokens) > 4)
+    verify = made.engine.verify
+
+    def cancelling(*args: Any) -> Any:
+        found = verify(*args)
+        made.cancel(gone)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.engine, "verify", cancelling)
+        made.wait(lambda: gone.finish is not None)
+    assert gone.finish == "cancelled"
+    assert gone.stream.tokens == plain(name, "k8v4")[0][: len(gone.stream.tokens)]
+    assert finish(made, jobs) == plain(name, "k8v4")[1:]
+    assert finish(made, submit(made, prompts_of(name), settings_of(0))) == plain(name, "k8v4")
+    assert nothing_leaks(made)
+
+
 def test_a_cancelled_text_leaves_the_others():
     made = with_guesses(scheduler_for("qwen3_5_moe"), told("qwen3_5_moe", "k8v4"))
     gone, *jobs = submit(made, prompts_of("qwen3_5_moe"), settings_of(0))
@@ -277,6 +321,32 @@ def test_guesses_pay_where_a_text_repeats_itself_and_cost_nothing_where_it_does_
 
     assert write(speculation, Written(speculation, list(said)), said[:250], seconds) < 0.01 * 250 / 1.6
     assert write(speculation, Written(speculation, list(new)), new[::-1], seconds) < 0.01 * 300 / 0.95
+
+
+def test_a_step_of_a_new_size_is_recorded_only_after_guesses_were_right():
+    """Recording takes as long as many plain steps: not for a text that hardly repeats itself."""
+    said, known, asked = list(range(100, 400)), set[int](), list[int]()
+    speculation = Speculation(NGrams, 64)
+
+    def is_known(more: int) -> bool:
+        asked.append(more)
+        return more in known
+
+    text = Written(speculation, list(said))
+    at, draft = 0, list[int]()
+    while at < 60 and not draft:
+        (draft,) = speculation.plan([text], is_known)
+        if not draft:
+            text.ids.append(said[at])
+            at += 1
+            speculation.note([text], [[]], [0], 0.01)
+    assert asked
+    assert RENT <= at < 60
+    # it is used up: another size must wait again, this one need not
+    text.ids += said[at : at + 4]
+    known.add(len(draft))
+    speculation.note([text], [draft], [len(draft)], None)
+    assert len(speculation.plan([text], is_known)[0]) == len(draft)
 
 
 def test_guesses_stop_where_their_steps_take_too_long():
