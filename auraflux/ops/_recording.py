@@ -18,6 +18,12 @@ class Recording(Protocol):
     def keep(self, memory: Any) -> None:
         """Hold on to memory that a launch points to."""
 
+    def ask(self, code: int, args: array) -> None:
+        """Note a question that Python has asked a kernel; the answer is the last of its numbers."""
+
+    def looks(self, address: int) -> bool:
+        """Whether to look for what a kernel found wrong."""
+
     def spoil(self, reason: str) -> None:
         """Say why the step cannot be repeated."""
 
