@@ -9,7 +9,7 @@ QUESTION ?= Why is the sky blue? Answer in two sentences.
 # hundreds of processes import the same modules: what one has compiled, the others read
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles docs table clean
+.PHONY: install demo test test-all fuzz fuzz-coverage faults check fix bench cycles overhead docs table clean
 
 install: $(INSTALLED)
 
@@ -68,6 +68,10 @@ bench: $(INSTALLED)
 # what llvm-mca says of the CPU kernels' inner loops on processors that are not here; needs Debian's llvm-19, or newer
 cycles: $(INSTALLED)
 	$(BIN)/python -m auraflux.bench.cycles
+
+# what Python takes around the CPU kernels of each op, where steps are not replayed
+overhead: $(INSTALLED)
+	$(BIN)/python -m auraflux.bench.overhead
 
 # docs/cli.md, docs/ops.md and docs/kernels.md
 docs: $(INSTALLED)

@@ -70,6 +70,8 @@ class Op:
         self.family = reference.__module__.split(".")[-2]
         self.declined: dict[str, set[str]] = {}
         self._kernels: dict[str, Callable[..., Any] | None] = {"reference": None}
+        # makes calls of the CPU's kernel that are like earlier ones, see `simd/prepared.py`
+        self._prepared: Callable[[tuple[Any, ...]], Any] | None = None
         self._first = next(iter(inspect.signature(reference).parameters))
         self.kinds = Kinds(reference)
         self.__doc__ = reference.__doc__
@@ -77,6 +79,13 @@ class Op:
         self.__wrapped__ = reference
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = self._prepared
+        if prepared is None or kwargs or recorder or _forced.get() is not None:
+            return self.run(*args, **kwargs)
+        return prepared(args)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the arguments, then have the kernel or the reference do its work."""
         kinds, values, key = self.kinds, args, tuple(map(type, args))
         if kwargs or kinds.lists:
             values, key = kinds.spread(args, kwargs)
@@ -142,6 +151,8 @@ class Op:
             # two threads that import modules of one another would be given them half made
             with IMPORTING:
                 self._kernels[backend] = self._find(backend) if backend in BACKENDS else None
+                if backend == "cpu" and self._kernels[backend] is not None:
+                    self._prepared = importlib.import_module("auraflux.ops.simd.prepared").Prepared(self)
         return self._kernels[backend]
 
     def backends(self) -> list[str]:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any, Protocol
 
+from torch import Tensor
+
 
 class Recording(Protocol):
     """A step on its way to being repeated without its Python, see `simd/record.py`."""
@@ -17,6 +19,15 @@ class Recording(Protocol):
 
     def keep(self, memory: Any) -> None:
         """Hold on to memory that a launch points to."""
+
+    def ask(self, code: int, args: array) -> None:
+        """Note a question that Python has asked a kernel; the answer is the last of its numbers."""
+
+    def looks(self, address: int) -> bool:
+        """Whether to look for what a kernel found wrong."""
+
+    def read(self, how: str, tensor: Tensor) -> None:
+        """Hear that Python reads a tensor's values."""
 
     def spoil(self, reason: str) -> None:
         """Say why the step cannot be repeated."""

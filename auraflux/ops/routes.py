@@ -138,6 +138,11 @@ def routes_of(op: Op, backend: str) -> Routes[Any, Any] | None:
     return tables.get(op.name)
 
 
+def is_rerouted() -> bool:
+    """Whether tables are asked for something else than the usual way through them."""
+    return _asked.get() is not None
+
+
 @contextmanager
 def leaving_out(names: frozenset[str]) -> Iterator[None]:
     """Take no route of these names inside the block, whatever its table."""

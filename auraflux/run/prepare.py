@@ -9,7 +9,7 @@ from torch import Tensor
 
 from auraflux.cache import CacheSettings
 from auraflux.ops.simd.ahead import compile_all, noted
-from auraflux.ops.simd.jit import Entry, Kernel
+from auraflux.ops.simd.jit import Kernel
 from auraflux.run.calibrate import find_vectors
 from auraflux.run.engine import Engine
 from auraflux.run.progress import Report
@@ -31,7 +31,7 @@ def compile_kernels(
 
 def kernels_of(
     model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype
-) -> tuple[list[Kernel | Entry], list[Kernel | Entry]]:
+) -> tuple[list[Kernel], list[Kernel]]:
     """The kernels that calibrating, reading a prompt and writing call, as far as running them on zeros tells.
 
     Then those of drawing by chance, which the likeliest token does without.
@@ -39,7 +39,7 @@ def kernels_of(
     few = _beginning(model, shapes)
     shapes = shapes[: len(few.layers)]
     sizes: dict[str, Any] = {"context": 2 * PROMPT, "chunk": PROMPT, "dtype": dtype, "device": "cpu"}
-    needed: list[Kernel | Entry] = []
+    needed: list[Kernel] = []
     with noted() as kernels:
         try:
             if calibrate:

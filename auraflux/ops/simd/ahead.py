@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from numba.core.registry import CPUDispatcher, cpu_target
 
-from auraflux.ops.simd import jit
+from auraflux.ops.simd import jit, prepared
 from auraflux.ops.simd.folder import CACHE_FOLDER
-from auraflux.ops.simd.jit import Entry, Kernel
+from auraflux.ops.simd.jit import Kernel
 from auraflux.ops.simd.threads import crew, make_ready
 
 Tell = Callable[[str, int, int], None]  # what was compiled, how many so far, of how many
@@ -52,7 +52,7 @@ _going_on: list[Any] = []  # processes that compile what is not needed yet
 
 
 @contextmanager
-def noted() -> Iterator[dict[Kernel | Entry, None]]:
+def noted() -> Iterator[dict[Kernel, None]]:
     """Collect the kernels that this thread calls inside the block, in order and each once, instead of running them."""
     with _one:
         taken = jit.notes = jit.Notes(threading.get_ident(), {})
@@ -65,9 +65,7 @@ def noted() -> Iterator[dict[Kernel | Entry, None]]:
             jit.notes = crew.asked_by = None
 
 
-def compile_all(
-    kernels: Iterable[Kernel | Entry], tell: Tell = lambda name, done, total: None, later: Iterable[Kernel | Entry] = ()
-) -> None:
+def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total: None, later: Iterable[Kernel] = ()) -> None:
     """Compile what is not in the cache yet, the largest first, with as many processes as there are processors.
 
     later  kernels that are compiled after the others, by processes that go on while this one does other things
@@ -86,7 +84,7 @@ def compile_all(
         kernel.compile()
 
 
-def _size(kernel: Kernel | Entry) -> int:
+def _size(kernel: Kernel) -> int:
     """Bytes of Python code that a kernel is made of."""
     found: set[Any] = set()
     waiting: list[Any] = [kernel.body]
@@ -102,7 +100,7 @@ def _size(kernel: Kernel | Entry) -> int:
     return size
 
 
-def _in_turn(kernels: Iterable[Kernel | Entry]) -> list[Kernel | Entry]:
+def _in_turn(kernels: Iterable[Kernel]) -> list[Kernel]:
     """Kernels that are not in the cache yet: of every module the largest, then of every module the next."""
     missing = sorted((each for each in kernels if not each.is_kept()), key=_size, reverse=True)
     before: Counter[str] = Counter()
@@ -113,7 +111,7 @@ def _in_turn(kernels: Iterable[Kernel | Entry]) -> list[Kernel | Entry]:
     return sorted(missing, key=rank.__getitem__)
 
 
-def _next(kernels: list[Kernel | Entry], taken: Any, mine: set[str]) -> int | None:
+def _next(kernels: list[Kernel], taken: Any, mine: set[str]) -> int | None:
     """Take the next kernel, first of the modules whose parts this process has compiled; gives its number."""
     with taken.get_lock():
         free = [number for number, is_taken in enumerate(taken) if not is_taken]
@@ -130,7 +128,7 @@ def wait() -> None:
         _going_on.pop().join()
 
 
-def _share(missing: list[Kernel | Entry], rest: list[Kernel | Entry], workers: int, tell: Tell) -> None:
+def _share(missing: list[Kernel], rest: list[Kernel], workers: int, tell: Tell) -> None:
     """Let processes compile kernels in turn, and wait for those that are missing."""
     context = multiprocessing.get_context("fork")
     taken, later = context.Array("b", len(missing)), context.Array("b", len(rest))
@@ -164,6 +162,7 @@ def _share(missing: list[Kernel | Entry], rest: list[Kernel | Entry], workers: i
     _going_on[:] = processes + [process for process in _going_on if process.is_alive()]
     try:
         make_ready()
+        prepared.make_ready()
         # a process that ends before its time leaves some to be compiled here
         with suppress(EOFError):
             for done in range(1, len(missing) + 1):

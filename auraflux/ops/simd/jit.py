@@ -7,6 +7,7 @@ shapes, dtypes and contiguity are checked before a kernel runs.
 `@jit` compiles a function, `@Kernel` one that all threads run together (threads.py). Compiled code is kept on disk (folder.py).
 """
 
+import ctypes
 import struct
 import threading
 from array import array
@@ -68,45 +69,10 @@ class Notes(NamedTuple):
     """Kernels that one thread calls, which do not run."""
 
     thread: int
-    found: dict["Kernel | Entry", None]
+    found: dict["Kernel", None]
 
 
 notes: Notes | None = None  # while `ahead` takes them
-
-
-class Entry:
-    """Compiled code that Python calls with whole numbers for the one it returns."""
-
-    def __init__(self, body: Callable[..., int], noted: int):
-        self.__doc__ = body.__doc__
-        self.__name__ = body.__name__
-        self.body = body
-        self.noted = noted
-        self._signature = types.int64(*[types.int64] * body.__code__.co_argcount)
-        self._compiled: Any = None
-
-    def compile(self) -> Any:
-        """Compile it, or fetch it from the cache, and give what can be called."""
-        if self._compiled is None:
-            with our_cache():
-                options = {"nogil": True, "cache": True, "pipeline_class": KernelCompiler, "fastmath": FAST, **OPTIONS}
-                self._compiled = numba.njit(self._signature, **options)(self.body)
-        return self._compiled
-
-    def is_kept(self) -> bool:
-        """Whether it need not be compiled: it has been, or is in the cache."""
-        return self._compiled is not None or (bool(CACHE_FOLDER) and is_kept(CACHE_FOLDER, self.body, self._signature))
-
-    def __call__(self, *args: int) -> int:
-        if notes is not None and notes.thread == threading.get_ident():
-            notes.found[self] = None
-            return self.noted
-        return (self._compiled or self.compile())(*args)
-
-
-def entry(noted: int) -> Callable[[Callable[..., int]], Entry]:
-    """Compile a function that Python calls for a number; `noted` is taken for it where kernels are only noted."""
-    return partial(Entry, noted=noted)
 
 
 JOB = types.void(types.int64, types.int64, types.int64)
@@ -164,6 +130,41 @@ class Kernel:
             recording.add(self._address, packed, jobs)
 
 
+class Question(Kernel):
+    """A kernel that Python asks for a number: it reads its arguments, and writes the answer behind the last of them.
+
+    noted  what is taken for the answer where kernels are only noted
+    """
+
+    def __init__(self, body: Callable[..., None], noted: int):
+        super().__init__(body)
+        self.noted = noted
+
+    def ask(self, *args: int) -> int:
+        """Run it, on this thread."""
+        if notes is not None and notes.thread == threading.get_ident():
+            notes.found[self] = None
+            return self.noted
+        packed = array("q", (*args, 0))
+        launch(crew.shared, self._address or self.compile(), packed.buffer_info()[0], 1)
+        if recorder and (recording := recorder.recording) is not None:
+            assert self._address is not None
+            recording.ask(self._address, packed)
+        return packed[-1]
+
+
+def question(noted: int) -> Callable[[Callable[..., None]], Question]:
+    """Compile a kernel that Python asks for a number; `noted` is taken for it where kernels are only noted."""
+    return partial(Question, noted=noted)
+
+
+def found_wrong(address: int) -> int:
+    """What a kernel left in an int64 that is 0 unless it was given something wrong."""
+    if recorder and (recording := recorder.recording) is not None and not recording.looks(address):
+        return 0
+    return ctypes.c_int64.from_address(address).value
+
+
 @intrinsic(prefer_literal=True)
 def arguments(typingctx, args, count):
     """Open a kernel's arguments: a tuple of `count` integers."""
@@ -218,7 +219,21 @@ octets = _view(types.uint8)
 doubles = _view(types.float64)
 
 
-_thread = threading.local()
+class Scratch(threading.local):
+    """A thread's scratch memory, aligned to cache lines; `view` is for Python to write to."""
+
+    nbytes = address = 0
+    view = memoryview(bytearray())
+
+    def grow(self, nbytes: int) -> None:
+        """Have at least so much, and some to spare."""
+        self.nbytes = nbytes + nbytes // 4
+        buffer = torch.empty(self.nbytes + LINE, dtype=torch.uint8)
+        ahead = -buffer.data_ptr() % LINE
+        self.address, self.view = buffer.data_ptr() + ahead, buffer.numpy().data[ahead:]
+
+
+scratch = Scratch()
 
 
 def workspace(nbytes: int) -> int:
@@ -229,11 +244,9 @@ def workspace(nbytes: int) -> int:
     """
     if recorder and (recording := recorder.recording) is not None:
         return recording.workspace(nbytes)
-    buffer = getattr(_thread, "buffer", None)
-    if buffer is None or buffer.numel() < nbytes + LINE:
-        buffer = _thread.buffer = torch.empty(nbytes + nbytes // 4 + LINE, dtype=torch.uint8)
-    address = buffer.data_ptr()
-    return address + -address % LINE
+    if nbytes > scratch.nbytes:
+        scratch.grow(nbytes)
+    return scratch.address
 
 
 def as_float(x: Tensor) -> Tensor:

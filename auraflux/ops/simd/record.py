@@ -12,7 +12,7 @@ harmless, a few are translated to launches, and anything else spoils the recordi
 import struct
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock, get_ident
 from typing import Any
 
@@ -117,6 +117,21 @@ class Recording:
         """Hold on to memory that a launch points to."""
         self._kept.append(memory)
 
+    def keep_new(self, tensor: Tensor) -> None:
+        """The same of memory that was made for the step."""
+        self._kept.append(tensor)
+
+    def ask(self, code: int, args: array) -> None:
+        """Note a question: it was asked of values that are others when the step is repeated, by whoever changes them."""
+
+    def looks(self, address: int) -> bool:
+        """Whether to look for what a kernel found wrong: a step that is repeated has nobody to tell."""
+        return False
+
+    def read(self, how: str, tensor: Tensor) -> None:
+        """See to values that Python reads: they decide something."""
+        self.spoil(f"Python reads a value with {how}")
+
     def spoil(self, reason: str) -> None:
         if self.spoiled is None and not self._paused:
             self.spoiled = reason
@@ -124,14 +139,18 @@ class Recording:
     def workspace(self, nbytes: int) -> int:
         """Scratch memory for the launches of one op, as `jit.workspace` gives it; it stays where it is."""
         if self._scratch is None or self._scratch.numel() < nbytes + LINE:
-            self._scratch = torch.empty(max(SCRATCH_NBYTES, 2 * nbytes) + LINE, dtype=torch.uint8)
+            with self._looking_away():
+                self._scratch = torch.empty(max(SCRATCH_NBYTES, 2 * nbytes) + LINE, dtype=torch.uint8)
             self._kept.append(self._scratch)
         address = self._scratch.data_ptr()
         return address + -address % LINE
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Look away: what is done inside leaves nothing behind."""
+        return self._looking_away()
+
+    @contextmanager
+    def _looking_away(self) -> Iterator[None]:
         self._paused = True
         try:
             yield
@@ -143,19 +162,19 @@ class Recording:
         if self._paused or name in VIEWS:
             return
         if name in NEW:
-            self._kept.append(out)
+            self.keep_new(out)
         elif name in ZEROS and out.is_contiguous():
-            self._kept.append(out)
+            self.keep_new(out)
             self._launch(_fill_zero, out.data_ptr(), out.nbytes)
         elif name == "mul" and isinstance(args[1], float) and _alike(args[0], out):
-            self._kept.append(out)
+            self.keep_new(out)
             self._launch(_scale, args[0].data_ptr(), _bits(args[1]), out.data_ptr(), out.numel())
         elif name == "add_" and not kwargs and _adds_rows(*args[:2]):
             self._kept.append(args[1])
             rows = args[0].numel() // args[1].numel()
             self._launch(_add, args[0].data_ptr(), args[1].data_ptr(), rows, args[1].numel())
         elif name == "clone" and (stride := _row_stride(args[0])) is not None and out.is_contiguous():
-            self._kept.append(out)
+            self.keep_new(out)
             rows = out.numel() // out.shape[-1]
             self._launch(_copy_rows, args[0].data_ptr(), stride, out.data_ptr(), rows, out.shape[-1])
         else:
@@ -238,13 +257,24 @@ class _Reading:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if (recording := recorder.recording) is not None:
-                recording.spoil(f"Python reads a value with {name}")
+                recording.read(name, args[0])
             return read(*args, **kwargs)
 
         return watched
 
 
 _reading = _Reading()
+
+
+@contextmanager
+def watched(recording: Recording) -> Iterator[None]:
+    """Have this thread's launches inside the block noted, and see to what torch does there."""
+    recorder[get_ident()] = recording
+    try:
+        with _Operations(recording), _reading:
+            yield
+    finally:
+        del recorder[get_ident()]
 
 
 @contextmanager
@@ -255,12 +285,8 @@ def record() -> Iterator[Recording]:
     # replays launch on threads that nothing else may have started: a narrow model's step can do without
     threads()
     recording = Recording()
-    recorder[get_ident()] = recording
-    try:
-        with _Operations(recording), _reading:
-            yield recording
-    finally:
-        del recorder[get_ident()]
+    with watched(recording):
+        yield recording
 
 
 def _bits(value: float) -> int:

@@ -193,7 +193,7 @@ def run(kernel: Kernel, jobs: int, batch: Batch, rows: int, fewest: int, most: i
     items, partial = lines[-4], lines[-1]
     if recorder.recording is not None:
         # later lengths give other plans; twice the runs that are aimed at, and two for each block, is more than any has
-        blocks = batch.key_heads * batch.sequences * (group // rows + 1)
+        blocks = batch.key_heads * (batch.sequences + most * group // rows)
         items = 2 * ITEMS_PER_THREAD * jobs + 2 * blocks
         partial = blocks * -(-batch.table_width * batch.page // PART) * slot
     if items:

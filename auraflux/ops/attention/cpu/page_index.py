@@ -8,13 +8,13 @@ from torch import Tensor
 from auraflux.errors import InputError
 from auraflux.kinds import told_once
 from auraflux.ops.attention.pages import spans
-from auraflux.ops.simd.jit import entry, int32s, jit
+from auraflux.ops.simd.jit import arguments, int32s, int64s, jit, question
 
 EVERYTHING = 1 << 40  # positions; further back than any sequence is long
 
 
-@entry(noted=0)
-def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, count, reach):
+@jit
+def _survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, count, reach):
     """Give how many pairs of a query and a key there may be, or -1 if any of this leads outside the pages."""
     lengths, starts = int32s(lengths_at, sequences), int32s(starts_at, sequences + 1)
     if starts[0] != 0 or starts[sequences] != tokens:
@@ -37,10 +37,17 @@ def survey(table_at, width, lengths_at, starts_at, sequences, tokens, page, coun
     return pairs
 
 
+@question(noted=0)
+def survey(args, job, jobs):
+    """Ask `_survey`."""
+    table, width, lengths, starts, sequences, tokens, page, count, reach = arguments(args, 9)
+    int64s(args + 72, 1)[0] = _survey(table, width, lengths, starts, sequences, tokens, page, count, reach)
+
+
 def count_pairs(pages: Any, starts: Tensor, tokens: int, reach: int | None) -> int:
     """Count the pairs of a query and a key, once it is sure that no kernel will leave the pages, of whatever kind."""
     size, table, width, lengths, sequences, count = _places(pages)
-    found = survey(
+    found = survey.ask(
         table, width, lengths, starts.data_ptr(), sequences, tokens, size, count, EVERYTHING if reach is None else reach
     )
     if found < 0:

@@ -6,12 +6,24 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._recording import recorder
 from auraflux.ops.moe.cpu.grouped import sum_experts, sum_parts, write_parts
 from auraflux.ops.moe.cpu.routes import EXPERTS, MIXTURES, Mixture
 from auraflux.ops.moe.experts import Experts, SharedExpert
 from auraflux.ops.moe.routing import SCORINGS, Routing
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, jit, like, real, share, threads
+from auraflux.ops.simd.jit import (
+    Kernel,
+    arguments,
+    as_float,
+    floats,
+    found_wrong,
+    int32s,
+    int64s,
+    jit,
+    like,
+    real,
+    share,
+    threads,
+)
 from auraflux.ops.simd.math import exp, sigmoid
 
 __all__ = ["combine", "expert_mlp", "expert_parts", "mixture", "route", "sum_parts", "weigh_experts"]
@@ -158,7 +170,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, gain: Te
 @Kernel
 def _weigh(args, job, jobs):
     logits_at, ids_at, weights_at, tokens, experts, k, scoring, renormalize, scale, wrong_at = arguments(args, 10)
-    wrong = int32s(wrong_at, 1)
+    wrong = int64s(wrong_at, 1)
     for token in share(tokens, job, jobs):
         logits = floats(logits_at + 4 * token * experts, experts)
         ids, weights = int32s(ids_at + 4 * token * k, k), floats(weights_at + 4 * token * k, k)
@@ -173,11 +185,11 @@ def _weigh(args, job, jobs):
 
 
 def weigh_experts(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
-    wide, (tokens, experts), wrong = as_float(logits), logits.shape, torch.zeros(1, dtype=torch.int32)
+    wide, (tokens, experts), wrong = as_float(logits), logits.shape, torch.zeros(1, dtype=torch.int64)
     weights = torch.empty(tokens, routing.k)
     rule = SCORINGS.index(routing.scoring), routing.renormalize, float(routing.scale), wrong.data_ptr()
     _weigh(1, wide.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, experts, routing.k, *rule)
-    if recorder.recording is None and int(wrong):
+    if found_wrong(wrong.data_ptr()):
         raise InputError(f"ids reach from {int(ids.min())} to {int(ids.max())}; there are {experts} experts.")
     return weights
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops._recording import recorder
 from auraflux.ops.activation.cpu import clamped_swiglu, geglu, limited_swiglu, relu_square, swiglu
 from auraflux.ops.linear.cpu import linear
 from auraflux.ops.linear.cpu.products import (
@@ -31,7 +30,7 @@ from auraflux.ops.linear.cpu.products import (
 )
 from auraflux.ops.linear.cpu.routes import DRIVERS
 from auraflux.ops.moe.experts import Clamp, Experts, Gelu, Limit, ReluSquare, Stack
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, like, share, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, found_wrong, int32s, int64s, like, share, threads
 from auraflux.quant import QTensor
 
 TOKENS_AT_ONCE = 512  # bounds the intermediate results: a pair needs 4 * (2 * I + H) bytes
@@ -186,7 +185,7 @@ def _plan(ids: Tensor, count: int, some: bool) -> tuple[Tensor, int]:
     index = starts + 8 * (count + 1)
     places = index + 8 * tokens * k
     _group(1, ids.data_ptr(), tokens, k, count, starts, index, places, places + 8 * tokens * k, some)
-    if recorder.recording is None and (number := int(plan[-1])):
+    if number := found_wrong(places + 8 * tokens * k):
         token, slot = divmod(number - 1, k)
         raise InputError(f"ids[{token}, {slot}] is {int(ids[token, slot])}; there are {count} experts.")
     return plan, places

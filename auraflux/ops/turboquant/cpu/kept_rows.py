@@ -14,7 +14,7 @@ from auraflux.kinds import told_once
 from auraflux.ops.attention.cpu.decode_tiles import FLOAT, LANES, NUMBERS, WIDENS_HALVES, number_of, widen_row
 from auraflux.ops.attention.cpu.page_index import survey
 from auraflux.ops.attention.pages import KVPages, spans
-from auraflux.ops.simd.jit import entry, int32s, jit
+from auraflux.ops.simd.jit import arguments, int32s, int64s, jit, question
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.simd.vectors import F32, I16, I32, at, kernel, load, splat, store, vector
 from auraflux.ops.turboquant.pages import CodePages, LatentCodes
@@ -68,7 +68,7 @@ def check_kept(pages: CodePages | LatentCodes, starts: Tensor, tokens: int, reac
         return
     sequences, lengths = len(pages.lengths), pages.lengths.data_ptr()
     if (head := pages.plain.head) is not None:
-        wrong = _survey_first(head.table.data_ptr(), head.table.shape[1], lengths, starts.data_ptr(), sequences, *head.pool)
+        wrong = _survey_first.ask(head.table.data_ptr(), head.table.shape[1], lengths, starts.data_ptr(), sequences, *head.pool)
         if wrong >= 0:
             b, i = divmod(wrong, head.table.shape[1])
             named = f"page {i} of the first positions of sequence {b} is {int(head.table[b, i])}"
@@ -76,14 +76,14 @@ def check_kept(pages: CodePages | LatentCodes, starts: Tensor, tokens: int, reac
     if (recent := pages.plain.recent) is not None:
         count, page = recent.pool
         index = recent.table.data_ptr(), recent.table.shape[1], lengths, starts.data_ptr()
-        if survey(*index, sequences, tokens, page, count, reach) < 0:
+        if survey.ask(*index, sequences, tokens, page, count, reach) < 0:
             moved: Any = replace(recent, lengths=pages.lengths)
             spans(moved, starts, tokens, reach)
             raise InputError("the page table of recent positions, lengths and starts do not fit each other.")
 
 
-@entry(noted=-1)
-def _survey_first(table_at, width, lengths_at, starts_at, sequences, count, page):
+@jit
+def _first_outside(table_at, width, lengths_at, starts_at, sequences, count, page):
     """Give the number of an entry that leads outside the pages, or -1."""
     lengths, starts, table = (
         int32s(lengths_at, sequences),
@@ -96,6 +96,13 @@ def _survey_first(table_at, width, lengths_at, starts_at, sequences, count, page
                 if table[b * width + i] < 0 or table[b * width + i] >= count:
                     return b * width + i
     return -1
+
+
+@question(noted=-1)
+def _survey_first(args, job, jobs):
+    """Ask `_first_outside`."""
+    table, width, lengths, starts, sequences, count, page = arguments(args, 7)
+    int64s(args + 56, 1)[0] = _first_outside(table, width, lengths, starts, sequences, count, page)
 
 
 @jit

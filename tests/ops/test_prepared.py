@@ -1,0 +1,118 @@
+"""Calls that are prepared (`simd/prepared.py`) do what their Python does: every op, every case, at other addresses."""
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from auraflux.errors import InputError
+from auraflux.ops import expert_mlp, linear, rms_norm, route, use_backend
+from auraflux.ops._cases import Case, _pairs, all_cases
+from auraflux.ops._dispatch import Op, exact
+from auraflux.ops.moe.routing import Routing
+from auraflux.ops.simd import prepared
+from auraflux.quant import quantize
+from tests.ops.quick import params
+
+CASES = [case for case in all_cases() if not case.bench]
+CALLS = 4  # the first as ever, two that are recorded, one that is prepared
+
+
+def plans_of(op: Op) -> int:
+    return len(op._prepared._plans) if isinstance(op._prepared, prepared.Prepared) else 0
+
+
+@pytest.mark.parametrize("case", params(CASES))
+def test_a_prepared_call_is_the_call(case: Case):
+    if case.op.kernel("cpu") is None:
+        pytest.skip("no cpu kernel: the reference serves this op")
+    args = case.args()
+    kept = []
+    with exact(case.exact):
+        want = copy.deepcopy(args)
+        expected = case.op.run(**want)
+        for _ in range(CALLS):
+            mine = copy.deepcopy(args)
+            bound = inspect.signature(case.op.reference).bind(**mine)
+            bound.apply_defaults()
+            found = case.op(*bound.args)
+            for path, one, other in _pairs({"the result": expected, **want}, {"the result": found, **mine}, ""):
+                assert one.dtype == other.dtype, path
+                assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), path
+            kept.append((mine, found))
+
+
+def widened(x: Tensor, tail: int) -> Tensor:
+    """The same values in memory of which they are only a part."""
+    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + tail)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def prepared_norm(rows: int = 3, width: int = 52) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(rows, width), torch.randn(width)
+    for _ in range(CALLS):
+        rms_norm(x.clone(), weight.clone(), 1e-6)
+    return x, weight
+
+
+def test_a_call_with_bad_arguments_is_refused_beside_a_plan():
+    x, weight = prepared_norm()
+    before = plans_of(rms_norm)
+    assert before
+    refused: list[tuple[Any, ...]] = [
+        (widened(x, 4), weight, 1e-6),
+        (x, weight[:-1], 1e-6),
+        (x, weight.to("meta"), 1e-6),
+        (x, weight.to_sparse(), 1e-6),
+        (x, weight, True),
+        (x, weight),
+    ]
+    for each in refused:
+        with pytest.raises(InputError):
+            rms_norm(*each)
+    assert plans_of(rms_norm) == before
+
+
+def test_other_settings_have_other_plans():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 128), quantize(torch.randn(64, 128), 4, 64)
+    found = {}
+    for wanted in (True, False, True, False):
+        with exact(wanted):
+            for _ in range(CALLS):
+                found[wanted] = linear(x.clone(), weight)
+            assert torch.equal(found[wanted], linear.run(x, weight))
+    assert not torch.equal(found[True], found[False])
+    with use_backend("reference"):
+        assert torch.equal(linear(x, weight), linear.reference(x, weight))
+
+
+def test_results_are_new_each_time():
+    x, weight = prepared_norm(5, 36)
+    first, second = rms_norm(x, weight, 1e-6), rms_norm(2 * x + 1, weight, 1e-6)
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(first, rms_norm.run(x, weight, 1e-6))
+
+
+def test_what_kernels_find_wrong_is_told():
+    torch.manual_seed(0)
+    case = next(case for case in CASES if case.op is expert_mlp)
+    with exact(case.exact):
+        for _ in range(CALLS):
+            expert_mlp(*case.args().values())
+        bad = case.args()
+        bad["ids"][0, 0] = 1000
+        with pytest.raises(InputError, match="1000"):
+            expert_mlp(*bad.values())
+
+
+def test_arguments_without_tensors_are_told_apart():
+    logits = torch.randn(3, 8)
+    for k in (1, 2):
+        for _ in range(CALLS):
+            ids, weights = route(logits.clone(), Routing(k, "softmax", renormalize=True))
+        assert ids.shape == weights.shape == (3, k)
