@@ -101,7 +101,7 @@ class CallRecording(Recording):
         if how != "tolist" or tensor.dtype is not torch.int32 or tensor.numel() > FEW or not tensor.is_contiguous():
             self.spoil(f"Python reads a value with {how}")
         elif not self._paused:
-            with torch._C.DisableTorchFunction():
+            with self._looking_away():
                 self.values.append((tensor.data_ptr(), tensor.flatten().tolist()))
 
     def keep(self, memory: Any) -> None:
