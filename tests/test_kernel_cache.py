@@ -214,7 +214,13 @@ def test_a_folder_that_goes_away_is_no_failure(base: Path):
     assert hits(folder) == 0
 
 
-CODE = "import logging, auraflux.ops.simd.jit as jit; print(repr(jit.CACHE_FOLDER)); print(jit.entry(0)(lambda x: x + 1)(1))"
+CODE = """
+import torch
+from auraflux.ops import relu_square
+from auraflux.ops.simd import jit
+print(repr(jit.CACHE_FOLDER))
+print(relu_square(torch.tensor([[3.0]])).item())
+"""
 
 
 def run(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -226,7 +232,7 @@ def run(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_every_command_works_without_a_cache(tmp_path: Path):
     path = os.pathsep.join(each for each in sys.path if each)
     done = run(tmp_path, HOME="/proc/nobody", PYTHONPATH=path)
-    assert done.stdout == "''\n2\n"
+    assert done.stdout == "''\n9.0\n"
     assert done.stderr.startswith("Compiled kernels are not kept")
     assert done.stderr.count("\n") == 1
     done = run(tmp_path, HOME=str(tmp_path), XDG_CACHE_HOME="", PYTHONPATH=path)

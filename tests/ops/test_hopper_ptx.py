@@ -119,6 +119,8 @@ def test_several_numbers_are_stored_and_loaded_together(machine: Hopper, made: d
     made["put_four_floats"](tid * 16, real)
     assert [x.tolist() for x in made["four_floats_at"](tid * 16)] == [x.tolist() for x in real]
     assert [x.tolist() for x in made["float_pair_at"](tid * 16 + 8)] == [x.tolist() for x in real[2:]]
+    made["put_float_pair"](tid * 8, real[1], real[3])
+    assert [x.tolist() for x in made["float_pair_at"](tid * 8)] == [real[1].tolist(), real[3].tolist()]
     words = [tid * 4 + j for j in range(4)]
     made["put_four_words"](tid * 16, words)
     assert [x.tolist() for x in made["four_words_at"](tid * 16)] == [x.tolist() for x in words]
