@@ -39,6 +39,7 @@ from auraflux.weights.slices import Slices
 from auraflux.weights.stored import Checkpoint
 
 GROUP = 64  # of weights that are rounded on the way
+MOST = {"context": 1 << 40, "chunk": 1 << 20, "sequences": 1 << 16}
 
 
 def load(
@@ -97,9 +98,7 @@ def load(
     target = find_device(device)
     if quantize is not None:
         check_format(quantize, GROUP)
-    for name, size, most in (("context", context, 1 << 40), ("chunk", chunk, 1 << 20), ("sequences", sequences, 1 << 16)):
-        if size is not None and (type(size) is not int or not 1 <= size <= most):
-            raise SettingsError(f"{name}={size!r:.80} must be a whole number from 1 to {most:,}.")
+    _check_counts(context=context, chunk=chunk, sequences=sequences)
     sizes = Sizes(context, chunk or chunk_for(target, invariant), sequences, cache_memory)
     # ranks that were called are let go if anything fails
     with on_terminal(report) as tell, ExitStack() as callers:
@@ -122,11 +121,7 @@ def load(
             model = make_model(*files, quantize, fit.dtype, target, fit.experts, tell, **form)
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
             if target.type == "cpu" and lead is None and fit.experts is None:
-                # it needs Numba, which a GPU does without
-                from auraflux.run.prepare import compile_kernels
-
-                kept = source.shapes, source.settings
-                compile_kernels(model, *kept, exact=exact, calibrate=wanted, dtype=fit.dtype, report=tell)
+                _compile(model, source, fit, exact, wanted, tell)
             vectors = _vectors(calibrate, source, model, fit, tokenizer, target, lead, tell) if wanted else None
         source.watch.check()
         if lead is not None:
@@ -144,8 +139,7 @@ def load(
     disk = None
     if prefix_disk is not None:
         name = fingerprint(source.path, quantize, exact, engine.cache.format, *["invariant"] * engine.alike)
-        folder = Path(prefix_folder) if prefix_folder is not None else cache_folder() / "prefixes"
-        disk = PrefixDisk(folder / name, parse_nbytes(prefix_disk), name)
+        disk = PrefixDisk(Path(prefix_folder or cache_folder() / "prefixes") / name, parse_nbytes(prefix_disk), name)
     speculation = None
     if speculate is not None:
         same: dict[str, Any] = {"device": str(target), "kv": kv, "exact": exact, "graphs": graphs, "calibrate": calibrate}
@@ -157,6 +151,22 @@ def load(
     notes = [*source.checkpoint.notes, *(fit.experts.notes if fit.experts is not None else ())]
     notes += lead.notes if lead is not None else ()
     return LanguageModel(scheduler, source.path, notes, fit.experts, model_type=source.kind)
+
+
+def _check_counts(**given: int | None) -> None:
+    """Refuse what is no number of tokens or of texts."""
+    for name, count in given.items():
+        if count is not None and (type(count) is not int or not 1 <= count <= MOST[name]):
+            raise SettingsError(f"{name}={count!r:.80} must be a whole number from 1 to {MOST[name]:,}.")
+
+
+def _compile(model: Any, source: Source, fit: Fit, exact: bool, calibrate: bool, report: Report) -> None:
+    """Compile the kernels that a CPU will need."""
+    # it needs Numba, which a GPU does without
+    from auraflux.run.prepare import compile_kernels
+
+    how: dict[str, Any] = {"exact": exact, "calibrate": calibrate, "dtype": fit.dtype}
+    compile_kernels(model, source.shapes, source.settings, **how, report=report)
 
 
 def _vectors(
