@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -77,6 +78,24 @@ def test_a_call_with_bad_arguments_is_refused_beside_a_plan():
     assert plans_of(rms_norm) == before
 
 
+@dataclass(slots=True)
+class Slotted:
+    x: int = 3
+
+
+@dataclass
+class Unset:
+    x: Tensor
+
+
+@pytest.mark.parametrize("x", [Slotted(), Slotted, Unset, object(), object])
+def test_what_is_no_argument_is_refused_in_the_usual_way(x: Any):
+    weight = torch.ones(8)
+    rms_norm(torch.ones(2, 8), weight, 1e-6)
+    with pytest.raises(InputError, match="rms_norm"):
+        rms_norm(x, weight, 1e-6)
+
+
 def test_other_settings_have_other_plans():
     torch.manual_seed(0)
     x, weight = torch.randn(2, 128), quantize(torch.randn(64, 128), 4, 64)
@@ -105,8 +124,8 @@ def test_what_kernels_find_wrong_is_told():
         for _ in range(CALLS):
             expert_mlp(*case.args().values())
         bad = case.args()
-        bad["ids"][0, 0] = 1000
-        with pytest.raises(InputError, match="1000"):
+        bad["ids"][0, 0] = 1_000_000_000
+        with pytest.raises(InputError, match="1000000000"):
             expert_mlp(*bad.values())
 
 

@@ -77,7 +77,7 @@ class CallRecording(Recording):
         super().__init__()
         self.launches: list[tuple[int, int, int]] = []
         self.questions: list[tuple[int, int, int, int]] = []
-        self.expected: list[int] = []
+        self.expected: list[tuple[int, int]] = []
         self.values: list[tuple[int, list[int]]] = []
         self.words: list[tuple[int, bytes]] = []
         self.made: list[tuple[int, int]] = []
@@ -93,7 +93,7 @@ class CallRecording(Recording):
         self.questions.append((code, start, start + 8 * (len(args) - 1), _rough(args[-1])))
 
     def looks(self, address: int) -> bool:
-        self.expected.append(address)
+        self.expected.append((len(self.launches), address))
         return True
 
     def read(self, how: str, tensor: Tensor) -> None:
@@ -187,14 +187,22 @@ class CallRecording(Recording):
                 moved += number, *where
         questions = [number for each in self.questions for number in (each[0], *self._inside(regions, each[1:3]), each[3])]
         launches = [number for each in self.launches for number in (each[0], *self._inside(regions, each[1:2]), each[2])]
-        expected = self._inside(regions, tuple(self.expected))
+        expected = [number for after, address in self.expected for number in (after, *self._inside(regions, (address,)))]
         values: list[int] = []
         for address, numbers in self.values:
             for number, value in enumerate(numbers):
                 if (where := _find(regions, address + 4 * number)) is None or where[0] == SPACE:
                     raise Unlike
                 values += *where, value
-        sizes = first, len(words), len(moved) // 3, len(values) // 3, len(self.questions), len(self.launches), len(expected)
+        sizes = (
+            first,
+            len(words),
+            len(moved) // 3,
+            len(values) // 3,
+            len(self.questions),
+            len(self.launches),
+            len(self.expected),
+        )
         return array("q", (*sizes, *words, *moved, *values, *questions, *launches, *expected))
 
     def _inside(self, regions: list[Region], addresses: tuple[int, ...]) -> list[int]:

@@ -39,7 +39,8 @@ with our_cache():
 
         space  scratch memory, which begins with the addresses of arguments and results
         table  sizes, words, [word, whose, distance] of addresses among them, [whose, distance, value] of what was read,
-               [code, arguments, answer, roughly] of questions, [code, arguments, jobs] of launches, places that stay 0
+               [code, arguments, answer, roughly] of questions, [code, arguments, jobs] of launches, [launches before, place]
+               of what is 0 unless a kernel has found something wrong: those after it would read what is not there
         """
         first, count, moved, values, questions, launches, expected = arguments(table_at, SIZES)
         at = table_at + 8 * SIZES
@@ -68,14 +69,17 @@ with our_cache():
             if bits > each[3] or (bits < 0 and bits != each[3]):
                 return 1
             at += 32
-        for _ in range(launches):
-            each = int64s(at, 3)
-            launch_jobs(shared, each[0], space + each[1], each[2])
-            at += 24
-        for _ in range(expected):
-            if int64s(space + int64s(at, 1)[0], 1)[0] != 0:
-                return 1
-            at += 8
+        looked, seen = at + 24 * launches, 0
+        for number in range(launches + 1):
+            while seen < expected and (number == launches or int64s(looked, 1)[0] <= number):
+                if int64s(space + int64s(looked, 2)[1], 1)[0] != 0:
+                    return 1
+                looked += 16
+                seen += 1
+            if number < launches:
+                each = int64s(at, 3)
+                launch_jobs(shared, each[0], space + each[1], each[2])
+                at += 24
         return 0
 
 
@@ -93,8 +97,8 @@ class Prepared:
         addresses: list[int] = []
         try:
             describe(args, key, addresses)
-        # of tensors without strides or memory too
-        except (Unlike, RuntimeError, TypeError):
+        # of tensors without strides or memory, and of what is no argument of an op, too
+        except (Unlike, AttributeError, RuntimeError, TypeError, ValueError):
             return self.run(*args)
         alike = tuple(key)
         plan = self._plans.get(alike)
