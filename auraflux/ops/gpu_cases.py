@@ -306,6 +306,7 @@ ATTENTION = [
     *(dense(f"decode-{n}k", [n * K], [1]) for n in (32, 128)),
     dense("decode-8x32k", [32 * K] * 8, [1] * 8),
     *(dense(f"prefill-{n}k", [n * K], [n * K]) for n in (2, 8)),
+    *(dense(f"piece-{new}-of-4k", [4 * K], [new]) for new in (64, 128, 256)),
     Case(append_kv, "one-token", partial(new_tokens, 1, 1000, 8, 128), nbytes=append_kv_nbytes),
     Case(append_kv, "2048-tokens", partial(new_tokens, 2048, 2048, 8, 128), nbytes=append_kv_nbytes),
 ]

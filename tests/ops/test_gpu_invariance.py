@@ -21,8 +21,9 @@ from tests.ops.test_invariance import OTHERS, ROWS, TEXTS, parted
 APART = {"sample", "penalize", "decode", "encode", "merge_partials"}
 SERVED = [case for case in all_cases() if case.op.name in {*ROWS, *TEXTS} - OTHERS - APART]
 MOST_CASES = 5  # of an op in the quick tests
-# what kernels for any number of tokens leave of bf16: they round weights of most formats, and what is between two products
-ROUNDED = 5e-3
+# what kernels for any number of tokens leave of bf16: they round weights of most formats (0.2 to 0.4 % of 64 results), and what
+# is between two products, where the reference rounds at other places (0.3 to 0.4 %)
+ROUNDED = 6e-3
 
 
 def params(cases: list[Case]) -> list:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from auraflux import ops
-from auraflux.ops import append_codes, expert_mlp, invariant, mixture, turboquant_attention
+from auraflux.ops import append_codes, attention, expert_mlp, invariant, mixture, turboquant_attention
 from auraflux.ops._cases import Case
 from auraflux.ops._dispatch import Declined, families
 from auraflux.ops.assumed import assume_gpu
+from auraflux.ops.attention.pages import KVPages
 from auraflux.ops.linear.reference import Weight
 from auraflux.ops.moe.experts import Experts
 from auraflux.ops.moe.routing import Routing
@@ -207,6 +208,33 @@ def long_prompt() -> Verdict | None:
 def many_queries() -> Verdict | None:
     with assume_gpu():
         return verdict_of(turboquant_attention, "cuda", attend([200], [150], (2, 1), 64, (8, 4), page=64, dtype=BF16))
+
+
+def piece(tokens: int, positions: int, window: int | None = None) -> str:
+    """The route of a piece of a prompt, 32 heads on 8 keys."""
+    k, v = (torch.empty(positions // 64, 8, 64, 128, dtype=BF16) for _ in range(2))
+    lengths, starts = torch.tensor([positions], dtype=torch.int32), torch.tensor([0, tokens], dtype=torch.int32)
+    pages = KVPages(k, v, torch.zeros(1, positions // 64, dtype=torch.int32), lengths)
+    arguments = {
+        "q": torch.empty(tokens, 32, 128, dtype=BF16),
+        "pages": pages,
+        "starts": starts,
+        "scale": 1.0,
+        "window": window,
+    }
+    with assume_gpu():
+        verdict = verdict_of(attention, "cuda", arguments)
+    assert verdict is not None and verdict.taken is not None
+    return verdict.taken
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unsplit", "split"), [(32, None, 1024), (64, 2048, 4096), (128, 8192, 16384), (256, 65536, None)]
+)
+def test_keys_are_split_where_a_piece_has_too_few_programs(tokens: int, unsplit: int | None, split: int | None):
+    assert unsplit is None or piece(tokens, unsplit) == "prefill"
+    assert split is None or piece(tokens, split) == "flash_paged"
+    assert tokens < 64 or piece(tokens, 16384, window=1024) == "prefill"
 
 
 # routes that only arguments too large for a quick case take

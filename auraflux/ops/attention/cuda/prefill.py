@@ -45,7 +45,8 @@ from auraflux.ops.hopper.split_kv import TILE, columns, tiles_of
 
 ROWS = 128  # of a program
 STAGES = {64: 6, 128: 6, 256: 2}  # tiles of keys and of values in flight, by width
-SHORT = 1024  # positions, for which keys need no splitting
+# programs, and the positions up to which so many take less time than keys that are split and merged again
+UNSPLIT = ((64, 1 << 31), (32, 8192), (16, 2048), (1, 512))
 
 
 class Scores(NamedTuple):

@@ -15,7 +15,7 @@ from auraflux.ops._dispatch import is_invariant
 from auraflux.ops.attention.cuda import decode, flash_paged, mla_columns, mla_products, mla_products_codes, mla_rows, prefill
 from auraflux.ops.attention.pages import KVPages, LatentPages
 from auraflux.ops.hopper.codes import check_order
-from auraflux.ops.hopper.device import interpreted, multiprocessors, not_hopper
+from auraflux.ops.hopper.device import interpreted, not_hopper
 from auraflux.ops.hopper.flash import Near
 from auraflux.ops.hopper.split_kv import TILE
 from auraflux.ops.linear.cuda.dequantize import dense_weight
@@ -115,10 +115,11 @@ def _refuses_prefill(call: Attend) -> str | None:
         return "the scale is not positive"
     if reason := _not_by_tma(call):
         return reason
-    programs = 2 * (rows // prefill.ROWS) * key_heads
-    if programs < multiprocessors(call.q.device) and table_width * page > prefill.SHORT:
-        return "too few programs for so many keys: flash_paged divides the keys"
-    return None
+    programs, positions = rows // prefill.ROWS * key_heads, table_width * page
+    if call.window is not None:
+        positions = min(positions, call.window + tokens)
+    most = next(most for least, most in prefill.UNSPLIT if programs >= least)
+    return None if positions <= most else f"{programs} programs for {positions} positions: flash_paged divides the keys"
 
 
 def _refuses_latent(call: AttendLatent) -> str | None:
