@@ -389,6 +389,27 @@ def test_parts_are_merged_and_turned_back(width: int, splits: int, sinks: bool):
     assert relative_rms(out.view(rows, width), want) < 1e-5
 
 
+@pytest.mark.parametrize(("width", "splits", "sinks"), [(64, 1, True), (128, 5, False), (128, 33, True)])
+def test_shares_are_added_up_in_their_order_and_turned_back(width: int, splits: int, sinks: bool):
+    torch.manual_seed(0)
+    tokens, heads, seed = 2, 3, 7
+    rows = tokens * heads
+    o, m, l = torch.randn(rows, splits, width), 3 * torch.randn(rows, splits), torch.rand(rows, splits) + 0.1  # noqa: E741
+    o[1, splits // 2 :], m[1, splits // 2 :], l[1, splits // 2 :] = torch.nan, -1e30, 0.0  # the text is shorter
+    sink = torch.randn(heads) if sinks else None
+    logits = torch.full((rows,), -math.inf) if sink is None else sink.repeat(tokens) / math.log(2)
+    top = torch.maximum(m.amax(1), logits)
+    weights = torch.exp2(m - top[:, None])
+    total = (weights * l).sum(1) + torch.exp2(logits - top)
+    mean = (weights[..., None] * o.nan_to_num()).sum(1) / total.clamp(min=1e-30)[:, None] / math.sqrt(width)
+    want = rotate.reference(mean, seed, inverse=True)
+    r, out = torch.arange(width), torch.empty(tokens, heads, width)
+    parts = Parts(o[..., r % 8 * (width // 8) + r // 8].contiguous(), m, l)
+    rest = rotation(width, seed).signs, out, heads, splits
+    emulate(attend_launch.finish_in_order, (rows,), parts, sink, *rest, D=width, P=64, C=attend_launch.AT_ONCE)
+    assert relative_rms(out.view(rows, width), want) < 1e-5
+
+
 @pytest.mark.parametrize(("splits", "sinks"), [(3, False), (40, True), (66, False)])
 def test_turned_parts_are_merged(splits: int, sinks: bool):
     torch.manual_seed(0)
