@@ -272,6 +272,31 @@ def test_emulated_shares_are_the_same_whoever_has_them(
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 2), (16, 2), (9, 3)])
+@pytest.mark.parametrize(
+    ("width", "bits", "options"),
+    [
+        (128, (4, 4), {"plain": (4, 32), "calibrated": True}),
+        (128, (4, 4), {"plain": (1, 32)}),
+        (64, (8, 8), {"sinks": True, "plain": (4, 32)}),
+        (128, (3, 3), {"window": 700}),
+    ],
+)
+def test_shares_on_the_gpu_are_the_same_whoever_has_them(
+    width: int, bits: tuple[int, int], options: dict, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Inside `invariant`: a program for each of up to 20 shares, for some, and for all of a row."""
+    args = attend([5000, 1100, 300, 1], [1, 2, 1, 1], heads, width, bits, page=64, arrangement=Arrangement.PAIRS, **options)
+    args, found = moved(args, "cuda"), []
+    for many in (10000, 60, 20, 1):
+        monkeypatch.setattr(attend_launch, "multiprocessors", lambda device, many=many: many)
+        with invariant():
+            found.append(attended(**args))
+    assert relative_rms(found[0], turboquant_attention.reference(**args)) <= 1e-3
+    assert [torch.equal(each, found[0]) for each in found] == [True] * 4
+
+
 def blocks_of(blocks: int, plan, *shape):
     return plan(*shape)._replace(blocks=blocks, depth=1, soon=1)
 

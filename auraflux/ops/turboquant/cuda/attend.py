@@ -294,7 +294,7 @@ def _codes(
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o, l, m = _nothing_yet(D, NW)  # noqa: E741
-    row_of = no_shares(D, 4 if WORK.spread else 8, NW) if WORK.several else None
+    row_of = no_shares(D, 4 if WORK.spread else 8, NW) if WORK.several else (o, m, l)
     if plain is not None:  # noqa: SIM102
         if last:
             o, l, m = attend_plain(  # noqa: E741
