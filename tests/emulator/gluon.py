@@ -191,6 +191,7 @@ class Program:
     sum = staticmethod(lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)))
     associative_scan = staticmethod(lambda x, axis, add: Tensor(np.cumsum(x.data, axis, dtype=x.data.dtype)))
     exp2 = staticmethod(lambda x: Tensor(np.exp2(x.data)))
+    fma = staticmethod(lambda a, b, c: Tensor(plain(a) * plain(b) + plain(c)))
     cdiv = staticmethod(lambda a, b: Tensor(-(-plain(a) // plain(b))))
     static_range = staticmethod(range)
     static_assert = staticmethod(lambda condition: None)

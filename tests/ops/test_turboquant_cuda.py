@@ -272,6 +272,31 @@ def test_emulated_shares_are_the_same_whoever_has_them(
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 2), (16, 2), (9, 3)])
+@pytest.mark.parametrize(
+    ("width", "bits", "options"),
+    [
+        (128, (4, 4), {"plain": (4, 32), "calibrated": True}),
+        (128, (4, 4), {"plain": (1, 32)}),
+        (64, (8, 8), {"sinks": True, "plain": (4, 32)}),
+        (128, (3, 3), {"window": 700}),
+    ],
+)
+def test_shares_on_the_gpu_are_the_same_whoever_has_them(
+    width: int, bits: tuple[int, int], options: dict, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Inside `invariant`: a program for each of up to 20 shares, for some, and for all of a row."""
+    args = attend([5000, 1100, 300, 1], [1, 2, 1, 1], heads, width, bits, page=64, arrangement=Arrangement.PAIRS, **options)
+    args, found = moved(args, "cuda"), []
+    for many in (10000, 60, 20, 1):
+        monkeypatch.setattr(attend_launch, "multiprocessors", lambda device, many=many: many)
+        with invariant():
+            found.append(attended(**args))
+    assert relative_rms(found[0], turboquant_attention.reference(**args)) <= 1e-3
+    assert [torch.equal(each, found[0]) for each in found] == [True] * 4
+
+
 def blocks_of(blocks: int, plan, *shape):
     return plan(*shape)._replace(blocks=blocks, depth=1, soon=1)
 
@@ -386,6 +411,27 @@ def test_parts_are_merged_and_turned_back(width: int, splits: int, sinks: bool):
     sizes = {"D": width, "P": padded, "C": min(padded, 16), "STEP": 128, "S": 1, "NW": 8, "SHARED": False}
     rest = rotation(width, seed).signs, out, None, heads, splits, 1 << 30
     emulate(attend_launch.finish_pairs, (rows,), Parts(*parts), sink, *rest, **sizes)
+    assert relative_rms(out.view(rows, width), want) < 1e-5
+
+
+@pytest.mark.parametrize(("width", "splits", "sinks"), [(64, 1, True), (128, 5, False), (128, 33, True)])
+def test_shares_are_added_up_in_their_order_and_turned_back(width: int, splits: int, sinks: bool):
+    torch.manual_seed(0)
+    tokens, heads, seed = 2, 3, 7
+    rows = tokens * heads
+    o, m, l = torch.randn(rows, splits, width), 3 * torch.randn(rows, splits), torch.rand(rows, splits) + 0.1  # noqa: E741
+    o[1, splits // 2 :], m[1, splits // 2 :], l[1, splits // 2 :] = torch.nan, -1e30, 0.0  # the text is shorter
+    sink = torch.randn(heads) if sinks else None
+    logits = torch.full((rows,), -math.inf) if sink is None else sink.repeat(tokens) / math.log(2)
+    top = torch.maximum(m.amax(1), logits)
+    weights = torch.exp2(m - top[:, None])
+    total = (weights * l).sum(1) + torch.exp2(logits - top)
+    mean = (weights[..., None] * o.nan_to_num()).sum(1) / total.clamp(min=1e-30)[:, None] / math.sqrt(width)
+    want = rotate.reference(mean, seed, inverse=True)
+    r, out = torch.arange(width), torch.empty(tokens, heads, width)
+    parts = Parts(o[..., r % 8 * (width // 8) + r // 8].contiguous(), m, l)
+    rest = rotation(width, seed).signs, out, heads, splits
+    emulate(attend_launch.finish_in_order, (rows,), parts, sink, *rest, D=width, P=64, C=attend_launch.AT_ONCE)
     assert relative_rms(out.view(rows, width), want) < 1e-5
 
 

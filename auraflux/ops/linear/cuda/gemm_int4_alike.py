@@ -17,10 +17,10 @@ from triton.experimental.gluon import language as gl
 
 from auraflux.ops.hopper.device import multiprocessors
 from auraflux.ops.hopper.launch import described, launch
-from auraflux.ops.hopper.ptx import AWAIT, run, shared
+from auraflux.ops.hopper.ptx import LAUNCH, WAIT, run, shared
 from auraflux.ops.hopper.reduce import sum_over
 from auraflux.ops.hopper.shared_memory import put
-from auraflux.ops.hopper.sizes import cdiv
+from auraflux.ops.hopper.sizes import cdiv, power_of_two
 from auraflux.ops.linear.cuda import gemm_wgmma_launch, matvec_int4_alike
 from auraflux.ops.linear.cuda.call import PLAIN, Normed, Plain
 from auraflux.ops.linear.cuda.gemm_int4_alike_tiles import Weight, multiply_alike
@@ -36,9 +36,10 @@ TILES = (8, 16, 32, 64)  # tokens of a program
 USUAL = 32  # tokens, whose quickest cut of the inputs is everybody's
 HIGH, MOST_HIGH = 256, 32  # rows of a program that has registers for the sums of so many tokens
 LOW = 128  # rows of one that may have more, and of several shares
+MOST_WARPS = 16  # of a program that brings a token into order
 MOST_REGISTERS = 128  # of a thread that brings tokens into order; by itself the assembler takes 48, and memory for the rest
 STAGES_NBYTES, MOST_STAGES = 208 << 10, 6  # of shared memory, and blocks in flight in it
-ADDED = 128  # rows of a program that adds
+ADDED, AT_ONCE = 128, 4  # rows and tokens of a program that adds: a warp's token, four rows to a lane
 
 
 @gluon.constexpr_function
@@ -81,7 +82,9 @@ def order_tokens(x, normed, tokens, K: gl.constexpr, W: gl.constexpr, T: gl.cons
     tid = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     warp, lane = tid // 32, tid % 32
     token = gl.program_id(0).to(gl.int64)
-    run(AWAIT, lane)
+    # what follows reads nothing but weights before it waits
+    run(LAUNCH, lane)
+    run(WAIT, lane)
     squares = (tid * 0).to(gl.float32)
     for i in gl.static_range((runs_of(K, W) + 1) // 2):
         pairs, squares = load_runs(x + token * K, normed, token * K, warp, lane, squares, lane >= 0, i, K, W)
@@ -100,39 +103,45 @@ def order_tokens(x, normed, tokens, K: gl.constexpr, W: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def _added(part, at, token, padded, factors, rows, SHARES: gl.constexpr):
-    """What all shares are for a token and some rows."""
+def _added(part, at, token, there, padded, factors, rows, SHARES: gl.constexpr):
+    """What all shares are for some tokens and rows."""
     shares = ()
     for v in gl.static_range(SHARES):
-        shares += (gl.load(part + (v * padded + token).to(gl.int64) * rows + at),)  # type: ignore[assignment]
-    found = (at * 0).to(gl.float32)
+        line = (v * padded + token).to(gl.int64) * rows
+        shares += (gl.load(part + line + at, mask=there, other=0.0),)  # type: ignore[assignment]
+    found = (at * 0 + token * 0).to(gl.float32)
     for v in gl.static_range(SHARES):
         found += shares[v]
     found *= BACK
     if factors is not None:
-        found *= gl.load(factors + token)
+        found *= gl.load(factors + token, mask=there, other=0.0)
     return found
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["count"])
 def add_in_order(
-    part, factors, weights, ends, padded, rows, before, SHARES: gl.constexpr, A: gl.constexpr, GATED: gl.constexpr
+    part, factors, weights, ends, count, padded, rows, before, SHARES: gl.constexpr, A: gl.constexpr, N: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
-    """Add up shares, and gate one weight's with the other's if asked; grid (tiles of A rows, tokens).
+    """Add up shares, and gate one weight's with the other's if asked; grid (tiles of A rows, tiles of N tokens).
 
     rows    of all weights in `part`, each of whole tiles of rows that programs have
     before  of those, the rows of the first weight
     """
-    tid = gl.arange(0, A, gl.BlockedLayout([1], [32], [A // 32], [0]))
-    tile, token = gl.program_id(0), gl.program_id(1)
+    L: gl.constexpr = gl.BlockedLayout([1, A // 32], [1, 32], [N, 1], [1, 0])
+    tile = gl.program_id(0)
+    r = gl.arange(0, A, gl.SliceLayout(0, L))[None, :]
+    token = gl.program_id(1) * N + gl.arange(0, N, gl.SliceLayout(1, L))[:, None]
     own, number = chosen(tile, ends, [(each.out, 0 * tile + each.rows) for each in weights])
-    out, count = own
-    run(AWAIT, tid)
-    found = _added(part, tile * A + tid, token, padded, factors, rows, SHARES)
+    out, mine = own
+    # what multiplies let this begin after its own wait: all that the next kernel may read before its wait is there
+    run(LAUNCH, token)
+    run(WAIT, token)
+    found = _added(part, tile * A + r, token, token < count, padded, factors, rows, SHARES)
     if GATED:
-        found = gated_sum(found, _added(part, before + tile * A + tid, token, padded, factors, rows, SHARES))
-    row = number * A + tid
-    gl.store(out + token.to(gl.int64) * count + row, found.to(gl.bfloat16), row < count)
+        found = gated_sum(found, _added(part, before + tile * A + r, token, token < count, padded, factors, rows, SHARES))
+    row = number * A + r
+    gl.store(out + token.to(gl.int64) * mine + row, found.to(gl.bfloat16), mask=(row < mine) & (token < count))
 
 
 @cache
@@ -179,7 +188,8 @@ def multiply(
         matvec_int4_alike.multiply(x, weights, outs, share, gated, normed)
         return
     tile, height, stages, split = plan_for(count, rows, width, processors)
-    warps = room_for(rows, width, processors)[0]
+    # a norm's squares are added up as for one token; else all of a token is asked for at once
+    warps = min(MOST_WARPS, power_of_two(cdiv(width, 1024))) if normed.weight is None else room_for(rows, width, processors)[0]
     padded = cdiv(count, tile) * tile
     ordered = x.new_empty(padded * (width // 64), 64)
     factors = None if normed.weight is None else x.new_empty(padded, dtype=torch.float32)
@@ -201,9 +211,9 @@ def multiply(
     )  # fmt: skip
     if part is not None:
         ends = tuple(end * (height // ADDED) for end in ends)
-        launch(add_in_order, (ends[0] if gated else ends[-1], count))(
-            part, factors, given[:1] if gated else given, () if gated else ends[:-1], padded, ends[-1] * ADDED,
-            ends[0] * ADDED, shares, ADDED, gated, num_warps=ADDED // 32, launch_pdl=True,
+        launch(add_in_order, (ends[0] if gated else ends[-1], cdiv(count, AT_ONCE)))(
+            part, factors, given[:1] if gated else given, () if gated else ends[:-1], count, padded, ends[-1] * ADDED,
+            ends[0] * ADDED, shares, ADDED, AT_ONCE, gated, num_warps=AT_ONCE, launch_pdl=True,
         )  # fmt: skip
 
 

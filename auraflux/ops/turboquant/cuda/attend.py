@@ -45,14 +45,7 @@ from auraflux.ops.turboquant.cuda.attend_kept import (
     plain_places,
     row_positions,
 )
-from auraflux.ops.turboquant.cuda.attend_merge import (
-    leave_beside,
-    leave_no_more,
-    leave_nothing,
-    leave_part,
-    leave_rotated_back,
-    leave_rows,
-)
+from auraflux.ops.turboquant.cuda.attend_merge import leave_nothing, leave_part, leave_rotated_back, leave_rows
 from auraflux.ops.turboquant.cuda.attend_parts import channel_scales, load_queries, query_layout, table_words, transform
 from auraflux.ops.turboquant.cuda.attend_ring import (
     block_of,
@@ -63,6 +56,14 @@ from auraflux.ops.turboquant.cuda.attend_ring import (
     places,
     sources,
     stage_nbytes,
+)
+from auraflux.ops.turboquant.cuda.attend_shares import (
+    followed,
+    join_beside,
+    leave_followed,
+    leave_no_more,
+    leave_share,
+    no_shares,
 )
 from auraflux.ops.turboquant.cuda.attend_split import own_shares, part_of, share_out
 from auraflux.ops.turboquant.cuda.attend_step import (
@@ -107,11 +108,13 @@ class Work(NamedTuple):
     depth   steps whose codes are under way
     blocks  of 16 tokens that a warp takes at a time
     soon    of the steps under way, those asked for before the kernel before this one has ended
-    one     a row has one part
+    one     a row has one program
     shared  programs share out the texts of a batch: grid (programs, heads * tiles), splits are those that run at once
     each    keys that a part is to have, so that a row may have less than `splits`, one after the other; 0 for equal parts
     apart   a part of a row has no codes, the last, or with `each` the first: it is that of the rows that are kept as they are
-    several a program has several parts of `each` keys: grid (programs of a row, heads * tiles, tokens)
+    several a program has several parts of `each` keys, or with `one` all: grid (programs of a row, heads * tiles, tokens)
+    spread  with `each`: queries are four at most and have every other column of a product, so that their sums are half of a
+            lane's
     """
 
     warps: int
@@ -123,6 +126,7 @@ class Work(NamedTuple):
     each: int
     apart: bool
     several: bool
+    spread: bool
 
 
 @gluon.jit
@@ -196,7 +200,9 @@ def attend_pairs(
     queries = q + row.to(gl.int64) * D
     if WORK.apart:
         if last:
-            o, l, m = _kept(queries, live, signs, scores, centres, plain, shared, mine, oldest, SHAPE, KEPT, SOFTCAP, NW)  # noqa: E741
+            o, l, m = _kept(  # noqa: E741
+                queries, live, signs, scores, centres, plain, shared, mine, oldest, SHAPE, KEPT, WORK, SOFTCAP
+            )
         else:
             o, l, m = _codes(  # noqa: E741
                 queries, live, signs, keys, values, early, index, scores, centres, None, shared, mine, span,
@@ -207,10 +213,14 @@ def attend_pairs(
             queries, live, signs, keys, values, early, index, scores, centres, plain, shared, mine, span,
             (parts, left, shares) if WORK.several else None, SHAPE, KEPT, WORK, LOW, SOFTCAP,
         )  # fmt: skip
-    if not WORK.several:
+    if WORK.several:
+        shared._keep_alive()
+        if WORK.one:
+            leave_followed((o, m, l), sinks, signs, out, row, live, HEADS * G, NW)
+    else:
         gl.thread_barrier()
         if WORK.each > 0 and D <= 128:
-            leave_beside(o, m, sums(l, NW), shared, parts, left, live, D, NW)
+            leave_share(join_beside(o, m, sums(l, NW), shared, WORK.spread, NW), parts, left, live, NW)
             shared._keep_alive()
         else:
             shared._keep_alive()
@@ -218,8 +228,6 @@ def attend_pairs(
                 leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
             else:
                 _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
-    else:
-        shared._keep_alive()
 
 
 @gluon.jit
@@ -239,7 +247,8 @@ def _codes(
 ):  # fmt: skip
     """Attend to codes, where `plain` is given to rows kept as they are before: sums, sums of weights, maxima.
 
-    several  where the parts of a program go and what they are, if it has several: these are left one after the other
+    several  where the parts of a program go and what they are, if it has several: these are left one after the other, or,
+             where they are all, added up: sums, maxima, sums of weights
     """
     D: gl.constexpr = SHAPE.width
     KEY_BITS: gl.constexpr = SHAPE.key_bits
@@ -258,7 +267,7 @@ def _codes(
     # when it has ended, and ends the groups
     pages = first_pages(index, sequence, guess, t, stride, PAGE)
     if plain is not None:
-        places_of = plain_places(plain, sequence, position, head, last, SHAPE, KEPT, NW)
+        places_of = plain_places(plain, sequence, position, head, None if WORK.several and WORK.one else last, SHAPE, KEPT, NW)
     if centres is not None:
         channels = early[1] if len(early) > 1 else angle_channels(centres, D, NW)
         weights_of = angle_weights(centres, channels, head, D, NW)
@@ -272,10 +281,10 @@ def _codes(
     rotated, turning = _query_rows(shared, D)
     gdc_wait()
     gdc_launch_dependents()
-    x = load_queries(q, signs, live, D, NW)
+    x = load_queries(q, signs, live, D, NW, WORK.spread)
     if centres is not None:
         x *= early[2] if len(early) > 1 else channel_scales(centres.scale + head * D, D, NW)
-        turning.store((angle_queries(q, weights_of, live, D, NW) * (scores.factor * D)).to(gl.float16))
+        turning.store((angle_queries(q, weights_of, live, D, NW, WORK.spread) * (scores.factor * D)).to(gl.float16))
     if plain is not None:
         keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
     ask_newer(blocks, to, source, t, stride, old, end, D, KEY_BITS, VALUE_BITS, U, DEEP, WORK.soon)
@@ -285,23 +294,31 @@ def _codes(
     column = gl.inline_asm_elementwise(LANE, "=r,r", [split], dtype=gl.int32, is_pure=True, pack=1)
 
     o, l, m = _nothing_yet(D, NW)  # noqa: E741
+    row_of = no_shares(D, 4 if WORK.spread else 8, NW) if WORK.several else (o, m, l)
     if plain is not None:  # noqa: SIM102
         if last:
             o, l, m = attend_plain(  # noqa: E741
                 keys_of, plain, places_of, qx, oldest, scores.cap, SHAPE, KEPT, SOFTCAP, NW
             )
-            if several is not None:
+            if WORK.several:
                 parts, left, _ = several
-                leave_beside(o, m, sums(l, NW), shared, parts, (left[0], 0, left[2]), live, D, NW)
+                joined = join_beside(o, m, sums(l, NW), shared, WORK.spread, NW)
+                if WORK.one:
+                    row_of = followed(row_of, joined, True)
+                else:
+                    leave_share(joined, parts, (left[0], 0, left[2]), live, NW)
                 o, l, m = _nothing_yet(D, NW)  # noqa: E741
     stage = split * 0
     count = steps_of(begin, end, stride, U)
     cut = at, to, source, lane, t, key, stride, low, end, head, column, place
-    if several is not None:
+    if WORK.several:
         parts, left, shares = several
         each, _, many, absent = shares
-        if absent >= 0:
-            leave_no_more(parts, (left[0], left[1] + absent, left[2]), live, NW)
+        if not WORK.one:  # noqa: SIM102
+            if absent >= 0:
+                leave_no_more(parts, (left[0], left[1] + absent, left[2]), live, NW)
+        # what was in shared memory before is read: the compiler would have warps meet for that before every join
+        gl.thread_barrier()
         for share in range(many):
             if centres is None:
                 for i in range(share * each, gl.minimum(share * each + each, count)):
@@ -317,7 +334,11 @@ def _codes(
                     o, l, m, page, next_page, stage = _step(  # noqa: E741
                         i, o, l, m, page, next_page, stage, centre, qx, table, index, scores, cut, SHAPE, WORK, LOW, SOFTCAP
                     )
-            leave_beside(o, m, sums(l, NW), shared, parts, (left[0], left[1] + share, left[2]), live, D, NW)
+            joined = join_beside(o, m, sums(l, NW), shared, WORK.spread, NW)
+            if WORK.one:
+                row_of = followed(row_of, joined, True)
+            else:
+                leave_share(joined, parts, (left[0], left[1] + share, left[2]), live, NW)
             o, l, m = _nothing_yet(D, NW)  # noqa: E741
     elif centres is None:
         for i in range(count):
@@ -335,6 +356,8 @@ def _codes(
                 following = row_positions(begin + (first + STEPS) * stride, stride, D, NW, 16 * U)
                 found = centre_scores(angles_at(centres, following, D, NW), turning, D, NW)
     run(wait_ptx(0), lane)
+    if WORK.several and WORK.one:
+        o, m, l = row_of  # noqa: E741
     return o, l, m
 
 
@@ -350,7 +373,7 @@ def _nothing_yet(D: gl.constexpr, NW: gl.constexpr):
 @gluon.jit
 def _kept(
     q, live, signs, scores, centres, plain, shared, mine, oldest,
-    SHAPE: gl.constexpr, KEPT: gl.constexpr, SOFTCAP: gl.constexpr, NW: gl.constexpr,
+    SHAPE: gl.constexpr, KEPT: gl.constexpr, WORK: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attend to the rows that are kept as they are alone: sums, sums of weights, maxima.
 
@@ -358,6 +381,7 @@ def _kept(
     of this.
     """
     D: gl.constexpr = SHAPE.width
+    NW: gl.constexpr = WORK.warps
     sequence, _, position, _, head, _, _ = mine
     places_of = plain_places(plain, sequence, position, head, None, SHAPE, KEPT, NW)
     rotated, _ = _query_rows(shared, D)
@@ -366,7 +390,7 @@ def _kept(
     gdc_wait()
     gdc_launch_dependents()
     keys_of = plain_keys(plain, places_of, SHAPE, KEPT, NW)
-    x = load_queries(q, signs, live, D, NW)
+    x = load_queries(q, signs, live, D, NW, WORK.spread)
     if centres is not None:
         x *= scale
     qx = _operand(x, rotated, scores.factor, D, SHAPE.key_bits, NW)

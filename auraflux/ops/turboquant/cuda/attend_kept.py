@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration
-from auraflux.ops.turboquant.cuda.attend_parts import NOTHING, per_warp, query_layout
+from auraflux.ops.turboquant.cuda.attend_parts import NOTHING, per_warp, query_layout, query_rows
 from auraflux.ops.turboquant.cuda.attend_ring import key_words
 from auraflux.ops.turboquant.cuda.attend_step import halves, sum_layout, weights
 
@@ -124,14 +124,14 @@ def angle_weights(centres, channels, head, D: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def angle_queries(q, weights, live, D: gl.constexpr, NW: gl.constexpr):
+def angle_queries(q, weights, live, D: gl.constexpr, NW: gl.constexpr, SPREAD: gl.constexpr):
     """What 8 queries have for each cosine and each sine: [8, D]."""
     LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
-    row = gl.arange(0, 8, layout=gl.SliceLayout(1, LR))[:, None]
+    row, there = query_rows(live, SPREAD, gl.SliceLayout(1, LR))
     x = gl.full([8, D], 0.0, gl.float32, LR)
     for i in gl.static_range(2):
         channel, weight = weights[i]
-        x += gl.load(q + row * D + channel, mask=row < live, other=0.0).to(gl.float32) * weight
+        x += gl.load(q + row[:, None] * D + channel, mask=there[:, None], other=0.0).to(gl.float32) * weight
     return x
 
 

@@ -23,6 +23,7 @@ from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, s
 from auraflux.ops.turboquant.cuda.attend import Scores, Work, attend_pairs, ring_begin
 from auraflux.ops.turboquant.cuda.attend_kept import centres_of
 from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
+from auraflux.ops.turboquant.cuda.attend_shares import finish_in_order
 from auraflux.ops.turboquant.cuda.hadamard import MOST_BOOKS, rotation_for
 from auraflux.ops.turboquant.pages import CodePages
 
@@ -58,6 +59,7 @@ ROOMY = 168  # registers of a thread, where no multiprocessor has two programs a
 RESERVED_NBYTES = 1 << 10  # of these for each program
 DEEPEST = 4
 WIDEST_BESIDE = 128  # whose sums fit beside the table, where keys and values share one side of it
+AT_ONCE = 16  # shares that a program asks for where they follow each other: most rows have no more
 ROTATED_COLUMNS = 64  # columns that a program merges where parts come rotated back: heads are few, and their parts many
 
 
@@ -188,9 +190,10 @@ def attend_few(
     # programs of a head that run at once, where they share out texts that may differ in length
     room = max(1, cut.resident * multiprocessors(device) // tiles) if shares_out(plan, sequences, pages.capacity) else None
     fixed, window_keys, kept, plain = keys_each(), EVERYTHING if window is None else window, kept_of(pages), plain_of(pages)
-    out, one = torch.empty_like(q), plan.splits == 1 and width > 64 and room is None and not fixed
     several = _several(plan, tiles * tokens, pages, plain is not None, device) if fixed else None
-    apart = plain is not None and not one and room is None and (bool(fixed) or _beside(plan, tiles * tokens, device))
+    out, one = torch.empty_like(q), several == 1 if fixed else plan.splits == 1 and width > 64 and room is None
+    beside = not one and room is None and _beside(plan, tiles * tokens, device)
+    apart = plain is not None and (bool(fixed) or beside)
     splits = plan.splits + apart
     grid = (several or splits, tiles, tokens) if room is None else (max(room, room // 2 + tokens), tiles, 1)
     rows, together = (tokens * heads, splits) if room is None else (grid[0] * heads, 1)
@@ -223,6 +226,7 @@ def attend_few(
             fixed,
             apart and several is None,
             several is not None,
+            bool(fixed) and width <= WIDEST_BESIDE and cdiv(group, cdiv(group, COLUMNS)) <= COLUMNS // 2,
         ),
         G=group,
         WINDOW=window is not None,
@@ -273,6 +277,16 @@ def _finish(
             launch_pdl=True,
         )
         return
+    if is_invariant():
+        launch(finish_in_order, (tokens * heads,))(
+            *(parts, sinks, signs, out, heads, splits),
+            D=width,
+            P=merged_at_once(splits),
+            C=AT_ONCE,
+            num_warps=1,
+            launch_pdl=True,
+        )
+        return
     sizes = finish_sizes(room or splits, width, room is not None)
     launch(finish_pairs, (tokens * heads,))(
         *(parts, sinks, signs, out, None if room is None else index, heads, room or splits, window),
@@ -296,9 +310,6 @@ def finish_sizes(splits: int, width: int, shared: bool = False) -> dict[str, int
     shared  `splits` are the most that one row may have: most have fewer
     """
     padded, lane = merged_at_once(splits), 2048 // width
-    if is_invariant():
-        # few parts at a time, as most rows have few
-        return {"D": width, "P": padded, "C": lane, "NW": 1}
     if shared:
         return {"D": width, "P": max(lane, padded), "C": lane, "NW": 2}
     warps = 1 if padded <= lane else 2 if padded <= 64 else 4 if padded <= 128 else 8

@@ -31,7 +31,7 @@ def _of_all_warps(o, m, l, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
 @gluon.jit
 def _leave_weights(top, total, parts, left, live, LAYOUT: gl.constexpr):
     row, split, splits = left
-    g = gl.arange(0, 8, layout=LAYOUT)
+    g = gl.arange(0, top.shape[0], layout=LAYOUT)
     gl.store(parts.m + (row + g) * splits + split, top, mask=g < live)
     gl.store(parts.l + (row + g) * splits + split, total, mask=g < live)
 
@@ -41,63 +41,28 @@ def leave_part(o, m, l, parts, left, live, D: gl.constexpr, NW: gl.constexpr):  
     """Join the sums of all warps and store them as one part of each row."""
     E: gl.constexpr = _joined_layout(D, NW)
     o_all, m_all, l_all = _of_all_warps(o, m, l, D, NW)
-    _leave_all(o_all.load(E), m_all, l_all, parts, left, live, D, E)
-
-
-@gluon.constexpr_function
-def _spare_layout(width, warps, whole):
-    """What all warps have of the same sums in one thread, as `leave_beside` finds it; or, `whole`, as [warps, width, 8]."""
-    rows = width // 4  # of a warp
-    # a thread has one head's: weights of warps are few
-    mine = [[rows << i, 0] for i in range(warps.bit_length() - 1)] + [[2, 0], [4, 0]]
-    lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
-    # where sums are fewer than threads, some have the same
-    more = [[1, 0], *([8 << i, 0] if 8 << i < rows else [0, 0] for i in range(warps.bit_length() - 2))]
-    if not whole:
-        return gl.DistributedLinearLayout(mine, lanes, more, [], [warps * rows, 32])
-
-    def place(at):
-        row, column = at
-        return [row // rows, row % rows // 2 * 8 + column // 4, column % 4 * 2 + row % rows % 2]
-
-    bases = [[place(at) for at in some] for some in (mine, lanes, more)]
-    return gl.DistributedLinearLayout(*bases, [], [warps, width, 8])
+    found = joined(o_all.load(E), m_all, l_all)
+    leave_joined(found, parts, left, live, gl.SliceLayout(0, E), gl.SliceLayout(0, gl.SliceLayout(1, E)))
 
 
 @gluon.jit
-def leave_beside(o, m, l, shared, parts, left, live, D: gl.constexpr, NW: gl.constexpr):  # noqa: E741
-    """As `leave_part`, in what the table and the queries leave free of shared memory.
-
-    One side of the table is that, 128 bytes of each row, where bits of keys and values are equal or the table is done with.
-    """
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    E: gl.constexpr = _spare_layout(D, NW, True)
-    spare = shared._reinterpret(gl.float32, [256, 64], FLAT).slice(32, 32, 1).slice(0, NW * D // 4, 0)
-    beside = shared.index(16)._reinterpret(gl.float32, [128, 8], FLAT)
-    highest, sums = beside.slice(0, NW, 0), beside.slice(NW, NW, 0)
-    # a lane's sums lie below each other
-    spare.store(gl.reshape(gl.permute(gl.reshape(o, [NW, D // 8, 8, 4, 2]), [0, 1, 4, 2, 3]), [NW * D // 4, 32]))
-    # as one, since the compiler has warps meet between stores to the same memory
-    beside.slice(0, 2 * NW, 0).store(gl.reshape(gl.permute(gl.join(m, l), [2, 0, 1]), [2 * NW, 8]))
-    gl.thread_barrier()
-    o = spare.load(_spare_layout(D, NW, False))
-    o = gl.reshape(gl.permute(gl.reshape(o, [NW, D // 8, 2, 8, 4]), [0, 1, 3, 4, 2]), [NW, D, 8])
-    m_all, l_all = highest.load(gl.SliceLayout(1, E)), sums.load(gl.SliceLayout(1, E))
-    gl.thread_barrier()
-    _leave_all(gl.convert_layout(o, E, assert_trivial=True), m_all, l_all, parts, left, live, D, E)
-
-
-@gluon.jit
-def _leave_all(o, m_all, l_all, parts, left, live, D: gl.constexpr, E: gl.constexpr):
-    """Join the sums [warps, D, 8] of all warps and store them as one part of each row."""
-    row, split, splits = left
+def joined(o, m_all, l_all):
+    """Join the sums [warps, D, 8] of all warps: sums, maxima and sums of weights."""
     top = gl.max(m_all, 0)
     weight = gl.exp2(m_all - top[None, :])
-    o = gl.sum(o * weight[:, None, :], 0)
-    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, E)))[None, :]
-    r = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, E)))[:, None]
+    return gl.sum(o * weight[:, None, :], 0), top, gl.sum(l_all * weight, 0)
+
+
+@gluon.jit
+def leave_joined(found, parts, left, live, SUMS: gl.constexpr, HEADS: gl.constexpr):
+    """Store what was joined as one part of each row; SUMS and HEADS are the layouts of sums and of the others."""
+    o, top, total = found
+    D: gl.constexpr = o.shape[0]
+    row, split, splits = left
+    g = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, SUMS))[None, :]
+    r = gl.arange(0, D, layout=gl.SliceLayout(1, SUMS))[:, None]
     gl.store(parts.o + ((row + g).to(gl.int64) * splits + split) * D + r, o, mask=g < live)
-    _leave_weights(top, gl.sum(l_all * weight, 0), parts, left, live, gl.SliceLayout(0, gl.SliceLayout(1, E)))
+    _leave_weights(top, total, parts, left, live, HEADS)
 
 
 @gluon.jit
@@ -134,19 +99,6 @@ def leave_nothing(parts, left, live, NW: gl.constexpr):
     g = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [NW], [0]))
     gl.store(parts.m + (row + g) * splits + split, NOTHING + g * 0.0, mask=g < live)
     gl.store(parts.l + (row + g) * splits + split, g * 0.0, mask=g < live)
-
-
-@gluon.jit
-def leave_no_more(parts, left, live, NW: gl.constexpr):
-    """Say of all parts of rows from one on that they have seen nothing."""
-    MOST: gl.constexpr = 64
-    row, first, splits = left
-    L: gl.constexpr = gl.BlockedLayout([1, MOST // 32], [1, 32], [NW, 1], [1, 0])
-    g = gl.arange(0, 8, layout=gl.SliceLayout(1, L))[:, None]
-    s = gl.arange(0, MOST, layout=gl.SliceLayout(0, L))[None, :]
-    at, there = (row + g) * splits + s, (g < live) & (s >= first) & (s < splits)
-    gl.store(parts.m + at, NOTHING + at * 0.0, mask=there)
-    gl.store(parts.l + at, at * 0.0, mask=there)
 
 
 @gluon.jit

@@ -178,12 +178,23 @@ def table_words(levels, SIDE: gl.constexpr, BITS: gl.constexpr, NW: gl.constexpr
 
 
 @gluon.jit
-def load_queries(q, signs, live, D: gl.constexpr, NW: gl.constexpr):
+def query_rows(live, SPREAD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which query each of 8 columns has, and whether it has one; SPREAD: up to four queries have every other column."""
+    column = gl.arange(0, 8, layout=LAYOUT)
+    row = column // 2 if SPREAD else column
+    there = row < live
+    if SPREAD:
+        there &= column % 2 == 0
+    return row, there
+
+
+@gluon.jit
+def load_queries(q, signs, live, D: gl.constexpr, NW: gl.constexpr, SPREAD: gl.constexpr):
     """Load 8 rows at q, of which `live` are there, times the signs of the rotation."""
     LR: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [NW, 1], [1, 0])
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LR))[None, :]
-    row = gl.arange(0, 8, layout=gl.SliceLayout(1, LR))[:, None]
-    return gl.load(q + row * D + d, mask=row < live, other=0.0).to(gl.float32) * gl.load(signs + d)
+    row, there = query_rows(live, SPREAD, gl.SliceLayout(1, LR))
+    return gl.load(q + row[:, None] * D + d, mask=there[:, None], other=0.0).to(gl.float32) * gl.load(signs + d)
 
 
 @gluon.jit

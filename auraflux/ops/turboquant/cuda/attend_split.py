@@ -86,4 +86,4 @@ def own_shares(begin, end, split, splits, KEPT: gl.constexpr, WORK: gl.constexpr
         first = split - 1 if KEPT else split
         many, absent = 0 * split + 1, 0 * split - 1
     begin += first * each * STEP
-    return kept, begin, STEP, gl.minimum(end, begin + many * each * STEP), (each, first, many, absent)
+    return (True if WORK.one else kept), begin, STEP, gl.minimum(end, begin + many * each * STEP), (each, first, many, absent)
