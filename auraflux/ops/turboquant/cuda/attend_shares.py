@@ -120,7 +120,10 @@ def followed(before, share, ROWS: gl.constexpr):
 
 @gluon.jit
 def _over_weights(found, sink, D: gl.constexpr, ROWS: gl.constexpr):
-    """Divide sums by those of weights, `sink` being one more logit or None, and by the factors of transform and levels."""
+    """Divide sums by those of weights, `sink` being one more logit or None, and by the factors of transform and levels.
+
+    Two kernels do this, as above: a sum of two plain products might be fused in one of them, where nothing lies between.
+    """
     o, m, l = found  # noqa: E741
     fade = 1.0
     if sink is not None:
@@ -128,7 +131,7 @@ def _over_weights(found, sink, D: gl.constexpr, ROWS: gl.constexpr):
         fade = gl.exp2(m - top)
         l = gl.fma(l, fade, gl.exp2(gl.fma(sink, LOG2E, -top)))  # noqa: E741
     factor = gl.where(l == 0.0, 0.0, fade / (D * l))
-    return o * (factor[None, :] if ROWS else factor)
+    return gl.fma(o, factor[None, :] if ROWS else factor, 0.0)
 
 
 @gluon.jit
