@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one call, in microseconds: Python's, and the kernels'; None where these cannot be told apart."""
+    """What one call costs, in microseconds: Python's, and the kernels'; None where these cannot be told apart."""
 
     python: float
     kernels: float | None

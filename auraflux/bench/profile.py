@@ -24,7 +24,7 @@ OTHER = "other"  # what runs outside of ops: torch's own kernels
 
 @dataclass
 class Cost:
-    """Of one op over a step: how often it was called, its kernels (None where there are none to count) and their time."""
+    """What an op took in a step: how often it was called, its kernels (None where there are none to count) and their time."""
 
     calls: int = 0
     kernels: int | None = None

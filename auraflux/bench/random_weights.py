@@ -19,7 +19,9 @@ from auraflux.run.engine import Engine
 from auraflux.run.fit import pool_tokens
 from auraflux.run.language import LanguageModel
 from auraflux.run.scheduler import Scheduler
-from auraflux.weights.loader import ROUTERS, Source, Weights
+from auraflux.weights.loader import Weights
+from auraflux.weights.names import ROUTERS
+from auraflux.weights.stacks import Source
 from auraflux.weights.stored import Stored
 
 ONES = re.compile(r"norm\.weight$")

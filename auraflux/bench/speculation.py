@@ -85,7 +85,7 @@ def _words(text: str) -> str:
 
 
 def _rest(text: str) -> str:
-    """How it goes on."""
+    """What follows the words a text begins with."""
     return text[len(_words(text)) :]
 
 

@@ -26,7 +26,7 @@ SPARE = 1.05  # times the files' size that must be free on the disk
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a mixture layer: widths, how many experts there are and how many a token goes to."""
+    """The shape of a mixture layer: widths, how many experts there are and how many a token goes to."""
 
     hidden: int
     inner: int

@@ -184,7 +184,7 @@ class Batch:
         return self._find_index(len(self.sequences) + self.fillers, max(longest, self._expected))
 
     def _turn_to(self, longest: int) -> None:
-        """Use that index."""
+        """Use the index that reaches so far."""
         found = self._reaching(longest)
         if getattr(self, "index", None) is not found:
             self.index, self._views = found, {}

@@ -21,7 +21,7 @@ PER_HEAD = ("scale", "along", "across")
 
 @dataclass(frozen=True, eq=False)
 class LayerVectors:
-    """Of one layer's keys.
+    """What is known of one layer's keys.
 
     scale          [Hkv, D]  float32, above 0
     along, across  [Hkv, D]  float32, what meets the cosine and the sine of a block's angle
@@ -40,7 +40,7 @@ class LayerVectors:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def between(self, heads: range) -> "LayerVectors":
-        """Those of some heads."""
+        """The same for some heads."""
         parts = {name: getattr(self, name)[heads.start : heads.stop] for name in PER_HEAD}
         return replace(self, **parts)
 
@@ -68,14 +68,14 @@ class LayerVectors:
         return angle_table(self.frequencies, -(-reach // BLOCK), self.scale.shape[1], self.interleaved)
 
     def made_ready(self, angles: Tensor) -> Calibration:
-        """As the ops take them, on the device of the table of angles."""
+        """The same as the ops take them, on the device of the table of angles."""
         scale, along, across = (part.to(angles.device).contiguous() for part in (self.scale, self.along, self.across))
         return Calibration(scale, 1 / scale, along, across, angles, 2 * len(self.frequencies), self.interleaved)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelVectors:
-    """Of all layers that have some, by their number."""
+    """The vectors of all layers that have some, by their number."""
 
     layers: Mapping[int, LayerVectors]
 
@@ -119,7 +119,7 @@ class ModelVectors:
         return ModelVectors(found)
 
     def of(self, number: int, heads: int, width: int) -> LayerVectors:
-        """Those of a layer; refuse what cannot be its own."""
+        """The vectors of a layer; refuse what cannot be its own."""
         if number not in self.layers:
             raise InputError(f"the calibration has no vectors for layer {number}: it is of another model.")
         if (reason := self.layers[number].refusal(heads, width)) is not None:

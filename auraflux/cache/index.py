@@ -12,7 +12,7 @@ ALIGNED = 4  # int32 numbers; kernels read from multiples of 16 bytes faster
 
 
 def unheard(*what: Any) -> None:
-    """Tell nobody."""
+    """Ignore what is told: nobody else needs to know."""
 
 
 class Paged(Protocol):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench_model import bench_model
+from auraflux.cli.bench_peers import losses, peer_cell
 from auraflux.cli.bench_ranks import bench_ranks
 from auraflux.cli.bench_run import busy
 from auraflux.cli.bench_serve import bench_serve
@@ -132,9 +133,9 @@ def _show(found: dict[str, Any]) -> None:
         table.add_column(title, justify="right")
     table.add_column("peers: µs, ratio")
     for row in found["results"]:
-        table.add_row(row["op"], row["case"], row["contract"], *_figures(row), "\n".join(_peer(peer) for peer in row["peers"]))
+        table.add_row(row["op"], row["case"], row["contract"], *_figures(row), "\n".join(map(peer_cell, row["peers"])))
     console.print(table)
-    for line in _losses(found["results"]):
+    for line in losses(found["results"]):
         console.print(line)
 
 
@@ -155,25 +156,3 @@ def _size(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes} B"
-
-
-def _peer(peer: dict[str, Any]) -> str:
-    from rich.markup import escape
-
-    if peer["ratio"] is None:
-        return f"[dim]{peer['name']}: {escape(peer['note'])}[/dim]"
-    colour = "green" if peer["ratio"] >= 1 else "bold red"
-    return f"{peer['name']} {peer['time_us']:.1f} [{colour}]{peer['ratio']:.2f}x[/{colour}]"
-
-
-def _losses(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each case that some peer does faster."""
-    lines = []
-    for row in rows:
-        faster = [peer for peer in row["peers"] if peer["ratio"] is not None and peer["ratio"] < 1]
-        if faster:
-            best = min(faster, key=lambda peer: peer["ratio"])
-            lines.append(
-                f"[bold red]slower[/bold red] {row['op']} {row['case']}: {best['name']} takes {best['ratio']:.2f} of our time"
-            )
-    return lines

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.bench_peers import losses, peer_cell
 from auraflux.cli.failure import Failure
 from auraflux.errors import BackendError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from auraflux.ops._cases import Case
 
 WIDTH = 120  # columns where output is no terminal
-LONGEST_NOTE = 120  # characters in the table; the document has all of it
+LONGEST_NOTE = 60  # characters in the table; the document has all of it
 
 
 def bench_gpu(
@@ -108,7 +109,7 @@ def show(found: dict[str, Any]) -> None:
             table.add_row(f"[bold]{op}[/bold]")
         table.add_row(f"  {row['case']}", *figures(row), _beside(row))
     console.print(table)
-    for line in [*_absent(found["results"]), *_losses(found["results"])]:
+    for line in [*_absent(found["results"]), *losses(found["results"])]:
         console.print(line)
 
 
@@ -127,36 +128,13 @@ def _beside(row: dict[str, Any]) -> str:
     from rich.markup import escape
 
     return (
-        ", ".join(_peer(peer) for peer in row["peers"])
+        ", ".join(peer_cell(peer, LONGEST_NOTE) for peer in row["peers"])
         if row["state"] == "timed"
         else f"[dim]{escape(row['note'] or '')}[/dim]"
     )
-
-
-def _peer(peer: dict[str, Any]) -> str:
-    from rich.markup import escape
-
-    if peer["ratio"] is None:
-        return f"[dim]{peer['name']}: {escape(_short(peer['note'], LONGEST_NOTE // 2))}[/dim]"
-    colour = "green" if peer["ratio"] >= 1 else "bold red"
-    return f"{peer['name']} {peer['time_us']:.1f} [{colour}]{peer['ratio']:.2f}x[/{colour}]"
-
-
-def _short(note: str | None, most: int) -> str:
-    text = note or "not timed"
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _absent(rows: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each peer that could not be imported."""
     notes = {peer["name"]: peer["note"] for row in rows for peer in row["peers"]}
     yield from (f"{name}: {note}" for name, note in notes.items() if note is not None and note.endswith("not installed"))
-
-
-def _losses(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each case that some peer does faster."""
-    for row in rows:
-        faster = [peer for peer in row["peers"] if peer["ratio"] is not None and peer["ratio"] < 1]
-        if faster:
-            best = min(faster, key=lambda peer: peer["ratio"])
-            yield f"[bold red]slower[/bold red] {row['op']} {row['case']}: {best['name']} takes {best['ratio']:.2f} of our time"

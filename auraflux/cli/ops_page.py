@@ -35,8 +35,8 @@ def _section(family: str, ops: "list[Op]") -> str:
 
 
 def _sentence(op: "Op") -> str:
-    """The first sentence of the op's docstring: all of its first paragraph."""
-    return " ".join((op.__doc__ or "").strip().split("\n\n")[0].split())
+    """The first sentence of the op's docstring: all of its first paragraph, as a cell of a table."""
+    return " ".join((op.__doc__ or "").strip().split("\n\n")[0].split()).replace("|", r"\|")
 
 
 def _backends(op: "Op") -> Iterator[str]:

@@ -14,7 +14,7 @@ def stdin() -> TextIO:
 
 
 def read_all() -> str:
-    """All of its text."""
+    """Read all of stdin's text."""
     try:
         return stdin().read()
     except UnicodeDecodeError as err:
@@ -22,7 +22,7 @@ def read_all() -> str:
 
 
 def read_line() -> str | None:
-    """Its next line; None at the end."""
+    """Read stdin's next line; None at the end."""
     try:
         return stdin().readline() or None
     except UnicodeDecodeError as err:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Differences:
-    """Of every predicted token.
+    """How a setting differs from the reference, for every predicted token.
 
     kl    Kullback-Leibler divergence of the setting's distribution from the reference's, in nats
     nll   negative log-likelihood of the token that came, in nats

@@ -22,7 +22,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class LayerParting:
-    """Of one layer: the first token whose stream differs, None for none, and the relative RMS of the difference over all."""
+    """The first token whose stream differs after a layer, None for none, and the relative RMS of the difference over all."""
 
     layer: int
     token: int | None

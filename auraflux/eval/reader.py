@@ -80,7 +80,7 @@ class EngineReader:
             trunk.close()
 
     def _likelihood(self, trunk: Any, last: Tensor, ending: list[int]) -> float:
-        """Of an ending after `trunk`, whose last token has the scores [1, V]."""
+        """The likelihood of an ending after `trunk`, whose last token has the scores [1, V]."""
         scores = last
         if len(ending) > 1:
             branch = trunk.fork()

@@ -12,8 +12,9 @@ from auraflux.models.decoder import Stream
 from auraflux.models.rotation import Growth, Rotation
 from auraflux.ops import linear, rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
-from auraflux.weights.loader import Weights, dense, sampled
+from auraflux.weights.loader import Weights, sampled
 from auraflux.weights.slices import span
+from auraflux.weights.stored import dense
 
 SAMPLED = 4  # rows
 GRAM_ROWS = 1024  # of a weight that are in memory in plain numbers at a time

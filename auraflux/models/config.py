@@ -65,7 +65,7 @@ class Keys:
 
 
 def experts_per_token(config: dict[str, Any]) -> int:
-    """Of each layer that has experts, as most families call it, and as ERNIE, Gemma 4 and Kimi Linear do."""
+    """Experts that each layer chooses for a token, as most families call it, and as ERNIE, Gemma 4 and Kimi Linear do."""
     return Keys(config)[_experts_key(config)]
 
 

@@ -32,7 +32,7 @@ LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says
 
 @dataclass(frozen=True)
 class Widths:
-    """Of latent attention.
+    """The widths of latent attention.
 
     query        the queries' low rank; None where they have none
     latent       what is kept of keys and values

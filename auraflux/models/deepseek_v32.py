@@ -28,7 +28,7 @@ KEY_EPS = 1e-6  # of the norm over index keys
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Of the indexer.
+    """The sizes of the indexer.
 
     heads, width  of its queries; a token has one key of that width
     most          positions that a token attends to

@@ -17,6 +17,7 @@ from auraflux.cache.compressed import Learned
 from auraflux.errors import FormatError
 from auraflux.models.config import Keys
 from auraflux.models.decoder import Decoder, FeedForward, Layer, Mixer, Residual, Stream, text_name
+from auraflux.models.hyper_connections import Connection, Hyper, HyperLayer, Readout
 from auraflux.models.mixture import MixtureConfig
 from auraflux.models.rotation import Rotation, rope_settings, rotation
 from auraflux.ops import (
@@ -25,9 +26,7 @@ from auraflux.ops import (
     Routing,
     add_norm_linears,
     add_norm_scores,
-    collapse_streams,
     combine,
-    expand_streams,
     latent_output,
     limited_swiglu,
     linear,
@@ -36,7 +35,6 @@ from auraflux.ops import (
     rms_norm,
     rope,
     route,
-    sum_streams,
     weigh_experts,
 )
 from auraflux.weights.experts import load_experts
@@ -50,7 +48,7 @@ ROPE_SHARE = 64 / 512  # of a head, unless a config says otherwise
 
 @dataclass(frozen=True)
 class Widths:
-    """Of attention.
+    """The widths of attention.
 
     query   the queries' low rank
     head    of a query, and of the vector that is key and value
@@ -65,20 +63,11 @@ class Widths:
 
 @dataclass(frozen=True)
 class Index:
-    """Of the indexer: heads, their width, and how many entries a token attends to."""
+    """The sizes of the indexer: heads, their width, and how many entries a token attends to."""
 
     heads: int
     width: int
     most: int
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """Of the stream: vectors of a token, how often their mixing is balanced, and what is added to its weights."""
-
-    count: int
-    rounds: int
-    eps: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,11 +212,7 @@ class Model(Decoder[Config]):
     def __init__(self, config: Config, weights: Weights):
         self.tokens = Tokens()
         super().__init__(config, weights)
-        hyper, wide = config.hyper, config.hyper.count * config.hidden
-        self.ones = torch.ones(wide, device=weights.device)
-        self.read = weights.vector("model.hc_head.hc_fn", hyper.count, wide)
-        self.read_base = weights.vector("model.hc_head.hc_base", hyper.count)
-        self.read_scale = weights.vector("model.hc_head.hc_scale", 1)
+        self.read = Readout(config.hyper, config.hidden, config.eps, weights, "model.hc_head")
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         return Attention(self.config, weights, f"{name}.self_attn", index)
@@ -237,7 +222,8 @@ class Model(Decoder[Config]):
 
     def _layer(self, weights: Weights, name: str, index: int) -> Layer:
         made = super()._layer(weights, name, index)
-        around = (Connection(self.config, weights, f"{name}.{part}_hc") for part in ("attn", "ffn"))
+        sizes = self.config.hyper, self.config.hidden, self.config.eps
+        around = (Connection(*sizes, weights, f"{name}.{part}_hc") for part in ("attn", "ffn"))
         return HyperLayer(**vars(made), around=(next(around), next(around)))
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -247,55 +233,13 @@ class Model(Decoder[Config]):
 
     def normed(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """What comes out of the last layer, [T, N, H], as one vector after the last norm: [T, H]."""
-        mixes = _mixes(x, self.ones, self.config.eps, self.read)
-        total = sum_streams(x, mixes, self.read_base, self.read_scale, self.config.hyper.eps)
-        return rms_norm(total, self.norm, self.config.eps)
+        return rms_norm(self.read(x), self.norm, self.config.eps)
 
 
 class Tokens:
     """The tokens of the step that is being taken, [T]."""
 
     ids: Tensor
-
-
-def _mixes(x: Tensor, ones: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """What weights of a token's streams are made of, float32."""
-    return linear(rms_norm(x.flatten(1).float(), ones, eps), weight)
-
-
-class Connection:
-    """What leads from the stream into a part of a layer, and back."""
-
-    def __init__(self, config: Config, weights: Weights, name: str):
-        self.hyper, self.eps, count = config.hyper, config.eps, config.hyper.count
-        rows, wide = count * (count + 2), count * config.hidden
-        self.ones = torch.ones(wide, device=weights.device)
-        self.weight = weights.vector(f"{name}.fn", rows, wide)
-        self.base, self.scale = weights.vector(f"{name}.base", rows), weights.vector(f"{name}.scale", 3)
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the part reads, [T, H], and the weights by which its result goes back, see `collapse_streams`."""
-        mixes = _mixes(x, self.ones, self.eps, self.weight)
-        return collapse_streams(x, mixes, self.base, self.scale, self.hyper.eps, self.hyper.rounds)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HyperLayer(Layer):
-    """A layer around a stream of several vectors, [T, N, H]; nothing waits to be added to it."""
-
-    around: tuple[Connection, Connection]
-
-    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:
-        one, *back = self.around[0](x)
-        x = expand_streams(x, self.mixer(Stream(one, None, self.mixer_norm, self.eps), batch, store)[1], *back)
-        one, *back = self.around[1](x)
-        found = self.mlp(Stream(one, None, self.mlp_norm, self.eps))[1]
-        assert found is not None
-        return expand_streams(x, found, *back), None
-
-    def remember(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
-        """Run only the part that stores something."""
-        self.mixer.remember(Stream(self.around[0](x)[0], None, self.mixer_norm, self.eps), batch, store)
 
 
 class Compressor:

@@ -14,7 +14,7 @@ BIAS = "moe_statics.e_score_correction_bias"
 
 
 class Config(qwen3_moe.Config):
-    """As Qwen3's."""
+    """The same as Qwen3's."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "Config":

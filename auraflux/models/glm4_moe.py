@@ -15,7 +15,7 @@ from auraflux.weights.loader import Weights
 
 @dataclass(frozen=True, eq=False)
 class Config(qwen3_moe.Config):
-    """As Qwen3's.
+    """The same as Qwen3's.
 
     bias   what checkpoints call the bias in the choice of experts, within a mixture
     extra  layers after the last, which predict further tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from auraflux.cache import Batch, Cache
 from auraflux.ops import combine, linear, rms_norm
-from auraflux.weights.loader import Rename, ours
+from auraflux.weights.names import Rename, ours
 from auraflux.weights.stored import Checkpoint, Stored
 
 

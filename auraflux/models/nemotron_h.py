@@ -65,7 +65,7 @@ class Scan(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of values, keys and queries, which are convolved."""
+        """Channels of values, keys and queries, which are convolved."""
         return self.wide + 2 * self.groups * self.state
 
 

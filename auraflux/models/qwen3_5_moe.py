@@ -21,9 +21,10 @@ from auraflux.models.mtp import Place
 from auraflux.models.qwen3_moe import sparse_layers
 from auraflux.models.rotation import rope_settings, rotation
 from auraflux.ops import Routing, delta_gates, gated_rms_norm, linear, qk_norm, rms_norm, sigmoid_gate
-from auraflux.weights.loader import MTP, Weights, dense
+from auraflux.weights.loader import Weights
+from auraflux.weights.names import MTP
 from auraflux.weights.slices import span
-from auraflux.weights.stored import Stored
+from auraflux.weights.stored import Stored, dense
 
 TAPS = 4  # of the short convolution
 UNIT_EPS = 1e-6  # added to the sum of squares of a delta layer's query or key

@@ -19,7 +19,7 @@ PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 @dataclass(frozen=True, eq=False)
 class Config(llama.Config):
-    """As Llama's; the layers in `sparse` have a mixture instead of an MLP, `home` is its name within them."""
+    """The same as Llama's; the layers in `sparse` have a mixture instead of an MLP, `home` is its name within them."""
 
     mixture: MixtureConfig | None
     sparse: frozenset[int]

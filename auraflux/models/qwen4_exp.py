@@ -37,8 +37,9 @@ from auraflux.ops import (
 )
 from auraflux.ops._recording import recorder
 from auraflux.weights.boundary import shown
-from auraflux.weights.loader import Weights, is_blank
+from auraflux.weights.loader import Weights
 from auraflux.weights.row_table import Coming, Rows
+from auraflux.weights.stored import is_blank
 
 __all__ = ["Config", "Model", "make_caches", "rename"]
 
@@ -49,7 +50,7 @@ READS = "rows of a table are read from disk as tokens come"
 
 @dataclass(frozen=True)
 class Index:
-    """Of the indexer: heads, their width, positions of a block, and how many blocks a token attends to."""
+    """The sizes of the indexer: heads, their width, positions of a block, and how many blocks a token attends to."""
 
     heads: int
     width: int
@@ -59,7 +60,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Recalling:
-    """Of the layers that read embeddings of n-grams.
+    """The sizes of the layers that read embeddings of n-grams.
 
     layers  their numbers, in the order of their tables
     width   of what a token reads, of all heads together

@@ -21,7 +21,7 @@ ZERO = 128  # what stands for a step of nothing, where there are steps below it
 
 
 class SuperBlock(NamedTuple):
-    """A format.
+    """A format of super-blocks.
 
     bits, group  of the codes
     plain        the format that has a float32 scale, and bias, for each group
@@ -46,7 +46,7 @@ class SuperBlock(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of a super-block: that with its scale, and those with the steps."""
+        """Words of a super-block: that with its scale, and those with the steps."""
         apart = 2 if self.has_biases and not self.has_nibbles else 1
         return 1 + apart * self.groups // 4
 

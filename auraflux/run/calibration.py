@@ -53,8 +53,8 @@ class Others(Protocol):
         """What all have found."""
 
 
-class Nobody:
-    """All layers are here."""
+class Alone:
+    """One process that has all layers: there are no others to ask."""
 
     def sliced(self, shapes: list[Any]) -> list[Any]:
         return shapes
@@ -106,7 +106,7 @@ def vectors_for(
     nbytes  of its weights, for the report
     others  who have some of its layers; None where all are here
     """
-    others = others or Nobody()
+    others = others or Alone()
     name = weights_name(others.gather(samples(model, shapes)))
     if calibrate != AUTO:
         return read(Path(calibrate), shapes, name)

@@ -37,7 +37,7 @@ def find_device(name: str) -> torch.device:
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
-    """Of activations."""
+    """The dtype of activations on a device."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 

@@ -26,7 +26,7 @@ SHARE = 4  # unless a context is given, a sequence that fills it takes at most t
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is asked for.
+    """The sizes that a user asks for.
 
     context       most tokens of a text; None for what fits
     chunk         tokens of prompts that go through the model together
@@ -42,7 +42,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Fit:
-    """What is had.
+    """What the machine has room for.
 
     shapes   of what layers keep here
     held     the layers that are here; None for all

@@ -42,7 +42,7 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process there is; None before the first template and after one that was ended."""
+        """The number of the process there is; None before the first template and after one that was ended."""
         return None if self._process is None else self._process.pid
 
     def render(self, source: str, values: dict[str, Any]) -> str:

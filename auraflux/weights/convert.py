@@ -22,10 +22,11 @@ from auraflux.errors import FormatError
 from auraflux.quant import QTensor, check_format
 from auraflux.weights.boundary import regular
 from auraflux.weights.destination import NEW, put_in_place, working_folder
-from auraflux.weights.loader import ROUTERS, Rename, Weights, dense, is_blank
+from auraflux.weights.loader import Weights
+from auraflux.weights.names import ROUTERS, Rename
 from auraflux.weights.rounding import for_mlx, quantize_large
 from auraflux.weights.row_forms import as_bytes, form_of, with_checksums
-from auraflux.weights.stored import Checkpoint, Stored
+from auraflux.weights.stored import Checkpoint, Stored, dense, is_blank
 
 SHARD_NBYTES = 1 << 30
 RECORDS_NBYTES = 1 << 28  # of a table that are in one tensor

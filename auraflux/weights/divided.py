@@ -39,7 +39,7 @@ def by_expert(slices: Slices) -> Division:
 
 
 def alone_sum(mine: Tensor) -> Tensor:
-    """What is joined later."""
+    """Leave a part as it is: it is joined with others later."""
     return mine
 
 

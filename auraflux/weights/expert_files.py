@@ -55,7 +55,7 @@ class ExpertFile:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of one expert, without what fills it up."""
+        """Bytes of one expert, without padding."""
         return sum(matrix.nbytes for matrix in self.like.values())
 
     @property
@@ -113,7 +113,7 @@ class ExpertFiles:
 
     @property
     def nbytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return sum(file.file_nbytes for file in self.files)
 
     @property
@@ -122,14 +122,14 @@ class ExpertFiles:
         return [self.folder / MANIFEST, *(file.path for file in self.files)]
 
     def within(self, layers: range | None) -> "ExpertFiles":
-        """Those of some layers; None for all."""
+        """The files of some layers; None for all."""
         if layers is None:
             return self
         prefixes = tuple(f"model.layers.{number}." for number in layers)
         return replace(self, files=tuple(file for file in self.files if file.module.startswith(prefixes)))
 
     def without(self, prefixes: tuple[str, ...]) -> "ExpertFiles":
-        """Those of layers whose names begin otherwise."""
+        """The files of layers whose names begin otherwise."""
         return replace(self, files=tuple(file for file in self.files if not file.module.startswith(prefixes)))
 
     @cached_property

@@ -18,9 +18,10 @@ from auraflux.ops.moe.experts import Activation, Clamp, Experts, Gelu, ReluSquar
 from auraflux.quant import QTensor
 from auraflux.weights.balanced import Balanced
 from auraflux.weights.divided import Divided, Joined, by_expert
-from auraflux.weights.loader import Source, Weights, dense
+from auraflux.weights.loader import Weights
 from auraflux.weights.slices import Slices
-from auraflux.weights.stored import Stored
+from auraflux.weights.stacks import Source
+from auraflux.weights.stored import Stored, dense
 from auraflux.weights.streamed import LayerExperts, Resident, Streamed
 
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)

@@ -5,9 +5,8 @@ stands in for it, and `done` tells all of it in one error, with the tensors nobo
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,53 +17,23 @@ from auraflux.quant import QTensor
 from auraflux.weights.boundary import listed, shown
 from auraflux.weights.divided import Division
 from auraflux.weights.expert_store import ExpertStore, map_experts
+from auraflux.weights.names import ROUTERS, Rename, ours
 from auraflux.weights.rounding import quantize_large
 from auraflux.weights.row_forms import RECORDS
 from auraflux.weights.row_table import RowTable
 from auraflux.weights.slices import WHOLE, Slices, cut, group_of
-from auraflux.weights.stored import Checkpoint, Stored
+from auraflux.weights.stacks import Source, stacked
+from auraflux.weights.stored import Checkpoint, Stored, dense, is_blank
 
 Kept = TypeVar("Kept", Tensor, QTensor, Stored)
-Rename = Callable[[str], str | None]
 SHOWN = 4  # tensors of a kind in an error
 WIDEST = 150  # characters of what is said of one
 # of the files' bytes, for super-blocks to be widened: two Neoverse-N1 cores multiply one token 7 to 20 % faster so, and Q2_K
 # takes 2.3 times the memory
 WIDENED_FROM = 3
 MOST_MISSING = 10_000  # tensors, after which no more are looked for
-MTP = re.compile(r"(?:^|\.)(mtp\..*)")  # what Qwen calls what predicts further tokens
-# small matrices that choose experts or weigh them; mlx-lm holds some of them at 8 bits, and reads them dense everywhere
-ROUTERS = re.compile(r"((mlp|block_sparse_moe)\.gate|shared_expert_gate|router(\.proj)?)\.weight$")
 
 PART = re.compile(r"\.shard_(\d+)\.weight$")  # of a table that is published in many
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where one projection of all experts is.
-
-    matrix   gives an expert's
-    release  says that it was copied
-    """
-
-    matrix: Callable[[int], Stored]
-    release: Callable[[int], None] = lambda expert: None
-
-    def some(self, experts: Sequence[int]) -> "Source":
-        """The same, of some experts, numbered from 0 in their order."""
-        return Source(lambda number: self.matrix(experts[number]), lambda number: self.release(experts[number]))
-
-    def cut(self, rows: range | None, columns: range | None) -> "Source":
-        """The same, of some rows or columns of every expert."""
-        return Source(lambda expert: cut(self.matrix(expert), rows, columns), self.release)
-
-
-def ours(stored: str, rename: Rename, mtp: bool) -> str | None:
-    """The model's name for a tensor of the checkpoint; None for those it has no use for."""
-    name = rename(stored)
-    if name is None and mtp and (found := MTP.search(stored)):
-        return found[1]
-    return name
 
 
 class Weights:
@@ -121,7 +90,7 @@ class Weights:
         return name in self._stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """The shape of a tensor that is there."""
         return self.checkpoint.shape(self._stored[name])
 
     def coded(self, name: str) -> bool:
@@ -325,35 +294,8 @@ class Weights:
                 found = found.contiguous()
             return self.ready(self.rounded(found, name))
 
-        first = made(0)
-        if is_blank(first):
-            for expert in range(1, count):
-                source.matrix(expert)
-            return first.expand(count, *first.shape)
-        if isinstance(first, QTensor):
-            arrays: dict[str, Any] = {
-                part: torch.empty(count, *array.shape, dtype=array.dtype, device=array.device)
-                for part in ("packed", "scales", "biases")
-                if (array := getattr(first, part)) is not None
-            }
-            for expert in range(count):
-                one = first if expert == 0 else made(expert)
-                if is_blank(one):
-                    continue
-                if not isinstance(one, QTensor) or (one.format, one.kind) != (first.format, first.kind):
-                    raise FormatError(f"expert {expert} in {name} is {_form(one)}, and expert 0 is {_form(first)}.")
-                for part, array in arrays.items():
-                    array[expert] = getattr(one, part)
-                source.release(expert)
-            return self.keep(name, replace(first, **arrays, shape=(count, *first.shape)))
-        whole = torch.empty(count, *first.shape, dtype=first.dtype, device=first.device)
-        for expert in range(count):
-            one = first if expert == 0 else made(expert)
-            # one that is missing is not written, so that a config may name any number of them
-            if not is_blank(one):
-                whole[expert] = dense(one)
-            source.release(expert)
-        return self.keep(name, whole)
+        whole = stacked(name, count, source, made)
+        return whole if is_blank(whole) else self.keep(name, whole)
 
     def _take(self, name: str, shape: tuple[int | None, ...], index: int | None = None) -> Stored:
         stored = self._found(name, shape)
@@ -400,21 +342,8 @@ class Weights:
             raise FormatError(f"the tensors in {self.checkpoint.path} do not fit the model. {'; '.join(reasons)}.")
 
 
-def _form(found: Stored) -> str:
-    return f"{found!r} with scales in {found.scales.dtype}" if isinstance(found, QTensor) else f"dense in {found.dtype}"
-
-
-def is_blank(found: Stored) -> TypeGuard[Tensor]:
-    """Whether a tensor stands in for one that could not be had."""
-    return isinstance(found, Tensor) and not any(found.stride())
-
-
 def sampled(rows: Stored) -> list[Tensor]:
     """Rows of a matrix as tensors that tell it from others."""
     if isinstance(rows, QTensor):
         return [part for part in (rows.packed, rows.scales, rows.biases) if part is not None]
     return [rows.bfloat16()]
-
-
-def dense(found: Stored) -> Tensor:
-    return found.dequantize(torch.float32) if isinstance(found, QTensor) else found

@@ -54,14 +54,7 @@ def pack(
     if bits is not None:
         check_format(bits, group)
     target = target.absolute()
-    try:
-        with working_folder(target):
-            # a run that was killed in its last step
-            if (target / expert_files.FOLDER / expert_files.MANIFEST).exists():
-                (target / NAME).unlink(missing_ok=True)
-            check_paths(checkpoint, target, force)
-    except OSError as err:
-        raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
+    _check_target(checkpoint, target, force)
     options: dict[str, Any] = {"bits": bits, "group": group, "lanes": lanes}
     config = family.Config.from_hf(checkpoint.config)
     beyond = further(checkpoint, family, config)
@@ -93,6 +86,17 @@ def pack(
         kept = f" What is done is kept in {folder}; the same command goes on with it." if folder.exists() else ""
         raise FormatError(f"{target} cannot be written: {err.strerror or err}.{kept}") from err
     return target
+
+
+def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
+    """Refuse a folder that cannot be written; one that a run left in its last step is made whole."""
+    try:
+        with working_folder(target):
+            if (target / expert_files.FOLDER / expert_files.MANIFEST).exists():
+                (target / NAME).unlink(missing_ok=True)
+            check_paths(checkpoint, target, force)
+    except OSError as err:
+        raise FormatError(f"{target} cannot be written: {err.strerror or err}.") from err
 
 
 def _construct(

@@ -25,9 +25,10 @@ from auraflux.weights.convert import Shards, Writing, blank
 from auraflux.weights.disk import forget
 from auraflux.weights.expert_files import PARTS, ExpertFile, ExpertFiles, stride_of
 from auraflux.weights.experts import stacks_of
-from auraflux.weights.loader import Rename, Source, is_blank
+from auraflux.weights.names import Rename
 from auraflux.weights.rounding import one_thread_each
-from auraflux.weights.stored import Checkpoint, Stored
+from auraflux.weights.stacks import Source
+from auraflux.weights.stored import Checkpoint, Stored, is_blank
 from auraflux.weights.streamed import LayerExperts, Resident
 
 EXPERTS = re.compile(r"\.(switch_mlp|experts)\.")

@@ -15,8 +15,8 @@ from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import memory_bits
 from auraflux.weights.folder import Folder
 from auraflux.weights.gguf import DENSE, GGUFFile
-from auraflux.weights.loader import ROUTERS, Rename
-from auraflux.weights.loader import ours as our_name
+from auraflux.weights.names import ROUTERS, Rename
+from auraflux.weights.names import ours as our_name
 from auraflux.weights.row_forms import RECORDS, form_named
 from auraflux.weights.row_table import BY_ROWS, HOT_NBYTES
 from auraflux.weights.stored import Checkpoint

@@ -173,12 +173,12 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return sum(part.rows * sum(extent.nbytes for extent in part.extents) for part in self.parts)
 
     @property
     def hot_nbytes(self) -> int:
-        """Of rows that are in memory."""
+        """Bytes of the rows that are in memory."""
         return len(self._slots) * self.form.nbytes
 
     def fetch(self, ids: Tensor) -> Fetch:

@@ -40,7 +40,7 @@ class Slices:
         return self.rank == 0
 
     def heads(self, count: int) -> range:
-        """Of so many heads of keys."""
+        """Which of so many heads of keys this rank has."""
         if count < self.size:
             raise SettingsError(
                 f"{count} heads of keys cannot be split among {self.size} ranks. Give --parallel tensor={count} or fewer, "
@@ -49,7 +49,7 @@ class Slices:
         return self._share(count)
 
     def columns(self, count: int, group: int, what: str) -> range:
-        """Of so many columns that belong together in groups; one rank may have a group more than another."""
+        """Which of so many columns this rank has, in whole groups; one rank may have a group more than another."""
         if count // group < self.size or count % group:
             raise SettingsError(
                 f"{what} has {count} columns in groups of {group}, which cannot be split among {self.size} ranks without "

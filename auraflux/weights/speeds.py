@@ -12,10 +12,10 @@ from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import LAYOUTS, REQUANTIZED_BITS
 from auraflux.weights.folder import Folder
 from auraflux.weights.gguf import DENSE, GGUFFile
-from auraflux.weights.loader import ROUTERS, Rename, dense
+from auraflux.weights.names import ROUTERS, Rename
 from auraflux.weights.plan import format_of, part_of
 from auraflux.weights.row_table import BY_ROWS
-from auraflux.weights.stored import Checkpoint, Stored
+from auraflux.weights.stored import Checkpoint, Stored, dense
 
 TOKENS = {"one": 1, "prompt": 2048}  # that a step multiplies
 BACKENDS = ("cpu", "cuda")
@@ -112,7 +112,7 @@ def _kept(checkpoint: Checkpoint, name: str) -> str:
             return "kept as it is"
         return "kept to the bit" if kind in LAYOUTS else f"rounded anew to {REQUANTIZED_BITS} bits"
     held = checkpoint.held(name) if isinstance(checkpoint, Folder) else None
-    return "kept as it is" if held is None else held.kept
+    return "kept as it is" if held is None else held.kept_briefly
 
 
 def advice(found: list[Runs], path: str, weights: int, memory: int, is_packed: bool) -> list[str]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
 from auraflux.quant import QTensor
@@ -11,6 +12,16 @@ from auraflux.weights.expert_files import ExpertFiles
 from auraflux.weights.row_table import TablePart
 
 Stored = Tensor | QTensor
+
+
+def dense(found: Stored) -> Tensor:
+    """A weight as numbers, whatever it is stored as."""
+    return found.dequantize(torch.float32) if isinstance(found, QTensor) else found
+
+
+def is_blank(found: Stored) -> TypeGuard[Tensor]:
+    """Whether a tensor stands in for one that could not be had."""
+    return isinstance(found, Tensor) and not any(found.stride())
 
 
 class Checkpoint(Protocol):
@@ -34,7 +45,7 @@ class Checkpoint(Protocol):
         """Bytes of each tensor on disk, by name; codes, scales and biases of one weight are one."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the matrix it stands for."""
+        """The shape of the matrix that a tensor stands for."""
 
     def files(self) -> list[Path]:
         """All that the weights and their description are read from."""

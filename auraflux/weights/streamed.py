@@ -80,7 +80,7 @@ class Resident:
     experts: Experts
 
     def announce(self, guess: Guess | None) -> None:
-        """Nothing: they are there."""
+        """Do nothing: the experts are there."""
 
     def mix(self, tokens: Mix) -> Tensor:
         beside = tokens.shared, tokens.gate
@@ -90,7 +90,7 @@ class Resident:
         return expert_mlp(x, ids, weights, self.experts)
 
     def fetch(self, ids: Tensor) -> None:
-        """Nothing: they are there."""
+        """Do nothing: the experts are there."""
 
     def some(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum the experts of each token that are not negative: [T, H] float32."""

@@ -105,6 +105,7 @@ def single(case: Case, args: Args) -> Iterator[tuple[int, Args]]:
         for t in range(len(next(args[each] for each in ROWS[name] if args.get(each) is not None))):
             yield t, {k: _row(v, t) if k in ROWS[name] else v for k, v in args.items()}
         return
+    assert "starts" in args, f"which arguments of {name} have a row for each token? Add them to ROWS."
     starts = args["starts"].tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
         for t in range(start, end):

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +11,39 @@ import torch
 from torch import Tensor
 
 from auraflux.errors import InputError
-from auraflux.ops import expert_mlp, linear, rms_norm, route, use_backend
+from auraflux.ops import all_ops, expert_mlp, linear, rms_norm, route, use_backend
 from auraflux.ops._cases import Case, _pairs, all_cases
 from auraflux.ops._dispatch import Op, exact
 from auraflux.ops.moe.routing import Routing
-from auraflux.ops.simd import prepared
+from auraflux.ops.simd import alike, prepared
 from auraflux.quant import quantize
 from tests.ops.quick import params
 
 CASES = [case for case in all_cases() if not case.bench]
 CALLS = 4  # the first as ever, two that are recorded, one that is prepared
+UNPLANNED = {
+    "choose_positions": "it gives no tensors but a Chosen",
+    "choose_coded_positions": "it gives no tensors but a Chosen",
+    "embed": "Python reads the tokens' numbers",
+    "sample": "Python reads the rows' settings",
+}
 
 
 def plans_of(op: Op) -> int:
     return len(op._prepared._plans) if isinstance(op._prepared, prepared.Prepared) else 0
+
+
+def calls(case: Case, args: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Call an op a few times, each time with arguments elsewhere in memory; gives these and what comes out."""
+    kept = []
+    for _ in range(CALLS):
+        mine = copy.deepcopy(args)
+        bound = inspect.signature(case.op.reference).bind(**mine)
+        bound.apply_defaults()
+        found = case.op(*bound.args)
+        # as long as they are there, no other call has their addresses
+        kept.append((mine, found))
+        yield mine, found
 
 
 @pytest.mark.parametrize("case", params(CASES))
@@ -31,19 +51,26 @@ def test_a_prepared_call_is_the_call(case: Case):
     if case.op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")
     args = case.args()
-    kept = []
     with exact(case.exact):
         want = copy.deepcopy(args)
         expected = case.op.run(**want)
-        for _ in range(CALLS):
-            mine = copy.deepcopy(args)
-            bound = inspect.signature(case.op.reference).bind(**mine)
-            bound.apply_defaults()
-            found = case.op(*bound.args)
+        for mine, found in calls(case, args):
             for path, one, other in _pairs({"the result": expected, **want}, {"the result": found, **mine}, ""):
                 assert one.dtype == other.dtype, path
                 assert torch.equal(one.nan_to_num(7), other.nan_to_num(7)), path
-            kept.append((mine, found))
+
+
+@pytest.mark.parametrize("op", all_ops(), ids=lambda op: op.name)
+def test_every_op_has_plans_but_those_that_cannot(op: Op):
+    if op.kernel("cpu") is None:
+        pytest.skip("no cpu kernel: the reference serves this op")
+    for case in [case for case in CASES if case.op is op]:
+        with exact(case.exact):
+            for _ in calls(case, case.args()):
+                pass
+        if plans_of(op):
+            break
+    assert bool(plans_of(op)) == (op.name not in UNPLANNED), UNPLANNED.get(op.name, "no case of it has a plan")
 
 
 def widened(x: Tensor, tail: int) -> Tensor:
@@ -135,3 +162,14 @@ def test_arguments_without_tensors_are_told_apart():
         for _ in range(CALLS):
             ids, weights = route(logits.clone(), Routing(k, "softmax", renormalize=True))
         assert ids.shape == weights.shape == (3, k)
+
+
+def test_structures_are_forgotten_and_their_numbers_are_not_given_again(monkeypatch):
+    monkeypatch.setattr(alike, "MOST_STRUCTURES", 4)
+    monkeypatch.setattr(alike, "_structures", {})
+    weights = [quantize(torch.zeros(rows, 64), 4, 64) for rows in range(1, 12)]
+    keys: list[list[Any]] = [[] for _ in weights]
+    for weight, key in zip(weights, keys, strict=True):
+        alike.describe([weight], key, [])
+        assert len(alike._structures) <= 4
+    assert len({tuple(key) for key in keys}) == len(weights)

@@ -14,7 +14,7 @@ from auraflux.eval.text import read_files
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import load
 from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.loader import dense
+from auraflux.weights.stored import dense
 from tests.models.oracles import error, truth
 from tests.tested import outside
 

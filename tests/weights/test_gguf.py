@@ -11,7 +11,8 @@ from auraflux.quant import QTensor
 from auraflux.quant.gguf_blocks import NOT_IN_MLX
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.gguf import GGUFFile
-from auraflux.weights.loader import Weights, dense
+from auraflux.weights.loader import Weights
+from auraflux.weights.stored import dense
 from tests.models.oracles import error, scores
 from tests.weights.gguf_files import (
     HEADS,

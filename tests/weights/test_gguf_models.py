@@ -7,7 +7,7 @@ import torch
 from auraflux.errors import FormatError
 from auraflux.ops import use_backend
 from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.loader import dense
+from auraflux.weights.stored import dense
 from tests.models.oracles import error, save, scores, tokens, truth
 from tests.weights.gguf_files import HEADS, HIDDEN, LAYERS, VOCAB, WIDTH, rounded, write_gguf
 from tests.weights.gguf_models import LITTLE_WORDS, WORDS, little, tiny, written

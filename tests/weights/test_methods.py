@@ -20,9 +20,10 @@ from auraflux.quant.fp8 import from_blocks
 from auraflux.weights.checkpoint import open_checkpoint
 from auraflux.weights.convert import convert
 from auraflux.weights.folder import Folder
-from auraflux.weights.loader import Weights, dense
+from auraflux.weights.loader import Weights
 from auraflux.weights.methods import Header, nvfp4
 from auraflux.weights.pack import pack
+from auraflux.weights.stored import dense
 from tests.models.oracles import error, save, scores, tokens, truth
 from tests.weights.quantized_folders import (
     E2M1,

@@ -21,7 +21,7 @@ BLOCK, STEPS = 4096, 16  # words of a load, loads of a program
 
 @dataclass(frozen=True)
 class Ceilings:
-    """In bytes and in operations per second; a copy counts what it reads and what it writes."""
+    """What the device can do at most, in bytes and in operations per second; a copy counts what it reads and what it writes."""
 
     read: float
     copy: float

@@ -122,7 +122,7 @@ class Contender:
 
     @property
     def launches(self) -> float | None:
-        """Of one call."""
+        """Kernel launches of one call; None where they were not counted."""
         return None if self.recording.launches is None else self.recording.launches / self.recording.calls
 
     def summary(self) -> Timing:

@@ -135,7 +135,7 @@ class Experts:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """Those that there are, down last."""
+        """The weights that there are, down last."""
         return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
 
     @cached_property

@@ -5,6 +5,7 @@ They differ in addresses, which are told beside. Of an argument that holds tenso
 
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import count
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -35,7 +36,9 @@ class Known(NamedTuple):
     extents: tuple[int, ...]
 
 
+MOST_STRUCTURES = 4096  # that are kept
 _structures: dict[Key, int] = {}
+_numbers = count()
 
 
 def describe(values: Any, key: list[Any], addresses: list[int]) -> None:
@@ -83,9 +86,15 @@ def _learn(value: Any) -> Known:
     # some of its parts may have a tensor in common
     each = dict(zip(addresses, sizes, strict=True))
     key += [addresses.index(address) for address in addresses]
-    structure = _structures.setdefault(tuple(key), len(_structures))
-    known = value.__dict__[NAME] = Known(id(value), structure, tuple(each), tuple(each.values()))
+    known = value.__dict__[NAME] = Known(id(value), _number(tuple(key)), tuple(each), tuple(each.values()))
     return known
+
+
+def _number(structure: Key) -> int:
+    """A number for all arguments of a structure. One that was forgotten gets another: older arguments keep theirs."""
+    if len(_structures) >= MOST_STRUCTURES and structure not in _structures:
+        _structures.clear()
+    return _structures.setdefault(structure, next(_numbers))
 
 
 def extents(values: Any) -> list[int]:

@@ -9,7 +9,7 @@ from auraflux.weights.placement import Placement
 
 
 class Answers:
-    """A rank's.
+    """What a rank answers to rank 0.
 
     read_nbytes  tells how much of experts was read here
     placement    of the experts that ranks of its stage divide

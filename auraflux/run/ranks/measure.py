@@ -40,7 +40,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Measured:
-    """A rank.
+    """What was measured of a rank.
 
     free_nbytes  memory that a model may take
     link         between rank 0 and this one; None for rank 0
@@ -100,7 +100,7 @@ def measure_link(group: Members, rank: int) -> Wire:
 
 
 def _round_trips(group: Members, rank: int, nbytes: int, times: int) -> list[float]:
-    """Seconds of each."""
+    """Send so many bytes to a rank and back, so many times: seconds of each."""
     group.say({"measure": "link", "nbytes": nbytes, "times": times}, rank)
     sent, found = torch.zeros(nbytes, dtype=torch.uint8), []
     for _ in range(times):

@@ -19,7 +19,7 @@ from auraflux.weights.slices import WHOLE, Slices
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's.
+    """What a rank has of the model.
 
     division  the experts of every layer; None for all
     deal      the pages of every sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from auraflux.errors import SettingsError
-from auraflux.weights.loader import Rename
+from auraflux.weights.names import Rename
 from auraflux.weights.stored import Checkpoint
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

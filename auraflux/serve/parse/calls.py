@@ -77,6 +77,23 @@ def _more_than_space(text: Text) -> Wait[bool]:
     return bool(more)
 
 
+def calls_until(end: str, opening: str, call: Reader) -> Reader:
+    """Make a reader of calls behind the token that opens all of them: each has an opening of its own."""
+
+    def read(text: Text, calls: Calls) -> Steps[None]:
+        count = calls.count
+        while True:
+            yield from text.space()
+            if (yield from text.takes(opening)):
+                yield from call(text, calls)
+            elif (yield from text.takes(end)) or calls.count > count:
+                return
+            else:
+                raise Broken
+
+    return read
+
+
 def arguments(text: Text, calls: Calls, name: str) -> Steps[None]:
     """Read a call whose arguments come next, as a JSON object."""
     if (yield from text.peek()) != "{":

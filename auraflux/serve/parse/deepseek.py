@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from auraflux.serve.parse.calls import Calls, arguments
+from auraflux.serve.parse.calls import Calls, arguments, calls_until
 from auraflux.serve.parse.plain import FENCE, answer
 from auraflux.serve.parse.syntax import Form, Syntax
 from auraflux.serve.parse.text import Broken, Steps, Text
@@ -15,19 +15,6 @@ def _token(words: str) -> str:
 
 CALLS, CALLS_END = _token("tool calls begin"), _token("tool calls end")
 CALL, CALL_END, SEPARATOR = _token("tool call begin"), _token("tool call end"), _token("tool sep")
-
-
-def call_group(text: Text, calls: Calls) -> Steps[None]:
-    """Read calls behind the token that opens all of them."""
-    count = calls.count
-    while True:
-        yield from text.space()
-        if (yield from text.takes(CALL)):
-            yield from call(text, calls)
-        elif (yield from text.takes(CALLS_END)) or calls.count > count:
-            return
-        else:
-            raise Broken
 
 
 def call(text: Text, calls: Calls) -> Steps[None]:
@@ -50,7 +37,7 @@ def call(text: Text, calls: Calls) -> Steps[None]:
 
 
 def read(text: Text, calls: Calls) -> Steps[None]:
-    yield from answer(text, calls, {CALLS: call_group, CALL: call})
+    yield from answer(text, calls, {CALLS: calls_until(CALLS_END, CALL, call), CALL: call})
 
 
 FENCED = Form(

@@ -2,7 +2,7 @@
 
 import re
 
-from auraflux.serve.parse.calls import Calls, arguments
+from auraflux.serve.parse.calls import Calls, arguments, calls_until
 from auraflux.serve.parse.plain import answer
 from auraflux.serve.parse.syntax import Form, Syntax
 from auraflux.serve.parse.text import Broken, Steps, Text
@@ -10,19 +10,6 @@ from auraflux.serve.parse.text import Broken, Steps, Text
 CALLS, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END, ARGUMENT = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
 ID = re.compile(r"[^\s<]*")
-
-
-def call_group(text: Text, calls: Calls) -> Steps[None]:
-    """Read calls behind the token that opens all of them."""
-    count = calls.count
-    while True:
-        yield from text.space()
-        if (yield from text.takes(CALL)):
-            yield from call(text, calls)
-        elif (yield from text.takes(CALLS_END)) or calls.count > count:
-            return
-        else:
-            raise Broken
 
 
 def call(text: Text, calls: Calls) -> Steps[None]:
@@ -39,7 +26,7 @@ def call(text: Text, calls: Calls) -> Steps[None]:
 
 
 def read(text: Text, calls: Calls) -> Steps[None]:
-    yield from answer(text, calls, {CALLS: call_group, CALL: call})
+    yield from answer(text, calls, {CALLS: calls_until(CALLS_END, CALL, call), CALL: call})
 
 
 # the number of a second call would be another, which a form cannot say

@@ -31,13 +31,19 @@ class Held:
     shape  of the matrix it stands for
     label  its format in words
     bits   of one weight in memory, with its share of scales
-    kept   whether the weight is what its file says to the bit, or by how much it is not; a sentence of a note
+    kept   whether the weight is what its file says to the bit, or by how much it is not, then a colon and how; a sentence of a
+           note
     """
 
     shape: tuple[int, ...]
     label: str
     bits: float
     kept: str
+
+    @property
+    def kept_briefly(self) -> str:
+        """The same without how, for tables."""
+        return self.kept.partition(":")[0]
 
 
 class Method(Protocol):

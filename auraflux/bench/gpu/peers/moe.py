@@ -60,7 +60,7 @@ def _read(result: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def _nbytes(args: Args) -> int:
-    """Of the experts that are met."""
+    """Bytes of the experts that are met."""
     experts = args["experts"]
     return len(args["ids"].unique()) * 3 * experts.inner * experts.hidden * 2
 

@@ -29,15 +29,23 @@ def normed_latent(kv, norm, eps, C: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def store_rotated_key(
-    k, inv_freq, position, mscale, rope, row, there, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
+def rotate_queries(q, q_out, rope, block, heads, pitch, R: tl.constexpr, QUERIES: tl.constexpr):
+    """Rotate a block of the heads of a token's queries, R wide."""
+    rotate_heads(
+        q, None, rope.inv_freq, rope.positions, q_out, block, heads, pitch, R, R // 2, rope.mscale, 0.0,
+        QUERIES.interleaved, QUERIES.heads, QUERIES.half, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_rotated_key(k, rope, token, rows, row, there, R: tl.constexpr, QUERIES: tl.constexpr):
     """Rotate a token's key, R wide, and store it in its row of a page."""
-    i = tl.arange(0, HALF)
+    i = tl.arange(0, QUERIES.half)
     inside = 2 * i < R
-    cosine, sine = cos_sin(position.to(tl.float32) * tl.load(inv_freq + i, mask=inside, other=0.0))
-    cosine, sine = cosine * mscale, sine * mscale
-    if INTERLEAVED:
+    position = tl.load(rope.positions + token)
+    cosine, sine = cos_sin(position.to(tl.float32) * tl.load(rope.inv_freq + i, mask=inside, other=0.0))
+    cosine, sine = cosine * rope.mscale, sine * rope.mscale
+    if QUERIES.interleaved:
         first, second = 2 * i, 2 * i + 1
     else:
         first, second = i, i + R // 2
@@ -45,8 +53,8 @@ def store_rotated_key(
     b = tl.load(k + second, mask=inside, other=0.0).to(tl.float32)
     kind: tl.constexpr = k.dtype.element_ty
     x, y = (a * cosine - b * sine).to(kind), (b * cosine + a * sine).to(kind)
-    tl.store(rope + row * R + first, x.to(rope.dtype.element_ty), mask=inside & there)
-    tl.store(rope + row * R + second, y.to(rope.dtype.element_ty), mask=inside & there)
+    tl.store(rows + row * R + first, x.to(rows.dtype.element_ty), mask=inside & there)
+    tl.store(rows + row * R + second, y.to(rows.dtype.element_ty), mask=inside & there)
 
 
 @triton.jit
@@ -57,42 +65,14 @@ def rotate_and_append_latent(
     """Store a token's latent and key, or rotate HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
     token, block = tl.program_id(0), tl.program_id(1)
     if block > 0:
-        rotate_heads(
-            q,
-            None,
-            rope.inv_freq,
-            rope.positions,
-            q_out,
-            block - 1,
-            heads,
-            q_pitch,
-            R,
-            R // 2,
-            rope.mscale,
-            0.0,
-            QUERIES.interleaved,
-            QUERIES.heads,
-            QUERIES.half,
-            0,
-        )
+        rotate_queries(q, q_out, rope, block - 1, heads, q_pitch, R, QUERIES)
         return
     source = kv + token.to(tl.int64) * (C + R)
     y = normed_latent(source, norm, eps, C, P)
     page, slot = place_token(token, index, PAGE, S)
     row, there, c = page * PAGE + slot, page >= 0, tl.arange(0, P)[None, :]
     tl.store(latent + row * C + c, y.to(latent.dtype.element_ty), mask=(c < C) & there)
-    store_rotated_key(
-        source + C,
-        rope.inv_freq,
-        tl.load(rope.positions + token),
-        rope.mscale,
-        k_rope,
-        row,
-        there,
-        R,
-        QUERIES.half,
-        QUERIES.interleaved,
-    )
+    store_rotated_key(source + C, rope, token, k_rope, row, there, R, QUERIES)
 
 
 Rotation = tuple[Tensor, Tensor, float, bool]

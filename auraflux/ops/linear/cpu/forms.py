@@ -83,14 +83,14 @@ class Form(NamedTuple):
 
     @property
     def ready_nbytes(self) -> int:
-        """Of an unpacked code."""
+        """Bytes of an unpacked code."""
         if self.halves:
             return 2
         return 1 if self.digits else 4
 
     @property
     def value_bits(self) -> int:
-        """Of the bytes that the dot product takes."""
+        """Bits that matter of the bytes that the dot product takes."""
         return 8 if self.kind == "iq4" and not self.signed else self.bits
 
     @property

@@ -83,7 +83,7 @@ def down_few(
 
 
 def _shape(stack: Stack, rows: int) -> dict[str, int | bool]:
-    """Of a program, as `row_sums` takes it."""
+    """The shape of a program, as `row_sums` takes it."""
     if isinstance(stack, QTensor) and not INTERPRETED:
         return program_shape(rows, stack, stack.device)
     columns = min(TILE_COLUMNS, power_of_two(stack.shape[-1]))

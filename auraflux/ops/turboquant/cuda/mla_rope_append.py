@@ -10,11 +10,11 @@ from auraflux.ops.attention.cuda.mla_rope_append import (
     normed_latent,
     queries_apart,
     rope_of,
+    rotate_queries,
     store_rotated_key,
 )
 from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.pages import index_of, place_of, position_of
-from auraflux.ops.hopper.rope import rotate_heads
 from auraflux.ops.hopper.sizes import power_of_two
 from auraflux.ops.turboquant.cuda.arguments import Coded
 from auraflux.ops.turboquant.cuda.codec import encoded_values
@@ -31,42 +31,14 @@ def rotate_and_encode_latent(
     """Encode a token's latent and store its key, or rotate HEADS of its queries; grid (tokens, 1 + blocks of queries)."""
     token, block = tl.program_id(0), tl.program_id(1)
     if block > 0:
-        rotate_heads(
-            q,
-            None,
-            rope.inv_freq,
-            rope.positions,
-            q_out,
-            block - 1,
-            heads,
-            q_pitch,
-            R,
-            R // 2,
-            rope.mscale,
-            0.0,
-            QUERIES.interleaved,
-            QUERIES.heads,
-            QUERIES.half,
-            0,
-        )
+        rotate_queries(q, q_out, rope, block - 1, heads, q_pitch, R, QUERIES)
         return
     source = kv + token.to(tl.int64) * (C + R)
     y = normed_latent(source, norm, eps, C, P)
     sequence, position = position_of(token, index, S)
     page, slot = place_of(index.table, sequence, position, index.width, index.pool, PAGE)
     row, there = page * PAGE + slot, page >= 0
-    store_rotated_key(
-        source + C,
-        rope.inv_freq,
-        tl.load(rope.positions + token),
-        rope.mscale,
-        beside.rope,
-        row,
-        there,
-        R,
-        QUERIES.half,
-        QUERIES.interleaved,
-    )
+    store_rotated_key(source + C, rope, token, beside.rope, row, there, R, QUERIES)
     found, norm_of_codes = encoded_values(y.to(tl.float64), signs, store.levels, C, BITS)
     rows, here = row + tl.zeros([1], tl.int64), page + tl.zeros([1], tl.int64) >= 0
     store_words(store.codes, rows, here, found, BITS, C, (C * BITS + 31) // 32)
