@@ -128,6 +128,20 @@ def test_interrupting_a_process():
     assert (process.returncode, out, err) == (130, "", "")
 
 
+def test_an_interrupt_before_the_program_is_imported_is_quiet():
+    code = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "runpy.run_module('auraflux', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_broken_pipe_is_quiet():
     read, write = os.pipe()
     os.close(read)
