@@ -56,7 +56,8 @@ def open_folder(version: str) -> str:
 
 def _no_cache(reason: str) -> str:
     log.warning(
-        "Compiled kernels are not kept, so every run compiles them anew: %s. AURAFLUX_CACHE names another folder.", reason
+        "Compiled kernels are not kept, so every run compiles them anew: %s. Set AURAFLUX_CACHE to one that can be used.",
+        reason,
     )
     return ""
 

@@ -14,8 +14,9 @@ from auraflux.cli.chat import chat
 from auraflux.cli.convert import convert
 from auraflux.cli.diff import diff
 from auraflux.cli.doctor import doctor
+from auraflux.cli.environment import check_environment
 from auraflux.cli.eval import evaluate
-from auraflux.cli.failure import Failure, end_output, nameless, say
+from auraflux.cli.failure import Failure, end_output, escape_what_cannot_be_written, nameless, say
 from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
@@ -34,6 +35,7 @@ class Program(click.Group):
     """A group whose commands may raise this package's errors and be interrupted without a traceback."""
 
     def main(self, *args: Any, **options: Any) -> Any:
+        escape_what_cannot_be_written()
         try:
             return super().main(*args, **options)
         except OSError as err:
@@ -43,6 +45,7 @@ class Program(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            check_environment()
             return super().invoke(ctx)
         except AurafluxError as err:
             raise Failure(str(err)) from err

@@ -46,7 +46,7 @@ def bench_model(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Time reading a prompt and writing after it with MODEL, at several lengths.
+    """Time reading prompts and writing after them.
 
     Prompts are random tokens. Contenders take turns, so that a busy machine is busy for all of them.
     """

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.bench_run import ended_by_signals
-from auraflux.cli.options import EXPERTS, expert_settings, hush_torch, model_argument, options
-from auraflux.errors import InputError
+from auraflux.cli.options import EXPERTS, expert_settings, hush_torch, options
 
 if TYPE_CHECKING:
     from auraflux.bench.ranks import RanksRun
 
 
 @click.command("ranks")
-@model_argument
+@click.argument("model")
 @click.option(
     "--way", "ways", multiple=True, metavar="MODE=N", help="pipeline=2, experts=2, pipeline=2,experts=2, ...; several times."
 )
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 @options(EXPERTS)
 @click.option("--disk", metavar="SIZE", help="Pretend disks that give so much a second, one for each rank: 50MB.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench_ranks(model: str | None, ways: tuple[str, ...], wires: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
+def bench_ranks(model: str, ways: tuple[str, ...], wires: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
     """Time MODEL on one process and on ranks of this machine.
 
     Ranks share this machine's cores and memory, so nothing here is faster for being divided: what is seen is what ranks cost.
@@ -39,8 +38,6 @@ def bench_ranks(model: str | None, ways: tuple[str, ...], wires: tuple[str, ...]
     from auraflux.run.ranks.parallel import parse_parallel
     from auraflux.run.ranks.wire import WIRES, find_wire
 
-    if model is None:
-        raise InputError("name a model: a folder, a GGUF file or a name.")
     asked = [parse_parallel(way) for way in ways or ("pipeline=2",)]
     for wire in wires:
         find_wire(wire)

@@ -60,7 +60,9 @@ ASKING = [
 @click.option("--save", type=click.Path(path_type=Path), help="Also write the JSON to a file, or into a folder.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw latency against load.")
 def bench_serve(model: str | None, as_json: bool, save: Path | None, plot: Path | None, **chosen: Any) -> None:
-    """Time a server under load: MODEL's, one with random weights, or any that speaks OpenAI's API at --url.
+    """Time a server under load.
+
+    That is MODEL's, one with random weights, or any that speaks OpenAI's API at --url.
 
     At each number of clients all begin at once, for one token and then for all, which gives the rates of reading and writing.
     Then each sends its next request when its last has ended, so that prompts arrive while others write, which gives the

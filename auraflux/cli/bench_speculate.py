@@ -82,8 +82,9 @@ def bench_speculate(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Time writing with MODEL, with guesses and without by turns; --speculate says whose, by default ngram.
+    """Time writing with guesses and without, by turns.
 
+    --speculate says whose guesses, by default ngram.
     With --random: 1 to 8 guesses in every step, of which a share is right; the text is dictated.
     """
     from rich.console import Console

@@ -32,7 +32,10 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
 @options(SAMPLING)
 @click.option("--stats", is_flag=True, help="Show after each answer what was read of a packed model's experts.")
 def chat(model: str | None, system: str | None, stats: bool, **chosen: Any) -> None:
-    """Talk with MODEL: a folder, a GGUF file or a name; without one, the built-in default."""
+    """Talk with a model.
+
+    MODEL is a folder, a GGUF file or a name; with none, the built-in default.
+    """
     settings = sampling(chosen, temperature=0.7, top_p=0.95)
     stdin()
     loaded = load_model(model, chosen, chat=True)

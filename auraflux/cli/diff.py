@@ -24,9 +24,9 @@ WIDEST = 40  # characters of a piece of text that are shown
 @click.option("--prompt", "-p", required=True, help="The text that both read; - reads stdin.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(model: str | None, first: str, second: str, prompt: str, as_json: bool) -> None:
-    """Show where two ways of running MODEL part: at which token and layer first, and by how much.
+    """Show where two ways of running MODEL part.
 
-    Both read the same text through their caches, --piece N tokens at a time.
+    At which token and layer first, and by how much. Both read the same text through their caches, --piece N tokens at a time.
     """
     from auraflux.eval.parting import part
 

@@ -1,5 +1,9 @@
 """The environment variables that matter here, each with one sentence: a table of docs/cli.md."""
 
+import os
+
+from auraflux.errors import SettingsError
+
 OURS = {
     "AURAFLUX_BACKEND": "Forces `reference`, `cpu` or `cuda` on every op, whatever device its tensors are on.",
     "AURAFLUX_ISA": "Names the instructions that CPU kernels use, of those this processor has: "
@@ -21,6 +25,13 @@ OTHERS = {
     "TRITON_INTERPRET": "Set to `1` before Python starts, Triton kernels run on CPU tensors, one program after the other: "
     "to test them without a GPU.",
 }
+
+
+def check_environment() -> None:
+    """Refuse what Numba would end with a traceback for."""
+    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+    if not threads.isdecimal() or int(threads) == 0:
+        raise SettingsError(f"NUMBA_NUM_THREADS is {threads!r}. It must be a whole number above 0.")
 
 
 def environment() -> str:

@@ -94,7 +94,7 @@ OPTIONS = [
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--save", type=click.Path(path_type=Path), metavar="FOLDER", help="Write JSON and PNG pictures.")
 def evaluate(model: str | None, as_json: bool, save: Path | None, **chosen: Any) -> None:
-    """Measure what compressing the cache of MODEL does to what it says.
+    """Measure what compressing the cache does to answers.
 
     MODEL is a folder, a GGUF file or a name; with none, the built-in default. Every setting is compared with the uncompressed
     run of the same weights, token by token. A run that was interrupted goes on where it ended when it is started again.

@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import io
 import os
+import sys
 from typing import IO, Any
 
 import click
@@ -34,6 +36,13 @@ def nameless(err: OSError) -> str:
     """A sentence for an error that names no file: files are written elsewhere, so one of writing is of the output."""
     what = "the output cannot be written: " if err.errno in WRITING else ""
     return f"{what}{err.strerror or err}."
+
+
+def escape_what_cannot_be_written() -> None:
+    """Have characters that the output's encoding lacks written as their numbers: a locale may have ASCII only."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def end_output() -> None:

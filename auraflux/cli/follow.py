@@ -14,8 +14,9 @@ from auraflux.cli.options import hush_torch, timeout_option
 @click.option("--wire", default="here", hidden=True, help="A slower network to pretend: 10gbe, 1gbe or wifi.")
 @click.option("--restart", is_flag=True, help="Join again when the group was lost, instead of ending.")
 def follow(address: str, model: str, rank_timeout: float, wire: str, restart: bool) -> None:
-    """Run a part of MODEL for the rank 0 that waits at ADDRESS, such as 10.0.0.1:29400, until it ends.
+    """Run a part of MODEL for another machine.
 
+    That is rank 0, which waits at ADDRESS, such as 10.0.0.1:29400; this ends when it does.
     MODEL must hold the same files as rank 0's. Ranks trust each other and their network: use one that only they are on.
     """
     hush_torch()

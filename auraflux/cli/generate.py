@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 def generate(
     model: str | None, prompts: tuple[str, ...], chat: bool, system: str | None, stats: bool, as_json: bool, **chosen: Any
 ) -> None:
-    """Continue a text with MODEL: a folder, a GGUF file or a name; without one, the built-in default.
+    """Continue a text, or answer it with --chat.
 
+    MODEL is a folder, a GGUF file or a name; with none, the built-in default.
     The text goes to stdout as it is written, the figures to stderr.
     """
     texts = [read_all() if text == "-" else text for text in prompts]

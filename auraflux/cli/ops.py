@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 @click.option("--invariant", is_flag=True, default=None, help="With --explain model: what gives the same bits in any company.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ops(check: bool, explain: tuple[str, str] | None, device: str, as_json: bool, **options: Any) -> None:
-    """List the operations, their kernels and the kernels they stand for.
+    """List the operations and their kernels.
 
     A kernel may decline a call; the reference then runs in its place. Reasons that show only when an op is called are found
     with --check. Where an op has several kernels, --explain says which one a case takes, or a model; no GPU and no weights are
-    needed for that.
+    needed for that. 'Stands for' names kernels of moeflux, metaltile and mlx-native that do the same.
     """
     from auraflux.cli import ops_explain
     from auraflux.ops._dispatch import all_ops

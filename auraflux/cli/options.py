@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from auraflux.defaults import AUTO, CALIBRATE, FIRST, KV, KV_OF, NEWEST
+from auraflux.errors import SettingsError
 
 if TYPE_CHECKING:
     from auraflux.cache import CacheSettings
@@ -203,6 +204,8 @@ def _parallel(model: str | None, chosen: dict[str, Any]) -> "Parallel | None":
     """How the options want the model divided; a process that torchrun started as another rank follows, and ends here."""
     text = chosen.get("divided")
     if not text:
+        if chosen.get("rank_hosts"):
+            raise SettingsError("--hosts names machines, but nothing is divided among them. Give --parallel, too: pipeline=2.")
         return None
     from auraflux.run.ranks.devices import launched
     from auraflux.run.ranks.parallel import parse_parallel
@@ -215,7 +218,6 @@ def _parallel(model: str | None, chosen: dict[str, Any]) -> "Parallel | None":
 
 
 def _follow_launched(model: str | None, wanted: "Parallel") -> None:
-    from auraflux.errors import SettingsError
     from auraflux.run.ranks.follow import follow
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

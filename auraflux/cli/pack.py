@@ -20,7 +20,7 @@ import click
 )
 @click.option("--force", is_flag=True, help="Replace a model folder that is already there, or a part of one.")
 def pack(source: str, target: Path, bits: int | None, group: int, device: str, force: bool) -> None:
-    """Write a mixture so that its experts can be read from disk one by one.
+    """Write a mixture whose experts can be read from disk.
 
     SRC is a folder of safetensors, a GGUF file or a name; DST is the folder to write, which runs in less memory than its
     experts need: `auraflux generate DST --expert-memory 4GB`. Quantized weights stay as they are unless --quantize asks for

@@ -37,8 +37,9 @@ USUAL_WIRE = "1gbe"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(model: str, hosts: str, as_json: bool, **chosen: Any) -> None:
-    """Tell what of MODEL fits where, how many tokens a second each way would write, and what bounds it.
+    """Forecast how MODEL would run on several machines.
 
+    Tells what fits where, how many tokens a second each way of dividing it would write, and what bounds it.
     Machines that are named by address are measured: the others run 'auraflux follow' with the same MODEL, which ends then.
     Figures are bytes over speeds: they say which way is worth trying, not what a benchmark will show.
     """

@@ -26,9 +26,11 @@ log = logging.getLogger("auraflux")
 @options(SERVING)
 @options(REPLICAS)
 def serve(model: str | None, host: str, port: int, log_json: bool, on_ray: bool, replicas: str, **chosen: Any) -> None:
-    """Serve MODEL over HTTP: a folder, a GGUF file or a name; without one, the built-in default.
+    """Serve a model over HTTP.
 
-    OpenAI's chat completions, completions and responses, Anthropic's messages, a chat page at /, metrics at /metrics.
+    MODEL is a folder, a GGUF file or a name; with none, the built-in default.
+    It answers OpenAI's chat completions, completions and responses, and Anthropic's messages; a chat page is at /, metrics
+    are at /metrics.
     """
     settings = front_settings(host, log_json, chosen)
     if on_ray:

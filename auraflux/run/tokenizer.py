@@ -1,5 +1,6 @@
 """Text to tokens and back, from tokenizer.json, tiktoken.model or the vocabulary in a GGUF file. All are data, never run."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -132,7 +133,10 @@ class Tokenizer:
         try:
             ids = self._inner.encode(text, add_special_tokens=special).ids
         except (TypeError, UnicodeError) as err:
-            raise InputError(f"This is not a text that can be made into tokens: {err}.") from err
+            # characters of this range stand for bytes that were no UTF-8, or for half a character
+            lone = re.search("[\ud800-\udfff]", text) if isinstance(text, str) else None
+            reason = f"it is not UTF-8 at character {lone.start()}" if lone else err
+            raise InputError(f"This is not a text that can be made into tokens: {reason}.") from err
         if special and self._first is not None and ids[:1] != [self._first]:
             ids.insert(0, self._first)
         if special and self._last is not None and ids[-1:] != [self._last]:

@@ -16,6 +16,7 @@ FINAL = {"x-should-retry": "false"}
 LATER = {"retry-after": "1"}
 LONGEST = 1000  # characters of a message: it may quote the request
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+KIND = re.compile(r"str|[A-Z]\w*|(list|dict|literal)\[.*")  # as pydantic calls what a field may be
 # two or more folders, as paths have and prose has not; the routes of the API are no secret
 PATH = re.compile(r"(?!/v1/)(?:/[\w.@+~-]+){2,}/?")
 
@@ -109,11 +110,25 @@ def without_paths(message: str) -> str:
 
 
 def _invalid(err: ValidationError) -> Failure:
-    """Name the first field that is wrong; unions of types report several."""
-    first = err.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    """Name the first field that is wrong, and what it may be."""
+    found = err.errors(include_url=False, include_input=False, include_context=False)
+    first = found[0]["loc"]
+    field = first[: next((at for at, part in enumerate(first) if _is_kind(part)), len(first))]
+    # of several kinds that a field may be of, the one that is wrong further inside was meant
+    meant = max((_place(each["loc"]) for each in found if each["loc"][: len(field)] == field), key=len)
+    told = " or ".join(dict.fromkeys(each["msg"] for each in found if _place(each["loc"]) == meant))
+    message = told.replace(" or Input should be ", " or ").removeprefix("Value error, ").rstrip(".")
+    where = ".".join(map(str, meant))
     return Failure(400, f"{where}: {message}." if where else f"{message}.", code="invalid_value", param=where or None)
+
+
+def _is_kind(part: str | int) -> bool:
+    """Whether it is no field of the request but a kind that pydantic tried for one."""
+    return isinstance(part, str) and KIND.fullmatch(part) is not None
+
+
+def _place(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    return tuple(part for part in loc if not _is_kind(part))
 
 
 def _of_routing(err: HTTPException) -> Failure:

@@ -71,7 +71,7 @@ class Metadata(Part):
 class CountRequest(Part):
     """A conversation whose tokens are counted."""
 
-    model: str
+    model: str | None = None
     messages: list[Turn] = Field(min_length=1)
     system: Blocks | None = None
     tools: list[CustomTool] | None = None

@@ -54,7 +54,7 @@ class Effort(Part):
 class ResponsesRequest(Part):
     """A conversation to be answered. The server keeps none, so the whole of it is sent each time."""
 
-    model: str
+    model: str | None = None
     input: Input
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None

@@ -66,6 +66,8 @@ def locate(name: str | None = None, report: Report = _quiet) -> Path:
           "org/name@revision", or "org/name/file.gguf"); None for the default model
     """
     name = DEFAULT if name is None else name
+    if not name:
+        raise FormatError("the model's name is empty. Leave it out for the built-in model.")
     try:
         path = Path(name).expanduser()
         if path.exists():

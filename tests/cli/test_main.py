@@ -74,6 +74,27 @@ def test_bad_environment_is_one_sentence():
     assert done.stderr == "error: AURAFLUX_BACKEND is 'tpu'. It may be one of: reference, cpu, cuda.\n"
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "many", ""])
+def test_a_number_of_threads_that_cannot_be_is_one_sentence(monkeypatch, count):
+    monkeypatch.setenv("NUMBA_NUM_THREADS", count)
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 1
+    assert done.stderr == f"error: NUMBA_NUM_THREADS is {count!r}. It must be a whole number above 0.\n"
+
+
+def test_an_output_of_ascii_gets_what_it_cannot_hold_as_numbers():
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = "main.add_command(click.Command('say', callback=lambda: print(chr(0x2713))))"
+    code = f"import click; from auraflux.cli import main; {command}; main(['say'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=plain)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u2713\n", "")
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_no_command_is_told_in_half_a_sentence(words):
+    assert "..." not in CliRunner().invoke(main, [*words, "--help"], terminal_width=80).output.split("Commands:")[1]
+
+
 def test_a_wrong_option_says_so_with_exit_code_2():
     done = CliRunner().invoke(main, ["ops", "--nope"])
     assert done.exit_code == 2
@@ -105,6 +126,20 @@ def test_interrupting_a_process():
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_an_interrupt_before_the_program_is_imported_is_quiet():
+    code = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "runpy.run_module('auraflux', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_broken_pipe_is_quiet():

@@ -89,6 +89,11 @@ def test_names_that_cannot_be_paths(command: list[str], name: str):
     assert "there is no model " in refused(command[0], name, *command[1:])
 
 
+@pytest.mark.parametrize("command", [["generate", "-p", "a"], ["inspect"], ["pull"]])
+def test_a_name_that_is_empty(command: list[str]):
+    assert "the model's name is empty" in refused(command[0], "", *command[1:])
+
+
 def test_a_destination_that_cannot_be(tmp_path: Path):
     assert "File name too long" in refused("convert", tiny(), tmp_path / ("x" * 300))
     assert "Not a directory" in refused("convert", tiny(), "/dev/null/x")
@@ -107,6 +112,8 @@ def test_a_destination_that_cannot_be(tmp_path: Path):
         (["--frequency-penalty", "-1e300"], "frequency_penalty=-1e+300 must be from -1,000 to 1,000"),
         (["--repetition-penalty", "nan"], "repetition_penalty=nan must be above 0"),
         (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "\udcff"], "it is not UTF-8 at character 0"),
+        (["--hosts", "10.0.0.1,10.0.0.2"], "Give --parallel, too"),
     ],
 )
 def test_options_beyond_reason(options: list[str], said: str):

@@ -63,6 +63,28 @@ def test_a_number_that_cannot_be_is_told_so(field: str, value: bytes):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value", "said"),
+    [
+        (CHAT, "stop", 3, "stop: Input should be a valid string or a valid list."),
+        (CHAT, "stop", ["a", 3], "stop.1: Input should be a valid string."),
+        (CHAT, "messages", [{"role": "user", "content": [{"text": "x"}]}], "messages.0.content.0.type: Field required."),
+        (CHAT, "tool_choice", {"type": "function"}, "tool_choice.function: Field required."),
+        ("/v1/completions", "prompt", None, "prompt: Input should be a valid string or a valid list."),
+    ],
+)
+def test_a_field_of_several_kinds_is_told_by_its_name(path: str, field: str, value: Any, said: str):
+    error = client_of().post(path, json={**HELLO, "prompt": "x", field: value}).json()["error"]
+    assert (error["message"], error["param"]) == (said, said.split(":")[0])
+
+
+def test_a_request_without_a_name_is_for_the_one_model_there_is():
+    asked = {CHAT: HELLO, "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    asked |= {"/v1/messages": {**HELLO, "max_tokens": 5}, "/v1/messages/count_tokens": HELLO}
+    for path, body in asked.items():
+        assert client_of().post(path, json=body).status_code == 200, path
+
+
 def test_a_body_that_is_too_large_is_not_read_whole():
     read = 0
 

@@ -1,8 +1,8 @@
 """Where the codes of values lie within a page. Keys always lie in rows: a token's codes one after the other.
 
 `PAIRS` is made for tensor cores that read values [D, tokens] and take two neighbouring tokens from one register. Each group of
-eight tokens is turned on its side: stored row g holds coordinates g D/8 to (g + 1) D/8 of all eight, for tokens 0 and 1 first,
-then for 2 and 3 and so on, and of such a pair coordinate by coordinate the two codes side by side. In other words
+eight tokens is transposed by blocks: stored row g holds coordinates g D/8 to (g + 1) D/8 of all eight, for tokens 0 and 1
+first, then for 2 and 3 and so on, and of such a pair coordinate by coordinate the two codes side by side. In other words
 
     tokens (c, e) x coordinates (g, x)  ->  stored rows g of codes (c, x, e),   c < 4, e < 2, g < 8, x < D/8,
 
