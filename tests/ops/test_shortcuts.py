@@ -3,7 +3,9 @@
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba.core import types
+from numba.core.compiler import run_frontend
 
 from auraflux.ops.simd import shortcuts
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, strict
@@ -63,3 +65,28 @@ def test_what_was_found_before_is_what_numba_finds():
             assert RESOLVE(function, context, args, dict(kws)) == signature
             checked += 1
     assert checked > 3
+
+
+def _some_statements(x, n):
+    total = 0
+    for i in range(n):
+        pair = (x[i], total)
+        total = max(*pair) if i else pair[0]
+        x[i] = total
+    return total
+
+
+def test_variables_of_statements_are_those_that_numba_finds():
+    statements = [each for block in run_frontend(_some_statements).blocks.values() for each in block.body]
+    expected = [each.list_vars() for each in statements]
+    with shortcuts.shortcuts():
+        assert [each.list_vars() for each in statements] == expected
+    assert sum(map(len, expected)) > len(statements)
+
+
+def test_sizes_of_types_are_those_that_llvm_finds():
+    target = numba.core.registry.cpu_target.target_context.target_data
+    kinds = [ir.IntType(8), ir.LiteralStructType([ir.IntType(8), ir.DoubleType()]), ir.ArrayType(ir.FloatType(), 3)]
+    expected = [each.get_abi_size(target) for each in kinds]
+    with shortcuts.shortcuts():
+        assert [[each.get_abi_size(target) for each in kinds] for _ in range(2)] == [expected] * 2
