@@ -10,7 +10,7 @@ p_ij W_o (v_j - o_i), so pairs are weighed by its square.
 The layers of the cache record this while the model runs: no family has to know.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ NEAR = 32
 # two windows of 1024 tokens of Gemma 3 270M have so a KL of 0.0031 at k4v4 and 0.0125 at k3v3, with 1/8 of 0.0033 and 0.0142;
 # four of SmolLM2 have at k4v4 0.0025, and 0.0023 with 1/8; with 1/4 both have some windows that are worse by a third
 EXPONENT = 3 / 16
+ROWS = 64  # queries whose scores are found together: they stay in a cache, and half of all pairs are seen
 FLOOR = 1e-4  # of the mean moment, added to each: some models have channels that are always 0
 
 
@@ -130,14 +131,13 @@ class RecordingLayer(AttentionLayer):
         queries = q.float().unflatten(1, (self.shape.heads, -1))
         # heads are the first of two: those of keys, and of queries for each
         gram = self.shape.mixer.output_gram().to(q.device).unflatten(0, (self.shape.heads, -1))
-        apart = None if sinks is None else sinks.unflatten(0, (self.shape.heads, -1))
-        unseen = self._unseen(len(q), q.device)
         out, scales = torch.empty_like(queries), []
         for head in range(self.shape.heads):
-            each = Scores(queries[:, head], self.k[:, head], scale, softcap, unseen, None if apart is None else apart[head])
-            out[:, head] = each.summed(self.v[:, head])
-            weights = each.worth(self.v[:, head], out[:, head], gram[head])
-            scales.append(pairs.scales(self.k[:, head] - centres[:, head], queries[:, head], weights))
+            worth = Worth(self.v[:, head], gram[head])
+            for rows, scores in self._blocks(queries, head, scale, sinks, softcap):
+                out[rows, head] = scores.summed(self.v[:, head])
+                worth.add(scores, out[rows, head])
+            scales.append(pairs.scales(self.k[:, head] - centres[:, head], queries[:, head], worth.of_keys, worth.of_queries))
         vectors = LayerVectors(torch.stack(scales), around.along, around.across, around.frequencies, around.interleaved)
         self.shape.done(self.number, vectors)
         self.found = True
@@ -147,62 +147,96 @@ class RecordingLayer(AttentionLayer):
 
     def _again(self, q: Tensor, scale: float, sinks: Tensor | None, softcap: float | None) -> Tensor:
         """Attend from another layer: its queries have no say in the vectors."""
-        queries, unseen = q.float().unflatten(1, (self.shape.heads, -1)), self._unseen(len(q), q.device)
-        apart = None if sinks is None else sinks.unflatten(0, (self.shape.heads, -1))
+        queries = q.float().unflatten(1, (self.shape.heads, -1))
         out = torch.empty_like(queries)
         for head in range(self.shape.heads):
-            each = Scores(queries[:, head], self.k[:, head], scale, softcap, unseen, None if apart is None else apart[head])
-            out[:, head] = each.summed(self.v[:, head])
+            for rows, scores in self._blocks(queries, head, scale, sinks, softcap):
+                out[rows, head] = scores.summed(self.v[:, head])
         return out.flatten(1, 2).to(q.dtype)
 
-    def _unseen(self, count: int, device: torch.device) -> Tensor:
-        back = torch.arange(count, device=device)[:, None] - torch.arange(count, device=device)
-        return (back < 0) | (back >= (self.shape.window or count))
+    def _blocks(
+        self, queries: Tensor, head: int, scale: float, sinks: Tensor | None, softcap: float | None
+    ) -> Iterator[tuple[slice, "Scores"]]:
+        """The scores of a key head, some queries at a time: with the keys that none of them sees left out."""
+        count, window, keys = len(queries), self.shape.window or len(queries), _turned(self.k[:, head])
+        apart = None if sinks is None else sinks.unflatten(0, (self.shape.heads, -1))[head]
+        for begin in range(0, count, ROWS):
+            rows = slice(begin, min(begin + ROWS, count))
+            seen = range(max(0, begin - window + 1), rows.stop)
+            yield rows, Scores(queries[rows, head], keys, seen, window, scale, softcap, apart)
 
 
 class Scores:
-    """What the queries of one key head make of its keys.
+    """What some queries make of the keys of their head.
 
-    q        [T, g, D]
-    k        [T, D]
-    unseen   [T, T]  whether a query does not see a key
+    q        [R, g, D]  the last of them at the last position that is seen
+    keys     [D, T]
+    seen     positions of keys that any of the queries sees
+    window   how many positions a query sees
     sinks    [g] or None
-    weights  [g, T, T]  of the values
-    slopes   how weights would follow scores that are not capped: [g, T, T], or None where they do
+    back     [R, 1, S]  how far keys lie before queries
+    weights  [R, g, S]  of the values
+    slopes   how weights would follow scores that are not capped: [R, g, S], or None where they do
     """
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float, softcap: float | None, unseen: Tensor, sinks: Tensor | None):
-        scores = (q.transpose(0, 1) @ k.T).mul_(scale)
+    def __init__(
+        self, q: Tensor, keys: Tensor, seen: range, window: int, scale: float, softcap: float | None, sinks: Tensor | None
+    ):
+        self.seen = slice(seen.start, seen.stop)
+        scores = _products(q, keys[:, self.seen]).mul_(scale)
         self.slopes: Tensor | None = None
         if softcap is not None:
             bent = torch.tanh(scores / softcap)
             scores, self.slopes = softcap * bent, 1 - bent.square()
-        scores.masked_fill_(unseen, -torch.inf)
+        positions = torch.arange(seen.start, seen.stop, device=q.device)
+        self.back = (positions[-len(q) :, None] - positions).unsqueeze(1)
+        scores.masked_fill_((self.back < 0) | (self.back >= window), -torch.inf)
         if sinks is not None:
-            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(q), 1)], -1)
-        self.weights = torch.softmax(scores, -1)[..., : len(k)]
+            scores = torch.cat([scores, sinks.float()[:, None].expand(len(q), -1, 1)], -1)
+        self.weights = torch.softmax(scores, -1)[..., : len(seen)]
 
     def summed(self, v: Tensor) -> Tensor:
-        """[T, D] -> [T, g, D]."""
-        return (self.weights @ v).transpose(0, 1)
+        """[T, D] -> [R, g, D]."""
+        return _products(self.weights, v[self.seen])
 
-    def worth(self, v: Tensor, out: Tensor, gram: Tensor) -> Tensor:
-        """How much an error of each score matters: [g, T, T]; not at all where keys are not read as codes, see `NEAR`.
 
-        v     [T, D]
-        out   [T, g, D]
-        gram  [g, D, D]  of the output projection
-        """
-        o = out.transpose(0, 1)
-        kept = v @ gram
-        # in place: the memory of [g, T, T] takes longer to get than to fill
-        far = 2 * o @ kept.transpose(1, 2)
-        torch.sub((kept * v).sum(-1).unsqueeze(1), far, out=far)
-        far.add_((o @ gram * o).sum(-1, keepdim=True)).clamp_(min=0)
-        worth = (self.weights if self.slopes is None else self.weights * self.slopes).square()
-        positions = torch.arange(worth.shape[-1], device=worth.device)
-        coded = (positions > 0) & (positions[:, None] - positions >= NEAR)
-        return worth.mul_(far).mul_(coded)
+class Worth:
+    """How much errors of scores matter: not at all where keys are not read as codes, see `NEAR`.
+
+    v           [T, D]
+    gram        [g, D, D]  of the output projection
+    of_keys     [T]        summed over the queries that see a key
+    of_queries  [T, g]     summed over the keys that a query sees
+    """
+
+    def __init__(self, v: Tensor, gram: Tensor):
+        self.values, self.gram = _turned(v), gram
+        self.lengths = (v @ gram * v).sum(-1)
+        self.of_keys = torch.zeros(len(v), dtype=torch.float64, device=v.device)
+        self.of_queries = torch.zeros(len(v), len(gram), device=v.device)
+
+    def add(self, scores: Scores, out: Tensor) -> None:
+        """Take in the scores of some queries, and what they sum up to: [R, g, D]."""
+        seen, reached = scores.seen, torch.einsum("rgd,gde->rge", out, self.gram)
+        # in place: memory takes longer to get than to fill
+        far = _products(reached, self.values[:, seen]).mul_(-2).add_(self.lengths[:, seen])
+        far.add_((reached * out).sum(-1, keepdim=True)).clamp_(min=0)
+        worth = (scores.weights if scores.slopes is None else scores.weights * scores.slopes).square().mul_(far)
+        worth.mul_(scores.back >= NEAR)
+        if seen.start == 0:
+            worth[..., 0] = 0
+        self.of_keys[seen] += worth.sum((0, 1))
+        self.of_queries[seen.stop - len(out) : seen.stop] = worth.sum(2)
+
+
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """[R, g, M] and [M, N] -> [R, g, N], as one product of matrices."""
+    return (x.flatten(0, 1) @ y).unflatten(0, x.shape[:2])
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[T, D] -> [D, T], moved: on ARM torch takes up to five times as long for a product with a matrix that only seems so."""
+    return x.T.contiguous()
 
 
 class Pairs:
@@ -239,10 +273,10 @@ class Pairs:
     def _across(self, x: Tensor) -> Tensor:
         return x[..., self.partner] * self.sign
 
-    def scales(self, k: Tensor, q: Tensor, weights: Tensor) -> Tensor:
-        """[D] for keys without their mean [T, D], queries [T, g, D] and weights [g, T, T] of their scores."""
-        keys = self._moments(k.square().T.double() @ weights.sum((0, 1)).double())
-        queries = self._moments(torch.einsum("tgd,gt->d", q.square().double(), weights.sum(2).double()))
+    def scales(self, k: Tensor, q: Tensor, of_keys: Tensor, of_queries: Tensor) -> Tensor:
+        """[D] for keys without their mean [T, D], queries [T, g, D] and how much each of them matters: [T] and [T, g]."""
+        keys = self._moments(k.square().T.double() @ of_keys)
+        queries = self._moments(torch.einsum("tgd,tg->d", q.square().double(), of_queries.double()))
         scales = (keys / queries) ** EXPONENT
         # their common size changes nothing
         return (scales / scales.log().mean().exp()).float().cpu()

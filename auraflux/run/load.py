@@ -1,6 +1,8 @@
 """`load`: from a path or a name to a model that is ready to write."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,8 @@ def load(
     sizes = Sizes(context, chunk or chunk_for(target, invariant), sequences, cache_memory)
     # ranks that were called are let go if anything fails
     with on_terminal(report) as tell, ExitStack() as callers:
+        if target.type == "cpu" and ranks is None:
+            _begin_compiling(settings, exact)
         source = Source.open(path_or_name, settings, speculate == "mtp", ranks, tell)
         free = free_for(source.checkpoint, target)
         lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, prefix_disk))
@@ -120,9 +124,12 @@ def load(
             form["mtp"] = bool(source.further)
             model = make_model(*files, quantize, fit.dtype, target, fit.experts, tell, **form)
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
-            if target.type == "cpu" and lead is None and fit.experts is None:
-                _compile(model, source, fit, exact, wanted, tell)
-            vectors = _vectors(calibrate, source, model, fit, tokenizer, target, lead, tell) if wanted else None
+            compiles = target.type == "cpu" and lead is None and fit.experts is None
+            find = partial(_vectors, calibrate, source, model, fit, tokenizer, target, lead) if wanted else None
+            if compiles:
+                vectors = _compile(model, source, fit, exact, find, tell)
+            else:
+                vectors = None if find is None else find(tell)
         source.watch.check()
         if lead is not None:
             lead.ready(vectors)
@@ -160,13 +167,22 @@ def _check_counts(**given: int | None) -> None:
             raise SettingsError(f"{name}={count!r:.80} must be a whole number from 1 to {MOST[name]:,}.")
 
 
-def _compile(model: Any, source: Source, fit: Fit, exact: bool, calibrate: bool, report: Report) -> None:
-    """Compile the kernels that a CPU will need."""
+def _begin_compiling(settings: CacheSettings, exact: bool) -> None:
+    """Begin with the kernels that a CPU will most likely need."""
     # it needs Numba, which a GPU does without
+    from auraflux.run.prepare import begin_compiling
+
+    begin_compiling(settings, exact)
+
+
+def _compile(
+    model: Any, source: Source, fit: Fit, exact: bool, find: Callable[[Report], ModelVectors | None] | None, report: Report
+) -> ModelVectors | None:
+    """Compile the kernels that a CPU will need, and find what is known of keys meanwhile."""
     from auraflux.run.prepare import compile_kernels
 
-    how: dict[str, Any] = {"exact": exact, "calibrate": calibrate, "dtype": fit.dtype}
-    compile_kernels(model, source.shapes, source.settings, **how, report=report)
+    how: dict[str, Any] = {"exact": exact, "calibrate": find, "dtype": fit.dtype}
+    return compile_kernels(model, source.shapes, source.settings, **how, report=report)
 
 
 def _vectors(

@@ -2,13 +2,14 @@
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from auraflux.cache import CacheSettings
-from auraflux.ops.simd.ahead import compile_all, noted
+from auraflux.ops.simd.ahead import begin, compile_all, noted
 from auraflux.ops.simd.jit import Kernel
 from auraflux.run.calibrate import find_vectors
 from auraflux.run.engine import Engine
@@ -22,28 +23,59 @@ PROMPT = 16  # tokens
 
 
 def compile_kernels(
-    model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype, report: Report
-) -> None:
-    """Compile what a model will need."""
-    kernels, later = kernels_of(model, shapes, settings, exact=exact, calibrate=calibrate, dtype=dtype)
-    compile_all(kernels, lambda name, done, total: report(f"compiling kernels: {name}", done, total), later)
+    model: Any,
+    shapes: list[Any],
+    settings: CacheSettings,
+    *,
+    exact: bool,
+    calibrate: Callable[[Report], Any] | None,
+    dtype: torch.dtype,
+    report: Report,
+) -> Any:
+    """Compile what a model will need; what `calibrate` gives, which runs as soon as the kernels for it are there."""
+    first, kernels, later = kernels_of(model, shapes, settings, exact=exact, calibrate=calibrate is not None, dtype=dtype)
+    found: list[Any] = []
+
+    def tell(name: str, done: int, total: int) -> None:
+        report(f"compiling kernels: {name}", done, total)
+
+    def meanwhile(pause: Callable[[], None]) -> None:
+        def heard(what: str, done: int, total: int) -> None:
+            pause()
+            report(what, done, total)
+
+        found.append(None if calibrate is None else calibrate(heard))
+
+    compile_all(kernels, tell, later, first, meanwhile)
+    return found[0]
+
+
+def begin_compiling(settings: CacheSettings, exact: bool) -> None:
+    """Begin with the kernels of attention over codes, the largest there are, before it is known what model needs them."""
+    if settings.kv != "none":
+        # models without codes do without it
+        from auraflux.ops.turboquant.cpu.attend import attend_float32, attend_int8, attend_kept
+
+        begin([attend_kept, attend_float32 if exact else attend_int8])
 
 
 def kernels_of(
     model: Any, shapes: list[Any], settings: CacheSettings, *, exact: bool, calibrate: bool, dtype: torch.dtype
-) -> tuple[list[Kernel], list[Kernel]]:
-    """The kernels that calibrating, reading a prompt and writing call, as far as running them on zeros tells.
+) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
+    """The kernels that calibrating calls, then all that reading a prompt and writing do, as far as running on zeros tells.
 
     Then those of drawing by chance, which the likeliest token does without.
     """
     few = _beginning(model, shapes)
     shapes = shapes[: len(few.layers)]
     sizes: dict[str, Any] = {"context": 2 * PROMPT, "chunk": PROMPT, "dtype": dtype, "device": "cpu"}
+    first: list[Kernel] = []
     needed: list[Kernel] = []
     with noted() as kernels:
         try:
             if calibrate:
                 find_vectors(few, shapes, [0] * PROMPT, dtype, "cpu")
+                first = list(kernels)
             engine = Engine(few, shapes, settings, **sizes, exact=exact, graphs=False)
             sequence = engine.cache.open()
             engine.read([sequence], [[0] * PROMPT])
@@ -55,7 +87,7 @@ def kernels_of(
         except Exception as err:
             log.debug("not all kernels could be named before they run: %r", err)
     needed = needed or list(kernels)
-    return needed, [each for each in kernels if each not in needed]
+    return first, needed, [each for each in kernels if each not in needed]
 
 
 def _beginning(model: Any, shapes: list[Any]) -> Any:

@@ -121,6 +121,54 @@ def test_processes_share_the_work_or_it_is_done_without_them(tmp_path: Path, kil
         assert done.stdout.split("\n")[-2] == "3 3"
 
 
+EARLY = """
+import os, torch
+from auraflux.ops import rms_norm, sigmoid_gate, swiglu
+from auraflux.ops.simd import ahead, threads
+
+x, weight = torch.ones(1, 64), torch.full((64,), 2.0)
+os.sched_getaffinity = lambda pid: {0, 1}
+kernels = []
+for call in (lambda: rms_norm(x, weight, 1e-6), lambda: swiglu(x, x), lambda: sigmoid_gate(x, x)):
+    with ahead.noted() as noted:
+        call()
+    kernels += noted
+ahead.begin(kernels[:1])
+(early,) = ahead._early
+if KILLED:
+    early.process.kill()
+wanted = kernels if WANTED else kernels[1:]
+
+def meanwhile(pause):
+    pause()
+    assert wanted[-1].is_kept()
+    print("meanwhile")
+
+before = threads.threads(), torch.get_num_threads()
+ahead.compile_all(wanted, first=wanted[-1:], meanwhile=meanwhile)
+assert all(each.is_kept() for each in wanted)
+assert (threads.threads(), torch.get_num_threads()) == before
+early.process.join(60)
+assert kernels[0].is_kept() is WANTED
+assert not ahead._early
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["in time", "by a process that is killed"])
+@pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
+def test_what_was_begun_early_is_not_begun_again(tmp_path: Path, wanted: bool, killed: bool):
+    code = EARLY.replace("WANTED", str(wanted)).replace("KILLED", str(killed))
+    environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "meanwhile\n"
+
+
+def test_what_fails_meanwhile_is_heard_of():
+    with pytest.raises(ZeroDivisionError):
+        compile_all([], meanwhile=lambda pause: 1 / 0)
+
+
 def test_kernels_are_found_again_by_other_processes():
     """What a body has of its surroundings is part of the name it is kept under."""
     source = """

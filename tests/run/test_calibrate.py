@@ -8,7 +8,7 @@ import torch
 from auraflux.cache import AttentionShape, CacheSettings
 from auraflux.eval.metrics import compare
 from auraflux.run import calibrate
-from auraflux.run.calibrate import Pairs, Scores, find_vectors, random_tokens
+from auraflux.run.calibrate import Pairs, Scores, Worth, find_vectors, random_tokens
 from auraflux.run.engine import Engine
 from auraflux.run.runner import Runner
 from tests.models.test_replay import MODELS
@@ -39,19 +39,24 @@ def test_centres_are_means_that_turn_with_their_block(turning: int, interleaved:
         torch.testing.assert_close(centres[64 * block + 7], torch.cat([parts, still], -1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [9, 6])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_scales_weigh_scores_by_what_their_errors_do(sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch):
+def test_scales_weigh_scores_by_what_their_errors_do(
+    sinks: bool, softcap: float | None, window: int, monkeypatch: pytest.MonkeyPatch
+):
     """The weight of a score is the square of what the layer's result changes by when it does, found by autograd."""
     torch.manual_seed(1)
     monkeypatch.setattr(calibrate, "NEAR", 3)
     count, heads, width = 9, 2, 8
     q, k, v, out = torch.randn(count, heads, width), *torch.randn(2, count, width), torch.randn(20, heads, width)
     logits = torch.tensor([0.5, -1.0]) if sinks else None
-    seen = torch.ones(count, count).tril().bool()
-    each = Scores(q, k, 0.3, softcap, ~seen, logits)
-    gram = torch.einsum("rhd,rhe->hde", out, out)
-    worth = each.worth(v, each.summed(v), gram)
+    seen = torch.ones(count, count).tril().triu(1 - window).bool()
+    worth = Worth(v, torch.einsum("rhd,rhe->hde", out, out))
+    # the queries of two blocks
+    for rows, keys in ((slice(0, 7), range(7)), (slice(7, 9), range(max(0, 8 - window), 9))):
+        scores = Scores(q[rows], k.T, keys, window, 0.3, softcap, logits)
+        worth.add(scores, scores.summed(v))
 
     def result(shift: torch.Tensor) -> torch.Tensor:
         scores = q.transpose(0, 1) @ k.T * 0.3 + shift
@@ -65,11 +70,12 @@ def test_scales_weigh_scores_by_what_their_errors_do(sinks: bool, softcap: float
     expected = torch.stack([torch.stack([change[h, t, :, h, t].square().sum(0) for t in range(count)]) for h in range(heads)])
     back = torch.arange(count)[:, None] - torch.arange(count)
     expected = expected * ((back >= 3) & (torch.arange(count) > 0))
-    torch.testing.assert_close(worth, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(worth.of_keys.float(), expected.sum((0, 1)), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(worth.of_queries, expected.sum(2).T, rtol=1e-3, atol=1e-5)
 
     pairs = Pairs(torch.tensor([0.5, 0.1]).double(), width, False)
-    scales = pairs.scales(k, q, worth)
-    moments = [torch.einsum("hts,sd->d", worth, k.square()), torch.einsum("hts,thd->d", worth, q.square())]
+    scales = pairs.scales(k, q, worth.of_keys, worth.of_queries)
+    moments = [torch.einsum("hts,sd->d", expected, k.square()), torch.einsum("hts,thd->d", expected, q.square())]
     joined = [torch.cat([(m[:2] + m[2:4]) / 2] * 2 + [m[4:]]) for m in moments]
     by_hand = ((joined[0] + 1e-4 * joined[0].mean()) / (joined[1] + 1e-4 * joined[1].mean())) ** 0.1875
     torch.testing.assert_close(scales / scales[0], by_hand / by_hand[0], rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from auraflux import load
+from auraflux.cache import AttentionShape
 from auraflux.ops.simd.jit import Kernel
 from auraflux.run.prepare import kernels_of
 
@@ -26,7 +27,11 @@ def test_a_text_needs_no_other_kernels(name: str, monkeypatch: pytest.MonkeyPatc
         "It was a long time ago, and nobody remembers", max_tokens=3, temperature=0.8, repetition_penalty=1.1
     ):
         pass
-    settings = {"exact": False, "calibrate": False, "dtype": torch.float32}
-    needed, later = kernels_of(engine.model, engine.cache.shapes, engine.cache.settings, **settings)
+    settings = {"exact": False, "calibrate": True, "dtype": torch.float32}
+    first, needed, later = kernels_of(engine.model, engine.cache.shapes, engine.cache.settings, **settings)
     assert {kernel.body.__qualname__ for kernel in used - {*needed, *later}} == set()
     assert len(used) > 10
+    # calibrating has to do without the kernels of coded attention, which take longest
+    assert {kernel.body.__name__ for kernel in first} & {"attend", "attend_kept", "append_rows"} == set()
+    assert bool(first) == any(type(shape) is AttentionShape for shape in engine.cache.shapes)
+    assert set(first) < set(needed)

@@ -13,7 +13,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from multiprocessing import connection
+from typing import Any, NamedTuple
 
 import torch
 from numba.core.registry import CPUDispatcher, cpu_target
@@ -21,9 +23,10 @@ from numba.core.registry import CPUDispatcher, cpu_target
 from auraflux.ops.simd import jit, prepared
 from auraflux.ops.simd.folder import CACHE_FOLDER
 from auraflux.ops.simd.jit import Kernel
-from auraflux.ops.simd.threads import crew, make_ready
+from auraflux.ops.simd.threads import compile_launches, crew, make_ready, shared_processors
 
 Tell = Callable[[str, int, int], None]  # what was compiled, how many so far, of how many
+Meanwhile = Callable[[Callable[[], None]], None]  # calls what it is given now and then, outside of ops
 
 
 # what makes memory, and what makes the same filled with zeros
@@ -65,22 +68,76 @@ def noted() -> Iterator[dict[Kernel, None]]:
             jit.notes = crew.asked_by = None
 
 
-def compile_all(kernels: Iterable[Kernel], tell: Tell = lambda name, done, total: None, later: Iterable[Kernel] = ()) -> None:
+class _Early(NamedTuple):
+    """A process that compiles what will most likely be needed."""
+
+    kernels: list[Kernel]
+    process: Any
+
+
+_early: list[_Early] = []
+
+
+def _processors() -> int:
+    """How many processes may compile at once; 0 where they cannot leave anything for each other."""
+    return len(os.sched_getaffinity(0)) if CACHE_FOLDER and sys.platform == "linux" else 0
+
+
+def begin(kernels: list[Kernel]) -> None:
+    """Compile kernels that `compile_all` will most likely be asked for, on a processor that would have nothing to do."""
+    if _processors() >= 2 and not _early and not all(each.is_kept() for each in kernels):
+
+        def work() -> None:
+            compile_launches()
+            prepared.make_ready()
+            for each in kernels:
+                each.compile()
+
+        _early.append(_Early(kernels, _start(work)))
+
+
+def _taken_early(kernels: list[Kernel]) -> _Early | None:
+    """Who compiles some of these kernels already; who compiles only others is stopped."""
+    early = _early.pop() if _early else None
+    if early is not None and not set(early.kernels) & set(kernels):
+        early.process.terminate()
+        early = None
+    return early
+
+
+def compile_all(
+    kernels: Iterable[Kernel],
+    tell: Tell = lambda name, done, total: None,
+    later: Iterable[Kernel] = (),
+    first: Iterable[Kernel] = (),
+    meanwhile: Meanwhile = lambda pause: None,
+) -> None:
     """Compile what is not in the cache yet, the largest first, with as many processes as there are processors.
 
-    later  kernels that are compiled after the others, by processes that go on while this one does other things
+    later      kernels that are compiled after the others, by processes that go on while this one does other things
+    first      those of the kernels that come before the others
+    meanwhile  what needs only these, and is done while the others are compiled, on the processors that this leaves
     """
     # on a busy machine those of the last call may not have had a processor yet: more of them would not get one sooner
     later = () if any(process.is_alive() for process in _going_on) else later
-    missing, rest = _in_turn(kernels), _in_turn(later)
-    workers = min(len(missing + rest), len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 0
+    begins, every = _in_turn(first), _in_turn(kernels)
+    missing, rest = [*begins, *(each for each in every if each not in begins)], _in_turn(later)
+    early = _taken_early(missing)
+    workers = min(len(missing + rest), _processors())
     # one alone is of use only where it goes on in the background
-    if workers >= (1 if rest else 2) and CACHE_FOLDER and sys.platform == "linux":
-        _share(missing, rest, workers, tell)
+    if workers >= (1 if rest else 2):
+        _share(missing, rest, workers, tell, early, len(begins), meanwhile)
+    else:
+        _compile_here(missing, tell)
+        meanwhile(lambda: None)
     # what no process has left in the cache
-    for done, kernel in enumerate(missing):
+    _compile_here(missing, tell)
+
+
+def _compile_here(kernels: list[Kernel], tell: Tell) -> None:
+    for done, kernel in enumerate(kernels):
         if not kernel.is_kept():
-            tell(kernel.__name__, done, len(missing))
+            tell(kernel.__name__, done, len(kernels))
         kernel.compile()
 
 
@@ -128,16 +185,33 @@ def wait() -> None:
         _going_on.pop().join()
 
 
-def _share(missing: list[Kernel], rest: list[Kernel], workers: int, tell: Tell) -> None:
-    """Let processes compile kernels in turn, and wait for those that are missing."""
+def _share(
+    missing: list[Kernel],
+    rest: list[Kernel],
+    workers: int,
+    tell: Tell,
+    early: _Early | None,
+    begins: int,
+    meanwhile: Meanwhile,
+) -> None:
+    """Let processes compile kernels in turn, and wait for those that are missing.
+
+    begins  how many of them `meanwhile` needs
+    """
     context = multiprocessing.get_context("fork")
     taken, later = context.Array("b", len(missing)), context.Array("b", len(rest))
     receiver, sender = context.Pipe(duplex=False)
+    begun = [number for number, each in enumerate(missing) if early is not None and each in early.kernels]
+    for number in begun:
+        taken[number] = 1
 
-    def work() -> None:
+    def work(after: _Early | None) -> None:
         receiver.close()
-        # a twelfth of the time of compiling, and the process ends soon
-        gc.disable()
+        if after is not None:
+            connection.wait([after.process.sentinel])
+            for each in begun:
+                missing[each].compile()
+                sender.send(each)
         mine: set[str] = set()
         while (number := _next(missing, taken, mine)) is not None:
             missing[number].compile()
@@ -147,28 +221,39 @@ def _share(missing: list[Kernel], rest: list[Kernel], workers: int, tell: Tell) 
         while (number := _next(rest, later, mine)) is not None:
             rest[number].compile()
 
-    # what each of them would begin with
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
-    with warnings.catch_warnings():
-        # other threads of this process hold no lock that compiling needs
-        warnings.simplefilter("ignore", DeprecationWarning)
-        processes = [context.Process(target=_quietly, args=(work,), daemon=True) for _ in range(workers)]
-        for each in missing[:1]:
-            tell(each.__name__, 0, len(missing))
-        for process in processes:
-            process.start()
+    for each in missing[:1]:
+        tell(each.__name__, 0, len(missing))
+    # the first takes the place of who began early
+    processes = [_start(partial(work, None if number else early)) for number in range(workers)]
     sender.close()
     _going_on[:] = processes + [process for process in _going_on if process.is_alive()]
-    try:
-        make_ready()
-        prepared.make_ready()
-        # a process that ends before its time leaves some to be compiled here
+    done: set[int] = set()
+
+    def hear(numbers: Iterable[int]) -> None:
+        """Wait for kernels; a process that ends before its time leaves some to be compiled here."""
         with suppress(EOFError):
-            for done in range(1, len(missing) + 1):
-                tell(missing[receiver.recv()].__name__, done, len(missing))
+            while not done.issuperset(numbers) or (len(done) < len(missing) and receiver.poll()):
+                number = receiver.recv()
+                done.add(number)
+                tell(missing[number].__name__, len(done), len(missing))
+
+    try:
+        if early is None:
+            _make_ready()
+        hear(range(begins))
+        _compile_here(missing[:begins], tell)
+        _make_ready()
+        with shared_processors() as leave:
+
+            def pause() -> None:
+                hear(())
+                leave(min(workers, len(missing) - len(done)))
+
+            pause()
+            meanwhile(pause)
+        hear(range(len(missing)))
     except BaseException:
-        for process in processes:
+        for process in [*processes, *([early.process] if early else ())]:
             process.terminate()
         wait()
         raise
@@ -176,8 +261,29 @@ def _share(missing: list[Kernel], rest: list[Kernel], workers: int, tell: Tell) 
         wait()
 
 
+def _make_ready() -> None:
+    """Have what launches kernels."""
+    make_ready()
+    prepared.make_ready()
+
+
+def _start(work: Callable[[], Any]) -> Any:
+    """Have a process of its own do something."""
+    # what each of them would begin with
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+    process = multiprocessing.get_context("fork").Process(target=_quietly, args=(work,), daemon=True)
+    with warnings.catch_warnings():
+        # other threads of this process hold no lock that compiling needs
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return process
+
+
 def _quietly(work: Callable[[], None]) -> None:
     """Whatever goes wrong here goes wrong again where somebody hears of it."""
+    # a twelfth of the time of compiling, and the process ends soon
+    gc.disable()
     try:
         work()
     except BaseException:

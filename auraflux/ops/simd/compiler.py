@@ -14,7 +14,7 @@ from numba.core import compiler, typed_passes, types, untyped_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import CPUDispatcher
 
-from auraflux.ops.simd.overloads import remembering
+from auraflux.ops.simd.shortcuts import shortcuts
 
 # what they rewrite does not occur in kernels: closures, `with`, expressions of whole arrays
 UNUSED = {untyped_passes.InlineClosureLikes, untyped_passes.WithLifting, typed_passes.NopythonRewrites}
@@ -69,7 +69,7 @@ class _Compiler(compiler.CompilerBase):
     library: type[JITCodeLibrary]
 
     def compile_extra(self, func: Any) -> Any:
-        with remembering():
+        with shortcuts():
             return super().compile_extra(func)
 
     def define_pipelines(self) -> list[Any]:

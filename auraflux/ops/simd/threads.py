@@ -15,9 +15,12 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -263,14 +266,18 @@ class _Crew:
         self._threads: list[ctypes.c_void_p] = []
         self._one = threading.Lock()
 
+    def compile(self) -> None:
+        """Compile what threads do, or fetch it from the cache."""
+        with our_cache():
+            # kept, because the machine code lives as long as this object
+            self._serve = numba.cfunc(types.int64(types.int64), cache=True, pipeline_class=KernelCompiler)(_serve)
+
     def begin(self, count: int) -> int:
         """Have so many threads, the calling one too, unless there are some; gives their number."""
         with self._one:
             if self.count:
                 return self.count
-            with our_cache():
-                # kept, because the machine code lives as long as this object
-                self._serve = numba.cfunc(types.int64(types.int64), cache=True, pipeline_class=KernelCompiler)(_serve)
+            self.compile()
             system = ctypes.CDLL(None)
             needed = (
                 "pthread_mutex_lock",
@@ -325,6 +332,12 @@ def threads() -> int:
     return crew.count or crew.begin(config.NUMBA_NUM_THREADS)
 
 
+def compile_launches() -> None:
+    """Compile the code that launches, for the cache."""
+    crew.compile()
+    launch.compile((types.int64,) * 4)
+
+
 def make_ready() -> None:
     """Have the threads, and the code that launches, before they are needed."""
     threads()
@@ -335,3 +348,18 @@ def set_threads(count: int) -> None:
     """Have kernels run as so many jobs from now on; there are no more threads for them than at first."""
     threads()
     crew.count = count
+
+
+@contextmanager
+def shared_processors() -> Iterator[Callable[[int], None]]:
+    """Inside, kernels and torch leave as many processors to others as is said last, and have at least one."""
+    before = threads(), torch.get_num_threads()
+
+    def leave(busy: int) -> None:
+        set_threads(max(1, before[0] - busy))
+        torch.set_num_threads(max(1, before[1] - busy))
+
+    try:
+        yield leave
+    finally:
+        leave(0)

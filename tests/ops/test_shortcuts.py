@@ -1,11 +1,13 @@
-"""Calls that are resolved once while kernels are compiled."""
+"""Shortcuts that Numba takes while kernels are compiled: the same is found, and others that compile are left alone."""
 
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba.core import types
+from numba.core.compiler import run_frontend
 
-from auraflux.ops.simd import overloads
+from auraflux.ops.simd import shortcuts
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, strict
 
 RESOLVE = types.Function.get_call_type
@@ -47,19 +49,44 @@ def test_functions_of_other_flags_keep_what_they_mean():
 def test_others_that_compile_are_left_alone():
     _both.compile()
     assert types.Function.get_call_type is RESOLVE
-    before = len(overloads._known)
+    before = len(shortcuts._known)
     assert numba.njit(lambda a, b: max(a, b) + 1)(2, 5) == 6
-    assert len(overloads._known) == before
+    assert len(shortcuts._known) == before
 
 
 def test_what_was_found_before_is_what_numba_finds():
     # nothing of it is kept on disk
-    with overloads.remembering():
+    with shortcuts.shortcuts():
         numba.njit(lambda a, b: max(a, b) * 2 - (a + b) // 3 if a < b else min(a, 7)).compile((types.int64, types.int32))
     context = numba.core.registry.cpu_target.typing_context
     checked = 0
-    for (function, args, kws, _), (signature, _) in overloads._known.items():
+    for (function, args, kws, _), (signature, _) in shortcuts._known.items():
         if function.typing_key in (min, max) or getattr(function.typing_key, "__module__", "") == "_operator":
             assert RESOLVE(function, context, args, dict(kws)) == signature
             checked += 1
     assert checked > 3
+
+
+def _some_statements(x, n):
+    total = 0
+    for i in range(n):
+        pair = (x[i], total)
+        total = max(*pair) if i else pair[0]
+        x[i] = total
+    return total
+
+
+def test_variables_of_statements_are_those_that_numba_finds():
+    statements = [each for block in run_frontend(_some_statements).blocks.values() for each in block.body]
+    expected = [each.list_vars() for each in statements]
+    with shortcuts.shortcuts():
+        assert [each.list_vars() for each in statements] == expected
+    assert sum(map(len, expected)) > len(statements)
+
+
+def test_sizes_of_types_are_those_that_llvm_finds():
+    target = numba.core.registry.cpu_target.target_context.target_data
+    kinds = [ir.IntType(8), ir.LiteralStructType([ir.IntType(8), ir.DoubleType()]), ir.ArrayType(ir.FloatType(), 3)]
+    expected = [each.get_abi_size(target) for each in kinds]
+    with shortcuts.shortcuts():
+        assert [[each.get_abi_size(target) for each in kinds] for _ in range(2)] == [expected] * 2
