@@ -16,9 +16,10 @@ from auraflux.ops._dispatch import Op, exact
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.simd import prepared
 from auraflux.quant import quantize
-from tests.ops.quick import params
+from tests.ops.quick import beyond, params
 
 CASES = [case for case in all_cases() if not case.bench]
+QUICK = 8  # cases of an op; test_parity.py has all of them
 CALLS = 4  # the first as ever, two that are recorded, one that is prepared
 
 
@@ -26,7 +27,7 @@ def plans_of(op: Op) -> int:
     return len(op._prepared._plans) if isinstance(op._prepared, prepared.Prepared) else 0
 
 
-@pytest.mark.parametrize("case", params(CASES))
+@pytest.mark.parametrize("case", params(CASES, also_slow=beyond(QUICK, CASES)))
 def test_a_prepared_call_is_the_call(case: Case):
     if case.op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")
