@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Container, Iterable, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -43,6 +44,18 @@ def _is_sampled(name: str) -> bool:
 def some(values: Iterable[Any], quick: Container[Any]) -> list:
     """Values as parameters of a test, of which a few are quick."""
     return [pytest.param(value, marks=[] if value in quick else [pytest.mark.slow]) for value in values]
+
+
+def by_pairs(*axes: Sequence[Any]) -> list:
+    """Every combination of values as parameters of a test; a few in which every pair of values occurs are quick."""
+    every = list(product(*axes))
+    pairs = {each: set(combinations(enumerate(each), 2)) for each in every}
+    missing, quick = set().union(*pairs.values()), set()
+    while missing:
+        best = max(every, key=lambda each: len(pairs[each] & missing))
+        quick.add(best)
+        missing -= pairs[best]
+    return [pytest.param(*each, marks=[] if each in quick else [pytest.mark.slow]) for each in every]
 
 
 def beyond(most: int, cases: Sequence[Case]) -> set[str]:
