@@ -21,14 +21,9 @@ def document() -> Any:
     return schemathesis.openapi.from_asgi("/openapi.json", APP)
 
 
-schema = document()
+schema, with_bounds = document(), document()
 # values at all bounds of all fields are thousands of requests
 schema.config.phases.coverage.enabled = False
-
-
-@pytest.fixture
-def with_bounds() -> Any:
-    return document()
 
 
 def test_every_route_is_described():
@@ -45,7 +40,7 @@ def test_no_request_makes_the_server_fail(case: schemathesis.Case):
 
 
 @pytest.mark.slow
-@schemathesis.pytest.from_fixture("with_bounds").parametrize()
+@with_bounds.parametrize()
 @settings(CHANCE, max_examples=30)
 def test_no_request_at_the_bounds_makes_the_server_fail(case: schemathesis.Case):
     hold(case)
