@@ -39,7 +39,7 @@ def test_by_a_fixture(loaded): truth()
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["2", pytest.param("0", marks=pytest.mark.slow)])
 def test_tests_that_pass_and_heard_an_oracle_count(workers: str, tmp_path: Path):
     (tmp_path / "test_story.py").write_text(STORY)
     plugins = ["-p", "no:cacheprovider", "-p", "xdist", "-p", "tests.tested"]

@@ -35,7 +35,7 @@ def model_of(layers: int) -> LanguageModel:
     return random_language(shape, CacheSettings("k8v4"), torch.device("cpu"), context=128)
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("chance", [0.7, 1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_guesses_are_right_as_often_as_they_are_told_to_be(chance: float):
     found = list(measure_forced(model_of(2), model_of(1).engine, list(range(80)), 20, chance, 1, lambda _: None))
     assert [gain.task for gain in found] == [f"{count} guesses a step" for count in range(1, 9)]

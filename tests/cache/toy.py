@@ -24,9 +24,9 @@ from auraflux.cache.calibration import LayerVectors, ModelVectors
 from auraflux.ops import delta_gates, scan_gates
 
 VOCABULARY = 11
-FULL, WINDOW = AttentionShape(2, 16), AttentionShape(1, 8, window=7)
+FULL, WINDOW = AttentionShape(2, 16), AttentionShape(1, 16, window=7)
 LATENT, RECURRENT = LatentShape(16, 4), RecurrentShape(12, 2, 4, 6)
-SPARSE = SparseLatentShape(16, 4, 8, 5)
+SPARSE = SparseLatentShape(16, 4, 16, 5)
 
 
 @cache
@@ -149,13 +149,13 @@ TOYS = {
     "window": Toy([WINDOW, FULL]),
     "k4v4": Toy([FULL, WINDOW], CacheSettings("k4v4")),
     "k8v3": Toy([FULL, WINDOW], CacheSettings("k8v3", seed=5)),
-    "newest": Toy([FULL, AttentionShape(1, 8, window=9)], CacheSettings("k2v2", newest=5)),
+    "newest": Toy([FULL, AttentionShape(1, 16, window=9)], CacheSettings("k2v2", newest=5)),
     "newest-covers-window": Toy([FULL, WINDOW], CacheSettings("k2v2", newest=7)),
     "first": Toy([FULL, WINDOW], CacheSettings("k4v2", first=3)),
     "calibrated": Toy([FULL, WINDOW], CacheSettings("k4v4", first=1, newest=5), calibrated=True),
     "latent": Toy([LATENT]),
     "coded-latent": Toy([LATENT], CacheSettings("k4v4")),
-    "k8v4-latent": Toy([LATENT, FULL, LatentShape(24, 4)], CacheSettings("k8v4")),
+    "k8v4-latent": Toy([LATENT, FULL, LatentShape(32, 4)], CacheSettings("k8v4")),
     "kept-latent": Toy([LATENT], CacheSettings("k4v4", first=1, newest=5)),
     "first-latent": Toy([FULL, LATENT], CacheSettings("k4v4", first=3)),
     "sparse": Toy([SPARSE, LATENT]),

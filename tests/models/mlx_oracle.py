@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.oracles import error, scores, tokens, written_scores
+from tests.models.oracles import error, loaded, scores, tokens, written_scores
 from tests.tested import outside
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -22,7 +22,7 @@ def in_older_words(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
-def quantized(folder: Path, target: Path, change: Change, bits: int = 4, group: int = 64) -> Path:
+def quantized(folder: Path, target: Path, change: Change, bits: int = 4, group: int = 32) -> Path:
     """Let mlx-lm round the weights of a folder to codes."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
     path = folder / "config.json"
@@ -49,5 +49,6 @@ def check_mlx(model: Any, folder: Path, **load: Any) -> None:
     """Hold a folder that mlx-lm wrote to what mlx-lm says: prefilled at once, and token by token past the windows."""
     ids = tokens(model)
     wanted = mlx_scores(folder, ids)
+    mine = loaded(folder, **load)
     for found in (scores, written_scores):
-        assert error(found(folder, ids, **load), wanted) < 1e-2
+        assert error(found(mine, ids), wanted) < 1e-2

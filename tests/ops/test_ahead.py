@@ -83,7 +83,7 @@ assert rms_norm(x, weight, 1e-6).allclose(weight)
 """
 
 
-@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("needed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_is_needed_later_is_compiled_in_the_background(tmp_path: Path, needed: bool):
     environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}
     code = LATER.replace("NEEDED", str(needed))

@@ -79,9 +79,12 @@ def test_parts_of_experts_that_are_not_there_stay(experts: Experts, x: torch.Ten
     assert (parts[1, 0] == 7).all()
 
 
+RULES = [("softmax", True), ("sigmoid", False), ("chosen", True)]
+OTHERS = [pytest.param(scoring, not renormalize, marks=pytest.mark.slow) for scoring, renormalize in RULES]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "chosen"])
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("scoring", "renormalize"), [*RULES, *OTHERS])
 def test_experts_are_chosen_by_their_scores(experts: Experts, x: torch.Tensor, scoring: str, renormalize: bool):
     # ties, zeros of both signs, an expert that is ruled out
     scores = torch.tensor([[0.5, -0.0, 0.5, 0.0, -3.0], [-torch.inf, -1.0, 2.0, -1.0, 4.0]]).bfloat16()

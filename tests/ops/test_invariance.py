@@ -17,7 +17,7 @@ from torch import Tensor
 from auraflux.ops._cases import Args, Case, all_cases, in_row_order, tensors
 from auraflux.ops._dispatch import Declined, exact
 from auraflux.ops.simd.threads import set_threads, threads
-from tests.ops.quick import params
+from tests.ops.quick import beyond, params
 
 ROWS = {
     **dict.fromkeys(("linear", "linears", "gate_up_swiglu"), ("x",)),
@@ -81,6 +81,7 @@ OTHERS = {"turboquant_values", "compress_windows"}
 MOST = 12  # rows of a case that are computed alone: some of the first and of the last
 CASES = [case for case in all_cases() if case.op.name not in OTHERS]
 WIDE = {"mixture-one-token-bf16", "mixture-some-wide"}  # others do the same on smaller experts
+QUICK = 16  # cases of an op; test_parity.py has all of them
 
 
 def _row(value: Any, t: int) -> Any:
@@ -165,7 +166,7 @@ def parted(case: Case, backend: str = "cpu") -> str | None:
 
 
 # the last first: test_parity.py begins with the first at the same time, and each kernel is compiled by one of the two
-@pytest.mark.parametrize("case", params(CASES, also_slow=WIDE)[::-1])
+@pytest.mark.parametrize("case", params(CASES, also_slow=WIDE | beyond(QUICK, CASES))[::-1])
 def test_a_row_is_what_it_is_alone(case: Case):
     if case.op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")

@@ -15,6 +15,7 @@ from auraflux.ops.linear.cuda.matvec_int4 import matvec, operands
 from auraflux.ops.linear.cuda.matvec_int4_alike import matvec_units
 from auraflux.ops.linear.cuda.row_copies import Product
 from tests.emulator.ptx import Device, Machine
+from tests.ops.quick import by_pairs
 from tests.ops.test_linear_hopper import TOL, nothing, product, weight_of
 
 EPS, WARPS, DEEP = 1e-6, 2, 3
@@ -59,10 +60,12 @@ def read(stream: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     return (rms_norm(x, norm, EPS), x) if delta is None else add_rms_norm(delta, x, norm, EPS)
 
 
-@pytest.mark.parametrize("share", [None, 1, 3])
-@pytest.mark.parametrize("kind", ["plain", "normed", "added"])
-@pytest.mark.parametrize(("width", "tiles"), [(256, 1), (768, 2), (1280, 1), (2048, 2), (512, 4)])
-def test_rows_in_tiles(width: int, tiles: int, kind: str, share: int | None):
+SIZES = [(256, 1), (768, 2), (1280, 1), (2048, 2), (512, 4)]
+
+
+@pytest.mark.parametrize(("size", "kind", "share"), by_pairs(SIZES, ["plain", "normed", "added"], [None, 1, 3]))
+def test_rows_in_tiles(size: tuple[int, int], kind: str, share: int | None):
+    width, tiles = size
     torch.manual_seed(width)
     stream, weight = stream_of(width, kind), weight_of(32 * tiles, width, 4, 64)
     (found,), total = multiply(stream, [weight], False, tiles, share)

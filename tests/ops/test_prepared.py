@@ -17,9 +17,10 @@ from auraflux.ops._dispatch import Op, exact
 from auraflux.ops.moe.routing import Routing
 from auraflux.ops.simd import alike, prepared
 from auraflux.quant import quantize
-from tests.ops.quick import params
+from tests.ops.quick import beyond, params
 
 CASES = [case for case in all_cases() if not case.bench]
+QUICK = 8  # cases of an op; test_parity.py has all of them
 CALLS = 4  # the first as ever, two that are recorded, one that is prepared
 UNPLANNED = {
     "choose_positions": "it gives no tensors but a Chosen",
@@ -46,7 +47,7 @@ def calls(case: Case, args: dict[str, Any]) -> Iterator[tuple[dict[str, Any], An
         yield mine, found
 
 
-@pytest.mark.parametrize("case", params(CASES))
+@pytest.mark.parametrize("case", params(CASES, also_slow=beyond(QUICK, CASES)))
 def test_a_prepared_call_is_the_call(case: Case):
     if case.op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")

@@ -24,6 +24,7 @@ from auraflux.ops.turboquant.reference import (
     turboquant_partials,
     turboquant_values,
 )
+from tests.ops.quick import some
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def test_attention_on_codes_is_attention_on_decoded_vectors(pair):
     assert relative_rms(turboquant_attention(**args), plain_attention(**args)) < 1e-5
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", some([100, *WIDTHS], (64, 100, 128)))
 def test_attention_at_every_width(width):
     args = attend([9, 18], [1, 2], (4, 2), width, bits=(8, 4))
     assert relative_rms(turboquant_attention(**args), plain_attention(**args)) < 1e-5
@@ -107,14 +108,14 @@ def test_attention_of_ragged_batches(options):
 @pytest.mark.parametrize("block", [1, 7, 16, 1000])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_partials_merge_to_the_attention(block, options):
-    args = attend([20, 0, 37], [3, 0, 1], (6, 3), 80, **options)
+    args = attend([20, 0, 37], [3, 0, 1], (6, 3), 100, **options)
     o, m, l = turboquant_partials(**args, block=block)  # noqa: E741
     blocks = -(-args["pages"].capacity // block) + ("sinks" in args)
-    assert o.shape == (24, blocks, 80)
+    assert o.shape == (24, blocks, 100)
     assert m.shape == l.shape == (24, blocks)
     assert l[m == -torch.inf].eq(0).all()
     assert o[m == -torch.inf].eq(0).all()
-    found = rotate(merge_partials.reference(o, m, l).view(4, 6, 80), args["pages"].seed, inverse=True)
+    found = rotate(merge_partials.reference(o, m, l).view(4, 6, 100), args["pages"].seed, inverse=True)
     assert relative_rms(found, plain_attention(**args)) < 1e-5
 
 
@@ -177,7 +178,7 @@ def test_later_tokens_are_not_seen():
     assert again[5:].isnan().all()
 
 
-@pytest.mark.parametrize("width", [80, 64])
+@pytest.mark.parametrize("width", [100, 64])
 def test_append_then_decode(width):
     pages = code_pages([21, 0, 40, 16], 2, width, bits=(6, 3))
     before = pages.key_codes.clone()
@@ -197,10 +198,10 @@ def test_append_then_decode(width):
 
 def test_append_token_by_token_equals_append_at_once():
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
-    k, v = torch.randn(11, 2, 96), torch.randn(11, 2, 96)
-    whole = CodePages.empty(3, 2, 4, 96, table, torch.tensor([11], dtype=torch.int32), 3, 6)
+    k, v = torch.randn(11, 2, 100), torch.randn(11, 2, 100)
+    whole = CodePages.empty(3, 2, 4, 100, table, torch.tensor([11], dtype=torch.int32), 3, 6)
     append_codes(k, v, whole, edges([11]))
-    steps = CodePages.empty(3, 2, 4, 96, table, torch.tensor([0], dtype=torch.int32), 3, 6)
+    steps = CodePages.empty(3, 2, 4, 100, table, torch.tensor([0], dtype=torch.int32), 3, 6)
     for t in range(11):
         steps.lengths[0] = t + 1
         append_codes(k[t : t + 1], v[t : t + 1], steps, edges([1]))
@@ -224,11 +225,11 @@ def test_a_page_is_reused_after_the_window_moved_on():
 
 @pytest.mark.parametrize("bits", BITS)
 def test_values_are_the_weighed_sum_of_decoded_vectors(bits):
-    x = torch.randn(2, 50, 96)
+    x = torch.randn(2, 50, 100)
     codes, norms = encode(x, bits, 4)
     weights = torch.softmax(torch.randn(6, 50), -1)
-    found = rotate(turboquant_values(weights, codes, norms, bits, 96), 4, inverse=True)
-    expected = weights.view(2, 3, 50) @ decode(codes, norms, bits, 96, 4)
+    found = rotate(turboquant_values(weights, codes, norms, bits, 100), 4, inverse=True)
+    expected = weights.view(2, 3, 50) @ decode(codes, norms, bits, 100, 4)
     assert relative_rms(found, expected.flatten(0, 1)) < 1e-5
 
 

@@ -14,6 +14,7 @@ from auraflux.ops.turboquant.codebook import boundaries, codebook
 from auraflux.ops.turboquant.cpu.quantize import CHUNK, quantize_chunks, search_table
 from auraflux.ops.turboquant.pages import CodePages, unpack
 from auraflux.ops.turboquant.reference import append_codes, encode, turboquant_attention
+from tests.ops.quick import some
 
 WIDTH, PAGE, HEADS = 128, 64, 2
 
@@ -124,7 +125,7 @@ WAYS = pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 
 
 @WAYS
-@pytest.mark.parametrize("width", [8, 63, 64, 100, 512])
+@pytest.mark.parametrize("width", some([8, 63, 64, 100, 512], (8, 63, 64, 100)))
 def test_codes_are_those_of_the_reference_to_the_last_bit(bits, width):
     torch.manual_seed(4)
     x = torch.randn(40, width) * torch.logspace(-38, 38, 40)[:, None]

@@ -102,7 +102,7 @@ def test_rows_are_those_of_encode(bits, backend):
 
 @BACKENDS
 def test_token_by_token_equals_all_at_once(backend):
-    latent, k_rope = torch.randn(11, 96), torch.randn(11, 8)
+    latent, k_rope = torch.randn(11, 100), torch.randn(11, 8)
     with use_backend(backend):
         whole = stored(latent, k_rope, 6, page=4)
         steps = replace(

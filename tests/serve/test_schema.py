@@ -1,5 +1,8 @@
 """The OpenAPI document, and requests made from it at random: none may make the server fail."""
 
+from typing import Any
+
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import not_a_server_error
@@ -11,7 +14,16 @@ from auraflux.serve.service import Service
 from tests.serve.fake_link import FakeLink
 
 APP = make_app(Service(FakeLink("Hello there!"), Limits(body_nbytes=1 << 16)))
-schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+CHANCE = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def document() -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", APP)
+
+
+schema, with_bounds = document(), document()
+# values at all bounds of all fields are thousands of requests
+schema.config.phases.coverage.enabled = False
 
 
 def test_every_route_is_described():
@@ -22,7 +34,18 @@ def test_every_route_is_described():
 
 
 @schema.parametrize()
-@settings(max_examples=20, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(CHANCE, max_examples=8)
 def test_no_request_makes_the_server_fail(case: schemathesis.Case):
+    hold(case)
+
+
+@pytest.mark.slow
+@with_bounds.parametrize()
+@settings(CHANCE, max_examples=30)
+def test_no_request_at_the_bounds_makes_the_server_fail(case: schemathesis.Case):
+    hold(case)
+
+
+def hold(case: schemathesis.Case) -> None:
     checks = [not_a_server_error, content_type_conformance, status_code_conformance, response_schema_conformance]
     case.call_and_validate(checks=checks)

@@ -14,6 +14,7 @@ from auraflux.weights.gguf import GGUFFile
 from auraflux.weights.loader import Weights
 from auraflux.weights.stored import dense
 from tests.models.oracles import error, scores
+from tests.ops.quick import some
 from tests.weights.gguf_files import (
     HEADS,
     HIDDEN,
@@ -76,7 +77,8 @@ def test_metadata_are_plain_values(tmp_path):
     assert metadata["general.architecture"] == "llama"
 
 
-@pytest.mark.parametrize("kind", sorted(NOT_IN_MLX))
+# exact products of the others are compiled for nothing else in the quick tests
+@pytest.mark.parametrize("kind", some(sorted(NOT_IN_MLX), ("IQ4_NL", "IQ4_XS", "Q6_K")))
 def test_blocks_that_mlx_has_not_are_kept(tmp_path, kind: str):
     inner, names = 256, [f"model.layers.{i}.mlp.down_proj.weight" for i in range(LAYERS)]
     wide = {f"model.layers.{i}.mlp.{part}_proj.weight": (inner, HIDDEN) for i in range(LAYERS) for part in ("gate", "up")}
@@ -100,7 +102,7 @@ def test_blocks_that_mlx_has_not_are_kept(tmp_path, kind: str):
     assert np.array_equal(dense(on_gpu).numpy(), meant)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q2_K"])
+@pytest.mark.parametrize("kind", some(["Q4_K", "Q6_K", "Q2_K"], ("Q4_K", "Q6_K")))
 def test_super_blocks_are_widened_where_there_is_room(tmp_path, monkeypatch, kind: str):
     name, inner = "model.layers.1.mlp.down_proj.weight", 256
     wide = {f"model.layers.{i}.mlp.{part}_proj.weight": (inner, HIDDEN) for i in range(LAYERS) for part in ("gate", "up")}

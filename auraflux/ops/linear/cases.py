@@ -236,8 +236,10 @@ CASES = [
     linear_case("nan-scale", lambda: broken(product(3, 64, 128, 4))),
     linear_case("nan-scale-fast", lambda: broken(product(3, 64, 128, 4)), exact=False, tol=FAST),
     linear_case("nan-input-fast", lambda: broken_input(product(3, 64, 128, 4)), exact=False, tol=FAST),
-    linear_case("fp8-nan-input-fast", lambda: broken_input(product(3, 64, 128, 8, kind="fp8")), exact=False, tol=FAST),
-    linear_case("fp8-zeros-fast", lambda: zeros(product(3, 64, 128, 8, kind="fp8")), exact=False, tol=FAST),
+    linear_case(
+        "fp8-nan-input-fast", lambda: broken_input(product(3, 64, 256, 8, group=128, kind="fp8")), exact=False, tol=FAST
+    ),
+    linear_case("fp8-zeros-fast", lambda: zeros(product(3, 64, 256, 8, group=128, kind="fp8")), exact=False, tol=FAST),
     linear_case("zeros-fast", lambda: zeros(product(3, 64, 128, 4)), exact=False, tol=FAST),
     linear_case("dense-bf16", lambda: dense(3, 100, 333, BF16)),
     linear_case("dense-bf16-many", lambda: dense(50, 100, 333, BF16)),

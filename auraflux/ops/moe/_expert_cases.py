@@ -166,7 +166,7 @@ EXPERT_CASES = [
     case("many-limited", lambda: routed(40, 3, replace(layer(6, 64, 128), activation=Limit(0.5)))),
     case("many-gelu", lambda: routed(40, 3, gemma(6, 64, 128))),
     case("ungated", lambda: routed(9, 3, ungated(layer(6, 64, 128)))),
-    case("ungated-one-token", lambda: routed(1, 3, ungated(layer(6, 64, 96, group=32)))),
+    case("ungated-one-token", lambda: routed(1, 3, ungated(layer(6, 64, 192)))),
     case("many-ungated", lambda: routed(40, 3, ungated(layer(6, 64, 128, down_bits=8)))),
     case("ungated-dense", lambda: routed(9, 3, ungated(dense_stack(6, 63, 100, BF16)))),
     case("nvfp4", lambda: routed(9, 3, layer(6, 64, 96, 4, group=16, kind="nvfp4"))),
