@@ -106,9 +106,11 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
     where = machine.put(rows + words.shape[1] * 4 * np.arange(tokens))
     q_at, laid = machine.put(q), machine.room(np.int8, 2 * width * room_of(tile))
     units, excess = np.empty(tile, np.float32), np.empty(tile, np.int32)
+    rounded = np.empty(2 * width, np.int32)
     spread = njit(pipeline_class=KernelCompiler, fastmath=FAST, **OPTIONS)(_spread_query.py_func)
     for h in range(tile):
-        worth, over = spread(machine.here(q_at) + 4 * h * width, width, wide, room_of(tile), h, machine.here(laid))
+        query, target = machine.here(q_at) + 4 * h * width, machine.here(laid)
+        worth, over = spread(query, width, wide, room_of(tile), h, target, rounded.ctypes.data)
         units[h], excess[h] = worth * KEY_UNITS[bits], over
     norm_at, unit_at, excess_at = machine.put(norms), machine.put(units), machine.put(excess)
     out, step = machine.room(np.float32, tile, tokens), 4 * tokens

@@ -212,6 +212,31 @@ def test_kernel_and_reference_draw_the_same(logits, uniform, temperature, top_k,
         assert torch.equal(draw(*arguments), expected)
 
 
+@pytest.mark.parametrize("chosen", [*SETTINGS, (1.0, 3000, 1.0, 0.0), (1.0, 0, 0.9999, 0.0), (4.0, 0, 1.0, 1e-3)])
+@pytest.mark.parametrize("scale", [0.05, 2.0, 9.0])
+def test_kernel_and_reference_draw_the_same_of_many_tokens(scale, chosen):
+    logits = (torch.randn(1, 4099) * scale).expand(64, -1).contiguous()
+    # many of them have the same score, as rounded scores do
+    logits = (logits * 8).round() / 8
+    uniform = torch.linspace(0, 1 - 2**-24, 64)
+    with use_backend("reference"):
+        expected = draw(logits, uniform, *chosen)
+    with use_backend("cpu"):
+        assert torch.equal(draw(logits, uniform, *chosen), expected)
+
+
+@BACKENDS
+def test_infinite_scores_share_all_probability(backend):
+    logits = torch.randn(100, 777)
+    logits[:, [5, 600]] = torch.inf
+    logits[:, 7] = torch.nan
+    uniform = (torch.arange(100) + 0.5) / 100
+    with use_backend(backend):
+        assert draw(logits, uniform).tolist() == [5] * 50 + [600] * 50
+        alike = draw(torch.full((100, 100), -torch.inf), uniform)
+    assert alike.tolist() == list(range(100))
+
+
 @BACKENDS
 def test_repetition_is_that_of_transformers(backend):
     logits, seen = torch.randn(1, 50) * 3, torch.tensor([[3, 7, 7, 20]])

@@ -1,11 +1,12 @@
 """Sampling on CPU without sorting the vocabulary.
 
 Tokens fall into buckets by how far their logit lies below the best, 64 buckets to a factor e of weight. Buckets are in order
-already, so a cut or the drawn token is found from the buckets' sums, and only the bucket it lies in is sorted. Beyond 64
-factors of e a token weighs nothing in the float64 sum of a vocabulary: such tokens are counted, never looked at.
+already, so a cut or the drawn token is found from the buckets' sums, and only the bucket it lies in is looked at again and
+sorted. Beyond 64 factors of e a token weighs nothing in the float64 sum of a vocabulary: such tokens are in no bucket.
 
-A token in a bucket is one int64: its logit as an integer that orders the other way, above its index. Sorting these numbers
-sorts by decreasing logit, ties by increasing index.
+A token of a bucket is one int64: its logit as an integer that orders the other way, above its index. Sorting these numbers
+sorts by decreasing logit, ties by increasing index. Every filter keeps a beginning of that order, so a cut is the last token
+that is kept.
 """
 
 import math
@@ -15,37 +16,45 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.sample.reference import BELOW_ONE
-from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, octets, share, strict, threads
+from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, octets, share, threads
 from auraflux.ops.simd.math import bits_of_float, float_of_bits
 
 PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
 
-BLOCK = 1 << 12
-
-PER_FACTOR, BUCKETS = 64.0, 4096
+BLOCK = 1 << 12  # tokens of which the best is found before it is compared with others
+PER_FACTOR, BUCKETS = 64, 64 * 64
+# by which a token at the beginning of a bucket weighs less than the best: whole factors of e, and parts of one
+FACTORS, PARTS = np.exp(-np.arange(64.0)), np.exp(-np.arange(64.0) / PER_FACTOR)
+P1, P2, P3, P4, P5, P6 = ((-1 / PER_FACTOR) ** n / math.factorial(n) for n in range(1, 7))
+AT_ONCE = 512  # tokens that are weighed before their sums are made
+NEIGHBOURS = 64  # tokens that are looked at together
 LOWEST = np.float32(-np.inf)
 MAGNITUDE = np.int32(0x7FFFFFFF)
-LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
-T3, T4, T5, T6, T7, T8, T9, T10, T11, T12, T13 = (1 / math.factorial(n) for n in range(3, 14))
+LOWEST_ORDER = np.int32(~0x7F800000)  # of -inf, see `_ascending`
+LAST = np.iinfo(np.int64).max  # after all tokens
+LEAST = 5e-324  # above 0
 
 
-# of the fast-math flags only contraction: reassociation would merge the steps of the range reduction
-@strict
-def _decay(x):
-    """exp(-x) in float64, for x from 0 to 64."""
-    n = np.floor(0.5 - x * LOG2E)
-    r = (-x - n * LN2_HIGH) - n * LN2_LOW
-    y = (((T13 * r + T12) * r + T11) * r + T10) * r + T9
-    y = (((y * r + T8) * r + T7) * r + T6) * r + T5
-    y = ((((y * r + T4) * r + T3) * r + 0.5) * r + 1.0) * r + 1.0
-    return y * np.float64(float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23)))
+@jit
+def _within(place):
+    """What is left of a bucket's weight at a place within it, from 0 to 1."""
+    return (((((P6 * place + P5) * place + P4) * place + P3) * place + P2) * place + P1) * place + 1.0
+
+
+@jit
+def _of_bucket(b):
+    """How much a token at the beginning of a bucket weighs."""
+    return FACTORS[b // PER_FACTOR] * PARTS[b % PER_FACTOR]
 
 
 @jit
 def _ascending(x):
     """An int32 that compares as the float32 does: NaN as -inf, -0 as 0."""
-    bits = np.int32(0) if x == 0 else bits_of_float(x if x == x else LOWEST)
-    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & MAGNITUDE))
+    bits = bits_of_float(x)
+    order = np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & MAGNITUDE))
+    # whole numbers are chosen, as loops that choose floats before are not vectorised
+    order = np.int32(0) if order == np.int32(-1) else order
+    return order if x == x else LOWEST_ORDER
 
 
 @jit
@@ -60,9 +69,10 @@ def _highest(logits):
     """The highest logit in `_ascending` form, and the first index that has it."""
     best, block = np.int32(-MAGNITUDE), 0
     for start in range(0, len(logits), BLOCK):
-        highest = np.int32(-MAGNITUDE)
-        for i in range(start, min(start + BLOCK, len(logits))):
-            order = _ascending(logits[i])
+        # an array that begins at 0: with another start Numba looks out for negative indices, and a loop is not vectorised
+        some, highest = logits[start : start + BLOCK], np.int32(-MAGNITUDE)
+        for i in range(len(some)):
+            order = _ascending(some[i])
             highest = order if order > highest else highest
         if highest > best:
             best, block = highest, start
@@ -73,51 +83,80 @@ def _highest(logits):
 
 
 @jit
-def _number_buckets(logits, best, scale, buckets):
+def _levelled(logits, best):
+    """Put 0 for logits that are as infinite as the best, and -inf for others."""
+    levels = np.empty_like(logits)
     for i in range(len(logits)):
-        x = logits[i] if logits[i] == logits[i] else LOWEST
-        # equal logits are 0 apart, also where both are infinite; what is NaN after that lies beyond the last bucket
-        apart = 0.0 if x == best else (np.float64(best) - np.float64(x)) * scale
-        buckets[i] = np.int16(apart if apart < BUCKETS else BUCKETS)
+        levels[i] = np.float32(0) if (logits[i] if logits[i] == logits[i] else LOWEST) == best else LOWEST
+    return levels
 
 
 @jit
-def _count(buckets, starts):
-    """Make `starts` say where each bucket begins when they lie one after the other."""
-    for bucket in buckets:
-        starts[bucket + 1] += 1
-    for b in range(1, len(starts)):
-        starts[b] += starts[b - 1]
+def _apart(x, best, scale):
+    """By how many buckets a logit lies below the best."""
+    apart = (np.float64(best) - np.float64(x)) * scale
+    # NaN lies beyond the last bucket, as -inf does
+    return apart if apart < BUCKETS else np.float64(BUCKETS)
 
 
 @jit
-def _place(logits, buckets, starts, last):
-    """The tokens of the buckets up to `last`, one bucket after the other."""
-    tokens, ends = np.empty(starts[last + 1], np.int64), starts.copy()
+def _number(logits, best, scale, buckets):
+    """Find every token's bucket."""
+    for i in range(len(logits)):
+        buckets[i] = np.uint16(_apart(logits[i], best, scale))
+
+
+@jit
+def _number_and_weigh(logits, best, scale, buckets, within):
+    """Find every token's bucket, and how much it weighs by its place within."""
+    for i in range(len(logits)):
+        apart = _apart(logits[i], best, scale)
+        buckets[i] = np.uint16(apart)
+        within[i] = _within(apart - np.floor(apart))
+
+
+@jit
+def _sum_all(logits, best, scale, buckets, sums):
+    """Find every token's bucket, and what those of each bucket weigh by their places within."""
+    within = np.empty(AT_ONCE)
+    for start in range(0, len(logits), AT_ONCE):
+        some = buckets[start : start + AT_ONCE]
+        _number_and_weigh(logits[start : start + AT_ONCE], best, scale, some, within)
+        for i in range(len(some)):
+            sums[some[i]] += within[i]
+
+
+@jit
+def _sum_first(logits, best, scale, buckets, sums, count):
+    """The same for the first `count` tokens alone and others of the last one's bucket; which that is, and how many it has."""
+    _number(logits, best, scale, buckets)
+    counts = np.zeros(BUCKETS + 1, np.int64)
     for i in range(len(buckets)):
-        bucket = buckets[i]
-        if bucket <= last:
-            tokens[ends[bucket]] = (np.int64(~_ascending(logits[i])) << 32) | i
-            ends[bucket] += 1
-    return tokens
+        counts[buckets[i]] += 1
+    b, left = 0, count
+    while b < BUCKETS and counts[b] < left:
+        left -= counts[b]
+        b += 1
+    for i in range(len(buckets)):
+        if buckets[i] <= b:
+            sums[buckets[i]] += _within(_apart(logits[i], best, scale) - buckets[i])
+    return b, left
 
 
 @jit
-def _weight(token, best, rate):
-    x = _logit(token)
-    return 1.0 if x == best else _decay((np.float64(best) - np.float64(x)) * rate)
-
-
-@jit
-def _sums(tokens, starts, last, best, rate):
-    """How much the tokens before each bucket weigh."""
-    before = np.zeros(last + 2)
-    for b in range(last + 1):
-        total = 0.0
-        for i in range(starts[b], starts[b + 1]):
-            total += _weight(tokens[i], best, rate)
-        before[b + 1] = before[b] + total
+def _running(sums):
+    """How much the tokens before each bucket weigh, and at the end all of them."""
+    before, total = np.empty(BUCKETS + 1), 0.0
+    for b in range(BUCKETS):
+        before[b] = total
+        total += sums[b] * _of_bucket(b)
+    before[BUCKETS] = total
     return before
+
+
+@jit
+def _weight(token, b, best, scale):
+    return _of_bucket(b) * _within(_apart(_logit(token), best, scale) - b)
 
 
 @jit
@@ -149,9 +188,8 @@ def _sift(heap, root, count):
 
 
 @jit
-def _sort(tokens, starts, bucket):
-    """Sort a bucket by heap: with Numba's own sort the kernel takes half as long again to compile."""
-    heap = tokens[starts[bucket] : starts[bucket + 1]]
+def _sort(heap):
+    """Sort by heap: with Numba's own sort the kernel takes half as long again to compile."""
     for root in range(len(heap) // 2 - 1, -1, -1):
         _sift(heap, root, len(heap))
     for last in range(len(heap) - 1, 0, -1):
@@ -160,34 +198,80 @@ def _sort(tokens, starts, bucket):
 
 
 @jit
-def _cut_at_sum(tokens, starts, before, end, limit, best, rate):
-    """Keep tokens while those before weigh less than `limit`: where that ends, and what is kept weighs."""
-    b = max(_first_from(before[:-1], limit) - 1, 0)
-    _sort(tokens, starts, b)
-    i, total, stop = starts[b], before[b], min(starts[b + 1], end)
-    while i < stop and total < limit:
-        total += _weight(tokens[i], best, rate)
-        i += 1
-    return i, total
+def _has(buckets, wanted):
+    apart = np.uint16(BUCKETS)
+    for i in range(len(buckets)):
+        other = np.uint16(buckets[i] ^ wanted)
+        apart = other if other < apart else apart
+    return apart == 0
 
 
 @jit
-def _cut_at_weight(tokens, starts, before, end, total, least, best, rate):
-    """Keep tokens that weigh at least `least`."""
+def _tokens(logits, buckets, b):
+    """The tokens of a bucket, in order."""
+    wanted, count = np.uint16(b), 0
+    tokens = np.empty(NEIGHBOURS, np.int64)
+    for start in range(0, len(logits), NEIGHBOURS):
+        some = buckets[start : start + NEIGHBOURS]
+        if not _has(some, wanted):
+            continue
+        if count + NEIGHBOURS > len(tokens):
+            more = np.empty(2 * len(tokens), np.int64)
+            more[:count] = tokens[:count]
+            tokens = more
+        for i in range(len(some)):
+            # written over unless it belongs there: no branch need be guessed
+            tokens[count] = (np.int64(~_ascending(logits[start + i])) << 32) | (start + i)
+            count += some[i] == wanted
+    _sort(tokens[:count])
+    return tokens[:count]
+
+
+@jit
+def _cut_at_count(logits, buckets, before, b, count, best, scale):
+    """Keep tokens of a bucket, so many and those whose logit equals the last one's: the last that is kept, what all weigh."""
+    tokens, total = _tokens(logits, buckets, b), before[b]
+    least, final = _logit(tokens[count - 1]), tokens[0]
+    for token in tokens:
+        if _logit(token) < least:
+            break
+        final, total = token, total + _weight(token, b, best, scale)
+    return final, total
+
+
+@jit
+def _cut_at_sum(logits, buckets, before, limit, final, best, scale):
+    """Keep tokens up to `final` while those before weigh less than `limit`."""
+    b = min(max(_first_from(before, limit) - 1, 0), BUCKETS - 1)
+    while b > 0 and before[b + 1] == before[b]:
+        b -= 1
+    tokens, total = _tokens(logits, buckets, b), before[b]
+    kept = tokens[0]
+    for token in tokens:
+        if total >= limit or token > final:
+            break
+        kept, total = token, total + _weight(token, b, best, scale)
+    return min(kept, final), total
+
+
+@jit
+def _cut_at_weight(logits, buckets, before, least, final, total, best, scale):
+    """Keep tokens up to `final`, which weigh `total`, that weigh at least `least`."""
     nearest = -np.log(least) * PER_FACTOR
     # one bucket earlier, as the logarithm is rounded
     first = max(int(nearest) - 1, 0) if nearest < BUCKETS else BUCKETS
-    for b in range(first, len(before) - 1):
-        if starts[b] >= end:
-            break
-        _sort(tokens, starts, b)
+    for b in range(first, BUCKETS):
+        if before[b + 1] == before[b]:
+            continue
         kept = before[b]
-        for i in range(starts[b], min(starts[b + 1], end)):
-            weight = _weight(tokens[i], best, rate)
+        for token in _tokens(logits, buckets, b):
+            if token > final:
+                return final, total
+            weight = _weight(token, b, best, scale)
             if weight < least:
-                return i, kept
+                return token - 1, kept
             kept += weight
-    return end, total
+    return final, total
 
 
 @jit
@@ -196,35 +280,29 @@ def _draw(logits_at, size, uniform, temperature, top_k, top_p, min_p):
     order, first = _highest(logits)
     if not temperature > 0:
         return first
-    best, rate = _logit(np.int64(~order) << 32), 1 / np.float64(temperature)
-
-    buckets, starts = np.empty(size, np.int16), np.zeros(BUCKETS + 2, np.int64)
-    _number_buckets(logits, best, rate * PER_FACTOR, buckets)
-    _count(buckets, starts)
-    last = BUCKETS - 1
-    if top_k > 0:
-        last = min(_first_from(starts[1:], top_k), last)
-    tokens = _place(logits, buckets, starts, last)
-    before = _sums(tokens, starts, last, best, rate)
-
-    end, total = len(tokens), before[last + 1]
-    if 0 < top_k <= end:
-        _sort(tokens, starts, last)
-        worst, end = _logit(tokens[top_k - 1]), starts[last]
-        total = before[last]
-        while end < len(tokens) and _logit(tokens[end]) >= worst:
-            total += _weight(tokens[end], best, rate)
-            end += 1
+    best, scale = _logit(np.int64(~order) << 32), PER_FACTOR / np.float64(temperature)
+    if not abs(best) < np.inf:
+        logits, best = _levelled(logits, best), np.float32(0)
+    buckets, sums = np.empty(size, np.uint16), np.zeros(BUCKETS + 1)
+    last, count = BUCKETS, 0
+    if 0 < top_k < size:
+        last, count = _sum_first(logits, best, scale, buckets, sums, top_k)
+    else:
+        _sum_all(logits, best, scale, buckets, sums)
+    before = _running(sums)
+    final, total = LAST, before[BUCKETS]
+    if last < BUCKETS:
+        final, total = _cut_at_count(logits, buckets, before, last, count, best, scale)
     if not top_p >= 1:
-        limit = np.float64(top_p) * total
-        end, total = _cut_at_sum(tokens, starts, before, end, limit, best, rate) if limit > 0 else (1, 1.0)
+        limit = max(np.float64(top_p) * total, LEAST)
+        final, total = _cut_at_sum(logits, buckets, before, limit, final, best, scale)
     if not min_p <= 0:
         least = np.float64(min_p) if min_p < 1 else 1.0
-        end, total = _cut_at_weight(tokens, starts, before, end, total, least, best, rate)
+        final, total = _cut_at_weight(logits, buckets, before, least, final, total, best, scale)
     target = (min(np.float64(uniform), BELOW_ONE) if uniform > 0 else 0.0) * total
     # the drawn token is the last whose predecessors weigh no more than the target
-    after, _ = _cut_at_sum(tokens, starts, before, end, np.nextafter(target, np.inf), best, rate)
-    return tokens[after - 1] & 0xFFFFFFFF
+    drawn, _ = _cut_at_sum(logits, buckets, before, np.nextafter(target, np.inf), final, best, scale)
+    return drawn & 0xFFFFFFFF
 
 
 @Kernel

@@ -187,7 +187,7 @@ def _decode(like, heads, pages, k, v, width, value_width, first, last, beyond, s
             floats(keep, 1)[0] = ONE
             if softcap > ZERO:
                 cap_row((row, ZERO, softcap))
-            weigh_row((row, offset, offset + count, ZERO, ZERO, state + 8 * h, keep))
+            weigh_row((row, offset, offset + count, offset, offset + count, ZERO, ZERO, state + 8 * h, keep))
         if rest > 0:
             _locate(pages, origin + BLOCK, 0, rest, k, key_nbytes, v, value_nbytes, there)
         soon = key_nbytes if rest > 0 else 0

@@ -14,7 +14,7 @@ from auraflux.ops.attention.cpu.row_tiles import (
     add_values,
     cap_row,
     fold_row,
-    lay_quarters,
+    laid_keys,
     score_rows,
     weigh_row,
 )
@@ -111,8 +111,8 @@ def score_block(seen, desk, base, first, last, softcap, threshold, more, more_st
     # what others have left there may be so small that products with it take a hundred times as long
     fill(keys, (first - place) * desk.room, ZERO)
     fill(keys + step * (last - place), (batches * LANES - (last - place)) * desk.room, ZERO)
-    lay_quarters((keys, step, batches, desk.laid))
-    score_rows(seen.size, desk.queries, step, desk.laid, step, batches, desk.scores + 4 * LANES * skipped, LINE)
+    laid = laid_keys(keys, step, batches, desk.laid)
+    score_rows(seen.size, desk.queries, step, laid, step, batches, desk.scores + 4 * LANES * skipped, LINE)
     for r in range(seen.size):
         scores, added = desk.scores + r * LINE, ZERO
         if more:
@@ -121,7 +121,7 @@ def score_block(seen, desk, base, first, last, softcap, threshold, more, more_st
             cap_row((scores, added, softcap))
             added = ZERO
         low, high = limits(seen, r, base, first, last)
-        weigh_row((scores, low, high, added, threshold, desk.state + 8 * r, desk.keeps + 4 * r))
+        weigh_row((scores, first - base, last - base, low, high, added, threshold, desk.state + 8 * r, desk.keeps + 4 * r))
 
 
 @jit

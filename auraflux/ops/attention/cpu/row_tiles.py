@@ -58,15 +58,28 @@ def lay_quarters(b, keys, step, batches, target):
                     store(b, found, to, (4 * m + i) * BYTES)
 
 
+@jit
+def laid_keys(keys, step, batches, target):
+    """Lay rows of keys out as `score_tile` takes them, unless they are: where they lie then."""
+    if KEYS == 1:
+        return keys
+    lay_quarters((keys, step, batches, target))
+    return target
+
+
 @kernel(constants=1)
 def score_tile(b, rows, q, q_step, keys, step, batches, out, out_step):
-    """Multiply `rows` queries with `batches` of LANES keys, laid out by `lay_quarters` from rows of `step` bytes."""
+    """Multiply `rows` queries with `batches` of LANES keys, laid out by `laid_keys` from rows of `step` bytes."""
     with cgutils.for_range(b, batches) as batch:
         source = b.add(keys, b.mul(batch.index, b.mul(step, at(LANES))))
         sums = [[variable(b, splat(ISA.floats, 0.0)) for _ in range(4)] for _ in range(rows)]
         with cgutils.for_range(b, b.sdiv(step, at(16))) as loop:
             here = b.add(source, b.mul(loop.index, at(4 * BYTES)))
-            found = [load(b, here, i * BYTES, ISA.floats) for i in range(4)]
+            if KEYS == 1:
+                here = b.add(source, b.mul(loop.index, at(BYTES)))
+                found = [load(b, here, b.mul(step, at(i)), ISA.floats) for i in range(4)]
+            else:
+                found = [load(b, here, i * BYTES, ISA.floats) for i in range(4)]
             for r in range(rows):
                 four = load(b, q, b.add(b.mul(q_step, at(r)), b.mul(loop.index, at(16))), vector(F32, 4))
                 query = pick(b, four, four, list(range(4)) * KEYS)
@@ -111,23 +124,24 @@ def _sum(b, x, y):
     return b.fadd(x, y)
 
 
-def _over_block(b, act):
-    """Call act(offset in bytes, positions) for all vectors of a block: all written out or, where they are many, four a turn."""
+def _over_block(b, begin, end, act):
+    """Call act(offset in bytes, positions) for all vectors of a block: all written out or, where they are many, four a turn and
+    only from the turn of position `begin` to that before `end`."""
     here = ISA.ints(list(range(LANES)))
     if not LOOPED:
         for place in range(0, BLOCK, LANES):
             act(4 * place, b.add(here, splat(ISA.ints, place)))
         return
-    with cgutils.for_range(b, at(BLOCK // (4 * LANES))) as loop:
-        first = b.mul(loop.index, at(4 * LANES))
+    turn = at(4 * LANES)
+    with cgutils.for_range_slice(b, b.mul(b.sdiv(begin, turn), turn), end, turn) as (first, _):
         for place in range(0, 4 * LANES, LANES):
             number = b.add(first, at(place))
             act(b.mul(number, at(4)), b.add(here, spread(b, b.trunc(number, I32), LANES)))
 
 
 @kernel(constants=0)
-def weigh_row(b, scores, low, high, more, threshold, state, keep):
-    """Turn a block's scores of one row into weights, zero but for positions [low, high).
+def weigh_row(b, scores, begin, end, low, high, more, threshold, state, keep):
+    """Turn a block's scores [begin, end) of one row into weights, zero but for positions [low, high).
 
     more       added to each score
     threshold  weights below this share become zero too, but count in the sum
@@ -147,7 +161,7 @@ def weigh_row(b, scores, low, high, more, threshold, state, keep):
             found.append(score)
         b.store(ISA.larger(b, score, b.load(top)), top)
 
-    _over_block(b, mask)
+    _over_block(b, begin, end, mask)
     highest = across(b, ISA.larger, b.load(top))
     before, total = (spread(b, load(b, state, 4 * i, F32), LANES) for i in range(2))
     peak = ISA.larger(b, highest, before)
@@ -162,7 +176,7 @@ def weigh_row(b, scores, low, high, more, threshold, state, keep):
         b.store(b.fadd(b.load(sums), weight), sums)
         store(b, b.select(b.fcmp_ordered("<", weight, least), splat(kind, 0.0), weight), scores, place)
 
-    _over_block(b, weigh)
+    _over_block(b, begin, end, weigh)
     total = fma(b, total, kept, across(b, _sum, b.load(sums)))
     _first(b, peak, state, 0)
     _first(b, total, state, 4)

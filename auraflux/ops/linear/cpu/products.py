@@ -302,6 +302,7 @@ def build_multiply(spec: Form) -> Kernel:
         wide_nbytes = 4 * BLOCK * groups if words else 0
         scratch_size = (ready_nbytes + codes_nbytes + 2 * (scales_nbytes + wide_nbytes) + LINE) // LINE * LINE
         ready = space + (jobs if x else 1) * acts_nbytes + job * TOGETHER * scratch_size
+        gathered = (0, 0)
         for p in range(0, count * FIELDS, FIELDS):
             rows = table[p + ROWS]
             mine = share((rows + BLOCK - 1) // BLOCK, job, jobs)
@@ -314,8 +315,10 @@ def build_multiply(spec: Form) -> Kernel:
                     # a token alone has no tile, though an expert may be given it twice
                     some_tokens = min(tiles * WIDEST, left) if most else 1
                 panel = (panels, tile_step, tiles)
-                if by_panel:
+                if by_panel and gathered != (index, some_tokens):
+                    # weights often meet the same tokens one after the other
                     _gather(form, panel, acts, index, some_tokens, groups)
+                    gathered = (index, some_tokens)
                 for block in range(mine.start, mine.stop, TOGETHER):
                     some = min(TOGETHER, mine.stop - block)
                     codes = table[p + CODES] + block * codes_nbytes

@@ -11,7 +11,7 @@ import numpy as np
 
 from auraflux.ops.attention.cpu.row_blocks import copy_row
 from auraflux.ops.attention.cpu.row_tiles import fold_row
-from auraflux.ops.simd.jit import call_kernel, floats, int32s, int64s, jit, octets, real
+from auraflux.ops.simd.jit import call_kernel, floats, int32s, int64s, jit, real
 from auraflux.ops.simd.math import bits_of_float, exp, float_of_bits, rint
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill, softcapped
 from auraflux.ops.simd.vectors import copy
@@ -77,31 +77,52 @@ def _tile(left):
 
 
 @jit
-def _spread_query(q_at, width, bits, room, h, target_at):
-    """Round one query to two bytes and lay it out for `key_scores`; give what a step is worth, and what to take back."""
-    q = floats(q_at, width)
-    top = np.int32(0)
+def _round_query(q_at, width, rounded_at):
+    """Round one query to numbers of two bytes: what a step is worth, and the sums of the numbers and of their upper bytes.
+
+    rounded  [2, width] int32  upper and lower bytes, each in the lowest of its word
+    """
+    q, top = floats(q_at, width), np.int32(0)
     for d in range(width):
         # sizes order like their bits, not-a-number above all
         size = bits_of_float(q[d]) & np.int32(0x7FFFFFFF)
         top = size if size > top else top
-    largest = float_of_bits(top)
-    factor = np.float32(MOST_Q) / largest if TINY < largest < INFINITE else ZERO
-    target, vectors, total, upper = octets(target_at, 2 * width * room), 2 if bits == 4 else 1, 0, 0
+    largest, total, upper = float_of_bits(top), np.int32(0), np.int32(0)
+    highs, lows = int32s(rounded_at, width), int32s(rounded_at + 4 * width, width)
+    if TINY < largest < INFINITE:
+        factor = np.float32(MOST_Q) / largest
+        for d in range(width):
+            n = np.int32(rint(q[d] * factor))
+            high = np.int32(np.int32(n + np.int32(HIGH // 2)) >> np.int32(7))
+            total, upper = np.int32(total + n), np.int32(upper + high)
+            highs[d], lows[d] = high & np.int32(255), np.int32(n - np.int32(HIGH) * high) & np.int32(255)
+    else:
+        fill(rounded_at, 2 * width, ZERO)
+    return largest / np.float32(MOST_Q), np.int64(total), np.int64(upper)
+
+
+@jit
+def _four_bytes(bytes_at, step):
+    """The lowest bytes of four words, `step` apart, as one."""
+    words = int32s(bytes_at, 3 * step + 1)
+    return words[0] | words[step] << np.int32(8) | words[2 * step] << np.int32(16) | words[3 * step] << np.int32(24)
+
+
+@jit
+def _spread_query(q_at, width, bits, room, h, target_at, rounded_at):
+    """Round one query to two bytes and lay it out for `key_scores`; give what a step is worth, and what to take back."""
+    worth, total, upper = _round_query(q_at, width, rounded_at)
+    target, vectors = int32s(target_at, width * room // 2), 2 if bits == 4 else 1
     for word in range(width // (4 * vectors)):
         # low halves of bytes first, then high halves
         for half in range(vectors):
-            at = ((word * vectors + half) * room + h) * 8
-            for byte in range(4):
-                n = np.int64(rint(q[(4 * word + byte) * vectors + half] * factor)) if factor != ZERO else 0
-                high = (n + HIGH // 2) >> 7
-                target[at + byte], target[at + 4 + byte] = high & 255, (n - HIGH * high) & 255
-                total, upper = total + n, upper + high
+            at, source = 2 * ((word * vectors + half) * room + h), rounded_at + 4 * (4 * word * vectors + half)
+            target[at], target[at + 1] = _four_bytes(source, vectors), _four_bytes(source + 4 * width, vectors)
     if bits == 8 and STRAIGHT:
         # levels are half a step above their bytes, and their rest half of one
-        return largest / np.float32(MOST_Q), -((total >> 1) + upper * HIGH // (2 * REST))
+        return worth, -((total >> 1) + upper * HIGH // (2 * REST))
     # where levels have two bytes, the low ones are multiplied by the query's high bytes
-    return largest / np.float32(MOST_Q), (total if bits == 4 else total + upper) * PLUS
+    return worth, (total if bits == 4 else total + upper) * PLUS
 
 
 @jit
@@ -207,14 +228,14 @@ def _gather(sums_at, tile, h, width, bits, out_at):
 
 
 @jit
-def _spread_queries(rows, width, bits, queries, units, excess):
-    """Lay out the queries of all rows."""
+def _spread_queries(rows, width, bits, queries, units, excess, rounded):
+    """Lay out the queries of all rows; 8 bytes for each coordinate of one are worked in at `rounded`."""
     heads, root, h = rows.size, np.float32(np.sqrt(np.float32(width))), 0
     while h < heads:
         tile = _tile(heads - h)
         for i in range(h, h + tile):
             q, target = rows.q + 4 * rows.room * place_of(rows, i), queries + h * 2 * width
-            worth, over = _spread_query(q, width, WIDE_BITS[bits], 4 if tile == 3 else tile, i - h, target)
+            worth, over = _spread_query(q, width, WIDE_BITS[bits], 4 if tile == 3 else tile, i - h, target, rounded)
             floats(units, heads)[i], int32s(excess, heads)[i] = worth * KEY_UNITS[bits] / root, over
         h += tile
 
@@ -401,6 +422,16 @@ def _attend_part(item, keys, values, loops, softcap, threshold, desk):
 
 
 @jit
+def _lay_queries(step, rows, bits, desk):
+    """Lay out the queries of all rows, rounded and, where keys have centres, as they are."""
+    _spread_queries(rows, step.width, bits, desk.queries, desk.units, desk.excess, desk.levels)
+    if step.centres:
+        for r in range(rows.size):
+            source = rows.unturned + 4 * rows.room * place_of(rows, r)
+            copy_row(source, rows.room, ONE, desk.unturned + 4 * rows.room * r, rows.room)
+
+
+@jit
 def attend_rounded(step, b, number, work):
     """Attend from an item's rows to codes."""
     (place, run), width = place_and_run(step, b, number), step.width
@@ -408,16 +439,15 @@ def attend_rounded(step, b, number, work):
     keys, values = sides(step)
     loops = Loops(step.key_scores, step.turn_keys, step.turned_scores, step.add_values)
     rows = item_at(step, b, place, begin).rows
-    desk = _lay_out(rows.size, width, work)
-    _spread_queries(rows, width, keys.bits, desk.queries, desk.units, desk.excess)
-    if step.centres:
-        for r in range(rows.size):
-            source = rows.unturned + 4 * rows.room * place_of(rows, r)
-            copy_row(source, rows.room, ONE, desk.unturned + 4 * rows.room * r, rows.room)
+    desk, laid = _lay_out(rows.size, width, work), False
     begin_run(step, b, place, run)
     for part in range(begin, stop):
         item = item_at(step, b, place, part)
         if item.first < item.last:
+            # of a short text all may be kept as it is
+            if not laid:
+                _lay_queries(step, rows, keys.bits, desk)
+                laid = True
             _attend_part(item, keys, values, loops, real(step.softcap), real(step.threshold), desk)
             _leave_rows(item, width, WIDE_BITS[values.bits], desk, step.joined)
         elif not step.joined:

@@ -9,7 +9,7 @@ import numpy as np
 from numba.core import cgutils
 
 from auraflux.kinds import told_once
-from auraflux.ops.attention.cpu.row_tiles import lay_quarters, score_rows
+from auraflux.ops.attention.cpu.row_tiles import laid_keys, score_rows
 from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import floats, jit, jit_with
 from auraflux.ops.simd.softmax import ZERO, fill
@@ -125,8 +125,9 @@ def meet_centres(centres, q, rows, room, width, block, last, begun, work):
         fill(laid, RUN * room, ZERO)
         some = min(RUN, last - begun + 1)
         lay_centres((centres.along, centres.across, centres.table + 8 * begun * width, width, some, laid, 4 * room))
-        lay_quarters((laid, 4 * room, (some + LANES - 1) // LANES, laid + 4 * RUN * room))
-        score_rows(rows, q, 4 * room, laid + 4 * RUN * room, 4 * room, (some + LANES - 1) // LANES, work, LINE)
+        batches = (some + LANES - 1) // LANES
+        keys = laid_keys(laid, 4 * room, batches, laid + 4 * RUN * room)
+        score_rows(rows, q, 4 * room, keys, 4 * room, batches, work, LINE)
     return begun
 
 
