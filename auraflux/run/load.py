@@ -126,10 +126,11 @@ def load(
             # steps of a part of a model, or that read experts from disk, say nothing before they are taken
             compiles = target.type == "cpu" and lead is None and fit.experts is None
             find = partial(_vectors, calibrate, source, model, fit, tokenizer, target, lead) if wanted else None
+            vectors = None
             if compiles:
                 vectors = _compile(model, source, fit, exact, find, tell)
-            else:
-                vectors = None if find is None else find(tell)
+            elif find is not None:
+                vectors = find(tell)
         source.watch.check()
         if lead is not None:
             lead.ready(vectors)
