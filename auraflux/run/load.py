@@ -36,6 +36,7 @@ from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes
 from auraflux.weights.expert_store import ExpertStore
 from auraflux.weights.fingerprint import fingerprint
 from auraflux.weights.loader import Weights
+from auraflux.weights.pull import locate
 from auraflux.weights.row_table import loaded_nbytes
 from auraflux.weights.slices import Slices
 from auraflux.weights.stored import Checkpoint
@@ -104,9 +105,10 @@ def load(
     sizes = Sizes(context, chunk or chunk_for(target, invariant), sequences, cache_memory)
     # ranks that were called are let go if anything fails
     with on_terminal(report) as tell, ExitStack() as callers:
+        path = locate(None if path_or_name is None else str(path_or_name), tell)
         if target.type == "cpu" and ranks is None:
             _begin_compiling(settings, exact)
-        source = Source.open(path_or_name, settings, speculate == "mtp", ranks, tell)
+        source = Source.open(path, settings, speculate == "mtp", ranks)
         free = free_for(source.checkpoint, target)
         lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, prefix_disk))
         fit = fitted(source, target, free, sizes, expert_settings, lead)

@@ -7,11 +7,9 @@ from typing import Any
 from auraflux.cache import CacheSettings
 from auraflux.errors import SettingsError
 from auraflux.models import family, family_name
-from auraflux.run.progress import Report
 from auraflux.run.ranks.parallel import Parallel
 from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.checkpoint import open_checkpoint
-from auraflux.weights.pull import locate
 from auraflux.weights.stored import Checkpoint
 from auraflux.weights.watch import Watch
 
@@ -35,11 +33,9 @@ class Source:
     further: list[Any]
 
     @classmethod
-    def open(
-        cls, path_or_name: str | Path | None, settings: CacheSettings, mtp: bool, ranks: Parallel | None, report: Report
-    ) -> "Source":
-        """Open a folder, a file or what is fetched by name; None for the built-in default."""
-        checkpoint = open_checkpoint(locate(None if path_or_name is None else str(path_or_name), report))
+    def open(cls, path: Path, settings: CacheSettings, mtp: bool, ranks: Parallel | None) -> "Source":
+        """Open a folder or a file."""
+        checkpoint = open_checkpoint(path)
         watch = Watch(checkpoint.files())
         module = family(checkpoint.config)
         settings = settings.for_family(family_name(checkpoint.config))
