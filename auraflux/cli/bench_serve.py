@@ -40,6 +40,9 @@ ASKING = [
     click.option("--prompt-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Tokens of a prompt."),
     click.option("--shared", type=click.IntRange(min=0), default=0, metavar="N", help="The first N are the same in all."),
     click.option("--tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens to write each time."),
+    click.option(
+        "--temperature", type=click.FloatRange(0, 100), default=0, show_default=True, help="0 for the likeliest token."
+    ),
     click.option("--requests", type=click.IntRange(min=1), metavar="N", help="At each level; by default twice the clients."),
     click.option("--warmup", type=click.IntRange(min=0), metavar="N", help="Not counted; by default one per client."),
     click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="All at once; the best counts."),
@@ -184,6 +187,7 @@ def _measure(
             chosen["stream"],
             seed,
             chosen["timeout"],
+            chosen["temperature"],
         )
         if clients is None:
             clients = GPU_CLIENTS if _on_gpu(served.device or chosen["device"]) else CPU_CLIENTS

@@ -76,10 +76,10 @@ def _stream(written: Iterable[str], quiet: bool) -> list[str]:
 
 def figures(stats: "Stats", kv: str) -> str:
     """One line about a generation."""
-    parts = [f"prompt {stats.prompt_tokens} tokens, {stats.prefill_rate:.1f}/s"]
+    parts = [f"prompt {_tokens(stats.prompt_tokens)}, {stats.prefill_rate:.1f}/s"]
     if stats.reused_tokens:
         parts[0] += f" ({stats.reused_tokens} more were still there)"
-    parts.append(f"written {stats.tokens} tokens, {stats.decode_rate:.1f}/s")
+    parts.append(f"written {_tokens(stats.tokens)}, {stats.decode_rate:.1f}/s")
     if stats.drafted:
         parts[-1] += f", {stats.tokens_per_step:.1f} a step, {stats.accepted} of {stats.drafted} guesses right"
     held = f"cache {megabytes(stats.cache_nbytes)}"
@@ -95,6 +95,10 @@ def figures(stats: "Stats", kv: str) -> str:
     if stats.invariant:
         parts.append("invariant")
     return " · ".join(parts)
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def megabytes(nbytes: int) -> str:

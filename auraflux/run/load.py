@@ -160,6 +160,8 @@ def load(
     scheduler = Scheduler(engine, tokenizer, source.ends(tokenizer), **queue, speculation=speculation)
     notes = [*source.checkpoint.notes, *(fit.experts.notes if fit.experts is not None else ())]
     notes += lead.notes if lead is not None else ()
+    if engine.cache.context > source.config.context:
+        notes.append(f"the model was made for texts of {source.config.context:,} tokens, and may write nonsense beyond.")
     return LanguageModel(scheduler, source.path, notes, fit.experts, model_type=source.kind)
 
 

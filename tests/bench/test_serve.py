@@ -1,6 +1,7 @@
 """The load that `bench serve` makes: answers read as they come, failures counted, figures from times that are made up."""
 
 import asyncio
+import json
 import sys
 import time
 from pathlib import Path
@@ -266,6 +267,11 @@ def test_a_kept_connection_that_the_server_closed_is_no_failure():
 def test_answers_that_are_not_streamed():
     records = send(Stub(), together("x", 2, 2, 4), Work("stub", VOCAB, prompt=6, tokens=4, stream=False))
     assert [(record.failure, record.tokens, record.times) for record in records] == [(None, 4, [])] * 2
+
+
+def test_requests_have_the_temperature_that_was_asked_for():
+    asked = [json.loads(Work("stub", VOCAB, temperature=each).body("a", 4))["temperature"] for each in (0.0, 1.0)]
+    assert asked == [0.0, 1.0]
 
 
 def test_a_server_that_is_not_there():

@@ -204,6 +204,13 @@ def test_text_ends_where_the_context_does():
     assert len(list(model.tokens(IDS))) == 16 - len(IDS) + 1
 
 
+def test_a_context_beyond_what_a_model_was_made_for_is_said():
+    made_for = auraflux.load(tiny(), kv="none", device="cpu").engine.model.config.context
+    notes = {more: auraflux.load(tiny(), kv="none", context=made_for + more, device="cpu").notes for more in (0, 1)}
+    assert notes[0] == []
+    assert notes[1] == [f"the model was made for texts of {made_for:,} tokens, and may write nonsense beyond."]
+
+
 def test_without_a_tokenizer_it_runs_on_ids():
     model = auraflux.load(tiny(text=False), context=64, device="cpu")
     assert model.tokenizer is None

@@ -52,11 +52,12 @@ def parse_url(url: str, api_key: str | None = None) -> Target:
 class Work:
     """What every request asks for.
 
-    model   as the server calls it
-    vocab   prompts are random tokens below it
-    prompt  tokens of a prompt, the first `shared` of them the same in all
-    tokens  to be written
-    seed    of the prompts: another seed finds nothing in a prefix cache
+    model        as the server calls it
+    vocab        prompts are random tokens below it
+    prompt       tokens of a prompt, the first `shared` of them the same in all
+    tokens       to be written
+    seed         of the prompts: another seed finds nothing in a prefix cache
+    temperature  at which tokens are drawn; 0 for the likeliest
     """
 
     model: str
@@ -67,6 +68,7 @@ class Work:
     stream: bool = True
     seed: int = 0
     timeout_s: float = 600.0
+    temperature: float = 0.0
 
     def ids(self, name: str) -> list[int]:
         """The prompt of that name."""
@@ -82,7 +84,7 @@ class Work:
             "prompt": self.ids(name),
             "max_tokens": tokens,
             "ignore_eos": True,
-            "temperature": 0,
+            "temperature": self.temperature,
             "stream": self.stream,
         }
         if self.stream:
