@@ -104,7 +104,20 @@ with ahead.noted() as kernels:
 if KILLED:
     jit.Kernel.compile, compile = lambda self: os._exit(9) if os.getpid() != here else compile(self), jit.Kernel.compile
 here = os.getpid()
+
+
+# a process of an earlier call that gets no processor
+class Starved:
+    def is_alive(self):
+        return True
+
+    def join(self):
+        raise AssertionError("it was waited for")
+
+
+ahead._going_on.append(Starved())
 ahead.compile_all(kernels, lambda name, done, total: print(done, total))
+assert len(ahead._going_on) == 1
 assert all(each.is_kept() for each in kernels)
 assert rms_norm(x, weight, 1e-6).allclose(weight)
 """

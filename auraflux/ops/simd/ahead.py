@@ -216,8 +216,9 @@ def _share(
         while (number := _next(missing, taken, mine)) is not None:
             missing[number].compile()
             sender.send(number)
-        # only where nobody else wants a processor
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        if rest:
+            # only where nobody else wants a processor
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         while (number := _next(rest, later, mine)) is not None:
             rest[number].compile()
 
@@ -253,12 +254,21 @@ def _share(
             meanwhile(pause)
         hear(range(len(missing)))
     except BaseException:
-        for process in [*processes, *([early.process] if early else ())]:
+        stopped = [*processes, *([early.process] if early else ())]
+        for process in stopped:
             process.terminate()
-        wait()
+        _join(stopped)
         raise
     if not rest:
-        wait()
+        _join(processes)
+
+
+def _join(processes: list[Any]) -> None:
+    """Wait for some processes alone: those of earlier calls may have to wait for a processor for long."""
+    for process in processes:
+        process.join()
+        if process in _going_on:
+            _going_on.remove(process)
 
 
 def _make_ready() -> None:
