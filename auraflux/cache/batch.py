@@ -35,8 +35,8 @@ class Layer(Protocol):
         """Make what the layer's ops take besides the tokens; it is made once for an index of a batch."""
 
 
-class Turn(Protocol):
-    """How queries and keys are turned by their positions, see `norm_rope`."""
+class Rotation(Protocol):
+    """How queries and keys are rotated by their positions, see `norm_rope`."""
 
     @property
     def frequencies(self) -> Tensor: ...
@@ -56,11 +56,18 @@ class AttentionLayer(Layer, Protocol):
     def append(self, batch: "Batch", k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the batch's new tokens: [T, Hkv, D] and [T, Hkv, Dv]."""
 
-    def append_turned(
-        self, batch: "Batch", q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    def rope_append(
+        self,
+        batch: "Batch",
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
     ) -> Tensor:
-        """Normalise and turn queries and keys, then store keys and values: gives the queries [T, Hq, D]."""
-        q, k = norm_rope(q, k, turn.frequencies, batch.positions, norms, eps, turn.mscale, turn.interleaved)
+        """Normalise and rotate queries and keys, then store keys and values: gives the queries [T, Hq, D]."""
+        q, k = norm_rope(q, k, rotation.frequencies, batch.positions, norms, eps, rotation.mscale, rotation.interleaved)
         self.append(batch, k, v)
         return q
 

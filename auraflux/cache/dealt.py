@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import AttentionLayer, Batch, Turn
+from auraflux.cache.batch import AttentionLayer, Batch, Rotation
 from auraflux.cache.deal import Deal
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer
@@ -170,10 +170,10 @@ class DealtCodedLayer(CodedLayer):
         if self.group.deal.rank == 0 and (self.head is not None or self.recent is not None):
             append_codes(k, v, self._beside(batch), batch.starts)
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, norms: tuple[Tensor, Tensor] | None, eps: float
     ) -> Tensor:
-        return AttentionLayer.append_turned(self, batch, q, k, v, turn, norms, eps)
+        return AttentionLayer.rope_append(self, batch, q, k, v, rotation, norms, eps)
 
     def attend(
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
@@ -208,10 +208,10 @@ class DealtLatentLayer(LatentLayer):
         if len(asking):
             append_latent(latent[asking.tokens], k_rope[asking.tokens], self._pages(asking), asking.starts)
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, rotation: Rotation, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return _append_turned(self, batch, q, kv, heads, nope, turn, norm, eps)
+        return _rope_append(self, batch, q, kv, heads, nope, rotation, norm, eps)
 
     def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
         found = _latents_found(latent_partials, self, batch, q_latent, q_rope, scale)
@@ -230,10 +230,10 @@ class DealtCodedLatentLayer(CodedLatentLayer):
         if len(asking):
             append_latent_codes(latent[asking.tokens], k_rope[asking.tokens], self._pages(asking), asking.starts)
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, rotation: Rotation, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return _append_turned(self, batch, q, kv, heads, nope, turn, norm, eps)
+        return _rope_append(self, batch, q, kv, heads, nope, rotation, norm, eps)
 
     def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
         found = _latents_found(turboquant_latent_partials, self, batch, q_latent, q_rope, scale)
@@ -243,14 +243,22 @@ class DealtCodedLatentLayer(CodedLatentLayer):
 DealtLatents = DealtLatentLayer | DealtCodedLatentLayer
 
 
-def _append_turned(
-    layer: DealtLatents, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+def _rope_append(
+    layer: DealtLatents,
+    batch: Batch,
+    q: Tensor,
+    kv: Tensor,
+    heads: int,
+    nope: int,
+    rotation: Rotation,
+    norm: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Take projections apart, normalise latents, turn queries and keys, and store: gives both parts of the queries."""
+    """Take projections apart, normalise latents, rotate queries and keys, and store: gives both parts of the queries."""
     q_nope, q_rope, latent, k_rope = split_latent(q, kv, heads, nope)
-    turning = turn.frequencies, batch.positions, turn.mscale, turn.interleaved
-    layer.append(batch, rms_norm(latent, norm, eps), rope(k_rope[:, None], *turning)[:, 0].contiguous())
-    return q_nope, rope(q_rope, *turning)
+    rotating = rotation.frequencies, batch.positions, rotation.mscale, rotation.interleaved
+    layer.append(batch, rms_norm(latent, norm, eps), rope(k_rope[:, None], *rotating)[:, 0].contiguous())
+    return q_nope, rope(q_rope, *rotating)
 
 
 def _latents_found(partials: Any, layer: DealtLatents, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ sequence of its own. An index key is written when its block is full; positions o
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch, Layer, Turn
+from auraflux.cache.batch import Batch, Layer, Rotation
 from auraflux.cache.compressed import Entries, Learned
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.sparse import counting
@@ -39,11 +39,11 @@ class IndexedLayer(Layer):
         """Whether no token of a step can have more blocks before it than it may choose."""
         return batch.index.reach // self.keys.rate <= self.most
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, norms: tuple[Tensor, Tensor] | None, eps: float
     ) -> Tensor:
-        """Normalise and turn queries and keys, then store keys and values: gives the queries [T, Hq, D]."""
-        return self.kv.append_turned(batch, q, k, v, turn, norms, eps)
+        """Normalise and rotate queries and keys, then store keys and values: gives the queries [T, Hq, D]."""
+        return self.kv.rope_append(batch, q, k, v, rotation, norms, eps)
 
     def append_keys(self, batch: Batch, k: Tensor, learned: Learned) -> None:
         """Store what index keys are the means of, [T, D] of the batch's new tokens, and write those whose blocks are full."""

@@ -7,7 +7,7 @@ They are coded whole: without their mean over random tokens, and scales, a train
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch, Layer, Turn
+from auraflux.cache.batch import Batch, Layer, Rotation
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.settings import FURTHEST
 from auraflux.cache.turboquant import NORM_NBYTES
@@ -34,12 +34,12 @@ class LatentLayer(Layer):
         """Store the latents [T, C] and rotated keys [T, R] of the batch's new tokens."""
         append_latent(latent, k_rope, batch.view(self), batch.starts)
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, rotation: Rotation, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Take projections apart, normalise latents, turn queries and keys, and store: gives both parts of the queries."""
-        turning = turn.frequencies, batch.positions, turn.mscale, turn.interleaved
-        return rope_append_latent(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *turning)
+        """Take projections apart, normalise latents, rotate queries and keys, and store: gives both parts of the queries."""
+        rotating = rotation.frequencies, batch.positions, rotation.mscale, rotation.interleaved
+        return rope_append_latent(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *rotating)
 
     def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""
@@ -111,12 +111,12 @@ class CodedLatentLayer(Layer):
         """Encode and store the latents [T, C], store the rotated keys [T, R] of the batch's new tokens."""
         append_latent_codes(latent, k_rope, batch.view(self), batch.starts)
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, rotation: Rotation, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Take projections apart, normalise latents, turn queries and keys, and store: gives both parts of the queries."""
-        turning = turn.frequencies, batch.positions, turn.mscale, turn.interleaved
-        return rope_append_latent_codes(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *turning)
+        """Take projections apart, normalise latents, rotate queries and keys, and store: gives both parts of the queries."""
+        rotating = rotation.frequencies, batch.positions, rotation.mscale, rotation.interleaved
+        return rope_append_latent_codes(q, kv, heads, nope, batch.view(self), batch.starts, norm, eps, *rotating)
 
     def attend(self, batch: Batch, q_latent: Tensor, q_rope: Tensor, scale: float) -> Tensor:
         """Attend from the batch's new tokens: [T, H, C], [T, H, R] -> [T, H, C]."""

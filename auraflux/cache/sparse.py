@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from auraflux.cache.batch import Batch, Layer, Turn
+from auraflux.cache.batch import Batch, Layer, Rotation
 from auraflux.cache.latent import CodedLatentLayer, LatentLayer
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.turboquant import NORM_NBYTES
@@ -77,11 +77,11 @@ class SparseLatentLayer(Layer):
         """Whether no token of a step can have more positions before it than it may choose."""
         return batch.index.reach <= self.most
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, turn: Turn, norm: Tensor, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, kv: Tensor, heads: int, nope: int, rotation: Rotation, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Take projections apart, normalise latents, turn queries and keys, and store: gives both parts of the queries."""
-        return self.latents.append_turned(batch, q, kv, heads, nope, turn, norm, eps)
+        """Take projections apart, normalise latents, rotate queries and keys, and store: gives both parts of the queries."""
+        return self.latents.rope_append(batch, q, kv, heads, nope, rotation, norm, eps)
 
     def append_keys(self, batch: Batch, k: Tensor) -> None:
         """Store the index keys of the batch's new tokens, [T, D]."""

@@ -6,7 +6,7 @@ depends on no more than two positions, so a result does not depend on how the to
 
 from torch import Tensor, float32, int32
 
-from auraflux.cache.batch import AttentionLayer, Batch, Turn
+from auraflux.cache.batch import AttentionLayer, Batch, Rotation
 from auraflux.cache.dense import DenseLayer
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.settings import FURTHEST
@@ -76,12 +76,12 @@ class CodedLayer(AttentionLayer):
         """Encode and store the keys and values of the batch's new tokens: [T, Hkv, D] both."""
         append_codes(k, v, batch.view(self), batch.starts)
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, norms: tuple[Tensor, Tensor] | None, eps: float
     ) -> Tensor:
-        """Normalise and turn queries and keys, encode and store keys and values: gives the queries [T, Hq, D]."""
-        turning = turn.frequencies, batch.positions, norms, eps, turn.mscale, turn.interleaved
-        return rope_append_codes(q, k, v, batch.view(self), batch.starts, *turning)
+        """Normalise and rotate queries and keys, encode and store keys and values: gives the queries [T, Hq, D]."""
+        rotating = rotation.frequencies, batch.positions, norms, eps, rotation.mscale, rotation.interleaved
+        return rope_append_codes(q, k, v, batch.view(self), batch.starts, *rotating)
 
     def attend(
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None

@@ -82,9 +82,9 @@ class RoundedLatentLayer(LatentLayer):
         """Round and store the latents [T, C] and rotated keys [T, R] of the batch's new tokens."""
         super().append(batch, self.peer.round(latent), self.peer.round(k_rope))
 
-    def append_turned(self, batch: Batch, *given: Any) -> tuple[Tensor, Tensor]:
+    def rope_append(self, batch: Batch, *given: Any) -> tuple[Tensor, Tensor]:
         """As for latents that are kept as they are, which are rounded where they were stored."""
-        queries = super().append_turned(batch, *given)
+        queries = super().rope_append(batch, *given)
         table, size = batch.table(self.group), self.group.size
         for b, (sequence, new) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
             positions = torch.arange(sequence.length - new, sequence.length, device=table.device)

@@ -52,7 +52,7 @@ class Attention:
         name: str,
         hidden: int,
         heads: Heads,
-        turn: Rotation,
+        rotation: Rotation,
         eps: float | None = None,
         scale: float | None = None,
         softcap: float | None = None,
@@ -63,7 +63,7 @@ class Attention:
         growth: Growth | None = None,
         parts: str = "qkv",
     ):
-        self.turn, self.eps, self.softcap, self.gated = turn, eps or 0.0, softcap, gated
+        self.rotation, self.eps, self.softcap, self.gated = rotation, eps or 0.0, softcap, gated
         self.scale, self.growth = heads.width**-0.5 if scale is None else scale, growth
         # a rank has all queries of its heads of keys
         mine, shared = weights.slices.heads(heads.kv), heads.count // heads.kv
@@ -140,4 +140,4 @@ class Attention:
         else:
             q = q.view(tokens, -1, heads.width)
         k, v = (t.view(tokens, -1, heads.width) for t in (k, v))
-        return total, store.append_turned(batch, q, k, v, self.turn, self.norms, self.eps), gate
+        return total, store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps), gate

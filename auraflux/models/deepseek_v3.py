@@ -160,7 +160,7 @@ class Attention:
     def __init__(self, config: Config, weights: Weights, name: str):
         mine = weights.slices.heads(config.heads)
         self.heads, self.nope, self.scale, self.growth = len(mine), config.widths.nope, config.scale, config.growth
-        self.turn = config.rotation.to(weights.device)
+        self.rotation = config.rotation.to(weights.device)
         hidden, widths = config.hidden, config.widths
         self.query = _queries(config, weights, name, mine)
         self.kv_a = Projection(weights, f"{name}.kv_a_proj_with_mqa", widths.latent + widths.rope, hidden)
@@ -183,8 +183,8 @@ class Attention:
         both = self.query.first, self.kv_a
         total, (q, kv) = add_norm_linears(*stream, [each.weight for each in both], [each.bias for each in both])
         sizes = self.heads, self.nope
-        turned = store.append_turned(batch, self.query.rest(q), kv, *sizes, self.turn, self.latent_norm, LATENT_EPS)
-        return total, *turned
+        rotated = store.rope_append(batch, self.query.rest(q), kv, *sizes, self.rotation, self.latent_norm, LATENT_EPS)
+        return total, *rotated
 
 
 class Projection:

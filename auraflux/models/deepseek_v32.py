@@ -57,9 +57,9 @@ class Config(deepseek_v3.Config):
         if (rope := base.widths.rope) > (width := keys["index_head_dim"]):
             raise FormatError(f"config.json has index_head_dim {width}, of which qk_rope_head_dim {rope} are to be rotated.")
         # neighbours are rotated together in GLM, halves in DeepSeek, whatever the other heads do
-        turn = replace(base.rotation, interleaved=keys.kind == "glm_moe_dsa")
+        rotation = replace(base.rotation, interleaved=keys.kind == "glm_moe_dsa")
         sizes = keys["index_n_heads"], keys["index_head_dim"], keys["index_topk"]
-        return cls(**vars(base), index=Index(*sizes, turn, _indexed_layers(keys)))
+        return cls(**vars(base), index=Index(*sizes, rotation, _indexed_layers(keys)))
 
 
 def _indexed_layers(keys: Keys) -> tuple[bool, ...]:
@@ -112,7 +112,7 @@ class Indexer:
     def __init__(self, config: Config, weights: Weights, name: str):
         index, rank = config.index, config.widths.query
         assert rank is not None
-        self.heads, self.turn = index.heads, index.rotation.to(weights.device)
+        self.heads, self.rotation = index.heads, index.rotation.to(weights.device)
         self.query = Projection(weights, f"{name}.wq_b", index.heads * index.width, rank)
         self.key = Projection(weights, f"{name}.wk", index.width, config.hidden)
         self.share = Projection(weights, f"{name}.weights_proj", index.heads, config.hidden)
@@ -120,13 +120,13 @@ class Indexer:
         self.chosen: Chosen | None = None
 
     def remember(self, k: Tensor, batch: Batch, store: Any) -> None:
-        """Normalise, turn and store keys, [T, D]."""
+        """Normalise, rotate and store keys, [T, D]."""
         k = layer_norm(k, self.norm, self.bias, KEY_EPS)
-        store.append_keys(batch, self.turn(k[:, None], batch.positions)[:, 0])
+        store.append_keys(batch, self.rotation(k[:, None], batch.positions)[:, 0])
 
     def choose(self, batch: Batch, store: Any, q: Tensor, weights: Tensor) -> None:
         """Choose by queries [T, H * D] and heads' weights [T, H]; what scales all scores alike is left out."""
-        self.chosen = store.choose(batch, self.turn(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
+        self.chosen = store.choose(batch, self.rotation(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
 
 
 class Attention(deepseek_v3.Attention):
@@ -159,10 +159,10 @@ class Attention(deepseek_v3.Attention):
         second = [self.query.b, *([indexer.query] if asks else [])]
         sides = [each.weight for each in second], [each.bias for each in second]
         _, (q, *asked) = add_norm_linears(q, None, self.query.norm, LATENT_EPS, *sides)
-        turned = store.append_turned(batch, q, kv, self.heads, self.nope, self.turn, self.latent_norm, LATENT_EPS)
+        rotated = store.rope_append(batch, q, kv, self.heads, self.nope, self.rotation, self.latent_norm, LATENT_EPS)
         if self.chooses:
             indexer.remember(rest[0], batch, store)
-        return total, *turned, *asked, *rest[1:]
+        return total, *rotated, *asked, *rest[1:]
 
 
 def make_caches(config: Config) -> list[SparseLatentShape]:

@@ -110,7 +110,7 @@ class Config:
         turned = keys.get("qk_rope_head_dim", int(head * keys.get("partial_rotary_factor", ROPE_SHARE)))
         widths = Widths(keys["q_lora_rank"], head, keys["o_groups"], keys["o_lora_rank"])
         _check_widths(keys["num_attention_heads"], widths, index, turned)
-        plain, stretched = (rotation(keys, turned, each, True) for each in _turnings(keys))
+        plain, stretched = (rotation(keys, turned, each, True) for each in _rope_settings(keys))
         return cls(
             hidden=keys["hidden_size"],
             vocab=keys["vocab_size"],
@@ -155,7 +155,7 @@ def _check_widths(heads: int, widths: Widths, index: Index, turned: int) -> None
         raise FormatError(f"config.json has o_groups {widths.groups}, into which {heads} heads do not divide.")
 
 
-def _turnings(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rope_settings(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a config says of both rotations; YaRN enlarges nothing here, unless it says so."""
     both = keys.get("rope_parameters", {})
     if isinstance(both.get("main"), dict) and isinstance(both.get("compress"), dict):
@@ -166,10 +166,10 @@ def _turnings(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"rope_type": "default", "rope_theta": keys.get("rope_theta", 10000.0)}, stretched
 
 
-def _last(turn: Rotation, width: int) -> Rotation:
-    """Have a rotation turn the last channels of `width`: those before stand still."""
-    still = torch.zeros(width // 2 - len(turn.frequencies))
-    return Rotation(torch.cat([still, turn.frequencies]), turn.mscale, True)
+def _last(rotation: Rotation, width: int) -> Rotation:
+    """Have a rotation act on the last channels of `width`: those before stand still."""
+    still = torch.zeros(width // 2 - len(rotation.frequencies))
+    return Rotation(torch.cat([still, rotation.frequencies]), rotation.mscale, True)
 
 
 def _kinds(keys: Keys) -> tuple[str, ...]:
@@ -248,12 +248,12 @@ class Compressor:
     projections  of values and of gates
     """
 
-    def __init__(self, config: Config, weights: Weights, name: str, kind: str, width: int, turn: Rotation):
+    def __init__(self, config: Config, weights: Weights, name: str, kind: str, width: int, rotation: Rotation):
         wide = width * (1 + (kind == SPARSE))
         self.projections = [weights.matrix(f"{name}.{part}_proj", wide, config.hidden) for part in ("kv", "gate")]
         bias = weights.vector(f"{name}.position_bias", config.rates[kind], wide)
         norm = weights.vector(f"{name}.kv_norm.weight", width)
-        self.learned = Learned(bias, norm, config.eps, turn.frequencies.to(weights.device))
+        self.learned = Learned(bias, norm, config.eps, rotation.frequencies.to(weights.device))
 
 
 class Indexer:
@@ -261,14 +261,14 @@ class Indexer:
 
     def __init__(self, config: Config, weights: Weights, name: str, kind: str):
         index = config.index
-        self.heads, self.turn = index.heads, config.turns.to(weights.device)
+        self.heads, self.rotation = index.heads, config.turns.to(weights.device)
         self.compressor = Compressor(config, weights, name, kind, index.width, config.turns)
         self.query = weights.matrix(f"{name}.q_b_proj", index.heads * index.width, config.widths.query)
         self.share = weights.matrix(f"{name}.scorer.weights_proj", index.heads, config.hidden)
 
     def choose(self, batch: Batch, store: Any, q: Tensor, weights: Tensor) -> Chosen:
         """Choose by queries [T, H * D] and heads' weights [T, H]; what scales all scores alike is left out."""
-        return store.choose(batch, self.turn(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
+        return store.choose(batch, self.rotation(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
 
 
 class Attention:
@@ -277,7 +277,7 @@ class Attention:
     def __init__(self, config: Config, weights: Weights, name: str, index: int):
         widths, kind, hidden, heads = config.widths, config.kinds[index], config.hidden, config.heads
         self.heads, self.groups, self.scale, self.eps = heads, widths.groups, widths.head**-0.5, config.eps
-        self.turn = config.rotations[kind != WINDOW].to(weights.device)
+        self.rotation = config.rotations[kind != WINDOW].to(weights.device)
         self.query_a = weights.matrix(f"{name}.q_a_proj", widths.query, hidden)
         self.query_norm = weights.vector(f"{name}.q_a_norm.weight", widths.query)
         self.query_b = weights.matrix(f"{name}.q_b_proj", heads * widths.head, widths.query)
@@ -300,7 +300,7 @@ class Attention:
         total, q, *asked = self.remember(stream, batch, store)
         options = [self.indexer.choose(batch, store, *asked)] if self.indexer is not None and asked else []
         mixed = store.attend(batch, q, self.scale, self.sinks, *options)
-        back = rope(mixed, -self.turn.frequencies, batch.positions, self.turn.mscale, True)
+        back = rope(mixed, -self.rotation.frequencies, batch.positions, self.rotation.mscale, True)
         parts = latent_output(back.view(len(q), self.groups, -1), self.out_a, 0)
         return total, linear(parts.flatten(1), self.out_b)
 
@@ -317,8 +317,8 @@ class Attention:
             first, second = [*first, indexer.share], [*second, indexer.query]
         total, (q, kv, *rest) = add_norm_linears(*stream, first, [None] * len(first))
         _, (q, *asked) = add_norm_linears(q, None, self.query_norm, self.eps, second, [None] * len(second))
-        turning = self.turn.frequencies, batch.positions, self.norms, self.eps, self.turn.mscale, True
-        q, kv = norm_rope(q.unflatten(1, (self.heads, -1)), kv.unsqueeze(1), *turning)
+        rotating = self.rotation.frequencies, batch.positions, self.norms, self.eps, self.rotation.mscale, True
+        q, kv = norm_rope(q.unflatten(1, (self.heads, -1)), kv.unsqueeze(1), *rotating)
         store.append(batch, kv.squeeze(1))
         for number, (maker, entries) in enumerate(zip(makers, store.made if makers else (), strict=True)):
             entries.append(batch, torch.cat(rest[2 * number : 2 * number + 2], 1), maker.learned)

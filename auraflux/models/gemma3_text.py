@@ -126,9 +126,9 @@ class Attention(attention.Attention):
 
     def __init__(self, config: Config, weights: Weights, name: str, index: int, norm: Tensor):
         heads = Heads(config.heads, config.kv_heads, config.head_width)
-        turn = config.rotations[config.kinds[index]].to(weights.device)
+        rotation = config.rotations[config.kinds[index]].to(weights.device)
         scores = config.scale, config.softcap
-        super().__init__(weights, f"{name}.self_attn", config.hidden, heads, turn, config.eps, *scores)
+        super().__init__(weights, f"{name}.self_attn", config.hidden, heads, rotation, config.eps, *scores)
         assert self.norms is not None
         self.norms, self.norm = (1 + self.norms[0], 1 + self.norms[1]), norm
 

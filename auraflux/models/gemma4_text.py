@@ -201,8 +201,8 @@ class Attention(attention.Attention):
     def __init__(self, config: Config, weights: Weights, name: str, index: int):
         heads, kind, own = config.heads[index], config.kinds[index], config.sources[index] == index
         parts = "q" if not own else "qk" if config.keys_as_values and kind == FULL else "qkv"
-        turn = config.rotations[kind].to(weights.device)
-        super().__init__(weights, f"{name}.self_attn", config.hidden, heads, turn, config.eps, 1.0, parts=parts)
+        rotation = config.rotations[kind].to(weights.device)
+        super().__init__(weights, f"{name}.self_attn", config.hidden, heads, rotation, config.eps, 1.0, parts=parts)
         self.own, self.read_again = own, index in config.sources[config.own :]
         self.unit = torch.ones(heads.width, device=weights.device)
         self.norm = weights.vector(f"{name}.post_attention_layernorm.weight", config.hidden)
@@ -217,9 +217,9 @@ class Attention(attention.Attention):
         total, found = add_norm_linears(*stream, self.qkv, self.qkv_bias)
         q, *rest = (part.view(len(total), -1, self.heads.width) for part in found)
         if not self.own:
-            return total, self.turn(rms_norm(q, self.norms[0], self.eps), batch.positions), None
+            return total, self.rotation(rms_norm(q, self.norms[0], self.eps), batch.positions), None
         k, v = rest[0], rms_norm(rest[-1], self.unit, self.eps)
-        return total, store.append_turned(batch, q, k, v, self.turn, self.norms, self.eps), None
+        return total, store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps), None
 
 
 class MLP(Gated):

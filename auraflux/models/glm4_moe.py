@@ -28,8 +28,8 @@ class Config(qwen3_moe.Config):
     def from_hf(cls, config: dict[str, Any]) -> "Config":
         keys, plain = Keys(config), llama.Config.from_hf(config)
         keys.refuse("scoring_func", "sigmoid")
-        turn = rotation(keys, _turned(keys, plain.head_width), rope_settings(keys))
-        return cls(**vars(plain) | (_minimax(keys) if keys.kind == "minimax_m2" else _glm(keys)) | {"rotation": turn})
+        its_rotation = rotation(keys, _rotated_channels(keys, plain.head_width), rope_settings(keys))
+        return cls(**vars(plain) | (_minimax(keys) if keys.kind == "minimax_m2" else _glm(keys)) | {"rotation": its_rotation})
 
 
 def _glm(keys: Keys) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _minimax(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _turned(keys: Keys, width: int) -> int:
+def _rotated_channels(keys: Keys, width: int) -> int:
     """How many channels of a head are rotated."""
     part = rope_settings(keys).get("partial_rotary_factor", keys.get("partial_rotary_factor", None))
     if part is None:

@@ -67,8 +67,8 @@ class Model(Decoder[Config]):
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
-        heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
-        return Attention(weights, f"{name}.self_attn", config.hidden, heads, turn, sinks=True)
+        heads, rotation = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        return Attention(weights, f"{name}.self_attn", config.hidden, heads, rotation, sinks=True)
 
     def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
         config, name = self.config, f"{name}.mlp"

@@ -82,10 +82,10 @@ class Model(Decoder[Config]):
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
-        heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        heads, rotation = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
         eps, across = config.eps if config.head_norms else None, config.head_norms == ALL
         options: dict[str, Any] = {"across": across, "growth": config.growth}
-        return Attention(weights, f"{name}.self_attn", config.hidden, heads, turn, eps, **options)
+        return Attention(weights, f"{name}.self_attn", config.hidden, heads, rotation, eps, **options)
 
     def make_mlp(self, weights: Weights, name: str, index: int) -> FeedForward:
         return MLP(weights, f"{name}.mlp", self.config.hidden, self.config.inner)

@@ -137,9 +137,9 @@ class Model(qwen3_moe.Model):
         config = self.config
         if config.kinds[index] == DELTA:
             return Delta(weights, f"{name}.linear_attn", config.hidden, config.delta, config.eps)
-        heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        heads, rotation = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
         options: dict[str, Any] = {"gated": True, "shift": self.shift}
-        return Attention(weights, f"{name}.self_attn", config.hidden, heads, turn, config.eps, **options)
+        return Attention(weights, f"{name}.self_attn", config.hidden, heads, rotation, config.eps, **options)
 
 
 def _norm_shift(config: Config, weights: Weights) -> float:

@@ -323,15 +323,15 @@ class IndexedAttention(Attention):
     """Gated attention to blocks of positions that small heads choose."""
 
     def __init__(self, config: Config, weights: Weights, name: str, shift: float):
-        heads, turn = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
-        super().__init__(weights, name, config.hidden, heads, turn, config.eps, gated=True, shift=shift)
+        heads, rotation = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
+        super().__init__(weights, name, config.hidden, heads, rotation, config.eps, gated=True, shift=shift)
         assert config.index is not None
         self.index, width, name = config.index, config.index.width, f"{name}.indexer"
         self.index_qk = weights.matrix(f"{name}.index_qk_proj", (config.index.heads + 1) * width, config.hidden)
         self.index_norm = weights.vector(f"{name}.q_layernorm.weight", width, shift=shift)
         norm = weights.vector(f"{name}.k_layernorm.weight", width, shift=shift)
         means = torch.zeros(config.index.rate, width, device=weights.device)
-        self.learned = Learned(means, norm, config.eps, turn.frequencies, False)
+        self.learned = Learned(means, norm, config.eps, rotation.frequencies, False)
 
     def __call__(self, stream: Any, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
@@ -339,7 +339,7 @@ class IndexedAttention(Attention):
         chosen = None
         if not store.sees_all(batch):
             asked = rms_norm(asked.view(len(q), self.index.heads, -1), self.index_norm, self.eps)
-            chosen = store.choose(batch, self.turn(asked, batch.positions))
+            chosen = store.choose(batch, self.rotation(asked, batch.positions))
         out = sigmoid_gate(store.attend(batch, q, self.scale, chosen), gate)
         return total, self.projected(out)
 
@@ -353,7 +353,7 @@ class IndexedAttention(Attention):
         total, (q, k, v, both) = stream.linears([*self.qkv, self.index_qk], [*self.qkv_bias, None])
         q, gate = split_q_gate(q, heads.count)
         k, v = (each.view(tokens, -1, heads.width) for each in (k, v))
-        q = store.append_turned(batch, q, k, v, self.turn, self.norms, self.eps)
+        q = store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps)
         asked, key = (each.contiguous() for each in both.split([index.heads * index.width, index.width], 1))
         store.append_keys(batch, key, self.learned)
         return total, q, gate, asked

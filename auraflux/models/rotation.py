@@ -13,7 +13,7 @@ from auraflux.ops import grow_queries, linear_frequencies, llama3_frequencies, r
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Turns queries and keys by their positions.
+    """Rotates queries and keys by their positions.
 
     frequencies  [R/2]  float32
     mscale       multiplies cosine and sine

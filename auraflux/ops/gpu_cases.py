@@ -42,8 +42,8 @@ from auraflux.ops.turboquant._inputs import (
     attend_latent_nbytes,
     attend_nbytes,
     encoded,
-    turned,
-    turned_latent,
+    rope_appended,
+    rope_appended_latent,
 )
 from auraflux.ops.turboquant._inputs import coded as coded_rows
 from auraflux.ops.turboquant.arrangement import arrangement_for
@@ -353,14 +353,14 @@ CODED = [
     Case(
         rope_append_codes,
         "one-token-kept-k4v4",
-        partial(as_cached, turned, [1000], [1], HEADS, 128, bits=(4, 4), **KEPT),
+        partial(as_cached, rope_appended, [1000], [1], HEADS, 128, bits=(4, 4), **KEPT),
         tol=TOL,
         nbytes=append_nbytes,
     ),
     Case(
         rope_append_codes,
         "one-token-k8v4",
-        partial(as_cached, turned, [1000], [1], HEADS, 128, bits=(8, 4)),
+        partial(as_cached, rope_appended, [1000], [1], HEADS, 128, bits=(8, 4)),
         tol=TOL,
         nbytes=append_nbytes,
     ),
@@ -453,7 +453,7 @@ LATENT += [
     Case(
         rope_append_latent_codes,
         "one-token-128-heads",
-        partial(turned_latent, [1000], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=PAGE, cache=BF16),
+        partial(rope_appended_latent, [1000], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=PAGE, cache=BF16),
         tol=TOL,
     ),
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import AttentionShape, Batch, Cache, CacheSettings
-from auraflux.cache.batch import AttentionLayer, Turn
+from auraflux.cache.batch import AttentionLayer, Rotation
 from auraflux.cache.calibration import LayerVectors, ModelVectors
 from auraflux.cache.shapes import Room
 from auraflux.ops.turboquant.calibration import BLOCK
@@ -114,18 +114,18 @@ class RecordingLayer(AttentionLayer):
     def append(self, batch: Batch, k: Tensor, v: Tensor) -> None:
         self.k, self.v = k.float(), v.float()
 
-    def append_turned(
-        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, turn: Turn, norms: tuple[Tensor, Tensor] | None, eps: float
+    def rope_append(
+        self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, norms: tuple[Tensor, Tensor] | None, eps: float
     ) -> Tensor:
-        self.turn = turn
-        return super().append_turned(batch, q, k, v, turn, norms, eps)
+        self.rotation = rotation
+        return super().rope_append(batch, q, k, v, rotation, norms, eps)
 
     def attend(
         self, batch: Batch, q: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None
     ) -> Tensor:
         if self.found:
             return self._again(q, scale, sinks, softcap)
-        pairs = Pairs(self.turn.frequencies.double().cpu(), self.shape.width, self.turn.interleaved)
+        pairs = Pairs(self.rotation.frequencies.double().cpu(), self.shape.width, self.rotation.interleaved)
         around = pairs.centred(self.k[1:], batch.positions[1:])
         centres = around.made_ready(around.angles(len(q)).to(q.device)).centres(batch.positions).float()
         queries = q.float().unflatten(1, (self.shape.heads, -1))

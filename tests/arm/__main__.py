@@ -90,7 +90,7 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
 
     from auraflux.ops.simd.compiler import FAST, OPTIONS, KernelCompiler
     from auraflux.ops.turboquant.cpu.attend_int8 import _spread_query
-    from auraflux.ops.turboquant.cpu.attend_int8_tiles import key_score_loop, room_of, turn_key_loop, turned_score_loop
+    from auraflux.ops.turboquant.cpu.attend_int8_tiles import key_score_loop, room_of, transpose_key_loop, transposed_score_loop
     from auraflux.ops.turboquant.cpu.codes import CODES, KEY_UNITS
 
     width, groups, wide = 128, 16, CODES[bits].wide
@@ -122,14 +122,14 @@ def check_scores(machine: Machine, bits: int, tile: int) -> None:
     planes = len(CODES[bits].tables)
     key_step = planes * 4 * width
     levels = machine.room(np.uint8, groups * key_step)
-    machine.run(turn_key_loop, (bits,), where, groups, quads, levels, key_step)
-    machine.run(turned_score_loop, (bits,), tile, levels, key_step, groups, width // 4, norm_at, laid, *ends)
+    machine.run(transpose_key_loop, (bits,), where, groups, quads, levels, key_step)
+    machine.run(transposed_score_loop, (bits,), tile, levels, key_step, groups, width // 4, norm_at, laid, *ends)
     assert np.array_equal(machine.get(out, np.float32, tile, tokens), found), "looked up before, scores are others"
 
 
 def check_values(machine: Machine, bits: int, tile: int) -> None:
     """Weights of two bytes times values."""
-    from auraflux.ops.turboquant.cpu.attend_int8_tiles import add_value_loop, spread_weights, turn_values
+    from auraflux.ops.turboquant.cpu.attend_int8_tiles import add_value_loop, spread_weights, transpose_values
     from auraflux.ops.turboquant.cpu.codes import CODES
 
     code, width, groups = CODES[bits], 64, 4
@@ -145,7 +145,7 @@ def check_values(machine: Machine, bits: int, tile: int) -> None:
     turned, spread = machine.room(np.uint8, 4 * columns * step), machine.room(np.uint8, groups * tile * 2 * 16)
     keeps, gains = machine.put(np.full(tile, 0.5, np.float32)), machine.put(np.full(tile, 2.0, np.float32))
     sums = machine.put(np.ones((columns, code.vectors, tile, 4), np.float32))
-    machine.run(turn_values, (), where, groups, width * code.wide // 128, turned, step)
+    machine.run(transpose_values, (), where, groups, width * code.wide // 128, turned, step)
     machine.run(spread_weights, (), tile, weights, tokens, groups, spread)
     machine.run(add_value_loop, (bits,), tile, turned, step, groups, columns, spread, keeps, gains, sums)
     found = machine.get(sums, np.float32, columns, code.vectors, tile, 4).transpose(2, 0, 3, 1).reshape(tile, width)

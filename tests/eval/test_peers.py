@@ -151,7 +151,7 @@ def test_latents_are_rounded_where_they_are_stored():
         for counts in ([40, 3], [1, 30]):
             batch.extend(counts)
             q, kv = torch.randn(sum(counts), heads * (nope + 16)), torch.randn(sum(counts), 64 + 16)
-            cache.layers[0].append_turned(batch, q, kv, heads, nope, turn, torch.ones(64), 1e-6)
+            cache.layers[0].rope_append(batch, q, kv, heads, nope, turn, torch.ones(64), 1e-6)
         stored.append(cache.layers[0])
     plain, rounded = stored
     assert rounded.token_nbytes == 80

@@ -12,7 +12,7 @@ from auraflux.bench.arguments import moved
 from auraflux.ops._cases import Case, all_cases, compare, in_row_order, tensors
 from auraflux.ops.linear._inputs import pair, product, several
 from auraflux.ops.linear.reference import gate_up_swiglu, linear, linears
-from auraflux.ops.turboquant._inputs import append, attend, in_pairs, turned
+from auraflux.ops.turboquant._inputs import append, attend, in_pairs, rope_appended
 from auraflux.ops.turboquant.reference import append_codes, rope_append_codes, turboquant_attention
 
 pytest.importorskip("triton")
@@ -43,7 +43,7 @@ FEW_ROWS = [
     Case(linears, "few-rows", lambda: several(1, (5, 3), 128, 4)),
     Case(gate_up_swiglu, "few-rows", lambda: pair(1, 7, 192, 3)),
     Case(append_codes, "few-pairs-k3v3w128", lambda: in_pairs(append, [21, 9], [2, 1], 2, 128, bits=(3, 3))),
-    Case(rope_append_codes, "few-pairs-k2v2", lambda: in_pairs(turned, [21, 9], [2, 1], (4, 2), 64, bits=(2, 2))),
+    Case(rope_append_codes, "few-pairs-k2v2", lambda: in_pairs(rope_appended, [21, 9], [2, 1], (4, 2), 64, bits=(2, 2))),
 ]
 
 

@@ -198,7 +198,7 @@ def append(
     return {"k": k, "v": v, "pages": code_pages(lengths, heads, width, **options), "starts": edges(counts)}
 
 
-def turned(
+def rope_appended(
     lengths: list[int],
     counts: list[int],
     heads: tuple[int, int],
@@ -273,7 +273,7 @@ def append_latent(
     return {"latent": latent, "k_rope": k_rope, "pages": pages, "starts": edges(counts)}
 
 
-def turned_latent(
+def rope_appended_latent(
     lengths: list[int],
     counts: list[int],
     heads: int,

@@ -15,7 +15,7 @@ from auraflux.ops.turboquant._inputs import (
     attend_latent_nbytes,
     given,
     narrow_latent,
-    turned_latent,
+    rope_appended_latent,
 )
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (
@@ -40,18 +40,18 @@ LATENT_CASES = [
         nbytes=append_latent_nbytes,
     ),
     *(
-        Case(rope_append_latent_codes, f"b{b}", partial(turned_latent, [21, 40], [5, 1], 3, (20, 16, 64), bits=b))
+        Case(rope_append_latent_codes, f"b{b}", partial(rope_appended_latent, [21, 40], [5, 1], 3, (20, 16, 64), bits=b))
         for b in (3, 4, 8)
     ),
     Case(
         rope_append_latent_codes,
         "w100",
-        lambda: turned_latent([9, 0, 20], [2, 0, 3], 3, (20, 16, 100), interleaved=False, cache=BF16),
+        lambda: rope_appended_latent([9, 0, 20], [2, 0, 3], 3, (20, 16, 100), interleaved=False, cache=BF16),
     ),
     Case(
         rope_append_latent_codes,
         "one-token",
-        lambda: turned_latent([700], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=64, cache=BF16),
+        lambda: rope_appended_latent([700], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=64, cache=BF16),
         tol=4e-3,
         bench=True,
     ),
@@ -122,7 +122,7 @@ LATENT_CASES = [
         Case(
             rope_append_latent_codes,
             f"kept-w{width}-{new}",
-            partial(turned_latent, [121, 40], [new, 1], 3, (20, 16, width), bits=4, cache=BF16, plain=(1, 32)),
+            partial(rope_appended_latent, [121, 40], [new, 1], 3, (20, 16, width), bits=4, cache=BF16, plain=(1, 32)),
             # a last bit of float32 may send a kept number to its neighbour in bfloat16
             tol=1e-4,
         )
@@ -131,7 +131,7 @@ LATENT_CASES = [
     Case(
         rope_append_latent_codes,
         "kept-one-token",
-        lambda: turned_latent([700], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=64, cache=BF16, plain=(1, 32)),
+        lambda: rope_appended_latent([700], [1], 128, (128, 64, 512), dtype=BF16, bits=8, page=64, cache=BF16, plain=(1, 32)),
         tol=4e-3,
         bench=True,
     ),
@@ -209,7 +209,7 @@ LATENT_CASES = [
         for n in (1, 33, 34, 65, 97, 257)
     ),
     *(Case(append_latent_codes, f"given-b{b}", partial(given, append_latent, [21, 40], [5, 1], 64, 8, bits=b)) for b in (3, 8)),
-    Case(rope_append_latent_codes, "given", lambda: given(turned_latent, [21, 40], [5, 1], 3, (20, 16, 64), bits=4)),
+    Case(rope_append_latent_codes, "given", lambda: given(rope_appended_latent, [21, 40], [5, 1], 3, (20, 16, 64), bits=4)),
     *(
         Case(
             turboquant_latent_attention,

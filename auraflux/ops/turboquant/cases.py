@@ -26,7 +26,7 @@ from auraflux.ops.turboquant._inputs import (
     given_one,
     in_pairs,
     prefill_of,
-    turned,
+    rope_appended,
     values,
     vectors,
     with_zero,
@@ -156,23 +156,38 @@ CASES = [
         bench=True,
         nbytes=append_nbytes,
     ),
-    Case(rope_append_codes, "one-token", lambda: turned([1000], [1], (32, 8), 128, bits=(8, 4), page=64), bench=True),
+    Case(rope_append_codes, "one-token", lambda: rope_appended([1000], [1], (32, 8), 128, bits=(8, 4), page=64), bench=True),
     *(
-        Case(rope_append_codes, f"pairs-k{k}v{v}", partial(in_pairs, turned, [21, 9, 40], [6, 9, 1], (4, 2), 64, bits=(k, v)))
+        Case(
+            rope_append_codes,
+            f"pairs-k{k}v{v}",
+            partial(in_pairs, rope_appended, [21, 9, 40], [6, 9, 1], (4, 2), 64, bits=(k, v)),
+        )
         for k, v in BYTES[::2]
     ),
     *(
-        Case(rope_append_codes, f"pairs-k{k}v{v}w{d}", partial(in_pairs, turned, [21, 40], [6, 1], (4, 2), d, bits=(k, v)))
+        Case(
+            rope_append_codes, f"pairs-k{k}v{v}w{d}", partial(in_pairs, rope_appended, [21, 40], [6, 1], (4, 2), d, bits=(k, v))
+        )
         for k, v, d in UNITS[1::4]
     ),
-    Case(rope_append_codes, "rows", lambda: turned([21, 40], [5, 1], (6, 3), 128, bits=(6, 3), normed=False)),
-    Case(rope_append_codes, "partial", lambda: in_pairs(turned, [300, 7], [1, 1], (8, 2), 256, 64, apart=True, bits=(8, 4))),
-    Case(rope_append_codes, "interleaved", lambda: turned([70], [2], (4, 1), 64, interleaved=True, mscale=1.3)),
-    Case(rope_append_codes, "window", lambda: turned([100, 40], [1, 1], (4, 2), 64, gone=[6, 2])),
-    Case(rope_append_codes, "matrix", lambda: turned([33], [2], (4, 2), 80)),
-    Case(rope_append_codes, "many-tokens", lambda: turned([80], [80], (4, 2), 64, apart=True)),
-    Case(rope_append_codes, "no-tokens", lambda: turned([0, 17], [0, 0], (4, 2), 64)),
-    Case(rope_append_codes, "bf16", lambda: in_pairs(turned, [33, 7], [1, 1], (8, 2), 128, dtype=BF16, bits=(8, 4)), tol=4e-3),
+    Case(rope_append_codes, "rows", lambda: rope_appended([21, 40], [5, 1], (6, 3), 128, bits=(6, 3), normed=False)),
+    Case(
+        rope_append_codes,
+        "partial",
+        lambda: in_pairs(rope_appended, [300, 7], [1, 1], (8, 2), 256, 64, apart=True, bits=(8, 4)),
+    ),
+    Case(rope_append_codes, "interleaved", lambda: rope_appended([70], [2], (4, 1), 64, interleaved=True, mscale=1.3)),
+    Case(rope_append_codes, "window", lambda: rope_appended([100, 40], [1, 1], (4, 2), 64, gone=[6, 2])),
+    Case(rope_append_codes, "matrix", lambda: rope_appended([33], [2], (4, 2), 80)),
+    Case(rope_append_codes, "many-tokens", lambda: rope_appended([80], [80], (4, 2), 64, apart=True)),
+    Case(rope_append_codes, "no-tokens", lambda: rope_appended([0, 17], [0, 0], (4, 2), 64)),
+    Case(
+        rope_append_codes,
+        "bf16",
+        lambda: in_pairs(rope_appended, [33, 7], [1, 1], (8, 2), 128, dtype=BF16, bits=(8, 4)),
+        tol=4e-3,
+    ),
     *(Case(turboquant_values, f"b{b}", partial(values, 6, 2, 333, b, 96)) for b in BITS),
     *(Case(turboquant_values, f"w{d}", partial(values, 8, 2, 63, 3, d)) for d in WIDTHS),
     Case(turboquant_values, "sparse", lambda: {**values(8, 4, 100, 4, 64), "threshold": 0.01}),
@@ -359,7 +374,10 @@ CASES = [
         Case(append_codes, f"{name}-k{k}v{v}", partial(append, [121, 40, 3], [35, 1, 3], 2, 64, bits=(k, v), **kept))
         for (name, kept), (k, v) in product(KEPT.items(), ((8, 4), (4, 4), (3, 2)))
     ),
-    *(Case(rope_append_codes, name, partial(turned, [121, 40], [1, 1], (4, 2), 128, **kept)) for name, kept in KEPT.items()),
+    *(
+        Case(rope_append_codes, name, partial(rope_appended, [121, 40], [1, 1], (4, 2), 128, **kept))
+        for name, kept in KEPT.items()
+    ),
     *(
         Case(
             turboquant_attention, f"{name}-k{k}v{v}", partial(attend, [150, 37, 1], [1, 1, 1], (4, 2), 64, bits=(k, v), **kept)
@@ -372,7 +390,7 @@ CASES = [
         for (name, kept), (kind, (shape, tolerance)) in product(KEPT.items(), KEPT_PAIRS.items())
     ),
     *(
-        Case(rope_append_codes, f"pairs-{name}", partial(in_pairs, turned, [121, 40], [1, 1], (4, 2), 128, **kept))
+        Case(rope_append_codes, f"pairs-{name}", partial(in_pairs, rope_appended, [121, 40], [1, 1], (4, 2), 128, **kept))
         for name, kept in KEPT.items()
     ),
     *(
@@ -439,7 +457,7 @@ CASES = [
         for k, v in ((8, 4), (3, 2))
     ),
     *(
-        Case(rope_append_codes, f"given-{name}", partial(given, turned, [121, 40], [1, 1], (4, 2), 128, **kept))
+        Case(rope_append_codes, f"given-{name}", partial(given, rope_appended, [121, 40], [1, 1], (4, 2), 128, **kept))
         for name, kept in (("bare", {}), ("kept", KEPT["kept"]))
     ),
     *(

@@ -30,7 +30,7 @@ def score_nbytes(heads: int, width: int) -> int:
 
 
 @jit
-def turn_over(q_at, heads, width, target):
+def transpose_queries(q_at, heads, width, target):
     """Lay a token's queries out by coordinates: [H, D] -> [D, H]."""
     q, out = floats(q_at, heads * width), floats(target, heads * width)
     for h in range(heads):
@@ -84,7 +84,7 @@ def _score_rows(args, job, jobs):
         if begin > own:
             continue
         if token != laid:
-            turn_over(q + 4 * token * heads * width, heads, width, turned)
+            transpose_queries(q + 4 * token * heads * width, heads, width, turned)
             laid = token
         scores = floats(out + 4 * (token - first) * capacity, capacity)
         for position in range(begin, min(begin + BLOCK, own + 1)):

@@ -107,7 +107,7 @@ def panel_scratch(width_a: int, width_b: int, joined: int) -> int:
 
 
 @jit
-def _turn_queries(rows, scale, target):
+def _transpose_queries(rows, scale, target):
     """Lay scaled queries out as [panel][coordinate][query]; lanes without one are zero."""
     depth = rows.width + rows.width2
     for r in range((rows.size + PANEL - 1) // PANEL * PANEL):
@@ -213,7 +213,7 @@ def lay_out(rows, width_a, width_b, joined, value_width, work):
 @jit
 def turn(rows, scale, desk):
     """Turn the queries."""
-    _turn_queries(rows, scale, desk.queries)
+    _transpose_queries(rows, scale, desk.queries)
 
 
 @jit

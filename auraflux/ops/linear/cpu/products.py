@@ -122,7 +122,7 @@ def _transpose(source, target, first, rows, count):
 
 
 @jit
-def _turn_scales(source, target, first, rows, count, nbytes):
+def _transpose_scales(source, target, first, rows, count, nbytes):
     if nbytes == 1:
         _transpose(octets(source, rows * count), octets(target, BLOCK * count), first, rows, count)
     elif nbytes == 2:
@@ -341,9 +341,9 @@ def build_multiply(spec: Form) -> Kernel:
                             )
                             if in_places:
                                 place_codes((form, codes + here, groups))
-                            _turn_scales(table[p + SCALES], scales + here, first, rows, scales_each, scale_nbytes)
+                            _transpose_scales(table[p + SCALES], scales + here, first, rows, scales_each, scale_nbytes)
                             if has_biases:
-                                _turn_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
+                                _transpose_scales(table[p + BIASES], biases + here, first, rows, groups, scale_nbytes)
                     wide = (scales, biases, steps[1])
                     if words:
                         first_wide = ready + ready_nbytes + codes_nbytes + 2 * scales_nbytes

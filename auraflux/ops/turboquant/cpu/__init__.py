@@ -306,11 +306,11 @@ def _attend(
     rows = tokens * heads * padded(width) * 4
     taken = workspace(LINE + rows * (1 if pages.calibration is None else 2) + jobs * scratch)
     space = taken + LINE
-    unturned = space if pages.calibration is None else space + rows
-    work = unturned + rows
+    unrotated = space if pages.calibration is None else space + rows
+    work = unrotated + rows
     turn, spinners = turn_for(width, pages.seed).forward, min(jobs, _jobs(q.numel()))
     source = wide.data_ptr(), tokens * heads, heads, heads // pages.heads, turn, float(scale), vectors.scale
-    build_queries(width)(spinners, *source, space, unturned, work, scratch, taken)
+    build_queries(width)(spinners, *source, space, unrotated, work, scratch, taken)
     key_book, value_book = (levels.book for levels in _levels_of(pages))
     step = (
         space,
@@ -329,7 +329,7 @@ def _attend(
         *plan[5:],
         work,
         scratch,
-        *(unturned, vectors.along, vectors.across, vectors.table),
+        *(unrotated, vectors.along, vectors.across, vectors.table),
         *(int(pages.plain is not None), oldest.positions, newest.positions),
         *(loops_for(pages.key_bits, pages.value_bits) if kernel is attend_int8 else NO_LOOPS),
         attend_kept.address,

@@ -13,7 +13,7 @@ from auraflux.ops.attention.cpu.row_tiles import close_row, fold_row
 from auraflux.ops.simd.jit import Kernel, arguments, call_kernel, floats, int64s, jit, real, share
 from auraflux.ops.simd.softmax import NOTHING, ZERO, fill
 from auraflux.ops.turboquant.cpu.attend_int8 import attend_rounded
-from auraflux.ops.turboquant.cpu.codec import turn_row
+from auraflux.ops.turboquant.cpu.codec import rotate_row
 from auraflux.ops.turboquant.cpu.exact import attend_codes, attend_plain
 from auraflux.ops.turboquant.cpu.items import count_items, kept_pages, opened, take
 
@@ -29,10 +29,10 @@ def build_queries(width: int) -> Kernel:
         """Rotate and scale rows of queries, filled up with zeros to whole chunks.
 
         factors   [Hkv, width]  address of the scales of keys, or 0: queries are multiplied with them before they are rotated
-        unturned  [rows, room]  is then left as `out` is, but not rotated and without them
+        unrotated  [rows, room]  is then left as `out` is, but not rotated and without them
         taken     address of the number of items that are taken: none yet
         """
-        q, rows, heads, group, table, scale, factors, out, unturned, space, scratch, taken = arguments(args, 12)
+        q, rows, heads, group, table, scale, factors, out, unrotated, space, scratch, taken = arguments(args, 12)
         factor = real(scale)
         if job == 0:
             int64s(taken, 1)[0] = 0
@@ -40,9 +40,9 @@ def build_queries(width: int) -> Kernel:
             source, work = q + 4 * row * width, space + job * scratch
             if factors:
                 _multiply(source, factors + 4 * (row % heads // group) * width, width, work)
-                _pad(source, width, factor, unturned + 4 * row * room, room)
+                _pad(source, width, factor, unrotated + 4 * row * room, room)
                 source, work = work, work + 4 * room
-            turn_row(width, 0, source, table, out + 4 * row * room, work)
+            rotate_row(width, 0, source, table, out + 4 * row * room, work)
             _pad(out + 4 * row * room, width, factor, out + 4 * row * room, room)
 
     return queries
@@ -113,6 +113,6 @@ def build_finish(width: int) -> Kernel:
                     top = floats(m + 4 * part, 1)[0]
                     fold_row((o + 4 * part * width, ONE, top, share_of, width, joined, state, state + 4))
             close_row((joined, width, state, state + 4, sink, 1))
-            turn_row(width, 1, joined, table, out + 4 * row * width, sums)
+            rotate_row(width, 1, joined, table, out + 4 * row * width, sums)
 
     return finish_rows

@@ -27,7 +27,7 @@ from auraflux.ops.turboquant.cpu.attend_int8_tiles import (
     ask_for,
     list_rows,
     spread_weights,
-    turn_values,
+    transpose_values,
 )
 from auraflux.ops.turboquant.cpu.centres import SPAN, add_centres, meet_centres
 from auraflux.ops.turboquant.cpu.codes import HIGH, KEY_UNITS, REST, UNITS, WIDE_BITS, widen_codes
@@ -254,7 +254,7 @@ class Desk(NamedTuple):
     state        [rows][2]         highest scores, and sums of weights
     found        [4]
     gathered     [width]           a row's sums in their places
-    unturned     [rows][width]     queries, where keys have centres
+    unrotated     [rows][width]     queries, where keys have centres
     levels       of a block's keys, two bytes each at most
     products     what `meet_centres` works in
     """
@@ -275,7 +275,7 @@ class Desk(NamedTuple):
     state: int
     found: int
     gathered: int
-    unturned: int
+    unrotated: int
     levels: int
     products: int
 
@@ -294,11 +294,11 @@ def _lay_out(heads, width, work):
     excess, keeps, gains, state = units + 4 * heads, units + 8 * heads, units + 12 * heads, units + 16 * heads
     found = state + 8 * heads
     gathered = found + 16
-    unturned = (gathered + 4 * width + 63) // 64 * 64
+    unrotated = (gathered + 4 * width + 63) // 64 * 64
     sides_at = work, work + 2 * place, place, turned, scores, rounded, spread, queries, sums
-    levels = (unturned + 4 * heads * width + 63) // 64 * 64
+    levels = (unrotated + 4 * heads * width + 63) // 64 * 64
     products = work + fast_scratch(heads, width) // 64 * 64
-    return Desk(*sides_at, units, excess, keeps, gains, state, found, gathered, unturned, levels, products)
+    return Desk(*sides_at, units, excess, keeps, gains, state, found, gathered, unrotated, levels, products)
 
 
 @jit
@@ -385,14 +385,14 @@ def _attend_part(item, keys, values, loops, softcap, threshold, desk):
             _locate(cache, values, base + BLOCK, 0, rest, there + place)
         norms, ahead = here + place + 8 * BLOCK, there if rest > 0 else here
         if count > ONE_TILE:
-            call_kernel(loops.turn_keys, (here, groups, width * key_bits // 128, desk.levels, key_step))
+            call_kernel(loops.transpose_keys, (here, groups, width * key_bits // 128, desk.levels, key_step))
         h = 0
         while h < count:
             tile = _tile(count - h)
             if count > ONE_TILE:
                 source = desk.levels, key_step, groups, width // 4, here + 8 * BLOCK, desk.queries + h * 2 * width
                 target = desk.units + 4 * h, desk.excess + 4 * h, desk.scores + h * LINE, LINE
-                call_kernel(loops.turned_scores, (tile, source, target))
+                call_kernel(loops.transposed_scores, (tile, source, target))
                 h += tile
                 continue
             source = here, groups, width * key_bits // 128, here + 8 * BLOCK, desk.queries + h * 2 * width
@@ -403,13 +403,13 @@ def _attend_part(item, keys, values, loops, softcap, threshold, desk):
             h += tile
         if item.centres.table:
             block, last = base // SPAN, (item.last - 1) // SPAN
-            begun = meet_centres(item.centres, desk.unturned, count, rows.room, width, block, last, begun, desk.products)
+            begun = meet_centres(item.centres, desk.unrotated, count, rows.room, width, block, last, begun, desk.products)
             # runs begin at whole blocks, so all centres of a block are in one
             add_centres(count, block, (end - base + SPAN - 1) // SPAN, begun, desk.scores, LINE, desk.products)
         _weigh_rows(item, base, start, end, groups, norms, softcap, threshold, unit, desk)
         first, last = _live(count, desk.rounded, groups) if threshold > ZERO else (0, groups)
         if first < last:
-            turn_values((here + place + 8 * LANES * first, last - first, width * value_bits // 128, desk.turned, LINE))
+            transpose_values((here + place + 8 * LANES * first, last - first, width * value_bits // 128, desk.turned, LINE))
         h = 0
         while h < count:
             tile = _tile(count - h)
@@ -427,8 +427,8 @@ def _lay_queries(step, rows, bits, desk):
     _spread_queries(rows, step.width, bits, desk.queries, desk.units, desk.excess, desk.levels)
     if step.centres:
         for r in range(rows.size):
-            source = rows.unturned + 4 * rows.room * place_of(rows, r)
-            copy_row(source, rows.room, ONE, desk.unturned + 4 * rows.room * r, rows.room)
+            source = rows.unrotated + 4 * rows.room * place_of(rows, r)
+            copy_row(source, rows.room, ONE, desk.unrotated + 4 * rows.room * r, rows.room)
 
 
 @jit
@@ -437,7 +437,7 @@ def attend_rounded(step, b, number, work):
     (place, run), width = place_and_run(step, b, number), step.width
     begin, stop = parts_of(step, b, run)
     keys, values = sides(step)
-    loops = Loops(step.key_scores, step.turn_keys, step.turned_scores, step.add_values)
+    loops = Loops(step.key_scores, step.transpose_keys, step.transposed_scores, step.add_values)
     rows = item_at(step, b, place, begin).rows
     desk, laid = _lay_out(rows.size, width, work), False
     begin_run(step, b, place, run)

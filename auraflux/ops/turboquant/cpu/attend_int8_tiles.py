@@ -165,7 +165,7 @@ def key_score_loop(
 
 
 @kernel(constants=1)
-def turn_key_loop(b, bits, rows, groups, quads, out, out_step):
+def transpose_key_loop(b, bits, rows, groups, quads, out, out_step):
     """Turn and look up LANES * `groups` keys once, for many queries: their levels in the order in which these meet them.
 
     rows  [groups * LANES]  int64, addresses of the packed rows, each of 4 * `quads` words
@@ -183,8 +183,8 @@ def turn_key_loop(b, bits, rows, groups, quads, out, out_step):
 
 
 @kernel(constants=1)
-def turned_score_loop(b, bits, heads, keys, key_step, groups, steps, norms, q, units, excess, out, out_step):
-    """Score `heads` queries against keys that `turn_keys` left, `steps` vectors each."""
+def transposed_score_loop(b, bits, heads, keys, key_step, groups, steps, norms, q, units, excess, out, out_step):
+    """Score `heads` queries against keys that `transpose_keys` left, `steps` vectors each."""
     bytes_ = len(CODES[bits].tables)
 
     def build(tile):
@@ -243,7 +243,7 @@ def _products(b, code, tile, where, quads, q):
 
 
 @kernel(constants=0)
-def turn_values(b, rows, groups, columns, out, out_step):
+def transpose_values(b, rows, groups, columns, out, out_step):
     """Turn packed rows so that a lane holds a byte of each of four tokens.
 
     rows  [groups * LANES]  int64, addresses of rows of 16 * `columns` bytes
@@ -266,7 +266,7 @@ def spread_weights(b, heads, weights, step, groups, out):
     out      [groups][heads][2] vectors; four bytes each where a vector is 128 bits and one of its lanes serves for all
     """
     if ISA.by_lane:
-        _choose(b, heads, lambda tile: _turn_weights(b, 2 * room_of(tile), weights, step, groups, out))
+        _choose(b, heads, lambda tile: _transpose_weights(b, 2 * room_of(tile), weights, step, groups, out))
         return
     lanes = [i // 4 for i in range(WEIGHT // 4)]
     with cgutils.for_range(b, groups) as group, cgutils.for_range(b, b.mul(heads, at(2))) as row:
@@ -276,7 +276,7 @@ def spread_weights(b, heads, weights, step, groups, out):
         store(b, pick(b, four, four, lanes), out, target)
 
 
-def _turn_weights(b, count, weights, step, groups, out):
+def _transpose_weights(b, count, weights, step, groups, out):
     """Put the four bytes of each of `count` rows side by side, a group after the other."""
     with cgutils.for_range(b, b.sdiv(groups, at(WAYS))) as loop:
         here = b.add(weights, b.mul(loop.index, at(BYTES)))
@@ -294,7 +294,7 @@ def add_value_loop(b, bits, heads, turned, step, groups, columns, weights, keeps
     """Scale sums by `keeps` and add `gains` times weights times levels.
 
     groups        a multiple of WAYS
-    turned        as `turn_values` leaves it, rows `step` bytes apart
+    turned        as `transpose_values` leaves it, rows `step` bytes apart
     weights       as `spread_weights` leaves it
     keeps, gains  [heads]
     sums          [columns][codes of a byte][heads] vectors of floats
@@ -358,14 +358,14 @@ def _key_loops(bits: int) -> tuple[Kernel, ...]:
         key_score_loop((bits, arguments(args, 14)))
 
     @Kernel
-    def turn_keys(args, job, jobs):
-        turn_key_loop((bits, arguments(args, 5)))
+    def transpose_keys(args, job, jobs):
+        transpose_key_loop((bits, arguments(args, 5)))
 
     @Kernel
-    def turned_scores(args, job, jobs):
-        turned_score_loop((bits, arguments(args, 11)))
+    def transposed_scores(args, job, jobs):
+        transposed_score_loop((bits, arguments(args, 11)))
 
-    return key_scores, turn_keys, turned_scores
+    return key_scores, transpose_keys, transposed_scores
 
 
 @cache
@@ -381,8 +381,8 @@ class Loops(NamedTuple):
     """Addresses of the loops for a cache's bits; all 0 where they are not used."""
 
     key_scores: int = 0
-    turn_keys: int = 0
-    turned_scores: int = 0
+    transpose_keys: int = 0
+    transposed_scores: int = 0
     add_values: int = 0
 
 

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from auraflux.ops.attention.cpu.choice import BLOCK, choose, row_of, score_key, turn_over
+from auraflux.ops.attention.cpu.choice import BLOCK, choose, row_of, score_key, transpose_queries
 from auraflux.ops.attention.cpu.page_index import index_of, place_of
 from auraflux.ops.attention.reference_choice import Chosen
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats
@@ -29,7 +29,7 @@ def _score_codes(args, job, jobs):
         if begin > own:
             continue
         if token != laid:
-            turn_over(q + 4 * token * heads * width, heads, width, turned)
+            transpose_queries(q + 4 * token * heads * width, heads, width, turned)
             laid = token
         scores = floats(out + 4 * (token - first) * capacity, capacity)
         for position in range(begin, min(begin + BLOCK, own + 1)):

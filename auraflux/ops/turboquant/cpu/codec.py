@@ -104,7 +104,7 @@ def matrix_row(x_at, table, y_at, width, sums_at):
 
 
 @numba.njit(inline="always")
-def turn_row(width, inverse, x, table, y, sums):
+def rotate_row(width, inverse, x, table, y, sums):
     """Rotate one row; `width` and `inverse` are known when this is compiled."""
     if width & (width - 1):
         matrix_row(x, table, y, width, sums)

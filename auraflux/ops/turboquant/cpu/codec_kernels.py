@@ -10,7 +10,7 @@ from torch import Tensor
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, int32s, int64s, share
 from auraflux.ops.turboquant.codebook import Codebook, _tables, unusual
 from auraflux.ops.turboquant.cpu.centres import Vectors, reduce_row, scale_row
-from auraflux.ops.turboquant.cpu.codec import BLOCK, CHUNK, encode_block, scratch_nbytes, turn_row, unpack_row
+from auraflux.ops.turboquant.cpu.codec import BLOCK, CHUNK, encode_block, rotate_row, scratch_nbytes, unpack_row
 from auraflux.ops.turboquant.cpu.kept_rows import Kept, keep_row
 from auraflux.ops.turboquant.cpu.quantize import search_table
 from auraflux.ops.turboquant.rotation import rotation
@@ -75,7 +75,7 @@ def build_rotate(width: int, inverse: int) -> Kernel:
         x, rows, table, y, space, scratch = arguments(args, 6)
         for row in share(rows, job, jobs):
             at = 4 * row * width
-            turn_row(width, inverse, x + at, table, y + at, space + job * scratch)
+            rotate_row(width, inverse, x + at, table, y + at, space + job * scratch)
 
     return rotate_rows
 
@@ -109,7 +109,7 @@ def build_decode(width: int) -> Kernel:
         levels = sums + 8 * room
         for row in share(rows, job, jobs):
             unpack_row(bits, codes + 4 * row * words, width, book, levels)
-            turn_row(width, 1, levels, table, out + 4 * row * width, sums)
+            rotate_row(width, 1, levels, table, out + 4 * row * width, sums)
             vector, norm = floats(out + 4 * row * width, width), floats(norms, rows)[row]
             for d in range(width):
                 vector[d] *= norm
@@ -169,7 +169,7 @@ def build_append(width: int) -> Kernel:
                         if leaves_out:
                             scale_row(source, vectors, head, width, scaled)
                             source = scaled
-                        turn_row(width, 0, source, turn, rotated, rotated + 4 * width)
+                        rotate_row(width, 0, source, turn, rotated, rotated + 4 * width)
                         if position < oldest.positions:
                             keep_row(oldest, side, b, position, heads, head, rotated, width)
                         if newest.positions:

@@ -77,16 +77,16 @@ def _seen(rows):
 
 
 @jit
-def _attend_blocks(item, keys, values, softcap, threshold, desk, unturned):
+def _attend_blocks(item, keys, values, softcap, threshold, desk, unrotated):
     """Attend from an item's rows, each to the positions it sees."""
     cache, seen, room, begun = item.cache, _seen(item.rows), desk.room, -1
-    products, last = unturned + 4 * ROWS * room, (item.last - 1) // BLOCK
+    products, last = unrotated + 4 * ROWS * room, (item.last - 1) // BLOCK
     for base in range(item.first // BLOCK * BLOCK, item.last, BLOCK):
         start, end, more = max(base, item.first), min(base + BLOCK, item.last), 0
         here = desk.block + 4 * (start - base) * room
         _lay(cache, keys, start, end - start, room, here)
         if item.centres.table and keys.bits != PLAIN:
-            begun = meet_centres(item.centres, unturned, seen.size, room, cache.width, base // BLOCK, last, begun, products)
+            begun = meet_centres(item.centres, unrotated, seen.size, room, cache.width, base // BLOCK, last, begun, products)
             more = products + 4 * (base // BLOCK - begun)
         score_block(seen, desk, base, start, end, softcap, threshold, more, PRODUCTS)
         if threshold > ZERO:
@@ -112,13 +112,13 @@ def _live(rows, scores, base, start, end):
 def _begin(item, work):
     """Lay an item's queries out, rotated and not."""
     rows, room = item.rows, item.rows.room
-    desk, unturned = lay_rows(room, work), work + 4 * rows_scratch(room) // 64 * 64
+    desk, unrotated = lay_rows(room, work), work + 4 * rows_scratch(room) // 64 * 64
     for r in range(rows.size):
         here, there = 4 * room * place_of(rows, r), 4 * room * r
         copy_row(rows.q + here, room, ONE, desk.queries + there, room)
         if item.centres.table:
-            copy_row(rows.unturned + here, room, ONE, unturned + there, room)
-    return desk, unturned
+            copy_row(rows.unrotated + here, room, ONE, unrotated + there, room)
+    return desk, unrotated
 
 
 @jit
@@ -135,13 +135,13 @@ def attend_codes(step, b, number, work):
     """Attend from an item's rows to codes."""
     (place, run), softcap = place_and_run(step, b, number), real(step.softcap)
     begin, stop = parts_of(step, b, run)
-    desk, unturned = _begin(item_at(step, b, place, begin), work)
+    desk, unrotated = _begin(item_at(step, b, place, begin), work)
     begin_run(step, b, place, run)
     for part in range(begin, stop):
         item = item_at(step, b, place, part)
         if item.first < item.last:
             begin_part(desk, item.rows.size)
-            _attend_blocks(item, *sides(step), softcap, real(step.threshold), desk, unturned)
+            _attend_blocks(item, *sides(step), softcap, real(step.threshold), desk, unrotated)
             _leave(item, desk, step.joined)
         elif not step.joined:
             clear_slots(step, b, place, part, part + 1)
@@ -155,10 +155,10 @@ def attend_plain(step, b, place, kept, work):
     keys, values = plain_sides(kept[1])
     _ask_for_rows(newest.cache, keys, newest.first, newest.last)
     _ask_for_rows(newest.cache, values, newest.first, newest.last)
-    desk, unturned = _begin(oldest, work)
+    desk, unrotated = _begin(oldest, work)
     begin_part(desk, oldest.rows.size)
-    _attend_blocks(oldest, *plain_sides(kept[0]), real(step.softcap), ZERO, desk, unturned)
-    _attend_blocks(newest, keys, values, real(step.softcap), ZERO, desk, unturned)
+    _attend_blocks(oldest, *plain_sides(kept[0]), real(step.softcap), ZERO, desk, unrotated)
+    _attend_blocks(newest, keys, values, real(step.softcap), ZERO, desk, unrotated)
     _leave(oldest, desk, 0)
 
 

@@ -48,11 +48,11 @@ class Step(NamedTuple):
     taken           address of the number of items that are taken
     o, m, totals    sums, highest scores and sums of weights, `slots` for each row
     space, scratch  what jobs work in, and how many bytes each
-    unturned        the queries scaled only, laid out like q, where keys have centres
+    unrotated        the queries scaled only, laid out like q, where keys have centres
     along, across, centres  of the keys of all heads, see `Centres`
     plain           whether some positions are read as they are; the slot after those of parts is theirs
     first, newest   codes are read from position `first` on, and of those `newest` and more before a query
-    key_scores, turn_keys, turned_scores, add_values  addresses of loops, see `attend_int8_tiles.Loops`
+    key_scores, transpose_keys, transposed_scores, add_values  addresses of loops, see `attend_int8_tiles.Loops`
     attend_kept     address of the kernel that reads what is kept as it is
     """
 
@@ -89,7 +89,7 @@ class Step(NamedTuple):
     slots: int
     space: int
     scratch: int
-    unturned: int
+    unrotated: int
     along: int
     across: int
     centres: int
@@ -97,8 +97,8 @@ class Step(NamedTuple):
     first: int
     newest: int
     key_scores: int
-    turn_keys: int
-    turned_scores: int
+    transpose_keys: int
+    transposed_scores: int
     add_values: int
     attend_kept: int
 
@@ -117,14 +117,14 @@ class Rows(NamedTuple):
     """Queries of one sequence and key head: row r is head r % group of the token at `position` + r // group.
 
     q          address of the first token's first head, rows of `room` floats, `heads` of them a token
-    unturned   the same, not rotated, where keys have centres
+    unrotated   the same, not rotated, where keys have centres
     position   of the first new token, or how far before it a query may be thought to stand
     row, size  the first of the rows meant, and how many
     reach      how far back from there a query sees
     """
 
     q: int
-    unturned: int
+    unrotated: int
     room: int
     heads: int
     group: int
@@ -291,7 +291,7 @@ def _item(step, b, place, slot, table, back, reach, ends):
     last = min(position + (row + size - 1) // group + 1, ends[1])
     query = np.int64(int32s(step.starts, step.sequences)[b]) * step.heads + head * group
     slot, nbytes = query * step.slots + slot, 4 * query * room
-    rows = Rows(step.q + nbytes, step.unturned + nbytes, room, step.heads, group, position, row, size, reach)
+    rows = Rows(step.q + nbytes, step.unrotated + nbytes, room, step.heads, group, position, row, size, reach)
     cache = Cache(*table, step.key_heads, head, step.width)
     centres = Centres(step.along + 4 * head * step.width, step.across + 4 * head * step.width, step.centres)
     sums = step.o + 4 * slot * step.width, 4 * step.slots * step.width
