@@ -77,9 +77,18 @@ def _types(build: Build) -> str:
 
 
 def first_of_each(found: Sequence[Wanted]) -> list[Wanted]:
-    """Of each kernel the first hot build, which is mostly the smallest, or else the last."""
+    """Of each kernel the first hot build, which is mostly the smallest, or else the last; and a hot one of more tuples.
+
+    A tuple stands for something that a call may lack, such as a shared expert.
+    """
     others = {each.build.kernel: each for each in found if not each.hot}
-    return [*{**others, **{each.build.kernel: each for each in reversed(found) if each.hot}}.values()]
+    first = {**others, **{each.build.kernel: each for each in reversed(found) if each.hot}}
+    fullest = {each.build.kernel: each for each in sorted(found, key=_tuples) if each.hot}
+    return [*first.values(), *(each for name, each in fullest.items() if _tuples(each) > _tuples(first[name]))]
+
+
+def _tuples(each: Wanted) -> int:
+    return sum(isinstance(kind, tuple) for kind in each.build.signature.values())
 
 
 def compile_one(each: Wanted, instructions: bool = True) -> Report:
