@@ -158,11 +158,16 @@ def load(
         speculation = _speculation(speculate, engine, drafts, tokenizer, same)
     queue: dict[str, Any] = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": source.watch}
     scheduler = Scheduler(engine, tokenizer, source.ends(tokenizer), **queue, speculation=speculation)
+    return LanguageModel(scheduler, source.path, _notes(source, fit, lead), fit.experts, model_type=source.kind)
+
+
+def _notes(source: Source, fit: Fit, lead: Lead | None) -> list[str]:
+    """What a user should know of a model that is loaded."""
     notes = [*source.checkpoint.notes, *(fit.experts.notes if fit.experts is not None else ())]
     notes += lead.notes if lead is not None else ()
-    if engine.cache.context > source.config.context:
+    if fit.sizes["context"] > source.config.context:
         notes.append(f"the model was made for texts of {source.config.context:,} tokens, and may write nonsense beyond.")
-    return LanguageModel(scheduler, source.path, notes, fit.experts, model_type=source.kind)
+    return notes
 
 
 def _check_counts(**given: int | None) -> None:
