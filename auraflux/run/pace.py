@@ -11,6 +11,8 @@ PAUSE_S, WORTH_S = 0.5, 0.1
 LEAST = {"cpu": 16, "cuda": 256}
 MOST = {"cpu": 128, "cuda": 2048}
 SPREAD = 16  # turns over which waiting prompts are spread then
+# texts on a GPU that let LEAST tokens more be read in a turn: their own step takes as much longer
+CROWD = 16
 TOGETHER = 8  # prompts whose pieces go through the model as one
 
 
@@ -26,12 +28,15 @@ class Pace:
         self._rate: float | None = None
         self._turns = 0
 
-    def budget(self, unread: int, writing: int) -> int:
-        """Tokens to read in this turn, of so many that wait, while so many texts are written."""
+    def budget(self, unread: int, waiting: int, writing: int) -> int:
+        """Tokens to read in this turn, of so many that so many prompts lack, while so many texts are written."""
         if writing == 0:
             return self.chunk
         unit, most = LEAST[self.device], MOST[self.device]
         least = unit
+        if self.device == "cuda" and waiting < writing:
+            # few wait: their first tokens come soon anyway, and all others would be late
+            most = min(most, unit * max(1, writing // CROWD))
         if self._rate is not None:
             least = min(max(unit, int(self._rate * WORTH_S)), most)
             most = max(least, min(most, int(self._rate * PAUSE_S)))

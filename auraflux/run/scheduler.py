@@ -309,7 +309,7 @@ class Scheduler:
         if not reading:
             return []
         writing = len(self._running) - len(reading) if beside_writing else 0
-        budget = self.pace.budget(sum(job.unread for job in reading), writing)
+        budget = self.pace.budget(sum(job.unread for job in reading), len(reading), writing)
         shares = self.pace.shares([job.piece for job in reading], budget)
         chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
         return [[each] for each in chosen] if self.engine.sooner_apart(sum(shares)) else [chosen]

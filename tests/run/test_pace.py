@@ -35,14 +35,24 @@ def test_a_small_budget_goes_to_the_oldest_and_the_shortest_by_turns():
 
 
 def test_a_prompt_has_all_of_a_turn_while_nobody_writes():
-    assert Pace(512).budget(unread=10_000, writing=0) == 512
+    assert Pace(512).budget(unread=10_000, waiting=1, writing=0) == 512
 
 
 @pytest.mark.parametrize("unread", [1, 100, 3_000, 100_000])
 def test_prompts_are_spread_over_turns_while_texts_are_written(unread: int):
-    budget = Pace(512).budget(unread, writing=3)
+    budget = Pace(512).budget(unread, waiting=1, writing=3)
     assert pace.LEAST["cpu"] <= budget <= 512
     assert budget <= max(pace.LEAST["cpu"], -(-unread // pace.SPREAD))
+
+
+def test_few_prompts_wait_rather_than_the_many_that_write_on_a_gpu():
+    made = Pace(8192, "cuda")
+    unread = 12 * 1024
+    few_write, many_write, more_write = (made.budget(unread, 12, writing) for writing in (4, 20, 100))
+    assert few_write == unread // pace.SPREAD
+    assert many_write == pace.LEAST["cuda"]
+    # a longer step has room for more, but not for more than it would have anyway
+    assert many_write < more_write <= few_write
 
 
 def test_a_slow_machine_reads_less_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -52,11 +62,11 @@ def test_a_slow_machine_reads_less_at_once(monkeypatch: pytest.MonkeyPatch):
     with made.measured(128):
         pass
     # 64 tokens a second: half a second is 32 of them
-    assert made.budget(100_000, writing=1) == 32
+    assert made.budget(100_000, waiting=1, writing=1) == 32
 
 
 def test_what_failed_says_nothing_of_the_pace():
     made = Pace(512)
     with pytest.raises(ZeroDivisionError), made.measured(128):
         1 / 0  # noqa: B018
-    assert made.budget(1_000_000, writing=1) == Pace(512).budget(1_000_000, writing=1)
+    assert made.budget(1_000_000, 1, 1) == Pace(512).budget(1_000_000, 1, 1)
