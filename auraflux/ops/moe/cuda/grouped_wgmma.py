@@ -278,23 +278,24 @@ def expert_tiles(
 @triton.jit
 def _ordered(x, KB: tl.constexpr):
     """Inputs as lanes take them: lane t of four has a quarter of a block's, 16 for each 64: pairs (j, j + 4) of words v."""
-    M: tl.constexpr = x.shape[0] // KB
-    return x.reshape(M, 4, KB // 64, 2, 2, 4).permute(0, 2, 5, 3, 1, 4).reshape(x.shape[0])
+    M: tl.constexpr = x.shape[1] // KB
+    return x.reshape(x.shape[0], M, 4, KB // 64, 2, 2, 4).permute(0, 1, 3, 6, 4, 2, 5).reshape(x.shape[0], x.shape[1])
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])
-def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
-    """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros in places beside them; grid (places, parts of K).
+def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, PLACES: tl.constexpr):
+    """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros in places beside them; grid (places / PLACES, K / KB).
 
     Halves of blocks that have no pairs, so none in their first place, stay as they are.
     """
-    place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(placed + place // (T // 2) * (T // 2)) >= pairs:
+    first, at = tl.program_id(0) * PLACES, tl.program_id(1) * KB + tl.arange(0, KB)[None, :]
+    if tl.load(placed + first // (T // 2) * (T // 2)) >= pairs:
         return
+    place = first + tl.arange(0, PLACES)[:, None]
     pair = tl.load(placed + place)
-    value = tl.load(x + (pair // k).to(tl.int64) * K + at, mask=(at < K) & (pair < pairs), other=0.0)
-    tile = (place // T).to(tl.int64) * K * T
-    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, _ordered(value, KB), mask=at < K)
+    value = tl.load(x + (pair // k).to(tl.int64) * K + at, mask=(pair < pairs) & (at < K), other=0.0)
+    tile = (first // T).to(tl.int64) * K * T
+    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, _ordered(value, KB))
 
 
 @triton.jit

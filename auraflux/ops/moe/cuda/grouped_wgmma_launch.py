@@ -17,7 +17,7 @@ from auraflux.ops.moe.cuda.stacks import gate_of
 from auraflux.ops.moe.experts import Experts, Stack
 
 INPUTS, GROUP, STAGES = 256, 64, 2  # of a block of K, of a scale; blocks in flight
-MOVED = 1024  # elements or places that a program of the small kernels has
+MOVED, PLACES = 1024, 16  # elements or places that a program of the small kernels has; places whose inputs one orders
 SOME_PAIRS, SOME_EACH = 1024, 4  # from so many on, if there are so many for each expert
 TILED_PAIRS = 8192  # in any case
 
@@ -89,9 +89,9 @@ def _placed_results(x: Tensor, ids: Tensor, experts: Experts) -> tuple[Tensor, T
     k, pairs, inner, hidden = ids.shape[1], ids.numel(), experts.inner, experts.hidden
     tile = tile_for(pairs, experts.count)
     placed, owner, spots = _placed(ids, experts.count, tile.pairs)
-    places, sizes = len(placed), (tile.pairs, INPUTS, MOVED)
+    places, sizes = len(placed), (tile.pairs, INPUTS, PLACES)
     ordered = x.new_empty(places * hidden // 64, 64)
-    launch(order_pairs, (places, cdiv(hidden, MOVED)))(x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
+    launch(order_pairs, (places // PLACES, hidden // INPUTS))(x, placed, ordered, pairs, k, hidden, *sizes, num_warps=4)
     between = x.new_empty(places * inner // 64, 64)
     _multiplied(ordered, owner, placed, pairs, (gate_of(experts), experts.up), between, tile)
     # what was read for gate and up is no longer needed
