@@ -172,10 +172,11 @@ class Engine:
         batch = self._batch_for(sequences[0], pieces[0], silent) if one else self.cache.batch(sequences, silent=silent)
         return self.step(batch, pieces)
 
-    @property
-    def reads_ends(self) -> bool:
-        """Whether `read_ends` serves: states cannot go back to before the last token, and only a GPU gains by it."""
-        return self.replayer.ahead and self.model.again and not self.cache.moves and not self.keeps_hidden
+    def reads_ends(self, count: int) -> bool:
+        """Whether `read_ends` serves so many prompts: a GPU has kernels for as many as take steps of writing together."""
+        # states cannot go back to before a prompt's last token
+        serves = self.replayer.ahead and self.model.again and not self.cache.moves and not self.keeps_hidden
+        return serves and steps_of(count) == count
 
     def read_ends(self, sequences: list[Sequence], pieces: list[list[int]]) -> Tensor:
         """Take in all that is left of prompts, no more than `chunk` tokens together: the scores of what follows, [B, V]."""

@@ -319,7 +319,7 @@ class Scheduler:
         tokens = sum(share + 1 for _, share in chosen)
         fits = tokens <= self.engine.chunk and not self.engine.sooner_apart(tokens)
         alone = self.speculation is None and not self._writer.ready and all(job.unread for job in self._running)
-        return self.engine.reads_ends and fits and alone and all(job.unread == share for job, share in chosen)
+        return self.engine.reads_ends(len(chosen)) and fits and alone and all(job.unread == share for job, share in chosen)
 
     def _take_in(self, chosen: list[tuple[Job, int]], ends: bool) -> None:
         pieces = [job.ids[job.held.length : job.held.length + share + ends] for job, share in chosen]
