@@ -88,10 +88,10 @@ def test_scores(tokens: int, rows: list[int], blocks: int):
     total, h = (device.put(nothing(tokens, width)) for _ in range(2))
     outs = [device.put(nothing(tokens, count)) for count in rows]
     products = tuple(DenseProduct(device.put(weight), out) for weight, out in zip(weights, outs, strict=True))
-    ends, tiles = ends_of(rows, 16 * blocks), 1 << (-(-min(tokens, 64) // 8) - 1).bit_length()
+    ends, tiles = ends_of(rows, 16 * blocks), 1 << (-(-(tokens if tokens <= 64 else 32) // 8) - 1).bit_length()
     args = device.put(x), Normed(device.put(delta), device.put(norm), total, EPS), h, products, tuple(rows), ends[:-1]
     args += ends[-1], tokens, width, blocks, tiles, WARPS, programs
-    for number, piece in product(range(ends[-1]), range(-(-tokens // 64))):
+    for number, piece in product(range(ends[-1]), range(-(-tokens // (8 * tiles)))):
         run_cluster(device, WARPS, programs, (number, piece), scores_batch, args)
     wanted_h, wanted_total = add_rms_norm(delta, x, norm, EPS)
     assert torch.equal(device.get(total, wanted_total), wanted_total)

@@ -24,7 +24,7 @@ from auraflux.ops.linear.cuda.gemm_cluster_ptx import room, threads
 from auraflux.ops.linear.cuda.row_copies import chosen
 
 MOST_TOKENS = 256
-TOGETHER = 64  # of a cluster
+FEW, TOGETHER = 64, 32  # tokens that one cluster takes for some rows, and of a cluster where there are more
 WIDTHS = (2048, 4096)
 BLOCKS, WARPS, PROGRAMS = 2, 8, 8  # of 16 rows of a cluster, of a program, of a cluster
 
@@ -131,8 +131,8 @@ def multiply(x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[T
     outs = [x.new_empty(tokens, count) for count in rows]
     ends = tuple(accumulate(cdiv(count, 16 * BLOCKS) for count in rows))
     products = tuple(DenseProduct(weight, out) for weight, out in zip(weights, outs, strict=True))
-    tiles = power_of_two(cdiv(min(tokens, TOGETHER), 8))
-    launch(scores_batch, (ends[-1], cdiv(tokens, TOGETHER)))(
+    tiles = power_of_two(cdiv(tokens if tokens <= FEW else TOGETHER, 8))
+    launch(scores_batch, (ends[-1], cdiv(tokens, 8 * tiles)))(
         x, Normed(delta, norm, total, float(eps)), h, products, tuple(rows), ends[:-1], ends[-1], tokens,
         width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
     )  # fmt: skip
