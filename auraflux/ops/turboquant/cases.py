@@ -182,6 +182,12 @@ CASES = [
     Case(rope_append_codes, "matrix", lambda: rope_appended([33], [2], (4, 2), 80)),
     Case(rope_append_codes, "many-tokens", lambda: rope_appended([80], [80], (4, 2), 64, apart=True)),
     Case(rope_append_codes, "hundreds", lambda: rope_appended([160, 9], [137, 3], (4, 2), 64, apart=True), slow=True),
+    Case(
+        rope_append_codes,
+        "many-kept",
+        lambda: in_pairs(rope_appended, [121, 40], [90, 3], (4, 2), 128, calibrated=True, plain=(1, 32)),
+        slow=True,
+    ),
     Case(rope_append_codes, "no-tokens", lambda: rope_appended([0, 17], [0, 0], (4, 2), 64)),
     Case(
         rope_append_codes,
@@ -391,13 +397,8 @@ CASES = [
         for (name, kept), (kind, (shape, tolerance)) in product(KEPT.items(), KEPT_PAIRS.items())
     ),
     *(
-        Case(
-            rope_append_codes,
-            f"pairs-{name}{many}",
-            partial(in_pairs, rope_appended, [121, 40], counts, (4, 2), 128, **kept),
-            slow=bool(many),
-        )
-        for (name, kept), (many, counts) in product(KEPT.items(), {"": [1, 1], "-many": [90, 3]}.items())
+        Case(rope_append_codes, f"pairs-{name}", partial(in_pairs, rope_appended, [121, 40], [1, 1], (4, 2), 128, **kept))
+        for name, kept in KEPT.items()
     ),
     *(
         Case(turboquant_attention, f"{name}-{kind}", partial(attend, **shape, **kept), **tolerance)
