@@ -85,6 +85,7 @@ class Batch:
     counts     of new tokens of each sequence
     single     each sequence has one new token
     silent     nobody asks what follows the new tokens: all that is wanted is that they are remembered
+    ends       what follows is asked for the last of each sequence's new tokens only
     fillers    tokens of no sequence after those of a single step, so that batches of few sizes recur
     extra      tokens at the end of a single sequence's step that fill it up to a size that recurs, None for other steps; none
                before them sees them, and `drop_extra` forgets them
@@ -101,11 +102,12 @@ class Batch:
         expected: int = 0,
         fillers: int = 0,
         silent: bool = False,
+        ends: bool = False,
     ):
         if not sequences or len(set(sequences)) < len(sequences):
             raise InputError(f"a batch of {len(sequences)} sequences was asked for; it needs one at least, and none twice.")
         self.sequences, self.context, self.fillers, self.silent = sequences, context, fillers, silent
-        self.single = False
+        self.single, self.ends = False, ends
         self.extra: int | None = None
         self.counts: list[int] = []
         self._beyond: Tensor | None = None
@@ -181,6 +183,13 @@ class Batch:
         for part in self.sequences[0].rows:
             rows = self.rows(part)
             part.refresh(self.index, rows + [part.filler] * self.fillers if self.fillers else rows)
+
+    def turn_to_ends(self) -> Tensor:
+        """Go on with the last of each sequence's new tokens alone, a step of one token each; gives their places among all."""
+        places = np.cumsum(self.counts) - 1
+        self.counts, self.single = [1] * len(self.sequences), True
+        self._write(self.counts)
+        return torch.from_numpy(places).to(self.index.device, non_blocking=True)
 
     def index_for(self, new: int) -> StepIndex:
         """The index of a step that gives each sequence so many tokens."""

@@ -210,9 +210,11 @@ class Cache:
         """Whether steps can be filled up with tokens that belong to no sequence."""
         return not self.moves
 
-    def batch(self, sequences: list[Sequence], expected: int = 0, fillers: int = 0, silent: bool = False) -> Batch:
+    def batch(
+        self, sequences: list[Sequence], expected: int = 0, fillers: int = 0, silent: bool = False, ends: bool = False
+    ) -> Batch:
         """Make a batch; `expected` is a length that one of its sequences will reach, if it is known."""
-        return Batch(sequences, self.context, self._index, self.make_room, min(expected, self.context), fillers, silent)
+        return Batch(sequences, self.context, self._index, self.make_room, min(expected, self.context), fillers, silent, ends)
 
     def make_room(self, part: Part) -> bool:
         """Free a page of a part that nothing running needs; tell whether there was one."""

@@ -169,13 +169,13 @@ class Sequence:
         self._mine = [checkpoint for checkpoint in self._mine if self._store.has(checkpoint)]
         return [checkpoint.position for checkpoint in self._mine]
 
-    def checkpoint(self) -> None:
-        """Keep what is needed to come back to the present length. Call it between steps."""
+    def checkpoint(self, before: int = 0) -> None:
+        """Keep what is needed to come back to the present length, or to so many tokens before. Call it between steps."""
         self.check_open()
-        self._passed = self.length
-        if self.length == 0 or self.length in self.checkpoints:
+        self._passed, position = self.length, self.length - before
+        if position == 0 or position in self.checkpoints:
             return
-        made = Checkpoint(self.length, {part: row.mark(self.length) for part, row in self.rows.items()})
+        made = Checkpoint(position, {part: row.mark(position) for part, row in self.rows.items()})
         if any(mark is not None for mark in made.marks.values()):
             self._mine.append(made)
             self._store.keep(made)

@@ -143,12 +143,14 @@ class Decoder(ABC, Generic[ConfigT]):
     shift  of the norms' weights, see `Weights.vector`
     span   the numbers of its layers
     whole  why its layers cannot be on several ranks; None where they can, see `unsliced` for their heads
+    again  whether a layer may be given a token again, which it then stores at the same place, see `at_ends`
     mtp    the layer that predicts further tokens; None where it is not wanted
     """
 
     norms = "input_layernorm", "post_attention_layernorm"
     shift = 0.0
     whole: str | None = None
+    again = False
 
     def __init__(self, config: ConfigT, weights: Weights):
         self.config, self.dtype = config, weights.dtype
@@ -249,6 +251,15 @@ class Decoder(ABC, Generic[ConfigT]):
         """Run tokens after which nobody asks what follows: of the last layer that keeps something only that is wanted."""
         last = len(cache.layers) - 1
         self.layers[last].remember(*self.carried(ids, batch, cache, last), batch, cache.layers[last])
+
+    def at_ends(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Run tokens of which only each sequence's last is asked what follows: its final hidden state, [B, H]."""
+        last = len(self.layers) - 1
+        layer, store = self.layers[last], cache.layers[last]
+        x, delta = self.carried(ids, batch, cache, last)
+        layer.remember(x, delta, batch, store)
+        places = batch.turn_to_ends()
+        return self.normed(*layer(x[places], None if delta is None else delta[places], batch, store))
 
     def carried(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""

@@ -76,6 +76,8 @@ def _windows(keys: Keys) -> tuple[int | None, ...]:
 class Model(Decoder[Config]):
     """Attention and an MLP in every layer."""
 
+    again = True
+
     @classmethod
     def unsliced(cls, config: Config) -> str | None:
         return "its norms of queries and keys are over all heads at once." if config.head_norms == ALL else None

@@ -131,7 +131,7 @@ class Engine:
     def _size_of(self, batch: Batch, counts: list[int]) -> int | None:
         """Of what size a prompt's step is that can be replayed, its tokens or more; None for other steps."""
         # more than the largest size takes a GPU longer than its Python
-        if len(counts) > 1 or not 1 < counts[0] <= min(self.chunk, SIZES[-1]) or not self.replayer.reads:
+        if batch.ends or len(counts) > 1 or not 1 < counts[0] <= min(self.chunk, SIZES[-1]) or not self.replayer.reads:
             return None
         size = self._size(counts[0])
         return size if batch.sequences[0].length + size <= batch.context else None
@@ -171,6 +171,16 @@ class Engine:
         one, silent = len(sequences) == 1, not self.keeps_hidden
         batch = self._batch_for(sequences[0], pieces[0], silent) if one else self.cache.batch(sequences, silent=silent)
         return self.step(batch, pieces)
+
+    def reads_ends(self, count: int) -> bool:
+        """Whether `read_ends` serves so many prompts: a GPU has kernels for as many as take steps of writing together."""
+        # states cannot go back to before a prompt's last token
+        serves = self.replayer.ahead and self.model.again and not self.cache.moves and not self.keeps_hidden
+        return serves and steps_of(count) == count
+
+    def read_ends(self, sequences: list[Sequence], pieces: list[list[int]]) -> Tensor:
+        """Take in all that is left of prompts, no more than `chunk` tokens together: the scores of what follows, [B, V]."""
+        return self.score(self.step(self.cache.batch(sequences, ends=True), pieces))
 
     def sooner_apart(self, tokens: int) -> bool:
         """Whether prompts with so many tokens are read sooner one by one: steps of one are replayed, those of several not."""

@@ -17,9 +17,11 @@ class Model(Protocol):
     """What every family's model can do."""
 
     config: Any
+    again: bool
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
     def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None: ...
+    def at_ends(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -88,8 +90,10 @@ class Runner:
             yield
 
     def forward(self, flat: Tensor, batch: Batch) -> Tensor:
-        """Run tokens for which there is room: the final hidden states [T, H]; none of a silent batch."""
+        """Run tokens for which there is room: the final hidden states [T, H]; of ends alone [B, H], of a silent batch none."""
         with self.contract():
+            if batch.ends:
+                return self.model.at_ends(flat, batch, self.cache)
             if not batch.silent:
                 return self.model(flat, batch, self.cache)
             self.model.remember(flat, batch, self.cache)

@@ -144,8 +144,8 @@ class Scheduler:
         context, sampling = self.engine.cache.context, request.sampling
         if not request.prompt:
             raise InputError("the prompt is empty: there is nothing to continue.")
-        vocab = self.engine.model.config.vocab
-        wrong = next((token for token in (*request.prompt, *sampling.logit_bias) if not 0 <= token < vocab), None)
+        vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)
+        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocab), None)
         if wrong is not None:
             raise InputError(f"token {wrong} is not in the model's vocabulary of {vocab}.")
         if len(request.prompt) > context:
@@ -288,7 +288,7 @@ class Scheduler:
         for chosen in self._pieces(beside_writing):
             try:
                 self._check_files()
-                self._take_in(chosen)
+                self._take_in(chosen, ends=beside_writing and self._to_ends(chosen))
             except CacheFull as err:
                 self._make_room(err)
                 return False
@@ -300,7 +300,7 @@ class Scheduler:
         """Read before the tokens of texts that end are known; whatever is wrong is met again in the next turn."""
         with suppress(Exception):
             for chosen in self._pieces(beside_writing=False):
-                self._take_in(chosen)
+                self._take_in(chosen, self._to_ends(chosen))
                 self._is_ahead = True
 
     def _pieces(self, beside_writing: bool) -> list[list[tuple[Job, int]]]:
@@ -314,18 +314,29 @@ class Scheduler:
         chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
         return [[each] for each in chosen] if self.engine.sooner_apart(sum(shares)) else [chosen]
 
-    def _take_in(self, chosen: list[tuple[Job, int]]) -> None:
-        pieces = [job.ids[job.held.length : job.held.length + share] for job, share in chosen]
+    def _to_ends(self, chosen: list[tuple[Job, int]]) -> bool:
+        """Whether last tokens are read with the others: all these prompts come to their ends, and nobody else writes."""
+        tokens = sum(share + 1 for _, share in chosen)
+        fits = tokens <= self.engine.chunk and not self.engine.sooner_apart(tokens)
+        alone = self.speculation is None and not self._writer.ready and all(job.unread for job in self._running)
+        return self.engine.reads_ends(len(chosen)) and fits and alone and all(job.unread == share for job, share in chosen)
+
+    def _take_in(self, chosen: list[tuple[Job, int]], ends: bool) -> None:
+        pieces = [job.ids[job.held.length : job.held.length + share + ends] for job, share in chosen]
         starts = [job.held.length for job, _ in chosen]
+        jobs = [job for job, _ in chosen]
         with self.pace.measured(sum(share for _, share in chosen)):
-            hidden = self.engine.read([job.held for job, _ in chosen], pieces)
+            if ends:
+                self._writer.begin(jobs, self.engine.read_ends([job.held for job in jobs], pieces))
+            else:
+                hidden = self.engine.read([job.held for job in jobs], pieces)
             if self.speculation is not None and self.engine.keeps_hidden:
                 rows = hidden.split([share for _, share in chosen])
                 self.speculation.hear([(job, at, row) for (job, _), at, row in zip(chosen, starts, rows, strict=True)])
-        for job, _ in chosen:
-            if job.held.length in job.marks:
-                job.held.checkpoint()
-            if job.unread == 0 and job.kept is None:
+        for job in jobs:
+            if job.held.length - ends in job.marks:
+                job.held.checkpoint(before=int(ends))
+            if job.unread <= 0 and job.kept is None:
                 job.kept = self.prefixes.note(job.ids[:-1], job.held)
 
     def _write(self) -> bool:

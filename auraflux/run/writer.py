@@ -82,6 +82,13 @@ class Writer:
                 return
         self._scored(self.engine.decode(together.batch, [job.ids[-1] for job in self.live]), [[] for _ in self.live])
 
+    def begin(self, jobs: list[Job], scores: Tensor) -> None:
+        """Go on from scores that were found with the last tokens of prompts."""
+        self._began = time.perf_counter()
+        self.live = jobs
+        self._with(jobs)
+        self._scored(scores, [[] for _ in jobs])
+
     def _scored(self, scores: Tensor, drafts: list[list[int]]) -> None:
         self._scores, self._drafts, self._hidden = scores, drafts, self.engine.hidden
 

@@ -74,7 +74,7 @@ class Cluster(Machine):
                 held[name][mine] = bits_of((old + found).astype(np.float32))
 
 
-def run_cluster(device: Device, warps: int, programs: int, number: int, kernel: Any, args: Any) -> None:
+def run_cluster(device: Device, warps: int, programs: int, ids: tuple[int, ...], kernel: Any, args: Any) -> None:
     """One cluster of a kernel."""
-    machine = Cluster(device, warps, programs, number)
+    machine = Cluster(device, warps, programs, *ids)
     machine.program(kernel, room=machine.room, threads=lambda warps, programs: None)(*args)

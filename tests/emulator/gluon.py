@@ -41,6 +41,12 @@ class Tensor:
     def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
         return Tensor(self.data.view(dtype) if bitcast else self.data.astype(dtype))
 
+    def reshape(self, *shape: int) -> "Tensor":
+        return Tensor(self.data.reshape(shape))
+
+    def permute(self, *order: int) -> "Tensor":
+        return Tensor(self.data.transpose(order))
+
     def __getitem__(self, key: Any) -> "Tensor":
         return Tensor(self.data[key])
 
@@ -191,6 +197,7 @@ class Program:
     sum = staticmethod(lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)))
     associative_scan = staticmethod(lambda x, axis, add: Tensor(np.cumsum(x.data, axis, dtype=x.data.dtype)))
     exp2 = staticmethod(lambda x: Tensor(np.exp2(x.data)))
+    exp = staticmethod(lambda x: Tensor(np.exp(x.data)))
     fma = staticmethod(lambda a, b, c: Tensor(plain(a) * plain(b) + plain(c)))
     cdiv = staticmethod(lambda a, b: Tensor(-(-plain(a) // plain(b))))
     static_range = staticmethod(range)

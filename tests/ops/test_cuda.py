@@ -36,6 +36,7 @@ LONG = {
     "turboquant_latent_attention-kept-w63-f32-5": "turboquant_latent_attention-kept-w63-f32-1",
     "append_codes-pairs-k3v3w128": "append_codes-few-pairs-k3v3w128",
     "rope_append_codes-pairs-k2v2": "rope_append_codes-few-pairs-k2v2",
+    "rope_append_codes-many-tokens": "rope_append_codes-interleaved",
 }
 # one token, or three: a program of a product, which has four rows, takes a fifth of a second
 FEW_ROWS = [

@@ -28,19 +28,19 @@ class Blocks:
     ):
         self.device, (tokens, k), self.octets, self.size = Device(), ids.shape, octets, 8 * octets
         self.pairs, self.most = tokens * k, min(tokens * k, tokens * k // self.size + experts)
-        filled = [torch.full((count,), -7).int() for count in (self.size * self.most, 2 * self.most + 1)]
-        self.chosen, self.placed, self.owner = (placed(self.device, one) for one in (ids, *filled))
+        filled = [torch.full((count,), -7).int() for count in (self.size * self.most, 2 * self.most + 1, self.pairs)]
+        self.chosen, self.placed, self.owner, spots = (placed(self.device, one) for one in (ids, *filled))
         given = placed(self.device, scores), placed(self.device, bias)
         rule = {"K": k, "E": 0 if scores is None else -(-experts // 32) * 32, "SCORING": scoring, "PASSES": -(-tokens // 32)}
         rule |= {"SIZE": self.size, "RENORMALIZE": False}
         kernel = block_kernels(self.device, 32, 1, 0)["assign_pairs"]
-        kernel(*given, self.chosen, None, self.placed, self.owner, 1.0, tokens, experts, self.most, **rule)
+        kernel(*given, self.chosen, None, self.placed, self.owner, spots, 1.0, tokens, experts, self.most, **rule)
         self.ids = self.device.get(self.chosen, ids)
-        self.lists = [self.device.get(at, one) for at, one in zip((self.placed, self.owner), filled, strict=True)]
+        self.lists = [self.device.get(at, one) for at, one in zip((self.placed, self.owner, spots), filled, strict=True)]
 
     def check(self, experts: int) -> None:
-        """Every pair of an expert is in one of its blocks, and blocks are full but for an expert's last."""
-        pairs, owners = self.lists[0].view(-1, self.size), self.lists[1]
+        """Every pair of an expert is in one of its blocks, at its spot, and blocks are full but for an expert's last."""
+        pairs, (_, owners, spots) = self.lists[0].view(-1, self.size), self.lists
         count = int(owners[self.most])
         assert (owners[self.most + 1 :] == 0).all()
         assert (owners[count : self.most] == experts).all()
@@ -50,6 +50,7 @@ class Blocks:
             there = blocks[blocks < self.pairs]
             assert sorted(there.tolist()) == (flat == expert).nonzero().flatten().tolist()
             assert len(blocks) == -(-len(there) // self.size)
+            assert (pairs.flatten()[spots[there]] == there).all()
 
 
 def parts_of(

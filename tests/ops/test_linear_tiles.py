@@ -19,19 +19,9 @@ from tests.emulator.gluon import STILL, Pointer, Program, Tensor
 from tests.emulator.rebind import rebound
 
 
-class Shaped(Tensor):
-    def reshape(self, *shape: int) -> "Shaped":
-        return Shaped(self.data.reshape(shape))
-
-    def permute(self, *order: int) -> "Shaped":
-        return Shaped(self.data.transpose(order))
-
-
 def run(kernel, *args, ids: tuple[int, ...] = (0, 0, 0)):
     """Call a kernel's Python with numpy in place of the language."""
     language = Program(ids)
-    language.join = lambda a, b: Shaped(np.stack([a.data, b.data], -1))
-    language.split = lambda x: (Shaped(x.data[..., 0]), Shaped(x.data[..., 1]))
     language.sum, language.sqrt = (lambda x, axis: Tensor(x.data.sum(axis))), (lambda x: Tensor(np.sqrt(x.data)))
     return rebound(kernel, language, **STILL)(*args)
 
@@ -43,7 +33,7 @@ def test_tokens_are_in_the_order_of_codes(bits: int, block: int):
     codes = unpack(packed, bits).numpy()
     inputs, ordered = np.arange(block, dtype=np.float32), np.full(block, -1, np.float32)
     run(tiles.order_tokens, Pointer(inputs), Pointer(ordered), 1, block, block, bits, 1, block, block)
-    words = run(wgmma.words_of, Shaped(packed.numpy()), block)
+    words = run(wgmma.words_of, Tensor(packed.numpy()), block)
     for n, some in enumerate(words):
         for j in range(4):
             plane = j * 4 // bits

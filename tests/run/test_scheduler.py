@@ -7,12 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from auraflux.cache import Cache, CacheSettings
+from auraflux.cache import Batch, Cache, CacheSettings
 from auraflux.cache.calibration import ModelVectors
 from auraflux.errors import BusyError, CacheFull
 from auraflux.models import family
@@ -148,20 +147,30 @@ def test_a_gpu_reads_on_while_texts_end(full: bool, monkeypatch: pytest.MonkeyPa
     happened: list[str] = []
     monkeypatch.setattr(Replayer, "ahead", True)
     scheduler, (first, second, *_) = scheduler_for("llama"), [prompt[:30] for prompt in prompts_of("llama")]
-    read = scheduler.engine.read
+    step = scheduler.engine.step
 
-    def reading(sequences: list[Any], pieces: list[list[int]]) -> None:
+    def reading(batch: Batch, pieces: list[list[int]]) -> torch.Tensor:
         happened.append("read")
         if full and happened.count("read") == 2:
             raise CacheFull("no page is free.")
-        read(sequences, pieces)
+        return step(batch, pieces)
 
-    monkeypatch.setattr(scheduler.engine, "read", reading)
+    monkeypatch.setattr(scheduler.engine, "step", reading)
     monkeypatch.setattr(scheduler.pace, "shares", lambda wanted, budget: [wanted[0]] + [0] * (len(wanted) - 1))
     requests = [Request(tuple(prompt), replace(SETTINGS, max_tokens=1)) for prompt in (first, second)]
     jobs = [scheduler.submit(request, lambda event: happened.append("told")) for request in requests]
     assert finish(scheduler, jobs) == [tokens[:1] for tokens in wanted("llama", "k8v4", [first, second])]
     assert happened == ["read", "read", "told", *["read"] * full, "told"]
+    assert nothing_leaks(scheduler)
+
+
+def test_last_tokens_of_prompts_are_read_with_the_others(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, where prompts that are read together come to their ends: texts of one token then need no step of writing."""
+    monkeypatch.setattr(Replayer, "ahead", True)
+    scheduler, prompts = scheduler_for("llama"), [model_of("llama")[2][at : at + 20] for at in (0, 50)]
+    expected = [tokens[:1] for tokens in wanted("llama", "k8v4", prompts)]
+    monkeypatch.delattr(Engine, "decode")
+    assert finish(scheduler, submit(scheduler, prompts, replace(SETTINGS, max_tokens=1))) == expected
     assert nothing_leaks(scheduler)
 
 

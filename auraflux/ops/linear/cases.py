@@ -269,7 +269,7 @@ CASES = [
         Case(
             add_norm_linears,
             f"bf16-{t}x{sum(rows)}x{width}",
-            partial(stream_in_bf16, t, rows, width, t == 9),
+            partial(stream_in_bf16, t, rows, width, t in (9, 32, 100)),
             tol=4e-3,
             slow=width > 1024,
         )
@@ -285,12 +285,19 @@ CASES = [
             (20, (65,), 8192),
             # by tiles of tokens
             (20, (130, 64), 704),
+            (70, (65,), 512),
             (100, (130,), 512),
         )
     ),
     *(
         Case(add_norm_scores, f"bf16-{t}x{width}", partial(from_stream, t, width, rows, BF16), tol=4e-3, slow=width > 2048)
-        for t, width, rows in ((2, 2048, [128]), (17, 2048, [65, 1]), (64, 2048, [33]), (40, 4096, [16, 40]))
+        for t, width, rows in (
+            (2, 2048, [128]),
+            (17, 2048, [65, 1]),
+            (64, 2048, [33]),
+            (40, 4096, [16, 40]),
+            (150, 2048, [40, 1]),
+        )
     ),
     *(
         Case(add_norm_gate_up, f"bf16-{t}x{width}", partial(gated_stream, t, rows, width, BF16), tol=8e-3, slow=width > 1024)

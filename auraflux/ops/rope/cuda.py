@@ -10,7 +10,7 @@ from auraflux.ops.hopper.launch import launch
 from auraflux.ops.hopper.rope import rotate_heads
 from auraflux.ops.hopper.sizes import cdiv, power_of_two
 
-HEADS = 4  # of a program
+HEADS, LONG = 4, 4096  # of a program, or twice as many where there are so many tokens
 GROWN = 1024  # elements, of a program
 
 
@@ -89,7 +89,7 @@ def norm_rope(
     q_out, k_out = q.new_empty(q.shape), torch.empty_like(k)
     (tokens, q_heads, width), k_heads, half = q.shape, k.shape[1], inv_freq.shape[0]
     if q.numel():
-        block = min(HEADS, power_of_two(max(q_heads, k_heads)))
+        block = min(HEADS if tokens < LONG else 2 * HEADS, power_of_two(max(q_heads, k_heads)))
         q_blocks, k_blocks = cdiv(q_heads, block), cdiv(k_heads, block)
         numbers = q_heads, k_heads, q_blocks, q.stride(1), width, half, float(mscale), float(eps)
         sizes = *numbers, interleaved, block, *_blocks(width, half)

@@ -181,6 +181,13 @@ CASES = [
     Case(rope_append_codes, "window", lambda: rope_appended([100, 40], [1, 1], (4, 2), 64, gone=[6, 2])),
     Case(rope_append_codes, "matrix", lambda: rope_appended([33], [2], (4, 2), 80)),
     Case(rope_append_codes, "many-tokens", lambda: rope_appended([80], [80], (4, 2), 64, apart=True)),
+    Case(rope_append_codes, "hundreds", lambda: rope_appended([160, 9], [137, 3], (4, 2), 64, apart=True), slow=True),
+    Case(
+        rope_append_codes,
+        "many-kept",
+        lambda: in_pairs(rope_appended, [121, 40], [90, 3], (4, 2), 128, calibrated=True, plain=(1, 32)),
+        slow=True,
+    ),
     Case(rope_append_codes, "no-tokens", lambda: rope_appended([0, 17], [0, 0], (4, 2), 64)),
     Case(
         rope_append_codes,

@@ -128,8 +128,8 @@ def matmul_batch(
     """Up to 8 TILES tokens, 16 rows for each of W warps of a cluster's C programs, which share K.
 
     Weights have their clusters one after the other, see `chosen`. Where it is `normed`, x and delta are the residual stream and
-    what is added to it, and their sum goes to `total`. LATE: shared memory is used twice, for
-    codes and then for sums.
+    what is added to it, if anything, and their sum goes to `total`. LATE: shared memory is used twice, for codes and then for
+    sums.
     """
     S: gl.constexpr = sizes_of(K, W, TILES, W, 1, C, False, LATE)
     NORMED: gl.constexpr = normed.weight is not None

@@ -1,7 +1,7 @@
-"""Tens of tokens on Hopper from the residual stream to scores: added, normalised, times small dense weights in one launch.
+"""Some tokens on Hopper from the residual stream to scores: added, normalised, times small dense weights in one launch.
 
 As in `gemm_cluster.py`, the programs of a cluster share K, and each leaves its sums with the one that adds up those rows. Rows
-are so few that `mma` serves as well as `wgmma`, and programs can be many.
+are so few that `mma` serves as well as `wgmma`, and programs can be many: more tokens than a cluster takes have others.
 """
 
 from itertools import accumulate
@@ -23,7 +23,8 @@ from auraflux.ops.linear.cuda.gemm_cluster_parts import pass_left, pass_lengths,
 from auraflux.ops.linear.cuda.gemm_cluster_ptx import room, threads
 from auraflux.ops.linear.cuda.row_copies import chosen
 
-MOST_TOKENS = 64
+MOST_TOKENS = 256
+FEW, TOGETHER = 64, 32  # tokens that one cluster takes for some rows, and of a cluster where there are more
 WIDTHS = (2048, 4096)
 BLOCKS, WARPS, PROGRAMS = 2, 8, 8  # of 16 rows of a cluster, of a program, of a cluster
 
@@ -79,9 +80,9 @@ def scores_batch(
     x, normed, h, products, rows, ends, turns, tokens, K: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr,
     W: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Up to 8 TILES tokens, 16 BLOCKS rows a cluster of C programs; the sum of x and delta goes to `total`, its norm to `h`.
+    """8 TILES tokens, 16 BLOCKS rows a cluster of C programs; the sum of x and delta goes to `total`, its norm to `h`.
 
-    Weights have their clusters one after the other, see `chosen`.
+    Grid (clusters for all rows, for all tokens). Weights have their clusters one after the other, see `chosen`.
     """
     ACROSS: gl.constexpr = W // BLOCKS
     S: gl.constexpr = sizes_of(K, BLOCKS, TILES, W, ACROSS, C, True)
@@ -89,11 +90,14 @@ def scores_batch(
     rank, tid = everyone // (32 * W), everyone % (32 * W)
     warp, lane = tid // 32, tid % 32
     up, across = warp // ACROSS, warp % ACROSS
-    program = gl.program_id(0)
+    program, before = gl.program_id(0), gl.program_id(1) * (8 * TILES)
     own, number = chosen(program, ends, products)
     # numbers, also where they are known when the kernel is compiled
     rows, _ = chosen(program, ends, [0 * program + count for count in rows])
-    row0 = number * (16 * BLOCKS)
+    row0, tokens = number * (16 * BLOCKS), gl.minimum(tokens - before, 8 * TILES)
+    skipped = before * K
+    x, h, y = x + skipped, h + skipped, own.out + before * rows
+    normed = Normed(normed.delta + skipped, normed.weight, normed.total + skipped, normed.eps)
     memory, base = room(S.nbytes, everyone, C)
     _ask(base, tid, own.weight, row0, rows, rank, S)
     run(COMMIT, lane)
@@ -115,7 +119,7 @@ def scores_batch(
     run(ARRIVE, lane)
     run(MEET, lane)
     store_normed(h, sums, normed.weight, base, tid, tokens, rank, program, turns, normed.eps, S)
-    store_sums(own.out, base, warp, lane, rank, row0, rows, tokens, normed.eps, True, S)
+    store_sums(y, base, warp, lane, rank, row0, rows, tokens, normed.eps, True, S)
     memory._keep_alive()
 
 
@@ -127,8 +131,8 @@ def multiply(x: Tensor, delta: Tensor, norm: Tensor, eps: float, weights: list[T
     outs = [x.new_empty(tokens, count) for count in rows]
     ends = tuple(accumulate(cdiv(count, 16 * BLOCKS) for count in rows))
     products = tuple(DenseProduct(weight, out) for weight, out in zip(weights, outs, strict=True))
-    tiles = power_of_two(cdiv(tokens, 8))
-    launch(scores_batch, (ends[-1],))(
+    tiles = power_of_two(cdiv(tokens if tokens <= FEW else TOGETHER, 8))
+    launch(scores_batch, (ends[-1], cdiv(tokens, 8 * tiles)))(
         x, Normed(delta, norm, total, float(eps)), h, products, tuple(rows), ends[:-1], ends[-1], tokens,
         width, BLOCKS, tiles, WARPS, PROGRAMS, num_warps=WARPS, num_ctas=PROGRAMS, launch_pdl=True,
     )  # fmt: skip

@@ -95,7 +95,8 @@ def sizes_of(width, blocks, tiles, warps, across, programs, dense, late=False):
 def take_tokens(base, tid, x, normed, tokens, rank, turn, turns, S: gl.constexpr):
     """Bring a program's inputs of all tokens to shared memory; the last token again where there are no more.
 
-    With a norm, delta is added and all is weighed first. One in `turns` stores the sum, by token. Gives the words of the sums.
+    With a norm, delta, if any, is added and all is weighed first. One in `turns` stores the sum, by token. Gives the words of
+    the sums.
     """
     EACH: gl.constexpr = S.chunk // 8
     STEP: gl.constexpr = 32 * S.warps // EACH
@@ -113,14 +114,15 @@ def take_tokens(base, tid, x, normed, tokens, rank, turn, turns, S: gl.constexpr
             for m in gl.static_range(SOME):
                 at = gl.minimum(token + (n + m) * STEP, tokens - 1) * S.width + k
                 first += (load_words(x + at),)  # type: ignore[assignment]
-                second += (first[m] if normed.weight is None else load_words(normed.delta + at),)  # type: ignore[assignment]
+                second += ((tid * 0,) * 4 if normed.delta is None else load_words(normed.delta + at),)  # type: ignore[assignment]
         mine = token + n * STEP
         if normed.weight is None:
             found = paired(first[n % SOME])
         else:
             found = weighed(first[n % SOME], second[n % SOME], weights, not S.dense)
             words = (found[4], found[5], found[6], found[7])
-            store_words(normed.total + (mine * S.width + k), words, (mine < tokens) & (mine % turns == turn))
+            if normed.delta is not None:
+                store_words(normed.total + (mine * S.width + k), words, (mine < tokens) & (mine % turns == turn))
             put_float(base + S.lengths + (mine * S.parts + c // LANES) * 4, sum_over(found[8], LANES), c % LANES == 0)
             sums += (words,)  # type: ignore[assignment]
         if S.dense:

@@ -78,14 +78,15 @@ def order_tokens(x, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr,
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
 def order_normed(x, normed, out, tokens, K, padded, BITS: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, WIDTH: tl.constexpr):
-    """As `order_tokens`, of the norm of a stream to which delta is added; their sum goes to `total`. A program a token."""
+    """As `order_tokens`, of the norm of a stream, to which delta is added first, if any, into `total`. A program a token."""
     gdc_launch_dependents()
     gdc_wait()
     token, at = tl.program_id(0), tl.arange(0, WIDTH)
     line = token.to(tl.int64) * K
     there = (at < K) & (token < tokens)
     wide = _summed(x, normed.delta, line, at, there)
-    tl.store(normed.total + line + at, wide, mask=there)
+    if normed.delta is not None:
+        tl.store(normed.total + line + at, wide, mask=there)
     factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / K + normed.eps)
     k = _input_at(at, BITS, KB)
     there = (k < K) & (token < tokens)
@@ -97,10 +98,12 @@ def order_normed(x, normed, out, tokens, K, padded, BITS: tl.constexpr, T: tl.co
 
 @triton.jit
 def _summed(x, delta, line, k, there):
-    """Inputs k of the stream and delta, rounded where they would be stored; zeros where there are none."""
+    """Inputs k of the stream and delta, if any, rounded where they would be stored; zeros where there are none."""
     wide = tl.load(x + line + k, mask=there, other=0.0).to(tl.float32)
-    wide += tl.load(delta + line + k, mask=there, other=0.0).to(tl.float32)
-    return wide.to(x.dtype.element_ty).to(tl.float32)
+    if delta is not None:
+        wide += tl.load(delta + line + k, mask=there, other=0.0).to(tl.float32)
+        wide = wide.to(x.dtype.element_ty).to(tl.float32)
+    return wide
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "tiles"])

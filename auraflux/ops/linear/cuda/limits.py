@@ -244,8 +244,6 @@ def refuses_cluster(call: Call) -> str | None:
         return "a bias is added, or the weights are gate and up"
     if call.norm is None and len(call.coded) == 1 and call.tokens <= gemm_wgmma_launch.FEW:
         return f"one weight and {call.tokens} tokens: a skinny product is as quick"
-    if call.norm is not None and call.norm.delta is None:
-        return "nothing is added before the norm"
     for weight in call.coded:
         if reason := _not_int4(call.x, weight):
             return reason
@@ -261,8 +259,8 @@ def refuses_wgmma(call: Call) -> str | None:
     if call.tokens < 2 or (call.tokens > gemm_wgmma_launch.MOST_TOKENS and not (call.gated and bits == 4)):
         return f"{call.tokens} tokens; it is for 2 to {gemm_wgmma_launch.MOST_TOKENS}, of 4-bit gate and up for any number"
     if call.norm is not None:
-        if call.norm.delta is None or call.width > gemm_wgmma_launch.WIDEST or call.biased:
-            return "nothing is added before the norm, a bias is, or tokens are too wide to be normalised on the way"
+        if call.width > gemm_wgmma_launch.WIDEST or call.biased:
+            return "a bias is added, or tokens are too wide to be normalised on the way"
         if not call.gated and len(call.coded) > gemm_wgmma_launch.MOST_TOGETHER:
             return f"more than {gemm_wgmma_launch.MOST_TOGETHER} weights after a norm"
     if call.x.dtype is not BF16 or bits not in gemm_wgmma_launch.BITS:

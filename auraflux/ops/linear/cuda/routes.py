@@ -137,7 +137,6 @@ def _cluster(call: Call) -> Made:
     if call.norm is None:
         gemm_cluster.multiply(call.x, call.coded, outs)
         return Made(outs)
-    assert call.norm.delta is not None
     normed = _normed(call)
     gemm_cluster.multiply(call.x, call.coded, outs, normed)
     return Made(outs, normed.total)
@@ -146,7 +145,6 @@ def _cluster(call: Call) -> Made:
 def _wgmma(call: Call) -> Made:
     outs = call.outs()
     if call.norm is not None:
-        assert call.norm.delta is not None
         normed = _normed(call)
         gemm_wgmma_launch.multiply(call.x, call.coded, outs, call.gated, normed)
         return Made(outs, normed.total)

@@ -40,12 +40,13 @@ class Blocks(NamedTuple):
 
 @gluon.jit
 def assign_pairs(
-    scores, bias, ids, weights, placed, owner, scale, tokens, experts, most, K: gl.constexpr, E: gl.constexpr,
+    scores, bias, ids, weights, placed, owner, spots, scale, tokens, experts, most, K: gl.constexpr, E: gl.constexpr,
     SCORING: gl.constexpr, RENORMALIZE: gl.constexpr, PASSES: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
     """Choose by `scores` and leave the choice in `ids`, or, where scores are None, take what is there.
 
     weights  where to leave what slots weigh, as `slots` has it; or None
+    spots    where to leave the place of each pair; or None
     SIZE     pairs of a block
     """
     T: gl.constexpr = 32 * W
@@ -91,28 +92,34 @@ def assign_pairs(
     for n in gl.static_range(PASSES):
         there = mine[n] >= 0
         base = word_at(bases + gl.where(there, mine[n], 0) * 4)
-        gl.store(placed + base * SIZE + ranks[n], (n * W + warp) * K + lane, there)
+        pair, place = (n * W + warp) * K + lane, base * SIZE + ranks[n]
+        gl.store(placed + place, pair, there)
+        if spots is not None:
+            gl.store(spots + pair, place, there)
         gl.store(owner + base + ranks[n] // SIZE, mine[n], there & (ranks[n] % SIZE == 0))
     memory._keep_alive()
 
 
 def _launch(
     scores: Tensor | None, rule: tuple[int, str, bool], bias: Tensor | None, ids: Tensor, experts: int, octets: int,
-    weights: Tensor | None = None, scale: float = 1.0,
+    weights: Tensor | None = None, scale: float = 1.0, spots: Tensor | None = None,
 ) -> Blocks:  # fmt: skip
     (tokens, k), size = ids.shape, 8 * octets
     most = min(tokens * k, tokens * k // size + experts)
     placed, owner = ids.new_empty(most * size), ids.new_empty(2 * most + 1)
     launch(assign_pairs, (1,))(
-        scores, bias, ids, weights, placed, owner, scale, tokens, experts, most, k, *rule, cdiv(tokens, W.value), size,
+        scores, bias, ids, weights, placed, owner, spots, scale, tokens, experts, most, k, *rule, cdiv(tokens, W.value), size,
         num_warps=W.value, launch_pdl=True,
     )  # fmt: skip
     return Blocks(placed, owner, octets)
 
 
-def assign_given(ids: Tensor, experts: int, octets: int) -> Blocks:
-    """Blocks of pairs whose experts are given; an id that is none of an expert has no place in them."""
-    return _launch(None, (0, "", False), None, ids, experts, octets)
+def assign_given(ids: Tensor, experts: int, octets: int, spots: Tensor | None = None) -> Blocks:
+    """Blocks of pairs whose experts are given; an id that is none of an expert has no place in them.
+
+    spots  where each pair's place goes
+    """
+    return _launch(None, (0, "", False), None, ids, experts, octets, spots=spots)
 
 
 def assign_chosen(

@@ -6,7 +6,8 @@ multiply-add in pairs of bf16 makes them what a weight written out in bf16 would
 Codes and pairs come by TMA, which one more warp feeds, in blocks of KB inputs.
 
 A lane reads 16 bytes of a row's codes at once. That gives K an order of its own within a block, the same for all rows, into
-which `order_pairs` and `order_hidden` bring the inputs first.
+which `order_pairs` brings the inputs first. Gate and up: rows g of a lane are of the one, g + 8 of the other, so that it has
+both sums of a hidden value, and leaves these where the order of the next product wants them.
 """
 
 from typing import NamedTuple
@@ -24,17 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from auraflux.ops.hopper.elementwise import silu
-
 BF, F32, I32 = gl.bfloat16, gl.float32, gl.int32
 
 
 class Lines(NamedTuple):
-    """What belongs to the rows of a stack: scales and biases, where results go, and the step between experts' scales."""
+    """What belongs to the rows of a stack: scales and biases, and the step between those of experts."""
 
     scales: Tensor
     biases: Tensor
-    out: Tensor
     step: int
 
 
@@ -53,14 +51,29 @@ def _weights_ptx(j):
 
 
 @gluon.constexpr_function
-def _held(rows, warps, words):
-    """[rows, 4 * words], of which lane t of four has words from t * words on; lanes have rows 1, 2, 4."""
-    more, row = [8], 16 * warps
+def _held(rows, warps, words, each=16):
+    """[rows, 4 * words], of which lane t of four has words from t * words on; lanes have rows 1, 2, 4 of a warp's `each`."""
+    more, row = [8] if each == 16 else [], each * warps
     while row < rows:
         more, row = [*more, row], 2 * row
     mine = [[0, 1 << i] for i in range(words.bit_length() - 1)] + [[row, 0] for row in more]
     lanes = [[0, words], [0, 2 * words], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(mine, lanes, [[16 << i, 0] for i in range(warps.bit_length() - 1)], [], [rows, 4 * words])
+    across = [[each << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(mine, lanes, across, [], [rows, 4 * words])
+
+
+@gluon.jit
+def _codes(C, stage, R: gl.constexpr, W: gl.constexpr):
+    """A block's codes, [R, words], of gate and up in turns of eight rows where there are both."""
+    ROWS: gl.constexpr = C.shape[1]
+    WORDS: gl.constexpr = C.shape[2]
+    if ROWS == R:
+        found = C.index(stage).load(_held(R, W, WORDS // 4))
+    else:
+        gate = C.index(2 * stage).load(_held(ROWS, W, WORDS // 4, 8))
+        up = C.index(2 * stage + 1).load(_held(ROWS, W, WORDS // 4, 8))
+        found = gl.join(gate, up).reshape(R // 16, 8, WORDS, 2).permute(0, 3, 1, 2).reshape(R, WORDS)
+    return found
 
 
 @gluon.jit
@@ -100,50 +113,88 @@ def _line(scales, biases, at, there):
 
 @gluon.jit
 def _feed(
-    xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many,
-    T: gl.constexpr, KB: gl.constexpr, ST: gl.constexpr,
+    xs, w0, w1, X, C, full, empty, expert, row0, x_row, count, many, T: gl.constexpr, KB: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """Blocks of KB inputs one after the other: codes, and inputs of pairs, of their second half where there are `many`."""
     HALF: gl.constexpr = T // 2
     EACH: gl.constexpr = KB // 64 * T
-    R: gl.constexpr = C.shape[1]
+    PARTS: gl.constexpr = C.shape[0] // ST
+    ROWS: gl.constexpr = C.shape[1]
     WORDS: gl.constexpr = C.shape[2]
+    NBYTES: gl.constexpr = PARTS * ROWS * WORDS * 4
     for i in range(count):
         bar = full.index(i % ST)
         mbarrier.wait(empty.index(i % ST), (i // ST + 1) % 2, pred=i >= ST)
         if many:
-            mbarrier.expect(bar, R * WORDS * 4 + EACH * 128)
+            mbarrier.expect(bar, NBYTES + EACH * 128)
         else:
-            mbarrier.expect(bar, R * WORDS * 4 + EACH * 64)
-        codes = C.index(i % ST)._reinterpret(I32, [1, R, WORDS], w0.layout)
-        tma.async_copy_global_to_shared(w0, [expert, row0, i * WORDS], bar, codes, pred=which == 0)
+            mbarrier.expect(bar, NBYTES + EACH * 64)
+        codes = C.index(i % ST * PARTS)._reinterpret(I32, [1, ROWS, WORDS], w0.layout)
+        tma.async_copy_global_to_shared(w0, [expert, row0, i * WORDS], bar, codes)
         if w1 is not None:
-            tma.async_copy_global_to_shared(w1, [expert, row0, i * WORDS], bar, codes, pred=which == 1)
+            codes = C.index(i % ST * PARTS + 1)._reinterpret(I32, [1, ROWS, WORDS], w0.layout)
+            tma.async_copy_global_to_shared(w1, [expert, row0, i * WORDS], bar, codes)
         for n in gl.static_range(EACH // HALF):
             some = X.index(i % ST).slice(n * HALF, HALF, dim=0)
             tma.async_copy_global_to_shared(xs, [x_row + i * EACH + n * HALF, 0], bar, some, pred=True if n % 2 == 0 else many)
 
 
 @gluon.jit
+def _store(found, out, rows, row0, place0, W: gl.constexpr):
+    """Results of R rows and N places, to [places, rows]."""
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, W], [0, 1])
+    r, c = gl.arange(0, found.shape[0], gl.SliceLayout(1, OUT)), gl.arange(0, found.shape[1], gl.SliceLayout(0, OUT))
+    r, c = row0 + r, place0 + c
+    at = c.to(gl.int64)[None, :] * rows + r[:, None]
+    gl.store(out + at, gl.convert_layout(found.to(BF), OUT), mask=(r < rows)[:, None] & (c >= 0)[None, :])
+
+
+@gluon.jit
+def _store_hidden(found, out, row0, T: gl.constexpr, W: gl.constexpr):
+    """silu(gate) * up of R / 2 rows each and N places, to a block [rows / 64, T, 64] in the order of codes, by words."""
+    R: gl.constexpr = found.shape[0]
+    N: gl.constexpr = found.shape[1]
+    gate, up = gl.split(found.reshape(R // 16, 2, 8, N).permute(0, 2, 3, 1))
+    hidden = (gate / (1.0 + gl.exp(-gate)) * up).reshape(R // 2, N).to(BF)
+    EIGHT: gl.constexpr = gl.BlockedLayout([8, 1], [R // 16, 512 // R], [1, W], [0, 1])
+    PAIRS: gl.constexpr = gl.BlockedLayout([4, 1], [R // 16, 512 // R], [1, W], [0, 1])
+    bits = gl.convert_layout(hidden, EIGHT).to(gl.int16, bitcast=True).to(I32) & 0xFFFF
+    low, high = gl.split(bits.reshape(R // 16, 2, 4, N).permute(0, 2, 3, 1))
+    words = gl.convert_layout((low | high << 16).reshape(R // 4, N), PAIRS)
+    r, c = gl.arange(0, R // 4, gl.SliceLayout(1, PAIRS)), gl.arange(0, N, gl.SliceLayout(0, PAIRS))
+    # see `_ordered`: pairs (j, j + 4) of eight rows
+    k, j = row0 + r // 4 * 8, r % 4
+    line, word = k // 256 * 4 + k % 64 // 16, j * 8 + k % 16 // 8 * 4 + k % 256 // 64
+    gl.store(out.to(gl.pointer_type(I32)) + ((line * T)[:, None] + c[None, :]) * 32 + word[:, None], words)
+
+
+@gluon.jit
 def _products(
-    X, C, full, empty, scales, biases, out, rows, width, row0, block, count,
-    T: gl.constexpr, N: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
+    X, C, full, empty, first, second, out, rows, width, row0, block, count,
+    R: gl.constexpr, T: gl.constexpr, N: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The first N pairs of a block."""
-    R: gl.constexpr = C.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, N, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ONE: gl.constexpr = _held(R, W, 1)
-    row, t = row0 + gl.arange(0, R, gl.SliceLayout(1, ONE)), gl.arange(0, 4, gl.SliceLayout(0, ONE))
+    row, t = gl.arange(0, R, gl.SliceLayout(1, ONE)), gl.arange(0, 4, gl.SliceLayout(0, ONE))
+    others = row % 16 >= 8
+    if second is not None:
+        row = row // 16 * 8 + row % 8
+    row += row0
     inside, line = (row < rows)[:, None], (gl.minimum(row, rows - 1).to(gl.int64) * (width // G))[:, None]
+    scales, biases = first.scales + line, first.biases + line
+    if second is not None:
+        scales = gl.where(others[:, None], second.scales + line, scales)
+        biases = gl.where(others[:, None], second.biases + line, biases)
     k = (t * (KB // 4))[None, :]
-    s, b = _line(scales, biases, line + k // G, inside & (k < width))
+    s, b = _line(scales, biases, k // G, inside & (k < width))
     acc = gl.full([R, N], 0.0, F32, ACC)
     for i in range(count):
         mbarrier.wait(full.index(i % ST), i // ST % 2)
-        words = _words(C.index(i % ST).load(_held(R, W, C.shape[2] // 4)))
+        words = _words(_codes(C, i % ST, R, W))
         k += KB
-        next_s, next_b = _line(scales, biases, line + k // G, inside & (k < width))
+        next_s, next_b = _line(scales, biases, k // G, inside & (k < width))
         for n in gl.static_range(4):
             for j in gl.static_range(4):
                 a = _weights(words[n], s, b, j, A)
@@ -157,32 +208,40 @@ def _products(
                 mbarrier.arrive(empty.index((i + ST - 1) % ST), pred=i > 0)
         s, b = next_s, next_b
     acc = warpgroup_mma_wait(0, deps=[acc])
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, W], [0, 1])
-    r, c = row0 + gl.arange(0, R, gl.SliceLayout(1, OUT)), block * T + gl.arange(0, N, gl.SliceLayout(0, OUT))
-    at = c.to(gl.int64)[None, :] * rows + r[:, None]
-    gl.store(out + at, gl.convert_layout(acc.to(BF), OUT), mask=(r < rows)[:, None] & (c >= 0)[None, :])
+    if second is not None:
+        _store_hidden(acc, out + block.to(gl.int64) * rows * T, row0, T, W)
+    else:
+        _store(acc, out, rows, row0, block * T, W)
 
 
 @gluon.jit
 def _multiply(
-    X, C, full, empty, scales, biases, out, rows, width, row0, block, count, many,
-    T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
+    X, C, full, empty, first, second, out, rows, width, row0, block, count, many,
+    R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if many:
-        _products(X, C, full, empty, scales, biases, out, rows, width, row0, block, count, T, T, KB, G, ST, W)
+        _products(X, C, full, empty, first, second, out, rows, width, row0, block, count, R, T, T, KB, G, ST, W)
     else:
-        _products(X, C, full, empty, scales, biases, out, rows, width, row0, block, count, T, T // 2, KB, G, ST, W)
+        _products(X, C, full, empty, first, second, out, rows, width, row0, block, count, R, T, T // 2, KB, G, ST, W)
+
+
+@gluon.jit
+def _of_expert(lines, expert):
+    """The scales and biases of an expert."""
+    at = expert.to(gl.int64) * lines.step
+    return Lines(lines.scales + at, lines.biases + at, lines.step)
 
 
 @gluon.jit
 def expert_tiles(
-    xs, w0, w1, owner, placed, pairs, first, second, experts, rows, width, tiles,
+    xs, w0, w1, owner, placed, pairs, first, second, out, experts, rows, width,
     R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr,
     W: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
-    """R rows of a block's expert times its T pairs, to y [places, rows]; grid (tiles of rows, blocks).
+    """R rows of a block's expert times its T pairs, to out [places, rows]; grid (tiles of rows, blocks).
 
-    With two weights, tiles of rows from `tiles` on are of the second. What is not `placed` before `pairs` is an empty place.
+    With two weights, half of the R rows are of each, and out is silu(first) * second in the order of `order_pairs`. What is not
+    `placed` before `pairs` is an empty place.
     """
     at, block = gl.program_id(0), gl.program_id(1)
     expert = gl.load(owner + block)
@@ -190,16 +249,10 @@ def expert_tiles(
         return
     # places are filled from the first on
     many = gl.load(placed + block * T + T // 2) < pairs
-    # numbers, also where they are known when the kernel is compiled
-    which, before, step = 0 * at, 0 * at, 0 * at + first.step
-    scales, biases, out = first.scales, first.biases, first.out
-    if second is not None:  # noqa: SIM102 - decided when the kernel is compiled
-        if at >= tiles:
-            scales, biases, out = second.scales, second.biases, second.out
-            step, which, before = 0 * at + second.step, 0 * at + 1, 0 * at + tiles
-    row0, wide = (at - before) * R, expert.to(gl.int64)
+    PARTS: gl.constexpr = 1 if second is None else 2
+    row0 = at * (R // PARTS)
     X = gl.allocate_shared_memory(BF, [ST, KB // 64 * T, 64], xs.layout)
-    C = gl.allocate_shared_memory(I32, [ST, R, KB // 8], CODES)
+    C = gl.allocate_shared_memory(I32, [ST * PARTS, R // PARTS, KB // 8], CODES)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(ST):
@@ -209,11 +262,13 @@ def expert_tiles(
     gl.thread_barrier()
     count = width // KB
     x_row = block * (count * (KB // 64) * T)
-    scales, biases = scales + wide * step, biases + wide * step
+    first = _of_expert(first, expert)
+    if second is not None:
+        second = _of_expert(second, expert)
     gl.warp_specialize(
         [
-            (_multiply, (X, C, full, empty, scales, biases, out, rows, width, row0, block, count, many, T, KB, G, ST, W)),
-            (_feed, (xs, w0, w1, X, C, full, empty, expert, row0, which, x_row, count, many, T, KB, ST)),
+            (_multiply, (X, C, full, empty, first, second, out, rows, width, row0, block, count, many, R, T, KB, G, ST, W)),
+            (_feed, (xs, w0, w1, X, C, full, empty, expert, row0, x_row, count, many, T, KB, ST)),
         ],
         [1],
         [24],
@@ -223,37 +278,24 @@ def expert_tiles(
 @triton.jit
 def _ordered(x, KB: tl.constexpr):
     """Inputs as lanes take them: lane t of four has a quarter of a block's, 16 for each 64: pairs (j, j + 4) of words v."""
-    M: tl.constexpr = x.shape[0] // KB
-    return x.reshape(M, 4, KB // 64, 2, 2, 4).permute(0, 2, 5, 3, 1, 4).reshape(x.shape[0])
+    M: tl.constexpr = x.shape[1] // KB
+    return x.reshape(x.shape[0], M, 4, KB // 64, 2, 2, 4).permute(0, 1, 3, 6, 4, 2, 5).reshape(x.shape[0], x.shape[1])
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])
-def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
-    """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros in places beside them; grid (places, parts of K).
+def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, PLACES: tl.constexpr):
+    """The x of blocks' pairs, [blocks, K / 64, T, 64], zeros in places beside them; grid (places / PLACES, K / KB).
 
     Halves of blocks that have no pairs, so none in their first place, stay as they are.
     """
-    place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(placed + place // (T // 2) * (T // 2)) >= pairs:
+    first, at = tl.program_id(0) * PLACES, tl.program_id(1) * KB + tl.arange(0, KB)[None, :]
+    if tl.load(placed + first // (T // 2) * (T // 2)) >= pairs:
         return
+    place = first + tl.arange(0, PLACES)[:, None]
     pair = tl.load(placed + place)
-    value = tl.load(x + (pair // k).to(tl.int64) * K + at, mask=(at < K) & (pair < pairs), other=0.0)
-    tile = (place // T).to(tl.int64) * K * T
-    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, _ordered(value, KB), mask=at < K)
-
-
-@triton.jit
-def order_hidden(gate, up, placed, out, pairs, K, T: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up of blocks' pairs, in the same order."""
-    place, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(placed + place // (T // 2) * (T // 2)) >= pairs:
-        return
-    source = place.to(tl.int64) * K + at
-    g = tl.load(gate + source, mask=at < K, other=0.0).to(tl.float32)
-    u = tl.load(up + source, mask=at < K, other=0.0).to(tl.float32)
-    tile = (place // T).to(tl.int64) * K * T
-    value = _ordered((silu(g) * u).to(out.dtype.element_ty), KB)
-    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, value, mask=at < K)
+    value = tl.load(x + (pair // k).to(tl.int64) * K + at, mask=(pair < pairs) & (at < K), other=0.0)
+    tile = (first // T).to(tl.int64) * K * T
+    tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, _ordered(value, KB))
 
 
 @triton.jit

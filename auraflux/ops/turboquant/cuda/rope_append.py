@@ -26,7 +26,7 @@ from auraflux.ops.turboquant.cuda.hadamard import (
 from auraflux.ops.turboquant.cuda.keep import centre_of, kept_rows, store_plain, without_centre
 from auraflux.ops.turboquant.pages import CodePages
 
-MOST_TOKENS = 64  # that are rotated and coded in one launch
+MOST_TOKENS = 128  # that are rotated and coded in one launch
 
 
 class Norms(NamedTuple):
