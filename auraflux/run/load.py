@@ -103,14 +103,14 @@ def load(
         check_format(quantize, GROUP)
     _check_counts(context=context, chunk=chunk, sequences=sequences)
     sizes = Sizes(context, chunk or chunk_for(target, invariant), sequences, cache_memory)
-    # ranks that were called are let go if anything fails
-    with on_terminal(report) as tell, ExitStack() as callers:
+    # ranks that were called are let go if anything fails, and so is who compiles for the model
+    with on_terminal(report) as tell, ExitStack() as begun:
         path = locate(None if path_or_name is None else str(path_or_name), tell)
         if target.type == "cpu" and ranks is None:
-            _begin_compiling(settings, exact)
+            begun.callback(_begin_compiling(settings, exact))
         source = Source.open(path, settings, speculate == "mtp", ranks)
         free = free_for(source.checkpoint, target)
-        lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, prefix_disk))
+        lead = None if ranks is None else begun.enter_context(_lead(ranks, source, target, prefix_disk))
         fit = fitted(source, target, free, sizes, expert_settings, lead)
         wanted = calibration.is_wanted(calibrate, source.shapes, source.settings)
         # what is read depends on the tokens, so their steps cannot be repeated blindly
@@ -137,7 +137,7 @@ def load(
         if lead is not None:
             lead.ready(vectors)
             vectors = lead.own().vectors(vectors)
-        callers.pop_all()
+        begun.pop_all()
 
     how: dict[str, Any] = {"exact": exact, "invariant": invariant, "graphs": graphs, "vectors": vectors, "ranks": lead}
     with device_memory():
@@ -177,12 +177,14 @@ def _check_counts(**given: int | None) -> None:
             raise SettingsError(f"{name}={count!r:.80} must be a whole number from 1 to {MOST[name]:,}.")
 
 
-def _begin_compiling(settings: CacheSettings, exact: bool) -> None:
-    """Begin with the kernels that a CPU will most likely need."""
+def _begin_compiling(settings: CacheSettings, exact: bool) -> Callable[[], None]:
+    """Begin with the kernels that a CPU will most likely need; gives what ends that again."""
     # it needs Numba, which a GPU does without
+    from auraflux.ops.simd.ahead import end_early
     from auraflux.run.prepare import begin_compiling
 
     begin_compiling(settings, exact)
+    return end_early
 
 
 def _compile(
