@@ -1,6 +1,7 @@
 """Command lines, settings and streams that nobody means: one sentence, the right exit code, never a traceback."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from click.testing import CliRunner
 import auraflux
 from auraflux.cache import CacheSettings
 from auraflux.cli import main
-from auraflux.errors import FormatError, InputError, SettingsError
+from auraflux.errors import AurafluxError, FormatError, InputError, SettingsError
+from auraflux.run.loading import Loading
 from auraflux.run.sampling import Sampling
 from tests.run.tiny import tiny
 from tests.weights.gguf_files import llama_tensors, write_gguf
@@ -129,6 +131,20 @@ def test_options_beyond_reason(options: list[str], said: str):
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
 def test_seconds_of_a_server(option: str, seconds: str):
     assert f"{option} {seconds} must be from 0 to 604,800 seconds" in refused("serve", tiny(), option, seconds)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"speculate": "/nowhere"}, "there is no model '/nowhere'"),
+        ({"calibrate": "/nowhere"}, "/nowhere cannot be read"),
+        ({"prefix_disk": "much"}, "'much' is not a size"),
+    ],
+)
+def test_what_is_wrong_is_said_before_weights_are_read(given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Loading, "run", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(AurafluxError, match=re.escape(said)):
+        auraflux.load(tiny(), device="cpu", context=64, **given)
 
 
 def test_bits_are_looked_at_before_a_file_of_codes_is_loaded(tmp_path: Path):
