@@ -172,21 +172,7 @@ def attend_pairs(
             queries, live, signs, keys, values, early, index, scores, centres, plain, shared, mine, span,
             (parts, left, shares) if WORK.several else None, SHAPE, KEPT, WORK, LOW, SOFTCAP,
         )  # fmt: skip
-    if WORK.several:
-        shared._keep_alive()
-        if WORK.one:
-            leave_followed((o, m, l), sinks, signs, out, row, live, HEADS * G, NW)
-    else:
-        gl.thread_barrier()
-        if WORK.each > 0 and D <= 128:
-            leave_share(join_beside(o, m, sums(l, NW), shared, WORK.spread, NW), parts, left, live, NW)
-            shared._keep_alive()
-        else:
-            shared._keep_alive()
-            if WORK.one:
-                leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, HEADS * G, D, NW)
-            else:
-                _leave(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
+    _leave(o, m, l, sinks, signs, out, parts, left, row, live, shared, SHAPE, WORK, G)
 
 
 @gluon.jit
@@ -227,7 +213,32 @@ def _kept(
 
 
 @gluon.jit
-def _leave(o, m, l, signs, parts, left, live, D: gl.constexpr, SHARED: gl.constexpr, NW: gl.constexpr):  # noqa: E741
+def _leave(
+    o, m, l, sinks, signs, out, parts, left, row, live, shared,  # noqa: E741
+    SHAPE: gl.constexpr, WORK: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """Leave the rows of a program that has all their keys, or its part of them; several parts were left one by one."""
+    D: gl.constexpr = SHAPE.width
+    NW: gl.constexpr = WORK.warps
+    if WORK.several:
+        shared._keep_alive()
+        if WORK.one:
+            leave_followed((o, m, l), sinks, signs, out, row, live, SHAPE.heads * G, NW)
+    else:
+        gl.thread_barrier()
+        if WORK.each > 0 and D <= 128:
+            leave_share(join_beside(o, m, sums(l, NW), shared, WORK.spread, NW), parts, left, live, NW)
+            shared._keep_alive()
+        else:
+            shared._keep_alive()
+            if WORK.one:
+                leave_rows(o, m, sums(l, NW), sinks, signs, out, row, live, SHAPE.heads * G, D, NW)
+            else:
+                _leave_part(o, m, sums(l, NW), signs, parts, left, live, D, WORK.shared, NW)
+
+
+@gluon.jit
+def _leave_part(o, m, l, signs, parts, left, live, D: gl.constexpr, SHARED: gl.constexpr, NW: gl.constexpr):  # noqa: E741
     """Leave a part of each row, rotated back where `finish_rotated` merges."""
     if D == 256 and not SHARED:
         leave_rotated_back(o, m, l, signs, parts, left, live, D, NW)
