@@ -16,7 +16,7 @@ from auraflux.cli.diff import diff
 from auraflux.cli.doctor import doctor
 from auraflux.cli.environment import check_environment
 from auraflux.cli.eval import evaluate
-from auraflux.cli.failure import Failure, end_output, escape_what_cannot_be_written, nameless, say
+from auraflux.cli.failure import Failure, end_output, escape_what_cannot_be_written, nameless, open_output, say
 from auraflux.cli.follow import follow
 from auraflux.cli.generate import generate
 from auraflux.cli.inspect import inspect
@@ -35,6 +35,7 @@ class Program(click.Group):
     """A group whose commands may raise this package's errors and be interrupted without a traceback."""
 
     def main(self, *args: Any, **options: Any) -> Any:
+        open_output()
         escape_what_cannot_be_written()
         try:
             return super().main(*args, **options)

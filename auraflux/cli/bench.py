@@ -16,6 +16,7 @@ from auraflux.cli.bench_serve import bench_serve
 from auraflux.cli.bench_speculate import bench_speculate
 from auraflux.cli.bench_stream import bench_stream
 from auraflux.cli.failure import Failure
+from auraflux.cli.units import size
 
 if TYPE_CHECKING:
     from auraflux.bench.result import Result
@@ -148,11 +149,4 @@ def _figures(row: dict[str, Any]) -> list[str]:
     if row["state"] != "timed":
         return [f"[dim]{escape(row['note'])}[/dim]", "", "", "", ""]
     gflops = f"{row['gflop_per_s']:.1f}" if row["gflop_per_s"] is not None else ""
-    return [f"{row['time_us']:.1f}", _size(row["nbytes"]), f"{row['gb_per_s']:.2f}", f"{row['ceiling_share']:.0%}", gflops]
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"
+    return [f"{row['time_us']:.1f}", size(row["nbytes"], 1), f"{row['gb_per_s']:.2f}", f"{row['ceiling_share']:.0%}", gflops]

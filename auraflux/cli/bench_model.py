@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auraflux.cli.options import LOADING, load_model, model_argument, options
+from auraflux.cli.units import size
 
 if TYPE_CHECKING:
     from auraflux.bench.model import Ours, Speed
@@ -156,13 +157,12 @@ def _device_name(engine: "Engine") -> str:
 def _show(document: dict[str, Any], found: "list[Speed]") -> None:
     from rich.table import Table
 
-    from auraflux.cli.generate import megabytes
     from auraflux.cli.screen import stdout
 
     console, gpu = stdout(), document["device"]
     where = f"{document['machine']['cpu']}, {document['machine']['cores']} cores" if gpu == "cpu" else gpu
     console.print(f"{document['model']} on {where}")
-    weights, peak = megabytes(document["weights_nbytes"]), megabytes(document["peak_nbytes"])
+    weights, peak = size(document["weights_nbytes"]), size(document["peak_nbytes"])
     console.print(f"weights {weights}, peak memory of the process {peak}, load {document['load']}")
     if document["not_replayed_because"] is not None:
         console.print(f"steps were not replayed: {document['not_replayed_because']}")
@@ -172,7 +172,7 @@ def _show(document: dict[str, Any], found: "list[Speed]") -> None:
         mine = ours[speed.context]
         ratios = [mine.prefill_rate / speed.prefill_rate, mine.decode_rate / speed.decode_rate]
         shown = ["" if speed is mine else f"{ratio:.2f}x" for ratio in ratios]
-        held = megabytes(speed.cache_nbytes) if speed.cache_nbytes is not None else ""
+        held = size(speed.cache_nbytes) if speed.cache_nbytes is not None else ""
         rates = f"{speed.prefill_rate:.1f}", f"{speed.decode_rate:.1f}"
         table.add_row(str(speed.context), str(speed.batch), speed.who, rates[0], shown[0], rates[1], shown[1], held)
     console.print(table)

@@ -45,8 +45,15 @@ def escape_what_cannot_be_written() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def open_output() -> None:
+    """Have printing fail where stdout was closed before the program began: Python would drop the text and say nothing."""
+    if sys.stdout is None:
+        # open for reading, so that every write is refused
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+
+
 def end_output() -> None:
     """Let what is still to be written to stdout go nowhere: it would fail again when Python ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -10,6 +10,7 @@ import click
 from auraflux.cli.options import LOADING, RANKS, SAMPLING, load_model, model_argument, options, sampling
 from auraflux.cli.stdin import read_all
 from auraflux.cli.traffic import show_traffic, summary
+from auraflux.cli.units import size
 from auraflux.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ def figures(stats: "Stats", kv: str) -> str:
     parts.append(f"written {_tokens(stats.tokens)}, {stats.decode_rate:.1f}/s")
     if stats.drafted:
         parts[-1] += f", {stats.tokens_per_step:.1f} a step, {stats.accepted} of {stats.drafted} guesses right"
-    held = f"cache {megabytes(stats.cache_nbytes)}"
+    held = f"cache {size(stats.cache_nbytes)}"
     if kv != "none" and stats.cache_nbytes:
-        kept = f", {megabytes(stats.kept_nbytes)} of it as it is" if stats.kept_nbytes else ""
-        held += f" ({kv}{kept}); uncompressed {megabytes(stats.plain_nbytes)}"
+        kept = f", {size(stats.kept_nbytes)} of it as it is" if stats.kept_nbytes else ""
+        held += f" ({kv}{kept}); uncompressed {size(stats.plain_nbytes)}"
         # a short text is mostly what is kept as it is
         if stats.plain_nbytes > stats.cache_nbytes:
             held += f", {stats.plain_nbytes / stats.cache_nbytes:.1f}x"
@@ -99,7 +100,3 @@ def figures(stats: "Stats", kv: str) -> str:
 
 def _tokens(count: int) -> str:
     return "1 token" if count == 1 else f"{count} tokens"
-
-
-def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f} MB" if nbytes < 1e8 else f"{nbytes / 1e9:.2f} GB"

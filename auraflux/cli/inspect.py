@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from auraflux.cli.units import memory_size
+
 if TYPE_CHECKING:
     from auraflux.weights.plan import Share
 
@@ -139,7 +141,7 @@ def _show(found: dict[str, Any]) -> None:
     layers = ", ".join(f"{count} x {title}" for title, count in found["layers"].items())
     console.print(f"[bold]{escape(found['path'])}[/bold]")
     console.print(f"{found['model_type']} ({found['form']}); {layers}; context {found['context']}")
-    console.print(f"{_count(total['parameters'])} parameters, {_size(total['nbytes'])} on disk")
+    console.print(f"{_count(total['parameters'])} parameters, {memory_size(total['nbytes'])} on disk")
     for note in found["notes"]:
         console.print(f"[yellow]note[/yellow] {escape(note)}")
     console.print(_shares("part", found["parts"], total))
@@ -148,15 +150,15 @@ def _show(found: dict[str, Any]) -> None:
     for line in found["advice"]:
         console.print(f"[yellow]advice[/yellow] {escape(line)}")
     if found["mtp"] is not None:
-        size = _size(found["mtp"]["memory_nbytes"])
+        size = memory_size(found["mtp"]["memory_nbytes"])
         console.print(f"a layer that predicts further tokens: {size} more in memory with --speculate mtp")
     if found["rows"]["tensors"]:
-        sizes = _size(found["rows"]["nbytes"]), _size(found["rows"]["memory_nbytes"])
+        sizes = memory_size(found["rows"]["nbytes"]), memory_size(found["rows"]["memory_nbytes"])
         console.print(
             f"rows on disk: {sizes[0]} are read row by row as tokens need them; at most {sizes[1]} of them stay in memory"
         )
     if found["unused"]["tensors"]:
-        console.print(f"not used: {found['unused']['tensors']} tensors, {_size(found['unused']['nbytes'])}")
+        console.print(f"not used: {found['unused']['tensors']} tensors, {memory_size(found['unused']['nbytes'])}")
     if found["experts"] is not None:
         inspect_experts.show(console, found["experts"])
     console.print(_memory(found))
@@ -164,7 +166,7 @@ def _show(found: dict[str, Any]) -> None:
         console.print(escape(line))
     machine = found["machine"]
     console.print(
-        f"this machine has {_size(machine['memory_nbytes'])} of memory, {_size(machine['free_nbytes'])} free: "
+        f"this machine has {memory_size(machine['memory_nbytes'])} of memory, {memory_size(machine['free_nbytes'])} free: "
         f"{MARKS['now']} fits now, {MARKS['alone']} fits when nothing else runs, {MARKS['no']} does not fit"
     )
     for setting in found["memory"]:
@@ -178,7 +180,7 @@ def _about_keys(found: dict[str, Any]) -> list[str]:
     lines = []
     if plain["nbytes"]:
         what = f"the first {plain['first']} and newest {plain['newest']} positions"
-        lines.append(f"beside codes, a text keeps {what} as they are: {_size(plain['nbytes'])}")
+        lines.append(f"beside codes, a text keeps {what} as they are: {memory_size(plain['nbytes'])}")
     if calibration is not None:
         lines.append(f"keys were calibrated with {calibration['tokens']} tokens: {calibration['file']}")
     return lines
@@ -192,7 +194,7 @@ def _shares(title: str, shares: dict[str, dict[str, int]], total: dict[str, int]
         table.add_column(name, justify="right")
     for name, share in [*shares.items(), ("[bold]all[/bold]", total)]:
         each = f"{share['memory_nbytes'] * 8 / max(1, share['parameters']):.2f}"
-        sizes = _size(share["nbytes"]), _size(share["memory_nbytes"])
+        sizes = memory_size(share["nbytes"]), memory_size(share["memory_nbytes"])
         table.add_row(name, str(share["tensors"]), _count(share["parameters"]), *sizes, each)
     return table
 
@@ -221,7 +223,7 @@ def _memory(found: dict[str, Any]) -> Any:
         table.add_column(f"{length:,}", justify="right")
     for setting in found["memory"]:
         cells = [
-            f"{MARKS[need['fits']]} {_size(need['nbytes'])} [dim](cache {_size(need['cache_nbytes'])})[/dim]"
+            f"{MARKS[need['fits']]} {memory_size(need['nbytes'])} [dim](cache {memory_size(need['cache_nbytes'])})[/dim]"
             for need in setting["contexts"]
         ]
         table.add_row(setting["kv"], *(cells or ["[dim]cannot be honoured[/dim]"]))
@@ -233,10 +235,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return str(number)
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -102,9 +103,12 @@ def _where(listening: socket.socket) -> str:
 
 
 def _answer(model: str | None, connection: Any, where: str, chosen: dict[str, Any]) -> None:
-    log.info("listening on %s (process %d); the model is being loaded", where, os.getpid())
+    @cache
+    def announce() -> None:
+        log.info("listening on %s (process %d); the model is being loaded", where, os.getpid())
+
     signal.signal(signal.SIGTERM, _stop_loading)
-    desk = open_desk(model, connection, chosen)
+    desk = open_desk(model, connection, chosen, announce)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: desk.stop())
     facts = desk.facts

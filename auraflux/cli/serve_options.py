@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "AURAFLUX_API_KEY"
 MOST_TEXTS = 1024
+LONGEST_S = 7 * 24 * 3600
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 RANDOM = [
     click.option("--random", "invented", is_flag=True, hidden=True, help="Serve random weights of --shape."),
@@ -96,9 +97,16 @@ def front_settings(host: str, log_json: bool, chosen: dict[str, Any]) -> "FrontS
         raise SettingsError(
             f"--host {host} lets other machines in. Give --api-key, for example {secrets.token_urlsafe(16)}, or --no-auth."
         )
+    _check_seconds(grace=chosen["grace_s"], deadline=chosen["deadline_s"])
     set_up_log(log_json)
     access = Access(keys, (*LOCAL, *chosen["hosts"]) if local else chosen["hosts"], chosen["origins"])
     return FrontSettings(access, Limits(deadline_s=chosen["deadline_s"]), chosen["queue"], chosen["grace_s"], log_json)
+
+
+def _check_seconds(**given: float | None) -> None:
+    for name, seconds in given.items():
+        if seconds is not None and not 0 <= seconds <= LONGEST_S:
+            raise SettingsError(f"--{name} {seconds:g} must be from 0 to {LONGEST_S:,} seconds.")
 
 
 def _keys(chosen: dict[str, Any]) -> tuple[str, ...]:

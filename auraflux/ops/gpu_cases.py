@@ -5,16 +5,42 @@ device, and holds each kernel to its reference on these very shapes before it ti
 GPU, and may not spill registers (`hopper/compile.py`).
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from auraflux.ops._cases import Args, Case
+from auraflux.ops._cases import Case
+from auraflux.ops._gpu_inputs import (
+    BF16,
+    BY_SIGMOID,
+    OTHER_FORMATS,
+    PAGE,
+    append_kv_nbytes,
+    as_cached,
+    codes,
+    dense_nbytes,
+    experts,
+    from_stream,
+    gated,
+    gated_stream,
+    half_nbytes,
+    latent_nbytes,
+    linear_flops,
+    moe,
+    moe_flops,
+    moe_nbytes,
+    mx_product,
+    new_tokens,
+    other_product,
+    product_of,
+    products_nbytes,
+    routed,
+    routed_to,
+    some_of,
+    with_shared,
+)
 from auraflux.ops.attention._latent_cases import down, down_flops, in_bf16, latent_flops, latent_queries, up, up_flops
 from auraflux.ops.attention.cases import attention_flops, queries
 from auraflux.ops.attention.reference import (
@@ -28,10 +54,7 @@ from auraflux.ops.attention.reference import (
 from auraflux.ops.delta.cases import conv, prefill, state_flops, state_nbytes, step, whole, whole_nbytes
 from auraflux.ops.delta.reference import delta_layer_step, gated_delta_prefill, gated_delta_step, short_conv
 from auraflux.ops.linear.reference import add_norm_gate_up, add_norm_linears, add_norm_scores, gate_up_swiglu, linear, linears
-from auraflux.ops.moe._expert_cases import some
-from auraflux.ops.moe.experts import Experts, SharedExpert
-from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture, route
-from auraflux.ops.moe.routing import Routing
+from auraflux.ops.moe.reference import expert_mlp, expert_parts, mixture
 from auraflux.ops.turboquant._inputs import (
     append,
     append_nbytes,
@@ -46,7 +69,6 @@ from auraflux.ops.turboquant._inputs import (
     rope_appended_latent,
 )
 from auraflux.ops.turboquant._inputs import coded as coded_rows
-from auraflux.ops.turboquant.arrangement import arrangement_for
 from auraflux.ops.turboquant.codebook import BITS
 from auraflux.ops.turboquant.reference import (
     append_codes,
@@ -57,11 +79,8 @@ from auraflux.ops.turboquant.reference import (
     turboquant_attention,
     turboquant_latent_attention,
 )
-from auraflux.quant import QTensor
 
-BF16 = torch.bfloat16
 K = 1024
-PAGE = 64
 TOL = 5e-3  # relative RMS: weights and results are rounded to bfloat16, 8 bits each
 TWICE_ROUNDED = 1e-2  # what lies between two products is rounded too
 
@@ -70,176 +89,6 @@ MAIN_PAIRS = ((4, 4), (8, 4), (4, 2))
 # as models are served: keys without centres and scales, the first position and the newest 32 as they are
 KEPT: dict[str, Any] = {"calibrated": True, "plain": (1, 32), "plain_dtype": BF16}
 OTHER_PAIRS = [pair for pair in product(BITS, BITS) if pair not in MAIN_PAIRS]
-
-
-def codes(*shape: int, bits: int, group: int = 64) -> QTensor:
-    """A random weight or stack of them: quantizing a real one would take longer than all the rest."""
-    *stack, rows, width = shape
-    packed = torch.randint(-(2**31), 2**31, (*stack, rows, width * bits // 32), dtype=torch.int32)
-    scales = ((torch.rand(*stack, rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(BF16)
-    return QTensor(packed, scales, -scales * 2 ** (bits - 1), bits, group, shape)
-
-
-def mxfp4(rows: int, width: int) -> QTensor:
-    packed = torch.randint(-(2**31), 2**31, (rows, width // 8), dtype=torch.int32)
-    return QTensor(packed, torch.randint(115, 122, (rows, width // 32), dtype=torch.uint8), None, 4, 32, (rows, width))
-
-
-# formats that MLX has not, and others whose scales are not in bf16: bits, inputs of a group, dtype of scales, whether there
-# are biases
-OTHER_FORMATS = {
-    "fp8": (8, 128, torch.float32, False),
-    "nvfp4": (4, 16, torch.float32, False),
-    "q6k": (6, 16, torch.float32, False),
-    "q3k": (3, 16, torch.float32, False),
-    "iq4": (4, 32, torch.float32, False),
-    "q2k": (2, 16, torch.float32, True),
-    "q4k": (4, 32, torch.float32, True),
-    "q5k": (5, 32, torch.float32, True),
-    "q8_0": (8, 32, torch.float16, True),
-    "tq": (2, 128, torch.float16, True),
-}
-
-
-def other_codes(rows: int, width: int, name: str) -> QTensor:
-    bits, group, dtype, biased = OTHER_FORMATS[name]
-    packed = torch.randint(-(2**31), 2**31, (rows, width * bits // 32), dtype=torch.int32)
-    if name == "fp8":
-        # the highest exponent, which what is no number has, does not occur
-        packed &= -0x40404041
-    scales = ((torch.rand(rows, width // group) + 0.5) / (width**0.5 * 2 ** (bits - 1))).to(dtype)
-    return QTensor(packed, scales, -scales * 2 ** (bits - 1) if biased else None, bits, group, (rows, width))
-
-
-def other_product(tokens: int, rows: int, width: int, name: str) -> Args:
-    return {"x": torch.randn(tokens, width).to(BF16), "weight": other_codes(rows, width, name)}
-
-
-def product_of(tokens: int, rows: int, width: int, bits: int) -> Args:
-    return {"x": torch.randn(tokens, width).to(BF16), "weight": codes(rows, width, bits=bits)}
-
-
-def mx_product(tokens: int, rows: int, width: int) -> Args:
-    return {"x": torch.randn(tokens, width).to(BF16), "weight": mxfp4(rows, width)}
-
-
-def gated(tokens: int, rows: int, width: int) -> Args:
-    return {"x": torch.randn(tokens, width).to(BF16), "gate": codes(rows, width, bits=4), "up": codes(rows, width, bits=4)}
-
-
-def from_stream(tokens: int, width: int, rows: list[int], bits: int | None = 4) -> Args:
-    """The residual stream, what is to be added to it, and weights of codes or, without bits, in bf16."""
-    x, delta = (torch.randn(tokens, width).to(BF16) for _ in range(2))
-    weights = [(torch.randn(n, width) * width**-0.5).to(BF16) if bits is None else codes(n, width, bits=bits) for n in rows]
-    return {"x": x, "delta": delta, "norm": 1 + 0.1 * torch.randn(width), "eps": 1e-6, "weights": weights}
-
-
-def gated_stream(tokens: int, width: int, rows: int) -> Args:
-    args = from_stream(tokens, width, [rows, rows])
-    gate, up = args.pop("weights")
-    return {**args, "gate": gate, "up": up}
-
-
-def products_nbytes(args: Args) -> int:
-    """Weights once, and the tokens they are multiplied with."""
-    weights = args["weights"] if "weights" in args else [args["gate"], args["up"]]
-    return sum(weight.nbytes for weight in weights) + args["x"].nbytes
-
-
-def linear_flops(args: Args) -> int:
-    return 2 * args["x"].numel() * args["weight"].shape[0]
-
-
-def new_tokens(count: int, length: int, heads: int, width: int) -> Args:
-    args = queries([length], [count], (heads, heads), width, page=PAGE, dtype=BF16)
-    k, v = (torch.randn(count, heads, width).to(BF16) for _ in range(2))
-    return {"k": k, "v": v, "pages": args["pages"], "starts": args["starts"]}
-
-
-def append_kv_nbytes(args: Args) -> int:
-    return 2 * (args["k"].nbytes + args["v"].nbytes)
-
-
-def dense_nbytes(args: Args) -> int:
-    """Keys and values of every position once, queries and results."""
-    pages = args["pages"]
-    row = pages.k.shape[1] * (pages.k.shape[3] + pages.v.shape[3]) * pages.k.element_size()
-    return int(pages.lengths.sum()) * row + 2 * args["q"].nbytes
-
-
-def latent_nbytes(args: Args) -> int:
-    pages = args["pages"]
-    row = (pages.latent.shape[2] + pages.rope.shape[2]) * pages.latent.element_size()
-    return int(pages.lengths.sum()) * row + 2 * args["q_latent"].nbytes + args["q_rope"].nbytes
-
-
-def half_nbytes(args: Args) -> int:
-    """Half of the weight, tokens and results: a head has as many rows for keys as for values."""
-    x = args["q_nope"] if "q_nope" in args else args["v"]
-    width, rows = args["weight"].shape[1], args["weight"].shape[0] // x.shape[1] // 2
-    return args["weight"].nbytes // 2 + x.shape[0] * x.shape[1] * (width + rows) * x.element_size()
-
-
-EXPERTS, HIDDEN, INNER = 128, 2048, 768
-ROUTING = Routing(8, "softmax", renormalize=True)
-BY_SIGMOID = Routing(8, "sigmoid", renormalize=True)
-
-
-def experts(count: int = EXPERTS, hidden: int = HIDDEN, inner: int = INNER) -> Experts:
-    gate, up = (codes(count, inner, hidden, bits=4) for _ in range(2))
-    return Experts(gate, up, codes(count, hidden, inner, bits=4))
-
-
-def moe(tokens: int, layer: Experts, routing: Routing = ROUTING) -> Args:
-    x, h = (torch.randn(tokens, layer.hidden).to(BF16) for _ in range(2))
-    scores = torch.randn(tokens, layer.count).to(BF16)
-    return {"x": x, "scores": scores, "routing": routing, "experts": layer, "h": h}
-
-
-def with_shared(args: Args) -> Args:
-    """The same with a shared expert as large as the others."""
-    layer = args["experts"]
-    gate, up, down = (stack[0] for stack in experts(1, layer.hidden, layer.inner).stacks)
-    return {**args, "shared": SharedExpert(gate, up, down), "shared_gate": torch.randn(len(args["x"])).to(BF16)}
-
-
-def routed(tokens: int, layer: Experts) -> Args:
-    args = moe(tokens, layer)
-    ids, weights = route.reference(args["scores"], args["routing"])
-    return {"x": args["x"], "ids": ids, "weights": weights, "experts": layer}
-
-
-def routed_to(tokens: int, count: int) -> Args:
-    return routed(tokens, experts(count))
-
-
-def some_of(tokens: int) -> Args:
-    """All experts but one."""
-    return some(routed(tokens, experts()), [3])
-
-
-def ids_of(args: Args) -> Tensor:
-    return args["ids"] if "ids" in args else route.reference(args["scores"], args["routing"])[0]
-
-
-def moe_nbytes(args: Args) -> int:
-    """The experts that are met once, tokens and results."""
-    layer = args["experts"]
-    size = sum(stack.nbytes for stack in layer.stacks) // layer.count
-    return (len(ids_of(args).unique()) + ("shared" in args)) * size + 2 * args["x"].nbytes
-
-
-def moe_flops(args: Args) -> int:
-    layer, shared = args["experts"], len(args["x"]) if "shared" in args else 0
-    return 6 * (ids_of(args).numel() + shared) * layer.hidden * layer.inner
-
-
-def as_cached(make: Callable[..., Args], *sizes: Any, **options: Any) -> Args:
-    """Arguments whose codes lie in the order that a cache on their device chooses."""
-    args = make(*sizes, **options, page=PAGE, dtype=BF16)
-    pages = args["pages"]
-    chosen = arrangement_for(pages.table.device, pages.key_bits, pages.value_bits, pages.width, PAGE)
-    return {**args, "pages": replace(pages, arrangement=chosen)}
 
 
 def coded(name: str, lengths: list[int], heads: tuple[int, int], width: int, bits: tuple[int, int], **options: Any) -> Case:

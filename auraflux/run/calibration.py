@@ -74,6 +74,12 @@ def folder() -> Path:
     return cache_folder() / "calibration"
 
 
+def check(calibrate: str | Path) -> None:
+    """Refuse a file that cannot be read, before anything is loaded."""
+    if calibrate not in (OFF, AUTO):
+        regular(Path(calibrate))
+
+
 def is_wanted(calibrate: str | Path, shapes: list[Any], settings: CacheSettings) -> bool:
     """Whether keys of some layer are coded, and vectors for them asked for."""
     plan = zip(shapes, settings.plan(shapes), strict=True)

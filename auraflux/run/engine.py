@@ -15,7 +15,8 @@ from auraflux.run.device import device_memory, sent
 from auraflux.run.graph import Replayer
 from auraflux.run.runner import HiddenRunner, Model, Ranks, Runner
 
-# tokens of steps in which prompts are read on a GPU: few sizes, so that they recur; up to 256 weights take longer than tokens
+# tokens of steps in which prompts are read on a GPU: few sizes, so that they recur, and wide apart below 256, where a step
+# takes as long as reading the weights does
 SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 # sequences of steps of writing there; weights are read once whatever the number
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -151,6 +152,7 @@ class Engine:
         """Several tokens of each sequence: the scores after every one, [T, V]."""
         if self._recurs(batch, list(map(len, ids))):
             return self.replayer.verify(batch, ids)
+        # others like it will take as long
         self.replayer.settling = False
         return self.score(self.step(batch, ids))
 

@@ -2,44 +2,34 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from auraflux.cache import CacheSettings
-from auraflux.cache.calibration import ModelVectors
-from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.errors import SettingsError
-from auraflux.machine import cache_folder
 from auraflux.models.config import has_experts
 from auraflux.quant import check_format
 from auraflux.run import calibration
-from auraflux.run.device import chunk_for, device_memory, fetch_kernels, find_device
+from auraflux.run.device import chunk_for, device_memory, find_device
 from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
-from auraflux.run.fit import Fit, Sizes, fitted, free_for
+from auraflux.run.fit import Sizes, fitted, free_for
 from auraflux.run.language import LanguageModel
+from auraflux.run.loading import How, Loading
 from auraflux.run.mtp_drafts import MTPDrafts
 from auraflux.run.ngrams import NGrams
 from auraflux.run.progress import Report, on_terminal
 from auraflux.run.ranks.lead import Lead
 from auraflux.run.ranks.parallel import EXPERTS, TENSOR, Parallel, parse_parallel
-from auraflux.run.ranks.share import Share
 from auraflux.run.scheduler import Scheduler
 from auraflux.run.source import Source
 from auraflux.run.speculate import Speculation
-from auraflux.run.tokenizer import Tokenizer
 from auraflux.weights.expert_settings import ExpertSettings, parse_nbytes
-from auraflux.weights.expert_store import ExpertStore
-from auraflux.weights.fingerprint import fingerprint
-from auraflux.weights.loader import Weights
 from auraflux.weights.pull import locate
-from auraflux.weights.row_table import loaded_nbytes
 from auraflux.weights.slices import Slices
-from auraflux.weights.stored import Checkpoint
 
 GROUP = 64  # of weights that are rounded on the way
 MOST = {"context": 1 << 40, "chunk": 1 << 20, "sequences": 1 << 16}
@@ -95,79 +85,39 @@ def load(
                   which may name other machines. See docs/distributed.md
     report    called with what is done, and how many bytes of how many; by default a bar on a terminal
     """
-    ranks = parse_parallel(parallel) if isinstance(parallel, str) else parallel
+    how = How(find_device(device), quantize, exact, invariant, graphs, calibrate)
     settings = kv if isinstance(kv, CacheSettings) else CacheSettings(kv)
     expert_settings = expert_memory if isinstance(expert_memory, ExpertSettings) else ExpertSettings(expert_memory)
-    target = find_device(device)
+    ranks = parse_parallel(parallel) if isinstance(parallel, str) else parallel
+    _check_counts(context=context, chunk=chunk, sequences=sequences)
     if quantize is not None:
         check_format(quantize, GROUP)
-    _check_counts(context=context, chunk=chunk, sequences=sequences)
-    sizes = Sizes(context, chunk or chunk_for(target, invariant), sequences, cache_memory)
-    # ranks that were called are let go if anything fails
-    with on_terminal(report) as tell, ExitStack() as callers:
+    calibration.check(calibrate)
+    sizes = Sizes(context, chunk or chunk_for(how.device, invariant), sequences, cache_memory)
+    disk_nbytes = None if prefix_disk is None else parse_nbytes(prefix_disk)
+    # who compiles for a model that cannot be loaded is stopped, and ranks that were called are let go
+    with on_terminal(report) as tell, ExitStack() as begun:
         path = locate(None if path_or_name is None else str(path_or_name), tell)
-        if target.type == "cpu" and ranks is None:
-            _begin_compiling(settings, exact)
+        smaller = None if speculate in (None, "ngram", "mtp") else locate(str(speculate), tell)
+        if how.device.type == "cpu" and ranks is None:
+            begun.callback(_begin_compiling(settings, exact))
         source = Source.open(path, settings, speculate == "mtp", ranks)
-        free = free_for(source.checkpoint, target)
-        lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, prefix_disk))
-        fit = fitted(source, target, free, sizes, expert_settings, lead)
-        wanted = calibration.is_wanted(calibrate, source.shapes, source.settings)
-        # what is read depends on the tokens, so their steps cannot be repeated blindly
-        graphs = graphs and (fit.experts is None or fit.experts.share.mapped)
-        if lead is not None:
-            terms = {"quantize": quantize, "exact": exact, "invariant": invariant, "graphs": graphs}
-            lead.agree(source.settings, fit.settings, **terms, sizes=fit.sizes, calibrate=wanted)
-        tokenizer = source.tokenizer()
-        fetch_kernels(target)
-        with device_memory():
-            files = source.module, source.config, source.checkpoint
-            form: dict[str, Any] = {"layers": fit.held, "share": None if lead is None else lead.own()}
-            form["mtp"] = bool(source.further)
-            model = make_model(*files, quantize, fit.dtype, target, fit.experts, tell, **form)
-            # steps of a part of a model, or that read experts from disk, say nothing before they are taken
-            compiles = target.type == "cpu" and lead is None and fit.experts is None
-            find = partial(_vectors, calibrate, source, model, fit, tokenizer, target, lead) if wanted else None
-            vectors = None
-            if compiles:
-                vectors = _compile(model, source, fit, exact, find, tell)
-            elif find is not None:
-                vectors = find(tell)
-        source.watch.check()
-        if lead is not None:
-            lead.ready(vectors)
-            vectors = lead.own().vectors(vectors)
-        callers.pop_all()
-
-    how: dict[str, Any] = {"exact": exact, "invariant": invariant, "graphs": graphs, "vectors": vectors, "ranks": lead}
-    with device_memory():
-        how["hidden"] = bool(source.further)
-        engine = Engine(model, fit.shapes, source.settings, **fit.options, **how, device=target)
-        if engine.alike:
-            engine.try_token()
-        drafts = MTPDrafts.beside(engine, source.further[0]) if source.further else None
-    disk = None
-    if prefix_disk is not None:
-        name = fingerprint(source.path, quantize, exact, engine.cache.format, *["invariant"] * engine.alike)
-        disk = PrefixDisk(Path(prefix_folder or cache_folder() / "prefixes") / name, parse_nbytes(prefix_disk), name)
+        free = free_for(source.checkpoint, how.device)
+        lead = None if ranks is None else begun.enter_context(_lead(ranks, source, how.device, prefix_disk))
+        fit = fitted(source, how.device, free, sizes, expert_settings, lead)
+        loading = Loading(source, fit, lead, how, source.tokenizer())
+        model, vectors = loading.run(tell)
+        begun.pop_all()
+    engine = loading.engine(model, vectors)
     speculation = None
     if speculate is not None:
-        same: dict[str, Any] = {"device": str(target), "kv": kv, "exact": exact, "graphs": graphs, "calibrate": calibrate}
-        same |= {"invariant": invariant, "context": fit.sizes["context"], "sequences": sequences, "chunk": chunk}
-        same["report"] = report
-        speculation = _speculation(speculate, engine, drafts, tokenizer, same)
+        same: dict[str, Any] = {"device": str(how.device), "kv": kv, "exact": exact, "graphs": loading.graphs}
+        same |= {"invariant": invariant, "calibrate": calibrate, "context": fit.sizes["context"], "sequences": sequences}
+        speculation = _speculation(smaller, loading, engine, {**same, "chunk": chunk, "report": report})
+    disk = None if disk_nbytes is None else loading.prefix_disk(engine, disk_nbytes, prefix_folder)
     queue: dict[str, Any] = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": source.watch}
-    scheduler = Scheduler(engine, tokenizer, source.ends(tokenizer), **queue, speculation=speculation)
-    return LanguageModel(scheduler, source.path, _notes(source, fit, lead), fit.experts, model_type=source.kind)
-
-
-def _notes(source: Source, fit: Fit, lead: Lead | None) -> list[str]:
-    """What a user should know of a model that is loaded."""
-    notes = [*source.checkpoint.notes, *(fit.experts.notes if fit.experts is not None else ())]
-    notes += lead.notes if lead is not None else ()
-    if fit.sizes["context"] > source.config.context:
-        notes.append(f"the model was made for texts of {source.config.context:,} tokens, and may write nonsense beyond.")
-    return notes
+    scheduler = Scheduler(engine, loading.tokenizer, source.ends(loading.tokenizer), **queue, speculation=speculation)
+    return LanguageModel(scheduler, source.path, loading.notes(), fit.experts, model_type=source.kind)
 
 
 def _check_counts(**given: int | None) -> None:
@@ -177,53 +127,14 @@ def _check_counts(**given: int | None) -> None:
             raise SettingsError(f"{name}={count!r:.80} must be a whole number from 1 to {MOST[name]:,}.")
 
 
-def _begin_compiling(settings: CacheSettings, exact: bool) -> None:
-    """Begin with the kernels that a CPU will most likely need."""
+def _begin_compiling(settings: CacheSettings, exact: bool) -> Callable[[], None]:
+    """Begin with the kernels that a CPU will most likely need; gives what ends that again."""
     # it needs Numba, which a GPU does without
+    from auraflux.ops.simd.ahead import end_early
     from auraflux.run.prepare import begin_compiling
 
     begin_compiling(settings, exact)
-
-
-def _compile(
-    model: Any, source: Source, fit: Fit, exact: bool, find: Callable[[Report], ModelVectors | None] | None, report: Report
-) -> ModelVectors | None:
-    """Compile the kernels that a CPU will need, and find what is known of keys meanwhile."""
-    from auraflux.run.prepare import compile_kernels
-
-    how: dict[str, Any] = {"exact": exact, "calibrate": find, "dtype": fit.dtype}
-    return compile_kernels(model, source.shapes, source.settings, **how, report=report)
-
-
-def _vectors(
-    calibrate: str | Path,
-    source: Source,
-    model: Any,
-    fit: Fit,
-    tokenizer: Tokenizer | None,
-    device: torch.device,
-    lead: Lead | None,
-    report: Report,
-) -> ModelVectors | None:
-    """What is known of a model's keys: kept from before, or found now."""
-    nbytes = loaded_nbytes(source.checkpoint.sizes())
-    count = calibration.enough_tokens(nbytes, device, fit.experts is not None and not fit.experts.share.mapped)
-    run = model if lead is None else lead.passing(model)
-    about: dict[str, Any] = {"dtype": fit.dtype, "device": device, "nbytes": nbytes, "report": report, "others": lead}
-    return calibration.vectors_for(calibrate, run, source.shapes, source.path, tokenizer, count, **about)
-
-
-def _speculation(
-    what: str | Path, engine: Engine, drafts: MTPDrafts | None, tokenizer: Tokenizer | None, same: dict[str, Any]
-) -> Speculation:
-    """What guesses at texts; `same` is how a second model is loaded."""
-    if what == "ngram":
-        return Speculation(NGrams, engine.chunk)
-    if drafts is not None:
-        return Speculation(drafts.begin, engine.chunk, drafts.propose, drafts.hear)
-    small, vocab = load(what, **same), engine.model.config.vocab
-    check_tokens(tokenizer, small.tokenizer, (vocab, small.engine.model.config.vocab), str(what))
-    return Speculation(lambda: ModelDraft(small.engine, vocab), engine.chunk)
+    return end_early
 
 
 def _lead(ranks: Parallel, source: Source, device: torch.device, disk: str | int | None) -> Lead:
@@ -244,31 +155,14 @@ def _lead(ranks: Parallel, source: Source, device: torch.device, disk: str | int
     return Lead(ranks, source.checkpoint, device)
 
 
-def make_model(
-    module: Any,
-    config: Any,
-    checkpoint: Checkpoint,
-    bits: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    experts: ExpertStore | None,
-    report: Report,
-    layers: range | None = None,
-    share: Share | None = None,
-    mtp: bool = False,
-) -> Any:
-    """Load a model, or some of its layers, or a share of each; `mtp` with the layer that predicts further tokens."""
-    total, done = sum(checkpoint.sizes().values()), 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        report("loading", done, total)
-
-    form: dict[str, Any] = {"bits": bits, "dtype": dtype, "device": device, "span": layers, "mtp": mtp}
-    if share is not None:
-        form |= {"division": share.division, "slices": share.slices}
-    weights = Weights(checkpoint, module.rename, **form, experts=experts, advance=advance)
-    model = module.Model(config, weights)
-    weights.done()
-    return model
+def _speculation(smaller: Path | None, loading: Loading, engine: Engine, same: dict[str, Any]) -> Speculation:
+    """What guesses at texts: a smaller model, loaded as `same` says, the model's own further layer, or the text so far."""
+    if smaller is not None:
+        small, vocab = load(smaller, **same), engine.model.config.vocab
+        check_tokens(loading.tokenizer, small.tokenizer, (vocab, small.engine.model.config.vocab), str(smaller))
+        return Speculation(lambda: ModelDraft(small.engine, vocab), engine.chunk)
+    if not loading.source.further:
+        return Speculation(NGrams, engine.chunk)
+    with device_memory():
+        drafts = MTPDrafts.beside(engine, loading.source.further[0])
+    return Speculation(drafts.begin, engine.chunk, drafts.propose, drafts.hear)

@@ -111,10 +111,15 @@ def _schema(value: str | dict[str, Any]) -> Any:
 def _turns(messages: list[Message], limits: Limits) -> list[Turn]:
     """Give the messages to a template; some templates want the name of the tool that a result is of."""
     turns = [_turn(message, number, limits) for number, message in enumerate(messages)]
-    names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
-    for turn in turns:
-        if turn["role"] == "tool" and turn.get("tool_call_id") in names:
-            turn.setdefault("name", names[turn["tool_call_id"]])
+    names: dict[str, str] = {}
+    for number, turn in enumerate(turns):
+        names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ())}
+        called = turn.get("tool_call_id") if turn["role"] == "tool" else None
+        if called is None:
+            continue
+        if called not in names:
+            raise InputError(f"messages.{number} answers tool call {called[:80]!r}, and no message before it has that call.")
+        turn.setdefault("name", names[called])
     return turns
 
 

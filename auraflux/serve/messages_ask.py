@@ -113,10 +113,10 @@ def _result(block: Message, at: str, names: dict[str, str]) -> Message:
     if content is not None and not isinstance(content, str | list):
         raise InputError(f"{at}.content is {_shown(content)}; it must be a string or a list of blocks.")
     text = _text(content or "", f"{at}.content")
-    message = {"role": "tool", "tool_call_id": call, "content": f"Error: {text}" if block.get("is_error") is True else text}
-    if call in names:
-        message["name"] = names[call]
-    return message
+    if call not in names:
+        raise InputError(f"{at} is the result of tool_use {call[:80]!r}, and no message before it has that tool_use.")
+    text = f"Error: {text}" if block.get("is_error") is True else text
+    return {"role": "tool", "tool_call_id": call, "name": names[call], "content": text}
 
 
 def _blocks(content: str | list[Any], where: str) -> list[tuple[Message, str]]:

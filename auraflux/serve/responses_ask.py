@@ -137,10 +137,10 @@ class _Reading:
         call = item.get("call_id", item.get("id"))
         if not isinstance(call, str):
             raise InputError(f"{at}.call_id must be a string.")
-        message = {"role": "tool", "tool_call_id": call, "content": _text(item.get("output"), f"{at}.output")}
-        if call in self._names:
-            message["name"] = self._names[call]
-        self._messages.append(message)
+        text = _text(item.get("output"), f"{at}.output")
+        if call not in self._names:
+            raise InputError(f"{at} is the output of call {call[:80]!r}, and no item before it is that call.")
+        self._messages.append({"role": "tool", "tool_call_id": call, "name": self._names[call], "content": text})
 
     def _turn(self, fresh: bool) -> Message:
         """Give the assistant's message that an item belongs to; with `fresh`, one that has not said or called anything."""

@@ -7,12 +7,13 @@ from auraflux.bench.gpu.peers import PEERS, Peer, attention, linear, moe
 from auraflux.bench.gpu.run import gpu_cases
 from auraflux.errors import InputError
 from auraflux.ops._cases import Case, relative_rms
+from auraflux.ops._gpu_inputs import BF16, as_cached, experts, moe_flops, moe_nbytes, mx_product, product_of, routed
+from auraflux.ops._gpu_inputs import moe as moe_args
 from auraflux.ops.attention._latent_cases import latent_queries
 from auraflux.ops.attention.cases import queries
 from auraflux.ops.attention.reference import attention as attend_dense
 from auraflux.ops.attention.reference import latent_attention
-from auraflux.ops.gpu_cases import BF16, CASES, as_cached, experts, moe_flops, moe_nbytes, mx_product, product_of, routed
-from auraflux.ops.gpu_cases import moe as moe_args
+from auraflux.ops.gpu_cases import CASES
 from auraflux.ops.linear.reference import linear as multiply
 from auraflux.ops.moe.reference import expert_mlp
 from auraflux.ops.moe.routing import Routing

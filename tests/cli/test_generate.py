@@ -99,7 +99,7 @@ def test_text_is_on_stdout_and_figures_on_stderr():
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()
     assert "written 5 tokens" in result.stderr
-    assert re.search(r"cache [\d.]+ MB \(k4v4, [\d.]+ MB of it as it is\); uncompressed [\d.]+ MB", result.stderr)
+    assert re.search(r"cache [\d.]+ [kM]B \(k4v4, [\d.]+ [kM]B of it as it is\); uncompressed [\d.]+ [kM]B", result.stderr)
 
 
 def test_json_has_text_and_figures():

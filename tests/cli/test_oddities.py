@@ -1,6 +1,7 @@
 """Command lines, settings and streams that nobody means: one sentence, the right exit code, never a traceback."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,12 +15,18 @@ from click.testing import CliRunner
 import auraflux
 from auraflux.cache import CacheSettings
 from auraflux.cli import main
-from auraflux.errors import FormatError, InputError, SettingsError
+from auraflux.errors import AurafluxError, FormatError, InputError, SettingsError
+from auraflux.run.loading import Loading
 from auraflux.run.sampling import Sampling
 from tests.run.tiny import tiny
 from tests.weights.gguf_files import llama_tensors, write_gguf
 
 KEEP = ("-n", "2", "--context", "64")
+NO_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+UNWRITABLE = [
+    pytest.param("&-", "Bad file descriptor", id="closed"),
+    pytest.param("/dev/full", "No space left on device", marks=NO_FULL, id="full"),
+]
 
 
 def shell(words: list[Any], redirected: str) -> subprocess.CompletedProcess[str]:
@@ -54,23 +61,22 @@ def test_a_stdin_that_is_no_text_is_one_sentence():
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize(("where", "why"), UNWRITABLE)
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["--version"], *(pytest.param(["inspect", tiny(), *how], marks=pytest.mark.slow) for how in ([], ["--json"]))],
 )
-def test_a_full_disk_at_the_other_end_is_one_sentence(words: list[Any]):
-    done = shell(words, ">/dev/full")
-    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
-    assert shell(words, ">/dev/full 2>/dev/full").returncode == 1
+def test_output_that_cannot_be_written_is_one_sentence(words: list[Any], where: str, why: str):
+    done = shell(words, f">{where}")
+    assert (done.returncode, done.stderr) == (1, f"error: the output cannot be written: {why}.\n")
+    assert shell(words, f">{where} 2>{where}").returncode == 1
 
 
-def test_text_that_cannot_be_written_is_one_sentence():
-    if not os.path.exists("/dev/full"):
-        pytest.skip("the system has no /dev/full")
-    done = shell(["generate", tiny(), "-p", "The quick", *KEEP], ">/dev/full")
+@pytest.mark.parametrize(("where", "why"), UNWRITABLE)
+def test_text_that_cannot_be_written_is_one_sentence(where: str, why: str):
+    done = shell(["generate", tiny(), "-p", "The quick", *KEEP], f">{where}")
     assert done.returncode == 1
-    assert done.stderr.endswith("error: the output cannot be written: No space left on device.\n")
+    assert done.stderr.endswith(f"error: the output cannot be written: {why}.\n")
     assert "Traceback" not in done.stderr
 
 
@@ -119,6 +125,26 @@ def test_a_destination_that_cannot_be(tmp_path: Path):
 def test_options_beyond_reason(options: list[str], said: str):
     prompt = [] if "--prompt" in options else ["-p", "a"]
     assert said in refused("generate", tiny(), *prompt, "-n", "2", *options)
+
+
+@pytest.mark.parametrize("option", ["--grace", "--deadline"])
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_seconds_of_a_server(option: str, seconds: str):
+    assert f"{option} {seconds} must be from 0 to 604,800 seconds" in refused("serve", tiny(), option, seconds)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"speculate": "/nowhere"}, "there is no model '/nowhere'"),
+        ({"calibrate": "/nowhere"}, "/nowhere cannot be read"),
+        ({"prefix_disk": "much"}, "'much' is not a size"),
+    ],
+)
+def test_what_is_wrong_is_said_before_weights_are_read(given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Loading, "run", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(AurafluxError, match=re.escape(said)):
+        auraflux.load(tiny(), device="cpu", context=64, **given)
 
 
 def test_bits_are_looked_at_before_a_file_of_codes_is_loaded(tmp_path: Path):

@@ -5,13 +5,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import auraflux
+from auraflux.errors import FormatError
 from auraflux.ops import rms_norm, swiglu
 from auraflux.ops.attention.cpu.page_index import survey
+from auraflux.ops.simd import ahead
 from auraflux.ops.simd.ahead import compile_all, noted
+from auraflux.run import prepare
 
 X, WEIGHT = torch.ones(1, 64), torch.full((64,), 2.0)
 
@@ -177,6 +182,16 @@ def test_what_was_begun_early_is_not_begun_again(tmp_path: Path, wanted: bool, k
     assert done.stdout == "meanwhile\n"
 
 
+def test_who_compiles_for_a_model_that_cannot_be_loaded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ended: list[str] = []
+    process = SimpleNamespace(terminate=lambda: ended.append("early"))
+    monkeypatch.setattr(prepare, "begin", lambda kernels: ahead._early.append(ahead._Early(kernels, process)))
+    with pytest.raises(FormatError, match=r"no config\.json"):
+        auraflux.load(tmp_path, device="cpu")
+    assert ended == ["early"]
+    assert not ahead._early
+
+
 def test_what_fails_meanwhile_is_heard_of():
     with pytest.raises(ZeroDivisionError):
         compile_all([], meanwhile=lambda pause: 1 / 0)
@@ -188,6 +203,7 @@ def test_kernels_are_found_again_by_other_processes():
 import torch
 from auraflux.ops import latent_output, linear
 from auraflux.ops.simd.ahead import compile_all, noted
+from auraflux.run import prepare
 from auraflux.quant.qtensor import quantize
 with noted() as kernels:
     linear(torch.ones(1, 64), quantize(torch.ones(64, 64), 4, 32))

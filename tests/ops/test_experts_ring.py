@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from auraflux.ops._cases import relative_rms
-from auraflux.ops.gpu_cases import experts as random_experts
+from auraflux.ops._gpu_inputs import experts as random_experts
 from auraflux.ops.moe._expert_cases import layer
 from auraflux.ops.moe.cuda.stacks import Added
 from auraflux.ops.moe.experts import Experts, SharedExpert

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from auraflux.ops._cases import relative_rms
-from auraflux.ops.gpu_cases import codes
+from auraflux.ops._gpu_inputs import codes
 from auraflux.ops.linear.reference import linear
 
 pytest.importorskip("triton")

@@ -303,6 +303,7 @@ def test_logprobs():
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"messages": [{"role": "tool", "tool_call_id": "c", "content": "x"}]}, "messages.0 answers tool call 'c', and no"),
         ({"n": 9}, "at most 8 for n"),
         ({"n": 0}, "n: "),
         ({"stop": ["x"] * 17}, "at most 16 for stop"),

@@ -412,6 +412,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         turn({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),
         "content.0.content.0 is of type 'image'",
     ),
+    (turn({"type": "tool_result", "tool_use_id": "t", "content": "x"}), "content.0 is the result of tool_use 't', and no"),
     (turn({"type": "tool_use", "id": "t", "name": "f", "input": "x"}, role="assistant"), "input"),
     (turn({"type": "tool_use", "name": "f", "input": {}}, role="assistant"), ".id"),
     (turn({"type": "server_tool_use", "id": "t"}, role="assistant"), "server_tool_use"),

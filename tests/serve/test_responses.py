@@ -379,6 +379,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (items({"type": "function_call", "name": "f", "arguments": {}, "call_id": "c"}), "arguments"),
     (items({"type": "function_call_output", "output": "x"}), "call_id"),
     (items({"type": "function_call_output", "call_id": "c"}), "output"),
+    (items({"type": "function_call_output", "call_id": "c", "output": "x"}), "input.0 is the output of call 'c', and no"),
     (items({"type": "reasoning", "summary": 3}), "summary"),
     (items({"type": "local_shell_call", "call_id": "c"}), "action"),
 ]

@@ -96,6 +96,12 @@ def begin(kernels: list[Kernel]) -> None:
         _early.append(_Early(kernels, _start(work)))
 
 
+def end_early() -> None:
+    """Stop what `begin` began, where nobody will ask for it."""
+    while _early:
+        _early.pop().process.terminate()
+
+
 def _taken_early(kernels: list[Kernel]) -> _Early | None:
     """Who compiles some of these kernels already; who compiles only others is stopped."""
     early = _early.pop() if _early else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from auraflux.ops.attention.pages import KVPages, places_of
 from auraflux.ops.rope.frequencies import rope_frequencies
 from auraflux.ops.turboquant.arrangement import Arrangement
 from auraflux.ops.turboquant.calibration import BLOCK, Calibration, angle_table
-from auraflux.ops.turboquant.codebook import Codebook
+from auraflux.ops.turboquant.codebook import BITS, Codebook
 from auraflux.ops.turboquant.pages import Codebooks, CodePages, LatentCodes, row_words
 from auraflux.ops.turboquant.plain import PlainLatents, PlainPages, RowPages
 
 BF16 = torch.bfloat16
 WIDTHS = (64, 80, 96, 128, 256, 512)
 SEED = 7
+PAIRS = list(product(BITS, BITS))
 
 
 def vectors(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -387,3 +389,10 @@ def attend_flops(args: Args) -> int:
 def causal_pairs(args: Args) -> int:
     counts = args["starts"].diff().tolist()
     return sum(n * length - n * (n - 1) // 2 for n, length in zip(counts, args["pages"].lengths.tolist(), strict=True))
+
+
+# queries, weights and levels rounded to bytes, or, on a GPU, to float16
+FAST: dict[str, Any] = {"exact": False, "tol": 1e-2}
+ROUNDED: dict[str, Any] = {"tol": 6e-3, "slow": True}
+PROMPT: dict[str, Any] = {"page": 64, "dtype": BF16}
+BENCH: dict[str, Any] = {"bench": True, "nbytes": attend_nbytes, "flops": attend_flops}

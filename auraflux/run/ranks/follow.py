@@ -19,7 +19,7 @@ from auraflux.run.calibrate import find_vectors
 from auraflux.run.calibration import samples
 from auraflux.run.device import activation_dtype, find_device
 from auraflux.run.fit import keep_experts
-from auraflux.run.load import make_model
+from auraflux.run.loading import make_model
 from auraflux.run.ranks.answers import Answers
 from auraflux.run.ranks.devices import Devices
 from auraflux.run.ranks.group import JOIN_S, Group, Place, address_towards

@@ -189,6 +189,9 @@ def test_a_model_that_loads_is_waited_for(page, site):
 def test_failures_are_said_and_can_be_tried_again(page, site, question, problem):
     ask(page, question)
     expect(page.locator(".problem.failed")).to_contain_text(problem)
+    # there is one way to try again, and nothing to copy of an answer that never began
+    expect(page.get_by_role("button", name="Answer again")).to_be_hidden()
+    expect(page.get_by_role("button", name="Copy answer")).to_be_visible(visible=question != "refuse")
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".reply .turns")).to_have_text("2/2")
     assert len(site.asked) == 2
@@ -224,6 +227,12 @@ def test_a_phone_shows_everything_within_its_width(browser, site):
     expect(page.locator("#conversations .open")).to_be_in_viewport()
     page.keyboard.press("Escape")
     expect(page.locator("#sidebar")).to_be_hidden()
+    page.click("#menu")
+    page.click("#open-settings")
+    page.click("#close-settings")
+    # who has chosen the settings is done with the list
+    expect(page.locator("#sidebar")).to_be_hidden()
+    expect(page.locator("#menu")).to_be_focused()
     context.close()
 
 

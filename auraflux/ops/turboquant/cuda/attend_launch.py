@@ -20,7 +20,8 @@ from auraflux.ops.hopper.split_kv import ALIKE_SPLITS, keys_each, merged_at_once
 from auraflux.ops.hopper.split_kv import splits_for as fixed_splits_for
 from auraflux.ops.turboquant.codebook import Codebook, codebook
 from auraflux.ops.turboquant.cuda.arguments import kept_of, keys_of, plain_of, shape_of, values_of
-from auraflux.ops.turboquant.cuda.attend import Scores, Work, attend_pairs, ring_begin
+from auraflux.ops.turboquant.cuda.attend import Scores, Work, attend_pairs
+from auraflux.ops.turboquant.cuda.attend_codes import ring_begin
 from auraflux.ops.turboquant.cuda.attend_kept import centres_of
 from auraflux.ops.turboquant.cuda.attend_merge import finish_pairs, finish_rotated
 from auraflux.ops.turboquant.cuda.attend_shares import finish_in_order

@@ -32,6 +32,8 @@ export function startDrawer() {
   });
   byId("close-drawer").addEventListener("click", closeDrawer);
   byId("scrim").addEventListener("click", closeDrawer);
+  // before the dialog opens, which gives the focus back to where it was
+  byId("open-settings").addEventListener("click", closeDrawer, { capture: true });
   addEventListener("keydown", closeByKey, { capture: true });
   narrow.addEventListener("change", () => set(false));
   set(false);

@@ -67,11 +67,11 @@ class Reply {
     this.problem = el("div", { className: "problem" });
     this.turns = el("span", { className: "turns" });
     this.figures = el("dl", { className: "figures" });
-    const copying = iconButton("copy", "Copy answer", () => copyFrom(copying, message.content));
-    const retrying = iconButton("retry", "Answer again", () => act.retry(message));
+    this.copying = iconButton("copy", "Copy answer", () => copyFrom(this.copying, message.content));
+    this.retrying = iconButton("retry", "Answer again", () => act.retry(message));
     const removing = iconButton("trash", "Delete answer", () => act.remove(message));
-    const altering = el("span", { className: "altering" }, retrying, removing);
-    const actions = el("div", { className: "actions" }, this.turns, copying, altering);
+    const altering = el("span", { className: "altering" }, this.retrying, removing);
+    const actions = el("div", { className: "actions" }, this.turns, this.copying, altering);
     this.foot = el("footer", {}, this.figures, actions);
     this.element = el("article", { className: "message reply", ariaLabel: "Answer" }, this.body, this.waiting, this.problem, this.foot);
     this.update();
@@ -99,6 +99,9 @@ class Reply {
       const again = () => this.act.retry(message);
       this.problem.append(el("button", { type: "button", className: "text-button", onclick: again }, "Try again"));
     }
+    this.copying.hidden = !message.content;
+    // a failure has a button of its own for it
+    this.retrying.hidden = message.state === "failed";
     const parts = figureParts(message.figures);
     this.figures.replaceChildren(...parts.map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text))));
   }

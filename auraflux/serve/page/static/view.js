@@ -62,7 +62,7 @@ export function welcome(model, suggestions, use) {
   const buttons = suggestions.map((text) => el("button", { type: "button", className: "suggestion", onclick: () => use(text) }, text));
   return [
     el("h2", {}, "What would you like to know?"),
-    el("p", {}, [model?.id, ...facts].filter(Boolean).join(" · ")),
+    el("p", {}, model?.id ?? "", el("br"), facts.join(" · ")),
     el("div", { className: "suggestions" }, ...buttons),
   ];
 }
