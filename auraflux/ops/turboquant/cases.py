@@ -55,6 +55,7 @@ BYTES = list(product(PAIR_BITS, PAIR_BITS))  # of which values may lie in pairs
 # bits of keys and values, width: some cross the edges of words
 UNITS = ((3, 3, 128), (6, 4, 128), (4, 6, 64), (3, 6, 256), (8, 3, 128), (6, 6, 64), (2, 6, 128))
 
+MANY = [150, 37, 1, 64, 97, 33, 20, 200]
 # what keys leave out, and what is kept as it is: as models are served, and each alone
 KEPT: dict[str, dict[str, Any]] = {
     "kept": {"calibrated": True, "plain": (1, 32)},
@@ -436,6 +437,9 @@ CASES = [
     Case(turboquant_partials, "kept-fast", lambda: attend([333], [1], (8, 2), 128, (8, 4), block=100, **KEPT["kept"]), **FAST),
     Case(turboquant_partials, "kept-prefill", lambda: attend([150], [90], (4, 2), 64, block=40, sinks=True, **KEPT["kept"])),
     Case(turboquant_attention, "fast-kept-mixed", lambda: attend([200, 150], [3, 1], (4, 2), 64, **KEPT["kept"]), **FAST),
+    # more texts than threads, whose heads are then read one after the other, and three heads to a key head
+    Case(turboquant_attention, "kept-many", lambda: attend(MANY, [1] * 8, (9, 3), 64, **KEPT["kept"])),
+    Case(turboquant_attention, "fast-kept-many", lambda: attend(MANY, [1] * 8, (9, 3), 64, **KEPT["kept"]), **FAST),
     Case(turboquant_attention, "fast-kept-long", lambda: attend([3000], [1], (4, 1), 64, page=64, **KEPT["kept"]), **FAST),
     Case(turboquant_partials, "kept", lambda: attend([70, 33], [1, 3], (4, 2), 64, block=16, calibrated=True, plain=(1, 8))),
     Case(turboquant_attention, "many-tokens", lambda: attend([512], [128], (16, 4), 128, bits=(8, 4), page=64), **BENCH),
