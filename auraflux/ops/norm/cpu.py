@@ -4,10 +4,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, jit, like, real, share, threads
 from auraflux.ops.simd.math import silu
 
-PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+# elements; below this, waking the threads costs more than the work
+PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 16
 
 
 @jit

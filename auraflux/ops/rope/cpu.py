@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from auraflux.ops.norm.cpu import rms_norm
+from auraflux.ops.simd.isa import ISA
 from auraflux.ops.simd.jit import Kernel, arguments, as_float, floats, int32s, int64s, jit, like, real, share, strict, threads
 
-PARALLEL_FROM = 1 << 16  # elements; below this, waking the threads costs more than the work
+# elements; below this, waking the threads costs more than the work
+PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 16
 
 # a quarter turn in two parts: the first has 33 bits, so that its product with a number of quarters below 2**20 is exact
 QUARTER_HIGH, QUARTER_LOW, PER_QUARTER = 1.570796326734125614166, 6.077100506506192e-11, 2 / np.pi

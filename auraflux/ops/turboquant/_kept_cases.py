@@ -28,6 +28,7 @@ from auraflux.ops.turboquant.reference import (
     turboquant_partials,
 )
 
+MANY = [150, 37, 1, 64, 97, 33, 20, 200]  # lengths of texts
 # what keys leave out, and what is kept as it is: as models are served, and each alone
 KEPT: dict[str, dict[str, Any]] = {
     "kept": {"calibrated": True, "plain": (1, 32)},
@@ -128,6 +129,9 @@ KEPT_CASES = [
     Case(turboquant_partials, "kept-fast", lambda: attend([333], [1], (8, 2), 128, (8, 4), block=100, **KEPT["kept"]), **FAST),
     Case(turboquant_partials, "kept-prefill", lambda: attend([150], [90], (4, 2), 64, block=40, sinks=True, **KEPT["kept"])),
     Case(turboquant_attention, "fast-kept-mixed", lambda: attend([200, 150], [3, 1], (4, 2), 64, **KEPT["kept"]), **FAST),
+    # more texts than threads, whose heads are then read one after the other, and three heads to a key head
+    Case(turboquant_attention, "kept-many", lambda: attend(MANY, [1] * 8, (9, 3), 64, **KEPT["kept"])),
+    Case(turboquant_attention, "fast-kept-many", lambda: attend(MANY, [1] * 8, (9, 3), 64, **KEPT["kept"]), **FAST),
     Case(turboquant_attention, "fast-kept-long", lambda: attend([3000], [1], (4, 1), 64, page=64, **KEPT["kept"]), **FAST),
     Case(turboquant_partials, "kept", lambda: attend([70, 33], [1, 3], (4, 2), 64, block=16, calibrated=True, plain=(1, 8))),
 ]

@@ -113,6 +113,12 @@ def score_block(seen, desk, base, first, last, softcap, threshold, more, more_st
     fill(keys + step * (last - place), (batches * LANES - (last - place)) * desk.room, ZERO)
     laid = laid_keys(keys, step, batches, desk.laid)
     score_rows(seen.size, desk.queries, step, laid, step, batches, desk.scores + 4 * LANES * skipped, LINE)
+    weigh_block(seen, desk, base, first, last, softcap, threshold, more, more_step)
+
+
+@jit
+def weigh_block(seen, desk, base, first, last, softcap, threshold, more, more_step):
+    """Turn the scores of a block's positions [first, last) into weights; `more` as `score_block` takes it."""
     for r in range(seen.size):
         scores, added = desk.scores + r * LINE, ZERO
         if more:

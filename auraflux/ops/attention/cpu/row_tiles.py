@@ -21,7 +21,9 @@ PART = 512  # positions that are summed up apart from others, and then joined in
 LOOPED = BLOCK // LANES > 8  # whether a block has more vectors than registers can hold
 KEYS = LANES // 4
 TALL = 3 if LANES == 8 else 6  # rows of a tile, whose sums stay in registers
+ODD = 3 if LANES == 4 else 0  # rows of a tile for an odd number, which one and two rows apart would wait for longer; 0 for none
 WIDE = 2 if LANES == 8 else 4  # vectors of a value
+COLUMN = WIDE * BYTES
 
 
 def quarters(b, rows):
@@ -262,6 +264,9 @@ def score_rows(rows, q, q_step, keys, step, batches, scores, line):
     while r + TALL <= rows:
         score_tile((TALL, q + r * q_step, q_step, keys, step, batches, scores + r * line, line))
         r += TALL
+    if ODD and (rows - r) % 2 and r + ODD <= rows:
+        score_tile((ODD, q + r * q_step, q_step, keys, step, batches, scores + r * line, line))
+        r += ODD
     while r + 2 <= rows:
         score_tile((2, q + r * q_step, q_step, keys, step, batches, scores + r * line, line))
         r += 2
@@ -279,20 +284,26 @@ def _add_columns(rows, first, weights, line, values, step, count, sums, sum_step
 
 
 @jit
+def add_wide_column(rows, weights, line, values, step, count, sums, sum_step, keeps):
+    """`add_values` for WIDE vectors of every row."""
+    r = 0
+    while r + TALL <= rows:
+        value_tile((TALL, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+        r += TALL
+    if ODD and (rows - r) % 2 and r + ODD <= rows:
+        value_tile((ODD, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+        r += ODD
+    while r + 2 <= rows:
+        value_tile((2, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+        r += 2
+    if r < rows:
+        value_tile((1, WIDE, weights + r * line, line, values, step, count, sums + r * sum_step, sum_step, keeps + 4 * r))
+
+
+@jit
 def add_values(rows, weights, line, values, step, count, sums, sum_step, keeps):
     """Scale the sums of rows by `keeps`, and add values, rows of `step` bytes, by their weights."""
-    whole = step // (WIDE * BYTES) * (WIDE * BYTES)
-    for column in range(0, whole, WIDE * BYTES):
-        r, these = 0, values + column
-        while r + TALL <= rows:
-            place = sums + r * sum_step + column
-            value_tile((TALL, WIDE, weights + r * line, line, these, step, count, place, sum_step, keeps + 4 * r))
-            r += TALL
-        while r + 2 <= rows:
-            place = sums + r * sum_step + column
-            value_tile((2, WIDE, weights + r * line, line, these, step, count, place, sum_step, keeps + 4 * r))
-            r += 2
-        if r < rows:
-            place = sums + r * sum_step + column
-            value_tile((1, WIDE, weights + r * line, line, these, step, count, place, sum_step, keeps + 4 * r))
+    whole = step // COLUMN * COLUMN
+    for column in range(0, whole, COLUMN):
+        add_wide_column(rows, weights, line, values + column, step, count, sums + column, sum_step, keeps)
     _add_columns(rows, whole, weights, line, values, step, count, sums, sum_step, keeps)

@@ -32,7 +32,7 @@ UNPACK_FROM = 16  # tokens that repay unpacking a block first
 TOGETHER = max(1, 16 // BLOCK)  # blocks that are unpacked before tokens come: what is read again is then the smaller part
 # below these, waking the threads costs more than the work
 PARALLEL_FROM = 1 << 16  # weights times tokens
-PREPARE_PARALLEL_FROM = 1 << 13  # activations; fewer are made ready by every thread for itself
+PREPARE_PARALLEL_FROM = 1 << 12 if ISA.lanes == 4 else 1 << 13  # activations; fewer are made ready by every thread for itself
 
 KINDS: dict[torch.dtype | str, str] = {
     torch.bfloat16: "bf16",

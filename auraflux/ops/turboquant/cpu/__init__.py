@@ -48,6 +48,7 @@ from auraflux.ops.turboquant.pages import CodePages, LatentCodes, RowCodes, row_
 PARALLEL_FROM = 1 << 12
 ENCODE_PARALLEL_FROM = 1 << 10
 JOBS_PER_THREAD = 4
+SEQUENCES_PER_THREAD = 2  # that keep threads busy with what is kept of all heads of one
 FEWEST = 8  # rows of queries that an item should have: what is looked up of keys serves all of them
 
 
@@ -330,11 +331,18 @@ def _attend(
         work,
         scratch,
         *(unrotated, vectors.along, vectors.across, vectors.table),
-        *(int(pages.plain is not None), oldest.positions, newest.positions),
+        *(_plain_items(pages, jobs), oldest.positions, newest.positions),
         *(loops_for(pages.key_bits, pages.value_bits) if kernel is attend_int8 else NO_LOOPS),
         attend_kept.address,
     )
     kernel(jobs, *step, *oldest, *newest)
+
+
+def _plain_items(pages: CodePages, jobs: int) -> int:
+    """How many items of a block of queries read what is kept as it is: one for all heads where sequences are many."""
+    if pages.plain is None:
+        return 0
+    return 1 if len(pages.lengths) >= SEQUENCES_PER_THREAD * jobs else pages.heads
 
 
 def _rows_of_item(rows: int, others: int, jobs: int) -> int:

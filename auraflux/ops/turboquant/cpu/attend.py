@@ -81,11 +81,16 @@ def _attending(attend_to_codes: Any) -> Kernel:
         work = step.space + job * step.scratch
         b, before, number = take(step, 0, 0)
         while b < step.sequences:
-            coded = count_items(step, b)[0]
-            if number < coded:
-                attend_to_codes(step, b, number, work)
+            coded, count = count_items(step, b)
+            # what takes longest comes first
+            plain = count - coded
+            if number >= plain:
+                attend_to_codes(step, b, number - plain, work)
+            elif step.plain == 1:
+                for place in range(number * step.key_heads, (number + 1) * step.key_heads):
+                    call_kernel(step.attend_kept, (args, b, place, work))
             else:
-                call_kernel(step.attend_kept, (args, b, number - coded, work))
+                call_kernel(step.attend_kept, (args, b, number, work))
             b, before, number = take(step, b, before)
 
     return attend

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from auraflux.ops.simd.jit import LINE, Kernel, arguments, floats, int32s, int64s, share
 from auraflux.ops.turboquant.codebook import Codebook, _tables, unusual
+from auraflux.ops.turboquant.cpu.attend_int8_tiles import ask_for
 from auraflux.ops.turboquant.cpu.centres import Vectors, reduce_row, scale_row
 from auraflux.ops.turboquant.cpu.codec import BLOCK, CHUNK, encode_block, rotate_row, scratch_nbytes, unpack_row
-from auraflux.ops.turboquant.cpu.kept_rows import Kept, keep_row
+from auraflux.ops.turboquant.cpu.kept_rows import Kept, keep_row, kept_at, size_of
 from auraflux.ops.turboquant.cpu.quantize import search_table
 from auraflux.ops.turboquant.rotation import rotation
 
@@ -160,6 +161,11 @@ def build_append(width: int) -> Kernel:
                     position = np.int64(lengths[b]) - starts[b + 1] + token
                     number = np.int64(int32s(table + 4 * b * table_width, table_width)[position // page])
                     target, source = (number * heads + head) * page + position % page, x + 4 * row * width
+                    # what is written to was read by nobody for a step, and stores would wait for it
+                    ask_for((codes + 4 * target * words, 4 * words))
+                    ask_for((norms + 4 * target, 4))
+                    if newest.positions:
+                        ask_for((kept_at(newest, side, b, position, heads, head, width), width * size_of(newest.element)))
                     coded, leaves_out = source, side == 0 and vectors.table != 0
                     if leaves_out:
                         coded = reduced + 4 * r * width

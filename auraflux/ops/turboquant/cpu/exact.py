@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from auraflux.ops.attention.cpu.decode_tiles import FLOAT, LANES
 from auraflux.ops.attention.cpu.row_blocks import (
     ROWS,
     Seen,
@@ -12,8 +13,9 @@ from auraflux.ops.attention.cpu.row_blocks import (
     rows_scratch,
     score_block,
     value_block,
+    weigh_block,
 )
-from auraflux.ops.attention.cpu.row_tiles import BLOCK, add_values
+from auraflux.ops.attention.cpu.row_tiles import BLOCK, COLUMN, KEYS, add_values, add_wide_column, score_rows
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, real, share
 from auraflux.ops.simd.softmax import ZERO, fill
 from auraflux.ops.turboquant.cpu.attend_int8_tiles import ask_for
@@ -148,17 +150,60 @@ def attend_codes(step, b, number, work):
 
 
 @jit
+def _can_stay(cache, side, seen, room):
+    """Whether plain rows can be met where they lie: as float32, batches of them whole in a page, by queries of one token."""
+    whole = KEYS == 1 and cache.page % LANES == 0 and cache.width == room and 4 * room % COLUMN == 0
+    return whole and side.book == FLOAT and seen.row // seen.group == (seen.row + seen.size - 1) // seen.group
+
+
+@jit
+def _attend_in_place(item, keys, values, softcap, desk, together):
+    """Attend from an item's rows, of one token, to plain rows where they lie: the sums of `_attend_blocks`.
+
+    Scores ask for values and, where heads come together, values for the next head's keys, a few lines at a time: what is asked
+    for faster than memory gives it is forgotten.
+    """
+    cache, seen, step = item.cache, _seen(item.rows), 4 * desk.room
+    after = step * cache.page if together and cache.head + 1 < cache.heads else 0
+    for base in range(item.first // BLOCK * BLOCK, item.last, BLOCK):
+        start, end = max(base, item.first), min(base + BLOCK, item.last)
+        for position in range(start // LANES * LANES, end, LANES):
+            source = run_of(cache, position, end)[0] * step
+            ask_for((values.codes + source, LANES * step))
+            scores = desk.scores + 4 * (position - base)
+            score_rows(seen.size, desk.queries, step, keys.codes + source, step, 1, scores, LINE)
+        weigh_block(seen, desk, base, start, end, softcap, ZERO, 0, 0)
+        position = start
+        while position < end:
+            row, some = run_of(cache, position, end)
+            weights, source = desk.scores + 4 * (position - base), row * step
+            for column in range(0, step, COLUMN):
+                if after:
+                    ask_for((keys.codes + source + after + column * some, COLUMN * some))
+                here, sums = values.codes + source + column, desk.sums + column
+                add_wide_column(seen.size, weights, LINE, here, step, some, sums, step, desk.keeps)
+            fill(desk.keeps, seen.size, ONE)
+            position += some
+
+
+@jit
 def attend_plain(step, b, place, kept, work):
     """Attend from the rows of one place to what they read as it is: the first positions, then the newest."""
     oldest, newest = plain_items(step, b, place, kept[0], kept[1])
-    # pages lie apart, and a processor's own prefetching begins anew in each
     keys, values = plain_sides(kept[1])
-    _ask_for_rows(newest.cache, keys, newest.first, newest.last)
-    _ask_for_rows(newest.cache, values, newest.first, newest.last)
+    stays, together = _can_stay(newest.cache, keys, _seen(newest.rows), newest.rows.room), step.plain == 1
+    # pages lie apart, and a processor's own prefetching begins anew in each
+    if not (stays and together and newest.cache.head):
+        _ask_for_rows(newest.cache, keys, newest.first, newest.last)
+    if not stays:
+        _ask_for_rows(newest.cache, values, newest.first, newest.last)
     desk, unrotated = _begin(oldest, work)
     begin_part(desk, oldest.rows.size)
     _attend_blocks(oldest, *plain_sides(kept[0]), real(step.softcap), ZERO, desk, unrotated)
-    _attend_blocks(newest, keys, values, real(step.softcap), ZERO, desk, unrotated)
+    if stays:
+        _attend_in_place(newest, keys, values, real(step.softcap), desk, together)
+    else:
+        _attend_blocks(newest, keys, values, real(step.softcap), ZERO, desk, unrotated)
     _leave(oldest, desk, 0)
 
 

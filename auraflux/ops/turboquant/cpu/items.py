@@ -50,7 +50,8 @@ class Step(NamedTuple):
     space, scratch  what jobs work in, and how many bytes each
     unrotated        the queries scaled only, laid out like q, where keys have centres
     along, across, centres  of the keys of all heads, see `Centres`
-    plain           whether some positions are read as they are; the slot after those of parts is theirs
+    plain           how many items read some positions as they are, of a block of queries: none, one, or one for each key head;
+                    the slot after those of parts is theirs
     first, newest   codes are read from position `first` on, and of those `newest` and more before a query
     key_scores, transpose_keys, transposed_scores, add_values  addresses of loops, see `attend_int8_tiles.Loops`
     attend_kept     address of the kernel that reads what is kept as it is
@@ -189,8 +190,9 @@ def plain_sides(kept):
 def count_items(step, b):
     """How many items a sequence makes, of codes and in all."""
     new = _new_tokens(step, b)[1]
-    blocks = (new * (step.heads // step.key_heads) + step.rows - 1) // step.rows * step.key_heads
-    return blocks * step.runs, blocks * (step.runs + step.plain)
+    blocks = (new * (step.heads // step.key_heads) + step.rows - 1) // step.rows
+    coded = blocks * step.key_heads * step.runs
+    return coded, coded + blocks * step.plain
 
 
 @jit

@@ -121,12 +121,17 @@ def widen_rows(source, element, width, count, target, stride):
 
 
 @jit
-def keep_row(kept, side, b, position, heads, head, source, width):
-    """Keep a row of float32, a key or (side 1) a value, at its position's place."""
+def kept_at(kept, side, b, position, heads, head, width):
+    """Address of the row that keeps a position's key or (side 1) value."""
     number = np.int64(int32s(kept.table + 4 * b * kept.table_width, kept.table_width)[position // kept.page])
     place = (number * heads + head) * kept.page + position % kept.page
-    target = (kept.v if side else kept.k) + place * width * size_of(kept.element)
-    _narrow_row((kept.element, source, width, target))
+    return (kept.v if side else kept.k) + place * width * size_of(kept.element)
+
+
+@jit
+def keep_row(kept, side, b, position, heads, head, source, width):
+    """Keep a row of float32, a key or (side 1) a value, at its position's place."""
+    _narrow_row((kept.element, source, width, kept_at(kept, side, b, position, heads, head, width)))
 
 
 @kernel(0)
