@@ -122,13 +122,13 @@ def test_any_history_is_as_good_as_none(toy, examples):
 @EVERY
 @BACKENDS
 def test_how_a_prompt_is_cut_does_not_matter(toy, backend):
-    tokens = [i * 7 % VOCABULARY for i in range(29)]
+    tokens = [i * 7 % VOCABULARY for i in range(22)]
     with use_backend(backend), exact():
         whole = toy.fresh(tokens)
-        for cut in (1, 3, 4, 13):
+        for cut in (1, 3, 13):
             cache = toy.cache()
             batch = cache.batch([cache.open()])
-            pieces = [toy.feed(cache, batch, [tokens[i : i + cut]])[0] for i in range(0, 29, cut)]
+            pieces = [toy.feed(cache, batch, [tokens[i : i + cut]])[0] for i in range(0, len(tokens), cut)]
             same(torch.cat(pieces), whole)
 
 

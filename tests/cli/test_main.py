@@ -61,16 +61,17 @@ def test_errors_are_one_sentence(extra):
     assert (done.exit_code, done.stdout, done.stderr) == (1, "", "error: there is no backend 'tpu'.\n")
 
 
-def test_errors_are_one_sentence_in_a_process():
-    done = auraflux_process("bench", "ops", "--save", "no/such/folder/x.json")
-    assert done.returncode == 1
+def test_a_folder_that_is_not_there_is_one_sentence():
+    done = CliRunner().invoke(main, ["bench", "ops", "--save", "no/such/folder/x.json"])
+    assert done.exit_code == 1
     assert done.stdout == ""
     assert done.stderr == "error: cannot save to no/such/folder/x.json: there is no folder no/such/folder.\n"
 
 
-def test_bad_environment_is_one_sentence():
+def test_bad_environment_is_one_sentence_in_a_process():
     done = auraflux_process("ops", env={**os.environ, "AURAFLUX_BACKEND": "tpu"})
     assert done.returncode == 1
+    assert done.stdout == ""
     assert done.stderr == "error: AURAFLUX_BACKEND is 'tpu'. It may be one of: reference, cpu, cuda.\n"
 
 

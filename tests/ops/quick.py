@@ -13,7 +13,8 @@ from auraflux.ops._cases import Case
 LARGE = {
     *(f"expert_mlp-{name}-bf16" for name in ("leaning", "two-thousand", "thousands", "deep-quads", "wide-quads")),
     *(f"expert_parts-{name}-bf16" for name in ("two-thousand", "thousands")),
-    *("mixture-thousands-bf16", "add_norm_gate_up-many-rows", "add_norm_linears-many-rows-narrow"),
+    *(f"mixture-{name}" for name in ("thousands-bf16", "one-token-bf16", "some-wide")),
+    *("add_norm_gate_up-many-rows", "add_norm_linears-many-rows-narrow"),
 }
 # products are compiled for seconds in every format and contract. Those that stay have all widths of codes, groups, types of
 # scales and kinds of codes in both contracts; test_super_blocks.py has q2k, q3k, q6k and iq4 as they are multiplied fast

@@ -172,8 +172,15 @@ assert not ahead._early
 """
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["in time", "by a process that is killed"])
-@pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
+@pytest.mark.parametrize(
+    ("wanted", "killed"),
+    [
+        pytest.param(True, False, id="wanted"),
+        pytest.param(True, True, id="wanted, and killed"),
+        pytest.param(False, False, id="not wanted"),
+        pytest.param(False, True, id="not wanted, and killed", marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_begun_early_is_not_begun_again(tmp_path: Path, wanted: bool, killed: bool):
     code = EARLY.replace("WANTED", str(wanted)).replace("KILLED", str(killed))
     environment = {**os.environ, "AURAFLUX_CACHE": str(tmp_path)}

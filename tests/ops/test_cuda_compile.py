@@ -44,7 +44,9 @@ def compiled(*options: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict]:
-    return compiled("--first")
+    # the tests' other workers have the other cores
+    processes = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    return compiled("--first", "--processes", str(processes))
 
 
 def hold(mine: list[dict]) -> None:

@@ -65,7 +65,7 @@ def test_a_prepared_call_is_the_call(case: Case):
 def test_every_op_has_plans_but_those_that_cannot(op: Op):
     if op.kernel("cpu") is None:
         pytest.skip("no cpu kernel: the reference serves this op")
-    for case in [case for case in CASES if case.op is op]:
+    for case in [param.values[0] for param in params([case for case in CASES if case.op is op]) if not param.marks]:
         with exact(case.exact):
             for _ in calls(case, case.args()):
                 pass
@@ -126,7 +126,7 @@ def test_what_is_no_argument_is_refused_in_the_usual_way(x: Any):
 
 def test_other_settings_have_other_plans():
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 128), quantize(torch.randn(64, 128), 4, 64)
+    x, weight = torch.randn(2, 128), quantize(torch.randn(64, 128).bfloat16(), 4, 64)
     found = {}
     for wanted in (True, False, True, False):
         with exact(wanted):

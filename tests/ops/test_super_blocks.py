@@ -15,8 +15,8 @@ from auraflux.quant import QTensor
 from auraflux.quant.super_blocks import FORMATS
 from tests.ops.quick import some
 
-# q5_k has the steps of q4_k, and products of 5 bits are in test_parity.py
-KINDS = some(FORMATS, set(FORMATS) - {"q5_k"})
+# q5_k has the steps of q4_k, q3_k those of q6_k, and products of their bits are in test_parity.py
+KINDS = some(FORMATS, set(FORMATS) - {"q3_k", "q5_k"})
 
 
 def weight(kind: str, rows: int, width: int, lanes: int = ISA.lanes) -> QTensor:
@@ -34,7 +34,7 @@ def weight(kind: str, rows: int, width: int, lanes: int = ISA.lanes) -> QTensor:
 QUICK_EXACT = {"q4_k", "q6_k"}
 
 
-EXPERTS = [("q4_k", "q4_k", "q6_k"), ("q2_k", "q2_k", "q3_k"), ("iq4_xs", "q4_k", "iq4_xs"), ("iq4_xs", "q5_k", "iq4_xs")]
+EXPERTS = [("q4_k", "q4_k", "q6_k"), ("q2_k", "q2_k", "q6_k"), ("iq4_xs", "q4_k", "iq4_xs"), ("q3_k", "q5_k", "iq4_xs")]
 
 
 @pytest.mark.parametrize("lanes", [1, ISA.lanes])

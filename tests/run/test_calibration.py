@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from auraflux.cache import CacheSettings
+from auraflux.cache.calibration import ModelVectors
 from auraflux.errors import AurafluxError, FormatError, InputError
 from auraflux.run import calibration
 from auraflux.run.language import LanguageModel
@@ -123,16 +125,35 @@ HARM = {
 }
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelVectors, str, bytes]:
+    """What the model is found to have, and the file of it: its name and its content."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("made")
+        patch.setenv("AURAFLUX_CACHE", str(folder))
+        vectors = loaded().engine.cache.vectors
+        assert vectors is not None
+        kept = the_file(folder / "calibration")
+        return vectors, kept.name, kept.read_bytes()
+
+
 @pytest.mark.parametrize(("harm", "said"), HARM.values(), ids=HARM)
-def test_what_is_not_right_is_refused_or_made_anew(harm, said: str, home: Path, caplog: pytest.LogCaptureFixture):
-    first = loaded()
-    kept = the_file(home)
-    whole = kept.read_bytes()
+def test_what_is_not_right_is_refused_or_made_anew(
+    harm, said: str, home: Path, made: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    vectors, name, whole = made
+    home.mkdir()
+    kept = home / name
+    kept.write_bytes(whole)
     harm(kept)
     with pytest.raises(AurafluxError, match=said):
         loaded(kept)
+    runs: list[Any] = []
+    # to run the model finds the same each time, which other tests hold
+    monkeypatch.setattr(calibration, "find_vectors", lambda *args: runs.append(args) or vectors)
     with caplog.at_level(logging.WARNING):
-        assert digest(loaded()) == digest(first)
+        assert digest(loaded()) == vectors.digest
+    assert len(runs) == 1
     assert said in caplog.text
     assert kept.read_bytes() == whole
 

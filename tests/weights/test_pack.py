@@ -116,13 +116,13 @@ def test_super_blocks_of_gguf_stay_for_a_cpu(tmp_path):
     tensors, ids = written(model, "qwen3moe"), list(range(1, 20))
     downs = [name for name in tensors if "switch_mlp.down_proj" in name]
     words = WORDS["qwen3moe"] | {"expert_feed_forward_length": 256}
-    kinds = dict(zip(downs, ("Q4_K", "Q2_K"), strict=True))
+    kinds = dict(zip(downs, ("Q4_K", "Q6_K"), strict=True))
     source = write_gguf(tmp_path / "m.gguf", tensors, "Q8_0", "qwen3moe", words, kinds)
     folder, gpu = packed(source, tmp_path / "packed"), packed(source, tmp_path / "gpu", lanes=1)
     found = [file.like["down"] for file in experts_of(folder).files]
-    assert [each.kind for each in found] == ["q4_k", "q2_k"]
-    assert [each.nbytes * 8 / (HIDDEN * 256) for each in found] == [4.625, 2.625]
-    assert [file.like["down"].kind for file in experts_of(gpu).files] == ["affine", "affine"]
+    assert [each.kind for each in found] == ["q4_k", "q6_k"]
+    assert [each.nbytes * 8 / (HIDDEN * 256) for each in found] == [4.625, 6.625]
+    assert [file.like["down"].kind for file in experts_of(gpu).files] == ["affine", "centred"]
     wanted = scores(source, ids)
     assert error(scores(folder, ids), wanted) < 1e-6
     assert error(scores(gpu, ids), wanted) < 1e-6

@@ -46,12 +46,16 @@ class Build:
         return self.kernel.split(".")[2]
 
     @property
+    def types(self) -> list[str]:
+        """Types in order of what is not constant: i32:16 is a multiple of 16, and so are pointers but for *bf16:1."""
+        return [self._type(place, kind) for place, kind in _leaves(self.signature.values()) if kind != "constexpr"]
+
+    @property
     def name(self) -> str:
-        """The kernel, types in order (i32:16 is a multiple of 16, and so are pointers but for *bf16:1), constants, options."""
-        types = [self._type(place, kind) for place, kind in _leaves(self.signature.values()) if kind != "constexpr"]
+        """The kernel, types, constants, options."""
         constants = [each for place, value in self.constants.items() for each in _assigned(self._name_at(place), value)]
         options = [f"{name}={value}" for name, value in self.options.items()]
-        return " ".join([self.kernel.rpartition(":")[2], *types, *constants, *options])
+        return " ".join([self.kernel.rpartition(":")[2], *self.types, *constants, *options])
 
     def _type(self, place: tuple[int, ...], kind: str) -> str:
         aligned = self.attributes.get(place) == ALIGNED

@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -79,16 +80,32 @@ def _types(build: Build) -> str:
 def first_of_each(found: Sequence[Wanted]) -> list[Wanted]:
     """Of each kernel the first hot build, which is mostly the smallest, or else the last; and a hot one of more tuples.
 
-    A tuple stands for something that a call may lack, such as a shared expert.
+    A tuple stands for something that a call may lack, such as a shared expert. Of kernels with a tile of codes in registers,
+    which Triton takes up to ten seconds to lay out, it is the smallest tile.
     """
     others = {each.build.kernel: each for each in found if not each.hot}
     first = {**others, **{each.build.kernel: each for each in reversed(found) if each.hot}}
-    fullest = {each.build.kernel: each for each in sorted(found, key=_tuples) if each.hot}
+    tiled = sorted((each for each in found if _tile(each)), key=_tile, reverse=True)
+    first |= {each.build.kernel: each for each in tiled}
+    hot = [each for each in found if each.hot]
+    names = dict.fromkeys(each.build.kernel for each in hot)
+    fullest = {name: max((each for each in hot if each.build.kernel == name), key=_arguments) for name in names}
     return [*first.values(), *(each for name, each in fullest.items() if _tuples(each) > _tuples(first[name]))]
 
 
 def _tuples(each: Wanted) -> int:
     return sum(isinstance(kind, tuple) for kind in each.build.signature.values())
+
+
+def _arguments(each: Wanted) -> tuple[int, int]:
+    """How many tuples there are, and how many arguments and members of tuples that are not constant."""
+    return _tuples(each), len(each.build.types)
+
+
+def _tile(each: Wanted) -> int:
+    """Codes in a tile of a kernel that takes rows of them times a vector; 0 of other kernels and other weights."""
+    sizes = {name: each.build.constants.get((place,)) for place, name in enumerate(each.build.signature)}
+    return (sizes.get("ROWS") or 0) * (sizes.get("UNITS") or 0) * bool(sizes.get("BITS"))
 
 
 def compile_one(each: Wanted, instructions: bool = True) -> Report:
@@ -128,13 +145,23 @@ def _resources(cubin: bytes, instructions: bool) -> tuple[int, int, int]:
     return registers, stack + local, text.count(GATHERED)
 
 
-def compile_all(find: Find, sources: Sequence[str], first: bool = False) -> list[Report]:
+def compile_all(find: Find, sources: Sequence[str], first: bool, processes: int) -> list[Report]:
     """Compile what is found in some sources; of each kernel one build, if only the first is wanted."""
-    # spawned, not forked: LLVM and torch have threads by now
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
-        found = chosen([each for launched in pool.map(find, sources, chunksize=1) for each in launched])
+    with _workers(processes) as run:
+        found = chosen([each for launched in run(find, sources) for each in launched])
         builds = first_of_each(found) if first else found
-        return pool.map(partial(compile_one, instructions=not first), builds, chunksize=1)
+        return run(partial(compile_one, instructions=not first), builds)
+
+
+@contextmanager
+def _workers(processes: int) -> Iterator[Callable[..., list[Any]]]:
+    """What calls a function with each of some values, in so many processes; a single one is this one."""
+    if processes == 1:
+        yield lambda function, values: [function(value) for value in values]
+        return
+    # spawned, not forked: LLVM and torch have threads by now
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield partial(pool.map, chunksize=1)
 
 
 def command(module: str, about: str, sources: Sequence[str], find: Find, arguments: Sequence[str]) -> int:
@@ -142,13 +169,14 @@ def command(module: str, about: str, sources: Sequence[str], find: Find, argumen
     parser = argparse.ArgumentParser(prog=module, description=about.splitlines()[0])
     parser.add_argument("source", nargs="*", help=f"one of {', '.join(sources)}; by default all")
     parser.add_argument("--first", action="store_true", help="of each kernel one build only")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="by default one for each core")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if strange := set(given.source) - set(sources):
         parser.error(f"{', '.join(sorted(strange))}: there is nothing of this name; there are {', '.join(sources)}")
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; unset it: interpreted kernels cannot be compiled")
-    reports = compile_all(find, given.source or sources, given.first)
+    reports = compile_all(find, given.source or sources, given.first, given.processes)
     if given.json:
         print(json.dumps([asdict(report) for report in reports]))
         return 0
