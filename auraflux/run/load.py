@@ -17,6 +17,7 @@ from auraflux.machine import cache_folder
 from auraflux.models.config import has_experts
 from auraflux.quant import check_format
 from auraflux.run import calibration
+from auraflux.run.begin import begin_compiling
 from auraflux.run.device import chunk_for, device_memory, fetch_kernels, find_device
 from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
@@ -107,7 +108,7 @@ def load(
     with on_terminal(report) as tell, ExitStack() as callers:
         path = locate(None if path_or_name is None else str(path_or_name), tell)
         if target.type == "cpu" and ranks is None:
-            _begin_compiling(settings, exact)
+            begin_compiling(settings, exact)
         source = Source.open(path, settings, speculate == "mtp", ranks)
         free = free_for(source.checkpoint, target)
         lead = None if ranks is None else callers.enter_context(_lead(ranks, source, target, prefix_disk))
@@ -175,14 +176,6 @@ def _check_counts(**given: int | None) -> None:
     for name, count in given.items():
         if count is not None and (type(count) is not int or not 1 <= count <= MOST[name]):
             raise SettingsError(f"{name}={count!r:.80} must be a whole number from 1 to {MOST[name]:,}.")
-
-
-def _begin_compiling(settings: CacheSettings, exact: bool) -> None:
-    """Begin with the kernels that a CPU will most likely need."""
-    # it needs Numba, which a GPU does without
-    from auraflux.run.prepare import begin_compiling
-
-    begin_compiling(settings, exact)
 
 
 def _compile(
