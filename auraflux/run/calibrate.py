@@ -26,7 +26,7 @@ from auraflux.run.device import sent
 from auraflux.run.runner import Runner
 
 RECIPE = 3  # counts what is changed here, so that vectors made otherwise are made again
-TOKENS, FEW = 512, 128  # random ones that are run; the second where reading weights takes long
+TOKENS, FEW = 256, 128  # random ones that are run; the second where reading weights takes long
 SEED = 0
 # positions before a query, and the first of all, are usually read as they are: there keys may be as they like
 NEAR = 32

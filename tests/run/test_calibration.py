@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from auraflux.cache import CacheSettings
 from auraflux.errors import AurafluxError, FormatError, InputError
 from auraflux.run import calibration
+from auraflux.run.calibrate import TOKENS
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import load
 from auraflux.weights.pull import locate
@@ -55,7 +56,7 @@ def test_it_is_made_once_and_found_again(home: Path, monkeypatch: pytest.MonkeyP
     # also by its name, and where it lies in the model's folder
     assert digest(loaded(the_file(home))) == digest(first)
     shown = calibration.kept_for(locate(str(tiny())))
-    assert shown == {"file": str(the_file(home)), "digest": digest(first), "tokens": 512}
+    assert shown == {"file": str(the_file(home)), "digest": digest(first), "tokens": TOKENS}
     # one that was made by another recipe is neither shown nor carried
     changed(the_file(home), recipe=calibration.RECIPE - 1)
     assert calibration.kept_for(locate(str(tiny()))) is None
