@@ -50,7 +50,9 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_made_once_and_found_again(home: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[tuple[str, int, int]] = []
     first = loaded(report=lambda *step: said.append(step))
-    assert ("calibrating", said[-1][2], said[-1][2]) == said[-1]
+    # kernels may be compiled after that
+    _, done, total = [step for step in said if step[0] == "calibrating"][-1]
+    assert done == total
     no_run(monkeypatch)
     assert digest(loaded()) == digest(first) is not None
     # also by its name, and where it lies in the model's folder
