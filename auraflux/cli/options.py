@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from auraflux.cli.importing import importing
 from auraflux.defaults import AUTO, CALIBRATE, FIRST, KV, KV_OF, NEWEST
 from auraflux.errors import SettingsError
 
@@ -178,21 +179,38 @@ def load_model(model: str | None, chosen: dict[str, Any], *, chat: bool = False,
     """Load what the options ask for, with progress, and say what should be known about it; `chat` if templates are rendered."""
     if chosen.get("divided"):
         hush_torch()
-    from auraflux.ops.simd.folder import nothing_compiled
-    from auraflux.run.device import find_device
-    from auraflux.run.load import load
-    from auraflux.run.template_process import process
-
     if chat:
+        from auraflux.run.template_process import process
+
+        # it starts beside what is imported here
         process.warm_up()
-    parallel = _parallel(model, chosen)
-    given = {name: chosen[name] for name in LOADING_NAMES} | {"parallel": parallel}
-    if not sys.stderr.isatty() and find_device(chosen["device"]).type == "cpu" and nothing_compiled():
-        click.echo("note: kernels are compiled for this processor on first use, which takes some seconds.", err=True)
-    loaded = load(model, kv=cache_settings(chosen), expert_memory=expert_settings(chosen), **given, **more)
+    with importing():
+        settings = _begin_compiling(chosen)
+        from auraflux.run.begin import end_compiling
+        from auraflux.run.load import load
+    try:
+        given = {name: chosen[name] for name in LOADING_NAMES} | {"parallel": _parallel(model, chosen)}
+        loaded = load(model, kv=settings, expert_memory=expert_settings(chosen), **given, **more)
+    finally:
+        end_compiling()
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     return loaded
+
+
+def _begin_compiling(chosen: dict[str, Any]) -> "CacheSettings":
+    """Begin to compile kernels where the options ask for a CPU, before the rest is imported; give how they want keys kept."""
+    from auraflux.ops.simd.folder import nothing_compiled
+    from auraflux.run.begin import begin_compiling
+    from auraflux.run.device import find_device
+
+    settings = cache_settings(chosen)
+    if find_device(chosen["device"]).type == "cpu":
+        if not sys.stderr.isatty() and nothing_compiled():
+            click.echo("note: kernels are compiled for this processor on first use, which takes some seconds.", err=True)
+        if not chosen.get("divided"):
+            begin_compiling(settings, chosen["exact"])
+    return settings
 
 
 def hush_torch() -> None:

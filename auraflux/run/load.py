@@ -1,6 +1,5 @@
 """`load`: from a path or a name to a model that is ready to write."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from auraflux.errors import SettingsError
 from auraflux.models.config import has_experts
 from auraflux.quant import check_format
 from auraflux.run import calibration
+from auraflux.run.begin import begin_compiling, end_compiling
 from auraflux.run.device import chunk_for, device_memory, find_device
 from auraflux.run.draft_model import ModelDraft, check_tokens
 from auraflux.run.engine import Engine
@@ -97,10 +97,11 @@ def load(
     disk_nbytes = None if prefix_disk is None else parse_nbytes(prefix_disk)
     # who compiles for a model that cannot be loaded is stopped, and ranks that were called are let go
     with on_terminal(report) as tell, ExitStack() as begun:
+        begun.callback(end_compiling)
         path = locate(None if path_or_name is None else str(path_or_name), tell)
         smaller = None if speculate in (None, "ngram", "mtp") else locate(str(speculate), tell)
         if how.device.type == "cpu" and ranks is None:
-            begun.callback(_begin_compiling(settings, exact))
+            begin_compiling(settings, exact)
         source = Source.open(path, settings, speculate == "mtp", ranks)
         free = free_for(source.checkpoint, how.device)
         lead = None if ranks is None else begun.enter_context(_lead(ranks, source, how.device, prefix_disk))
@@ -125,16 +126,6 @@ def _check_counts(**given: int | None) -> None:
     for name, count in given.items():
         if count is not None and (type(count) is not int or not 1 <= count <= MOST[name]):
             raise SettingsError(f"{name}={count!r:.80} must be a whole number from 1 to {MOST[name]:,}.")
-
-
-def _begin_compiling(settings: CacheSettings, exact: bool) -> Callable[[], None]:
-    """Begin with the kernels that a CPU will most likely need; gives what ends that again."""
-    # it needs Numba, which a GPU does without
-    from auraflux.ops.simd.ahead import end_early
-    from auraflux.run.prepare import begin_compiling
-
-    begin_compiling(settings, exact)
-    return end_early
 
 
 def _lead(ranks: Parallel, source: Source, device: torch.device, disk: str | int | None) -> Lead:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from auraflux.cache import CacheSettings
-from auraflux.ops.simd.ahead import begin, compile_all, noted
+from auraflux.ops.simd.ahead import compile_all, noted
 from auraflux.ops.simd.jit import Kernel
 from auraflux.run.calibrate import find_vectors
 from auraflux.run.engine import Engine
@@ -48,15 +48,6 @@ def compile_kernels(
 
     compile_all(kernels, tell, later, first, meanwhile)
     return found[0]
-
-
-def begin_compiling(settings: CacheSettings, exact: bool) -> None:
-    """Begin with the kernels of attention over codes, the largest there are, before it is known what model needs them."""
-    if settings.kv != "none":
-        # models without codes do without it
-        from auraflux.ops.turboquant.cpu.attend import attend_float32, attend_int8, attend_kept
-
-        begin([attend_kept, attend_float32 if exact else attend_int8])
 
 
 def kernels_of(

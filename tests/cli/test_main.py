@@ -1,5 +1,6 @@
 """Starting, failing and being interrupted."""
 
+import gc
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 import auraflux
 from auraflux.cli import main
 from auraflux.cli.environment import OURS
+from auraflux.cli.importing import importing
 from auraflux.cli.manual import pages
 from auraflux.cli.ops_page import ops_page
 from auraflux.errors import BackendError
@@ -171,3 +173,29 @@ def test_the_table_of_ops_has_the_kernels_that_are_found():
     for op in all_ops():
         row = next(line for line in page if line.startswith(f"| `{op.name}` |"))
         assert f"| {' '.join(op.backends())} |" in row
+
+
+def test_importing_looks_for_no_garbage_and_leaves_modules_out_of_it_later(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with importing():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_importing_that_fails_leaves_garbage_to_be_looked_for(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(ImportError), importing():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_objects_that_may_be_more_than_modules_stay_in_sight():
+    assert "torch" in sys.modules
+    before = gc.get_freeze_count()
+    with importing():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == before

@@ -1,4 +1,5 @@
-"""Shortcuts that Numba takes while kernels are compiled: the same is found, and others that compile are left alone."""
+"""Shortcuts that Numba takes while kernels are compiled: the same is found, and others that compile are left alone.
+Functions that stay apart in a kernel."""
 
 import numba
 import numpy as np
@@ -9,6 +10,7 @@ from numba.core.compiler import run_frontend
 
 from auraflux.ops.simd import shortcuts
 from auraflux.ops.simd.jit import Kernel, arguments, floats, jit, strict
+from auraflux.ops.simd.vectors import F32, kernel, load, splat, store, vector
 
 RESOLVE = types.Function.get_call_type
 
@@ -90,3 +92,30 @@ def test_sizes_of_types_are_those_that_llvm_finds():
     expected = [each.get_abi_size(target) for each in kinds]
     with shortcuts.shortcuts():
         assert [[each.get_abi_size(target) for each in kinds] for _ in range(2)] == [expected] * 2
+
+
+def _scaled(b, factor, source, offset, target):
+    x = load(b, source, offset, vector(F32, 4))
+    store(b, b.fmul(x, splat(x.type, factor)), target, offset)
+
+
+_inside, _apart = kernel(constants=1)(_scaled), kernel(constants=1, apart=True)(_scaled)
+THREE, FIVE = 3, 5
+
+
+@Kernel
+def _both_ways(args, job, jobs):
+    x, inside, apart = arguments(args, 3)
+    _inside((THREE, x, 0, inside))
+    _inside((FIVE, x, 16, inside))
+    # of two with the same constants, one is made
+    _apart((THREE, x, 0, apart))
+    _apart((FIVE, x, 16, apart))
+    _apart((THREE, x, 32, apart))
+
+
+def test_functions_of_their_own_do_what_they_do_inside():
+    x, inside, apart = torch.randn(12), torch.zeros(8), torch.zeros(12)
+    _both_ways(1, x.data_ptr(), inside.data_ptr(), apart.data_ptr())
+    assert torch.equal(inside, torch.cat([3 * x[:4], 5 * x[4:8]]))
+    assert torch.equal(apart, torch.cat([inside, 3 * x[8:]]))

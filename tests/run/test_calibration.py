@@ -14,6 +14,7 @@ from auraflux.cache import CacheSettings
 from auraflux.cache.calibration import ModelVectors
 from auraflux.errors import AurafluxError, FormatError, InputError
 from auraflux.run import calibration
+from auraflux.run.calibrate import TOKENS
 from auraflux.run.language import LanguageModel
 from auraflux.run.load import load
 from auraflux.weights.pull import locate
@@ -51,13 +52,15 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_made_once_and_found_again(home: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[tuple[str, int, int]] = []
     first = loaded(report=lambda *step: said.append(step))
-    assert ("calibrating", said[-1][2], said[-1][2]) == said[-1]
+    # kernels may be compiled after that
+    _, done, total = [step for step in said if step[0] == "calibrating"][-1]
+    assert done == total
     no_run(monkeypatch)
     assert digest(loaded()) == digest(first) is not None
     # also by its name, and where it lies in the model's folder
     assert digest(loaded(the_file(home))) == digest(first)
     shown = calibration.kept_for(locate(str(tiny())))
-    assert shown == {"file": str(the_file(home)), "digest": digest(first), "tokens": 512}
+    assert shown == {"file": str(the_file(home)), "digest": digest(first), "tokens": TOKENS}
     # one that was made by another recipe is neither shown nor carried
     changed(the_file(home), recipe=calibration.RECIPE - 1)
     assert calibration.kept_for(locate(str(tiny()))) is None

@@ -123,11 +123,13 @@ class AsWritten:
         return partial(found, flags=self.FLAGS) if name in ("fadd", "fsub", "fmul", "fdiv") else found
 
 
-def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
+def kernel(constants: int, apart: bool = False) -> Callable[[Callable[..., None]], Any]:
     """Make `build(b, *constants, *values)` callable from jitted code.
 
     Called with one tuple. Its first `constants` entries must be compile-time integers or strings (globals or closure variables)
     and reach `build` as Python values; the rest, tuples among them opened, arrive as IR values.
+
+    apart  it stays a function of its own, so that LLVM has less to look through at once: for loops that repay a call
     """
 
     def wrap(build: Callable[..., None]) -> Any:
@@ -138,7 +140,10 @@ def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
             def codegen(context, b, signature, values):
                 entries = list(zip(args.types, cgutils.unpack_tuple(b, values[0]), strict=True))[constants:]
                 opened = [v for kind, value in entries for v in (cgutils.unpack_tuple(b, value) if is_tuple(kind) else [value])]
-                build(AsWritten(b), *fixed, *opened)
+                if apart:
+                    b.call(_function(b.module, build, fixed, [each.type for each in opened]), opened)
+                else:
+                    build(AsWritten(b), *fixed, *opened)
                 return context.get_dummy_value()
 
             return types.void(args), codegen
@@ -149,6 +154,19 @@ def kernel(constants: int) -> Callable[[Callable[..., None]], Any]:
         return made
 
     return wrap
+
+
+def _function(module: ir.Module, build: Callable[..., None], fixed: list[Any], kinds: list[ir.Type]) -> ir.Function:
+    """The function of a module that does what is built with some constants."""
+    name = f"{build.__module__}.{build.__qualname__} {fixed}"
+    if name not in module.globals:
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), name)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        b = ir.IRBuilder(function.append_basic_block())
+        build(AsWritten(b), *fixed, *function.args)
+        b.ret_void()
+    return module.globals[name]
 
 
 @kernel(constants=0)

@@ -9,7 +9,7 @@ from auraflux.ops.simd.vectors import F32, I8, I32, MAGIC, at, call, fma, kernel
 from auraflux.quant.packing import CHUNK
 
 
-@kernel(constants=1)
+@kernel(constants=1, apart=True)
 def prepare_token(b, form, x, groups, acts, scales, sums):
     """Ready one token's float32 activations: as they are, as digits in the order of the codes, the first of a span first, or
     in half precision, four of them twice."""

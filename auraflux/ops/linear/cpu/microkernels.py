@@ -54,7 +54,7 @@ def _float(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
     return spread(b, load(b, address, b.mul(index, at(4)), F32), BLOCK)
 
 
-@kernel(constants=3)
+@kernel(constants=3, apart=True)
 def rows_times_tokens(
     b, form, tokens, ready, codes, scales, biases, acts, stride, act_scales, act_sums, index, groups, out, out_stride
 ):

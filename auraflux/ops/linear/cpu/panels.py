@@ -50,7 +50,7 @@ def panel_tiles(form: Form, width: int) -> int:
     return max(1, PANEL_NBYTES // tile_nbytes(form, width)) if has_panels(form) else 0
 
 
-@kernel(constants=2)
+@kernel(constants=2, apart=True)
 def gather_tile(b, form, size, acts, stride, act_scales, act_sums, index, groups, tile, last):
     """Put `size` tokens' activations, scales and sums side by side; those after the one at `last` are that one again.
 
@@ -78,7 +78,7 @@ def gather_tile(b, form, size, acts, stride, act_scales, act_sums, index, groups
                     store(b, value, target, b.add(to, at(4 * copy)))
 
 
-@kernel(constants=3)
+@kernel(constants=3, apart=True)
 def rows_times_tile(b, form, size, ready, codes, scales, biases, tile, groups, out, out_stride, last):
     """Multiply one block of rows, unpacked or not (see `rows_times_tokens`), with a tile of `size` tokens; the one at `last` is
     the last that has results."""

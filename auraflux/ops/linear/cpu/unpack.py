@@ -238,7 +238,7 @@ def _pairs(b: ir.IRBuilder, first: ir.Value, second: ir.Value) -> list[ir.Value]
     return [pick(b, x, y, [row, row + 4, row + 1, row + 5]) for row in (0, 2)]
 
 
-@kernel(constants=1)
+@kernel(constants=1, apart=True)
 def unpack_rows(b, form, codes, groups, tile):
     """Unpack one block of rows: the codes as bytes for the dot product, as float32 or, of e4m3, in half precision.
 
@@ -262,7 +262,7 @@ def unpack_rows(b, form, codes, groups, tile):
                 store(b, v, to, 4 * BLOCK * i)
 
 
-@kernel(constants=1)
+@kernel(constants=1, apart=True)
 def widen_scales(b, form, words, groups, scales, biases):
     """Write out scales and biases of one block of rows in super-blocks: [groups, BLOCK] float32 each."""
     form = Form.parse(form)
@@ -279,7 +279,7 @@ def widen_scales(b, form, words, groups, scales, biases):
                     store(b, bias, b.add(biases, to), 4 * BLOCK * (first + group))
 
 
-@kernel(constants=1)
+@kernel(constants=1, apart=True)
 def place_codes(b, form, codes, groups):
     """Move the codes of one block of rows from a stream of bits to the places they have in an interleaved weight."""
     form = Form.parse(form)
