@@ -50,6 +50,8 @@ def facts_of(batch: Batch) -> dict[str, Any]:
 class FollowedBatch(Batch):
     """A batch of another cache's sequences: layers read it as any other, and nobody makes room with it."""
 
+    ends = False  # ranks read prompts' last tokens in steps of their own
+
     def __init__(self, index: StepIndex, places: tuple[int, ...], silent: bool):
         self.index, self.silent, self.sequences, self.fillers, self.extra = index, silent, [], 0, None
         self._places, self._views, self._beyond = places, {}, None

@@ -16,7 +16,6 @@ from auraflux.ops import rms_norm, swiglu
 from auraflux.ops.attention.cpu.page_index import survey
 from auraflux.ops.simd import ahead
 from auraflux.ops.simd.ahead import compile_all, noted
-from auraflux.run import prepare
 
 X, WEIGHT = torch.ones(1, 64), torch.full((64,), 2.0)
 
@@ -192,7 +191,7 @@ def test_what_was_begun_early_is_not_begun_again(tmp_path: Path, wanted: bool, k
 def test_who_compiles_for_a_model_that_cannot_be_loaded_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ended: list[str] = []
     process = SimpleNamespace(terminate=lambda: ended.append("early"))
-    monkeypatch.setattr(prepare, "begin", lambda kernels: ahead._early.append(ahead._Early(kernels, process)))
+    monkeypatch.setattr(ahead, "begin", lambda kernels: ahead._early.append(ahead._Early(kernels, process)))
     with pytest.raises(FormatError, match=r"no config\.json"):
         auraflux.load(tmp_path, device="cpu")
     assert ended == ["early"]

@@ -165,11 +165,13 @@ def test_the_token_that_ended_a_text_need_not_be_read_again(model: LanguageModel
 
 def test_tokens_are_given_before_the_cache_is_full(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     wanted, extend, steps = list(model.tokens(IDS, max_tokens=8)), Batch.extend, []
+    # a prompt that is read to its end needs no step for its first token
+    room = 3 - model.engine.reads_ends(1)
 
     def full(self: Batch, counts: list[int]) -> None:
         if counts == [1]:
             steps.append(self)
-            if len(steps) > 3:
+            if len(steps) > room:
                 raise CacheFull("there is no page left.")
         extend(self, counts)
 
