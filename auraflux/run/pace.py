@@ -11,8 +11,7 @@ PAUSE_S, WORTH_S = 0.5, 0.1
 LEAST = {"cpu": 16, "cuda": 256}
 MOST = {"cpu": 128, "cuda": 2048}
 SPREAD = 16  # turns over which waiting prompts are spread then
-# texts on a GPU that let LEAST tokens more be read in a turn: their own step takes as much longer
-CROWD = 16
+CROWD = 16  # texts that are written on a GPU: for every so many of them LEAST tokens, while fewer prompts wait
 TOGETHER = 8  # prompts whose pieces go through the model as one
 
 
