@@ -124,6 +124,15 @@ class Batch:
         return self.index.starts
 
     @property
+    def tokens(self) -> int:
+        """How many a step has, fillers among them."""
+        return sum(self.counts) + self.fillers
+
+    def apart(self, work: Callable[..., Any], *rows: Tensor | None) -> Any:
+        """Do some work for every part of a step and its rows: here there is one; others are in `Beside`."""
+        return work(self, *rows)
+
+    @property
     def places(self) -> tuple[int, ...]:
         """Where the sequences hold what is not found through the index."""
         return tuple(row.place for sequence in self.sequences for row in sequence.rows.values() if row.place is not None)

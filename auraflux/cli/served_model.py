@@ -44,6 +44,7 @@ def _warm_up(loaded: "LanguageModel") -> None:
             prompts = [[0 if alike else number] * tokens for number in range(texts)]
             loaded.generate_batch(prompts, max_tokens=written, endless=True)
             loaded.reset()
+    loaded.engine.rehearse_beside(scheduler.parallel)
     scheduler.counts = type(scheduler.counts)()
     if scheduler.speculation is not None:
         scheduler.speculation.forget_counts()

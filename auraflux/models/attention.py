@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch
-from auraflux.models.decoder import Stream
+from auraflux.cache import Batch, Beside
+from auraflux.models.decoder import Mixer, Stream
 from auraflux.models.rotation import Growth, Rotation
 from auraflux.ops import linear, rms_norm, sigmoid_gate, split_q_gate
 from auraflux.quant import QTensor
@@ -29,7 +29,7 @@ class Heads:
     width: int
 
 
-class Attention:
+class Attention(Mixer):
     """Grouped-query attention over the cache.
 
     read_again  whether later layers read its keys and values too
@@ -45,6 +45,7 @@ class Attention:
     """
 
     read_again = False
+    tells_apart = True
 
     def __init__(
         self,
@@ -95,15 +96,19 @@ class Attention:
         sunk = span(mine, shared)
         self.sinks = weights.vector(f"{name}.sinks", heads.count)[sunk.start : sunk.stop] if sinks else None
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Stream, batch: Batch | Beside, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
-        total, q, gate = self.remember(stream, batch, store)
-        if self.growth is not None:
-            q = self.growth(q, batch.positions)
-        out = store.attend(batch, q, self.scale, self.sinks, self.softcap)
+        total, rows, gate = self.products(stream)
+        out = batch.apart(lambda part, *rows: self._attended(part, store, *rows), *rows)
         if gate is not None:
             out = sigmoid_gate(out, gate)
         return total, self.projected(out)
+
+    def _attended(self, batch: Batch, store: Any, *rows: Tensor) -> Tensor:
+        q = self.stored(batch, store, *rows)
+        if self.growth is not None:
+            q = self.growth(q, batch.positions)
+        return store.attend(batch, q, self.scale, self.sinks, self.softcap)
 
     def projected(self, out: Tensor) -> Tensor:
         """What all heads give, [T, Hq, D], as the stream takes it: [T, H]."""
@@ -128,8 +133,12 @@ class Attention:
             total += columns.transpose(1, 2) @ columns
         return total
 
-    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store keys and values: gives the stream with all that was to be added to it, queries, and gates if there are any."""
+    def remember(self, stream: Stream, batch: Batch, store: Any) -> None:
+        """Store keys and values."""
+        self.stored(batch, store, *self.products(stream)[1])
+
+    def products(self, stream: Stream) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Give the stream with all that was to be added to it, what `stored` takes, and gates if there are any."""
         heads, tokens = self.heads, len(stream.x)
         total, (q, k, v) = stream.linears(self.qkv, self.qkv_bias)
         gate = None
@@ -140,4 +149,8 @@ class Attention:
         else:
             q = q.view(tokens, -1, heads.width)
         k, v = (t.view(tokens, -1, heads.width) for t in (k, v))
-        return total, store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps), gate
+        return total, (q, k, v), gate
+
+    def stored(self, batch: Batch, store: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store keys and values of a batch's new tokens: gives the queries as they attend, [T, Hq, D]."""
+        return store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps)

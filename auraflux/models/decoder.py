@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch, Cache
+from auraflux.cache import Batch, Beside, Cache
 from auraflux.models.mtp import MTP, Place
 from auraflux.ops import add_norm_linears, add_norm_scores, add_rms_norm, combine, embed, linear, linears, rms_norm
 from auraflux.weights.loader import Weights
@@ -79,9 +79,14 @@ class Given(NamedTuple):
 
 
 class Mixer(Protocol):
-    """Attention, or what takes its place: the part of a layer that reads other tokens."""
+    """Attention, or what takes its place: the part of a layer that reads other tokens.
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+    tells_apart  whether it is given the parts of a step together, see `Beside`, and not one after the other
+    """
+
+    tells_apart: bool = False
+
+    def __call__(self, stream: Stream, batch: Any, store: Any) -> tuple[Tensor, Tensor]:
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
 
     def remember(self, stream: Stream, batch: Batch, store: Any) -> Any:
@@ -109,9 +114,15 @@ class Layer:
     mlp: FeedForward
     eps: float
 
-    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:
-        x, delta = self.mixer(Stream(x, delta, self.mixer_norm, self.eps), batch, store)
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch | Beside, store: Any) -> Residual:
+        if isinstance(batch, Beside) and not self.mixer.tells_apart:
+            x, delta = batch.apart(lambda part, x, delta: self._mixed(part, x, delta, store), x, delta)
+        else:
+            x, delta = self._mixed(batch, x, delta, store)
         return self.mlp(Stream(x, delta, self.mlp_norm, self.eps))
+
+    def _mixed(self, batch: Batch | Beside, x: Tensor, delta: Tensor | None, store: Any) -> tuple[Tensor, Tensor]:
+        return self.mixer(Stream(x, delta, self.mixer_norm, self.eps), batch, store)
 
     def remember(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> None:
         """Run only the part that stores something."""
@@ -144,6 +155,7 @@ class Decoder(ABC, Generic[ConfigT]):
     span   the numbers of its layers
     whole  why its layers cannot be on several ranks; None where they can, see `unsliced` for their heads
     again  whether a layer may be given a token again, which it then stores at the same place, see `at_ends`
+    beside whether a step of writing and a piece of a prompt may go through its layers as one, see `write_beside`
     mtp    the layer that predicts further tokens; None where it is not wanted
     """
 
@@ -151,6 +163,7 @@ class Decoder(ABC, Generic[ConfigT]):
     shift = 0.0
     whole: str | None = None
     again = False
+    beside = False
 
     def __init__(self, config: ConfigT, weights: Weights):
         self.config, self.dtype = config, weights.dtype
@@ -261,11 +274,20 @@ class Decoder(ABC, Generic[ConfigT]):
         places = batch.turn_to_ends()
         return self.normed(*layer(x[places], None if delta is None else delta[places], batch, store))
 
-    def carried(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+    def write_beside(self, ids: Tensor, both: Beside, cache: Cache) -> Tensor:
+        """Run a step of writing beside a piece of a prompt: the final hidden states of what is written, [B, H]."""
+        last = len(self.layers) - 1
+        layer, store = self.layers[last], cache.layers[last]
+        x, delta = self.carried(ids, both, cache, last)
+        (written, read), (written_delta, read_delta) = both.split(x), both.split(delta)
+        layer.remember(read, read_delta, both.reading, store)
+        return self.normed(*layer(written, written_delta, both.writing, store))
+
+    def carried(self, ids: Tensor, batch: Batch | Beside, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers: the stream and what is still to be added to it, both [T, H]."""
         return self.through(self.embedded(ids), batch, cache, count)
 
-    def through(self, x: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+    def through(self, x: Tensor, batch: Batch | Beside, cache: Cache, count: int) -> Residual:
         """Run the stream through so many layers: with what is still to be added to it, both [T, H]."""
         delta: Tensor | None = None
         for layer, number in zip(self.layers[:count], self.span, strict=False):

@@ -139,6 +139,8 @@ def _groups(keys: Keys, scoring: str) -> int:
 class Model(Decoder[Config]):
     """Latent attention, then an MLP in the first layers and experts in the others."""
 
+    beside = True
+
     @classmethod
     def mtp_place(cls, config: Config) -> Place | None:
         return after_last(config.layers, config.extra, config.layers - 1)
@@ -154,7 +156,7 @@ class Model(Decoder[Config]):
         return biased_mixture(weights, name, config.hidden, config.mixture, bias)
 
 
-class Attention:
+class Attention(Mixer):
     """Latent attention over the cache."""
 
     def __init__(self, config: Config, weights: Weights, name: str):

@@ -83,6 +83,8 @@ class Model(deepseek_v3.Model):
     """Sparse latent attention, then an MLP in the first layers and experts in the others."""
 
     config: Config
+    # layers go by what earlier ones chose for all tokens of a step
+    beside = False
 
     def __init__(self, config: Config, weights: Weights):
         self.indexer: Indexer | None = None

@@ -271,7 +271,7 @@ class Indexer:
         return store.choose(batch, self.rotation(q.unflatten(1, (self.heads, -1)), batch.positions), weights)
 
 
-class Attention:
+class Attention(Mixer):
     """Attention to a window and to entries, of heads that share one vector for keys and values."""
 
     def __init__(self, config: Config, weights: Weights, name: str, index: int):

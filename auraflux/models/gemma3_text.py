@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import AttentionShape, Batch
+from auraflux.cache import AttentionShape, Batch, Beside
 from auraflux.models import attention, mlp
 from auraflux.models.attention import Heads
 from auraflux.models.config import Keys
@@ -93,6 +93,7 @@ class Model(Decoder[Config]):
     """Attention, then an MLP, each between two norms."""
 
     norms = "input_layernorm", "pre_feedforward_layernorm"
+    beside = True
 
     def __init__(self, config: Config, weights: Weights):
         super().__init__(config, weights)
@@ -132,7 +133,7 @@ class Attention(attention.Attention):
         assert self.norms is not None
         self.norms, self.norm = (1 + self.norms[0], 1 + self.norms[1]), norm
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Stream, batch: Batch | Beside, store: Any) -> tuple[Tensor, Tensor]:
         total, attended = super().__call__(stream, batch, store)
         return total, rms_norm(attended, self.norm, self.eps)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import AttentionShape, Batch, Cache
+from auraflux.cache import AttentionShape, Batch, Beside, Cache
 from auraflux.errors import FormatError
 from auraflux.models import attention
 from auraflux.models.attention import Heads
@@ -180,7 +180,7 @@ class Model(Decoder[Config]):
     def embedded(self, ids: Tensor) -> Tensor:
         return super().embedded(ids) * self.scale
 
-    def carried(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+    def carried(self, ids: Tensor, batch: Batch | Beside, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers: the stream, with all that was to be added to it, [T, H]."""
         x = self.embedded(ids)
         fed: Any = [None] * count if self.feed is None else self.feed(ids, x)
@@ -207,19 +207,22 @@ class Attention(attention.Attention):
         self.unit = torch.ones(heads.width, device=weights.device)
         self.norm = weights.vector(f"{name}.post_attention_layernorm.weight", config.hidden)
 
-    def __call__(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Stream, batch: Batch | Beside, store: Any) -> tuple[Tensor, Tensor]:
         total, attended = super().__call__(stream, batch, store)
         return total, rms_norm(attended, self.norm, self.eps)
 
-    def remember(self, stream: Stream, batch: Batch, store: Any) -> tuple[Tensor, Tensor, None]:
-        """Store keys and values, if there are any: gives the stream with all that was to be added to it, and queries."""
-        assert self.norms is not None
+    def products(self, stream: Stream) -> tuple[Tensor, tuple[Tensor, ...], None]:
+        """Give the stream with all that was to be added to it, and queries, with keys and values if there are any."""
         total, found = add_norm_linears(*stream, self.qkv, self.qkv_bias)
         q, *rest = (part.view(len(total), -1, self.heads.width) for part in found)
+        return total, (q, rest[0], rms_norm(rest[-1], self.unit, self.eps)) if self.own else (q,), None
+
+    def stored(self, batch: Batch, store: Any, q: Tensor, *rest: Tensor) -> Tensor:
+        """Store keys and values, if there are any: gives the queries as they attend."""
+        assert self.norms is not None
         if not self.own:
-            return total, self.rotation(rms_norm(q, self.norms[0], self.eps), batch.positions), None
-        k, v = rest[0], rms_norm(rest[-1], self.unit, self.eps)
-        return total, store.rope_append(batch, q, k, v, self.rotation, self.norms, self.eps), None
+            return self.rotation(rms_norm(q, self.norms[0], self.eps), batch.positions)
+        return super().stored(batch, store, q, *rest)
 
 
 class MLP(Gated):

@@ -65,6 +65,8 @@ class Config:
 class Model(Decoder[Config]):
     """Attention with sinks, then experts with biases."""
 
+    beside = True
+
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         config = self.config
         heads, rotation = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)

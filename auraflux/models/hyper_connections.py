@@ -67,7 +67,7 @@ class HyperLayer(Layer):
 
     around: tuple[Connection, Connection]
 
-    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:  # type: ignore[override]
         one, *back = self.around[0](x)
         x = expand_streams(x, self.mixer(Stream(one, None, self.mixer_norm, self.eps), batch, store)[1], *back)
         one, *back = self.around[1](x)

@@ -89,7 +89,7 @@ class Model(deepseek_v3.Model):
         return Delta(weights, f"{name}.self_attn", self.config)
 
 
-class Delta:
+class Delta(Mixer):
     """Short convolutions of queries, keys and values, then a memory that is corrected at every token."""
 
     def __init__(self, weights: Weights, name: str, config: Config):

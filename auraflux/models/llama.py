@@ -76,7 +76,7 @@ def _windows(keys: Keys) -> tuple[int | None, ...]:
 class Model(Decoder[Config]):
     """Attention and an MLP in every layer."""
 
-    again = True
+    again = beside = True
 
     @classmethod
     def unsliced(cls, config: Config) -> str | None:

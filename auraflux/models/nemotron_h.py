@@ -153,6 +153,7 @@ def _layers(keys: Keys) -> tuple[Blocks, ...]:
 class Model(decoder.Decoder[Config]):
     """One norm before each block, nothing rotated."""
 
+    beside = True
     whole = "its layers are pairs of blocks, which have numbers of their own."
 
     def make_mixer(self, weights: Weights, name: str, index: int) -> Mixer:
@@ -182,7 +183,7 @@ class Model(decoder.Decoder[Config]):
         )
 
 
-class Mamba:
+class Mamba(Mixer):
     """A short convolution of values, keys and queries, then a memory that fades and is written to at every token."""
 
     def __init__(self, weights: Weights, name: str, config: Config):

@@ -150,7 +150,7 @@ def _norm_shift(config: Config, weights: Weights) -> float:
     return 0.0 if turned else 1.0
 
 
-class Delta:
+class Delta(Mixer):
     """Gated DeltaNet: a short convolution, then a memory that is corrected at every token.
 
     gate  what its result is gated by: "silu" or "sigmoid"

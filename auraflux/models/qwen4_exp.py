@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch, Cache, IndexedShape, NGramShape, RecurrentShape
+from auraflux.cache import Batch, Beside, Cache, IndexedShape, NGramShape, RecurrentShape
 from auraflux.cache.compressed import Learned
 from auraflux.errors import FormatError
 from auraflux.models import qwen3_5_moe
@@ -166,6 +166,7 @@ class Model(qwen3_5_moe.Model):
 
     config: Config
     whole = "a token has several vectors between its layers, and some of them go by the tokens before it."
+    beside = False
 
     @classmethod
     def mtp_place(cls, config: Config) -> Place | None:  # type: ignore[override]
@@ -194,7 +195,7 @@ class Model(qwen3_5_moe.Model):
         """Begin the stream, all of its vectors alike: [T] -> [T, N, H]."""
         return super().embedded(ids).unsqueeze(1).repeat(1, self.config.streams, 1)
 
-    def carried(self, ids: Tensor, batch: Batch, cache: Cache, count: int) -> Residual:
+    def carried(self, ids: Tensor, batch: Batch | Beside, cache: Cache, count: int) -> Residual:
         """Run tokens through the first layers; what any layer needs of n-grams is asked for before."""
         for layer, number in zip(self.layers, self.span, strict=True):
             layer.begin(ids, batch, cache.layers[number])  # type: ignore[attr-defined]
@@ -240,7 +241,7 @@ class StreamLayer(Layer):
         if self.recall is not None:
             self.recall.begin(ids, batch, store)
 
-    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch, store: Any) -> Residual:  # type: ignore[override]
         x, one, mixes = self._read(x, batch, store)
         x = write_streams(x, self.mixer(Given(one), batch, store)[1], mixes)  # type: ignore[arg-type]
         one, back = self.around[1](x)
@@ -333,7 +334,7 @@ class IndexedAttention(Attention):
         means = torch.zeros(config.index.rate, width, device=weights.device)
         self.learned = Learned(means, norm, config.eps, rotation.frequencies, False)
 
-    def __call__(self, stream: Any, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Any, batch: Batch, store: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Give the stream with all that was to be added to it, and what comes next, both [T, H]."""
         total, q, gate, asked = self._remembered(stream, batch, store)
         chosen = None

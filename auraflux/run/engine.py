@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch, Cache, CacheSettings, Sequence
+from auraflux.cache import Batch, Beside, Cache, CacheSettings, Sequence
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.deal import ALONE
 from auraflux.errors import CacheFull
@@ -21,6 +21,8 @@ SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048
 # sequences of steps of writing there; weights are read once whatever the number
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 REACHES = (1024, 4096, 16384)  # of their indexes, as few for the same reason; then every power of two
+# tokens of a prompt that are read with a step of writing: few sizes again, as every number of texts is recorded with each
+BESIDE = (64, 256, 512)
 
 
 class Engine:
@@ -148,6 +150,63 @@ class Engine:
         """One token of each sequence: the scores of the next, [B, V]."""
         return self.replayer.decode(batch, ids)
 
+    def reads_beside(self, texts: int) -> bool:
+        """Whether `decode_beside` serves steps of writing of so many."""
+        # the index of one text that is written would be that of the prompt, too
+        return self.model.beside and self.replayer.reads and not self.keeps_hidden and texts > 1
+
+    def size_beside(self, sequence: Sequence, tokens: int) -> int | None:
+        """As how many tokens the next of a prompt are read with a step of writing; None where they are too many."""
+        size = next((size for size in BESIDE if tokens <= size <= self.chunk), None)
+        return size if size is not None and sequence.length + size <= self.cache.context else None
+
+    def decode_beside(self, batch: Batch, ids: list[int] | Tensor, sequence: Sequence, piece: list[int]) -> Tensor | None:
+        """One token of each sequence, and a piece of another's prompt: the scores of what follows the first, [B, V].
+
+        None, and nothing is changed, where the sequences are too few, or there is no room for the piece.
+        """
+        size = self.size_beside(sequence, len(piece))
+        if size is None or not self.reads_beside(len(batch.sequences)):
+            return None
+        longest = max(each.length for each in batch.sequences) + 1
+        writing = self.cache.batch(batch.sequences, _reach(longest, REACHES[1:]), fillers=batch.fillers)
+        reading = self.cache.batch([sequence], _reach(sequence.length + size, REACHES[1:]), silent=True)
+        both = Beside(writing, reading)
+        before = both.lengths
+        try:
+            reading.extend([size], extra=size - len(piece))
+        except CacheFull:
+            return None
+        try:
+            with device_memory():
+                writing.extend([1] * len(batch.sequences))
+                flat = sent(piece + piece[-1:] * (size - len(piece)), self.device)
+                scores = self.replayer.decode_beside(both, ids, flat)
+                reading.drop_extra()
+                return scores
+        except BaseException:
+            both.cut_back(before)
+            raise
+
+    def rehearse_beside(self, parallel: int) -> None:
+        """Take such steps for all numbers of texts, each twice: what they need is then compiled, and they are recorded."""
+        for count in COUNTS:
+            # one of the texts is read
+            texts = min(count, parallel - 1)
+            if steps_of(texts) != count or not self.reads_beside(texts):
+                continue
+            *written, read = sequences = [self.cache.open() for _ in range(texts + 1)]
+            try:
+                batch = self.writing(written)
+                for size in (size for size in BESIDE for _ in range(2)):
+                    self.decode_beside(batch, [0] * texts, read, [0] * size)
+            except CacheFull:
+                # nor will there be room for as many texts later
+                return
+            finally:
+                for sequence in sequences:
+                    sequence.close()
+
     def verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         """Several tokens of each sequence: the scores after every one, [T, V]."""
         if self._recurs(batch, list(map(len, ids))):
@@ -204,8 +263,7 @@ class Engine:
             return self.cache.batch([sequence], silent=silent)
         rest = len(ids) % self.chunk
         longest = sequence.length + len(ids) - rest + (self._size(rest) if rest else 0)
-        expected = next((reach - 1 for reach in REACHES if longest < reach), longest)
-        return self.cache.batch([sequence], expected, silent=silent)
+        return self.cache.batch([sequence], _reach(longest, REACHES), silent=silent)
 
     def scores(self, sequence: Sequence, ids: list[int]) -> Iterator[Tensor]:
         """The scores after every token of a text, [T, V] in pieces of `chunk`, read through the cache as in generation."""
@@ -216,6 +274,11 @@ class Engine:
     def all_scores(self, sequence: Sequence, ids: list[int]) -> Tensor:
         """All of them together."""
         return torch.cat(list(self.scores(sequence, ids)))
+
+
+def _reach(longest: int, reaches: tuple[int, ...]) -> int:
+    """The length to expect of sequences, so that as few indexes recur as there are of these reaches."""
+    return next((reach - 1 for reach in reaches if longest < reach), longest)
 
 
 def steps_of(count: int) -> int:

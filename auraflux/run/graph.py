@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch
+from auraflux.cache import Batch, Beside
 from auraflux.cache.index import StepIndex
 from auraflux.run.device import device_memory, sent
 from auraflux.run.runner import Runner
@@ -53,11 +53,16 @@ class Step:
     compiled: bool = False
     recording: Replay | None = None
     result: Tensor | None = None
-    batch: Batch | None = None
+    batch: Batch | Beside | None = None
 
 
 # index, places of states, whether nobody asks what follows, new tokens of each sequence unless they are one each
 Key = tuple[StepIndex, tuple[int, ...], bool, tuple[int, ...]]
+# index and places of what is written, index of what is read, its tokens
+BesideKey = tuple[StepIndex, tuple[int, ...], StepIndex, int]
+
+
+KeyT = TypeVar("KeyT")
 
 
 class Replayer:
@@ -73,6 +78,7 @@ class Replayer:
         self.settling = False
         self._steps: dict[Key, Step] = {}
         self._several: dict[Key, Step] = {}
+        self._beside: dict[BesideKey, Step] = {}
         # numbers of tokens with which steps have run through one index or another
         self._run_before: set[tuple[int, ...]] = set()
         self._capture = CudaCapture(runner.agreed) if runner.device.type == "cuda" else _record
@@ -125,6 +131,7 @@ class Replayer:
         """Give all recordings up, and what is known of steps that cannot be recorded: who takes part then may be others."""
         self._steps.clear()
         self._several.clear()
+        self._beside.clear()
         self._run_before.clear()
         self.refused, self.unread = self.runner.unrecorded if self._graphs else SWITCHED_OFF, None
 
@@ -147,6 +154,20 @@ class Replayer:
         """Run a piece of a prompt for which there is room: the final hidden states [T, H]."""
         return self._replayed(batch, ids, lambda step: self.runner.forward(step.ids, batch))
 
+    def decode_beside(self, both: Beside, ids: list[int] | Tensor, piece: Tensor) -> Tensor:
+        """Scores of the next token of what is written, [B, V], where there is room for these tokens and a prompt's."""
+        writing, reading = both.writing, both.reading
+        key = writing.index, writing.places, reading.index, len(piece)
+        step = self._known(self._beside, key, KEPT, writing.tokens + len(piece), piece)
+        written, read = both.split(step.ids)
+        written[: len(ids)].copy_(torch.as_tensor(ids), non_blocking=True)
+        read.copy_(piece, non_blocking=True)
+        places = step.positions[: len(piece)]
+        places.copy_(reading.positions, non_blocking=True)
+        reading.positions = places
+        found = self._repeated(step, both, lambda: self.runner.repeated_beside(step.ids, both))
+        return found[: len(writing.sequences)]
+
     def is_known(self, batch: Batch, count: int) -> bool:
         """Whether a step that gives a single sequence so many tokens has been recorded on a CPU, or need not be."""
         if self.runner.device.type != "cpu" or len(batch.sequences) > 1 or self.refused or self.unread:
@@ -160,8 +181,12 @@ class Replayer:
         if not batch.single:
             step.positions.copy_(batch.positions, non_blocking=True)
             batch.positions = step.positions
+        return self._repeated(step, batch, lambda: work(step))
+
+    def _repeated(self, step: Step, batch: Batch | Beside, work: Callable[[], Tensor]) -> Tensor:
+        """Replay a step, or run it if it is not recorded yet."""
         if step.recording is None:
-            return self._run(step, batch, lambda: work(step))
+            return self._run(step, batch, work)
         self.settling = False
         step.recording.replay()
         assert step.result is not None
@@ -174,17 +199,20 @@ class Replayer:
         steps, most = self._steps, KEPT
         if not batch.single and batch.extra is None:
             steps, most = self._several, SEVERAL if self.runner.device.type == "cpu" else KEPT
+        return self._known(steps, key, most, len(given), given)
+
+    def _known(self, steps: dict[KeyT, Step], key: KeyT, most: int, tokens: int, like: Tensor) -> Step:
+        """What is known of a step, now the one that was used last; others are forgotten where they are too many."""
         step = steps.pop(key, None)
         if step is None:
-            device = self.runner.device
-            ids, positions = torch.zeros_like(given, device=device), torch.zeros(len(given), dtype=torch.int32, device=device)
-            step = Step(ids, positions)
+            ids = like.new_zeros(tokens, *like.shape[1:], device=self.runner.device)
+            step = Step(ids, torch.zeros(tokens, dtype=torch.int32, device=self.runner.device))
             if len(steps) == most:
                 del steps[next(iter(steps))]
         steps[key] = step
         return step
 
-    def _run(self, step: Step, batch: Batch, work: Callable[[], Tensor]) -> Tensor:
+    def _run(self, step: Step, batch: Batch | Beside, work: Callable[[], Tensor]) -> Tensor:
         """Run a step, and record it if it is time to."""
         refused = self.refused if batch.single else self.refused or self.unread
         self.settling = refused is None
@@ -207,7 +235,7 @@ class Replayer:
         step.recording, step.result, step.batch = recording, result, batch
         return result.clone()
 
-    def _ran_alike(self, batch: Batch) -> bool:
+    def _ran_alike(self, batch: Batch | Beside) -> bool:
         """Whether such a step has run before: what is compiled or made once does not belong in a recording.
 
         Kernels of a GPU are chosen by how far an index reaches, so there it says nothing.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from auraflux.cache import Batch, Cache
+from auraflux.cache import Batch, Beside, Cache
 from auraflux.cache.deal import Deal
 from auraflux.ops import exact, invariant
 from auraflux.weights.placement import Dealt
@@ -18,10 +18,12 @@ class Model(Protocol):
 
     config: Any
     again: bool
+    beside: bool
 
     def __call__(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
     def remember(self, ids: Tensor, batch: Batch, cache: Cache) -> None: ...
     def at_ends(self, ids: Tensor, batch: Batch, cache: Cache) -> Tensor: ...
+    def write_beside(self, ids: Tensor, both: Beside, cache: Cache) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -107,6 +109,11 @@ class Runner:
     def repeated(self, given: Tensor, batch: Batch) -> Tensor:
         """The part of a step of decoding that can be recorded: here all of it, the scores [B, V]."""
         return self.score(self.forward(given, batch))
+
+    def repeated_beside(self, given: Tensor, both: Beside) -> Tensor:
+        """The same of a step that reads a piece of a prompt, too: the scores of what is written, [B, V]."""
+        with self.contract():
+            return self.score(self.model.write_beside(given, both, self.cache))
 
     def after(self, found: Tensor, batch: Batch) -> Tensor:
         """Make scores of what was recorded."""

@@ -84,7 +84,7 @@ class Scheduler:
         self._grammars: Grammars | None = None
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
-        self._writer = Writer(engine)
+        self._writer = Writer(engine, self._taken_in)
         # whether what the next turn would read has been read already
         self._is_ahead = False
         self.speculate(speculation)
@@ -281,20 +281,33 @@ class Scheduler:
 
     def _read(self, beside_writing: bool) -> bool:
         """Read the next pieces of prompts; False where a job was taken off meanwhile."""
+        self._writer.beside = None
         if self._is_ahead:
             # those texts come first: beside them prompts would be read in small pieces
             self._is_ahead = False
             return True
-        for chosen in self._pieces(beside_writing):
-            try:
-                self._check_files()
-                self._take_in(chosen, ends=beside_writing and self._to_ends(chosen))
-            except CacheFull as err:
-                self._make_room(err)
-                return False
-            except Exception as err:
-                self._fail([job for job, _ in chosen], err)
+        pieces = self._pieces(beside_writing)
+        if pieces and beside_writing and self._goes_beside(pieces[-1]):
+            [self._writer.beside] = pieces.pop()
+        return all(self._read_piece(chosen, beside_writing) for chosen in pieces)
+
+    def _read_piece(self, chosen: list[tuple[Job, int]], beside_writing: bool) -> bool:
+        """Read pieces of prompts together; False where a job was taken off for them."""
+        try:
+            self._check_files()
+            self._take_in(chosen, ends=beside_writing and self._to_ends(chosen))
+        except CacheFull as err:
+            self._make_room(err)
+            return False
+        except Exception as err:
+            self._fail([job for job, _ in chosen], err)
         return True
+
+    def _goes_beside(self, chosen: list[tuple[Job, int]]) -> bool:
+        """Whether these tokens of a prompt go through the model with the next step of writing."""
+        writing = sum(job.unread <= 0 for job in self._running)
+        served = self.speculation is None and len(chosen) == 1 and self.engine.reads_beside(writing)
+        return served and all(self.engine.size_beside(job.held, share) is not None for job, share in chosen)
 
     def _read_ahead(self) -> None:
         """Read before the tokens of texts that end are known; whatever is wrong is met again in the next turn."""
@@ -334,10 +347,14 @@ class Scheduler:
                 rows = hidden.split([share for _, share in chosen])
                 self.speculation.hear([(job, at, row) for (job, _), at, row in zip(chosen, starts, rows, strict=True)])
         for job in jobs:
-            if job.held.length - ends in job.marks:
-                job.held.checkpoint(before=int(ends))
-            if job.unread <= 0 and job.kept is None:
-                job.kept = self.prefixes.note(job.ids[:-1], job.held)
+            self._taken_in(job, ends)
+
+    def _taken_in(self, job: Job, ends: bool = False) -> None:
+        """Keep what others may begin with of a prompt that has been read further."""
+        if job.held.length - ends in job.marks:
+            job.held.checkpoint(before=int(ends))
+        if job.unread <= 0 and job.kept is None:
+            job.kept = self.prefixes.note(job.ids[:-1], job.held)
 
     def _write(self) -> bool:
         """Choose the next token of every text whose prompt is read; False where a job was taken off first."""
@@ -357,6 +374,10 @@ class Scheduler:
         for job, token, scored in chosen:
             if job.finish is None:
                 self._take(job, token, scored)
+        left, self._writer.beside = self._writer.beside, None
+        if left is not None and not self._is_ahead:
+            # no step was taken, or there was no room for it there
+            self._read_piece([left], beside_writing=False)
         return True
 
     def _misled(self) -> bool:
@@ -380,6 +401,8 @@ class Scheduler:
 
     def _leave(self, job: Job) -> None:
         """Take a job that has ended off; what it wrote is kept for texts that begin like it."""
+        if self._writer.beside is not None and self._writer.beside[0] is job:
+            self._writer.beside = None
         if job.kept is not None:
             self.prefixes.forget(job.kept)
             job.kept = None

@@ -43,11 +43,14 @@ class Writer:
     speculation  makes guesses; None for none
     live         jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
     ready        whether there are any
+    beside       a job whose prompt's next tokens the next step takes along, and how many, where there is room for them;
+                 `heard` is then called with it
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, heard: Callable[[Job], None]):
+        self.engine, self._heard = engine, heard
         self.speculation: Speculation | None = None
+        self.beside: tuple[Job, int] | None = None
         self.live: list[Job] = []
         # guesses that the step checks, for each live job
         self._drafts: list[list[int]] = []
@@ -63,7 +66,7 @@ class Writer:
 
     def forget(self) -> None:
         """Give up a step whose tokens are not known, and the batch."""
-        self.live, self._scores, self._hidden, self._together = [], None, None, None
+        self.live, self._scores, self._hidden, self._together, self.beside = [], None, None, None, None
 
     def step(self, jobs: list[Job]) -> None:
         """Give jobs whose last token is known here that token, and guesses at those after it where they promise to pay."""
@@ -80,7 +83,18 @@ class Writer:
                 pass
             else:
                 return
-        self._scored(self.engine.decode(together.batch, [job.ids[-1] for job in self.live]), [[] for _ in self.live])
+        self._scored(self._decode(together.batch, [job.ids[-1] for job in self.live]), [[] for _ in self.live])
+
+    def _decode(self, batch: Batch, ids: list[int] | Tensor) -> Tensor:
+        """The scores after one token of each text; a piece of a prompt goes along if one is to."""
+        if self.beside is not None:
+            job, count = self.beside
+            piece = job.ids[job.held.length : job.held.length + count]
+            if (found := self.engine.decode_beside(batch, ids, job.held, piece)) is not None:
+                self.beside = None
+                self._heard(job)
+                return found
+        return self.engine.decode(batch, ids)
 
     def begin(self, jobs: list[Job], scores: Tensor) -> None:
         """Go on from scores that were found with the last tokens of prompts."""
@@ -185,7 +199,7 @@ class Writer:
         if (lines := [numbers[job] for job in jobs]) != list(range(len(tokens))):
             tokens = tokens[sent(lines, chosen.device)]
         try:
-            scores = self.engine.decode(self._with(jobs).batch, tokens)
+            scores = self._decode(self._with(jobs).batch, tokens)
         except CacheFull:
             # the tokens are given out first; then it is met again, unless some text ended and made room
             return

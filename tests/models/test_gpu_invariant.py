@@ -180,3 +180,24 @@ def test_guesses_change_nothing(name: str, kv: str):
     assert recorded, engine.replayer.unread
     # states cannot be cut, so that texts with fewer guesses are not filled up
     assert engine.cache.moves or any(len(step.batch.counts) == 4 for step in recorded)
+
+
+@pytest.mark.parametrize("kv", KVS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_prompt_that_is_read_with_what_is_written_changes_nothing(name: str, kv: str):
+    """Neither the text that is written, nor what follows the prompt; the steps are run, recorded, and replayed."""
+    engine, text, prompt = engine_of(name, kv), text_of(1), text_of(2)
+    expected, follows = alone(engine, text, LENGTH), alone(engine, prompt, LENGTH)
+    reading, *sequences = [engine.cache.open() for _ in range(4)]
+    for n, sequence in enumerate(sequences):
+        read(engine, sequence, text[:200] if n == 0 else text_of(7 + n, 30 * n), 64)
+    batch, found = engine.writing(sequences), []
+    for step, token in enumerate(text[200:240]):
+        ids, piece = [token, step, step + 1], prompt[reading.length :][: (5, 64, 20)[step % 3]]
+        scores = engine.decode_beside(batch, ids, reading, piece) if reading.length < 250 else engine.decode(batch, ids)
+        assert scores is not None
+        found.append(scores[:1].cpu())
+    assert same(torch.cat(found), expected[200:240])
+    at = reading.length
+    assert at >= 250
+    assert same(read(engine, reading, prompt[at:], 20), follows[at:])

@@ -1,6 +1,5 @@
 """Texts that are written together: each is what it would be alone, whatever comes, goes, is kept, or runs out beside it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -109,10 +108,35 @@ def _all(part) -> int:
     return part.pool.count if hasattr(part, "pool") else part.slots
 
 
-@pytest.fixture(params=["by turns", "ahead"])
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps that follow their tokens, and such that begin before, as on a GPU."""
-    monkeypatch.setattr(Replayer, "ahead", request.param == "ahead")
+@pytest.fixture(params=["by turns", "ahead", "beside"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that follow their tokens; such that begin before, as on a GPU; and such that take pieces of prompts along."""
+    monkeypatch.setattr(Replayer, "ahead", request.param != "by turns")
+    if request.param == "beside":
+        read_beside(monkeypatch)
+
+
+def read_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let prompts be read as on a GPU, in steps of few sizes and with what is written: how many tokens each of these had."""
+    sizes: list[int] = []
+    taken = Replayer.decode_beside
+    monkeypatch.setattr(Replayer, "ahead", True)
+    monkeypatch.setattr(Replayer, "reads", True)
+    monkeypatch.setattr("auraflux.run.engine.BESIDE", (8, 24))
+    monkeypatch.setattr(
+        Replayer, "decode_beside", lambda self, both, *rest: sizes.append(both.reading.tokens) or taken(self, both, *rest)
+    )
+    return sizes
+
+
+@pytest.mark.parametrize("name", named("llama", "qwen3_5_moe", "deepseek_v3"))
+def test_prompts_are_read_with_what_is_written(name: str, monkeypatch: pytest.MonkeyPatch):
+    scheduler, prompts = scheduler_for(name), prompts_of(name)
+    served, sizes = scheduler.engine.model.beside, read_beside(monkeypatch)
+    assert finish(scheduler, submit(scheduler, prompts)) == wanted(name, "k8v4", prompts)
+    assert bool(sizes) == served
+    assert set(sizes) <= {8, 24}
+    assert nothing_leaks(scheduler)
 
 
 @pytest.mark.usefixtures("order")
@@ -215,6 +239,7 @@ def test_when_pages_run_out_nothing_is_lost(name: str, kv: str):
     assert nothing_leaks(made)
 
 
+@pytest.mark.parametrize("order", ["by turns", "ahead"], indirect=True)
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(
     ("name", "kv"),
