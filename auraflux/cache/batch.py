@@ -10,7 +10,7 @@ from torch import Tensor
 
 from auraflux.cache.index import StepIndex
 from auraflux.cache.pages import LayerGroup
-from auraflux.cache.sequence import Part, Sequence
+from auraflux.cache.sequence import Part, Row, Sequence
 from auraflux.errors import CacheFull, ContextError, InputError
 from auraflux.ops.rope.reference import norm_rope
 
@@ -161,11 +161,17 @@ class Batch:
 
         extra  how many of a single sequence's are; None where the step need not recur
         """
-        self._check(counts)
-        for sequence in self.sequences:
-            sequence.pass_stride()
+        self.prepare(counts)
         for part in self.sequences[0].rows:
-            self._find_room(part, counts)
+            self.find_room(part, self.steps(part, counts))
+        self.take_room(counts, extra)
+
+    def steps(self, part: Part, counts: list[int]) -> list[tuple[Row, int, int]]:
+        """What the sequences hold in a part of the cache, how long they are, and by how many tokens they grow."""
+        return [(s.rows[part], s.length, new) for s, new in zip(self.sequences, counts, strict=True) if new]
+
+    def take_room(self, counts: list[int], extra: int | None) -> None:
+        """Make sequences longer, as `extend` does, where room has been found for them."""
         for sequence, new in zip(self.sequences, counts, strict=True):
             for row in sequence.rows.values():
                 row.extend(sequence.length, new)
@@ -214,7 +220,8 @@ class Batch:
         if getattr(self, "index", None) is not found:
             self.index, self._views = found, {}
 
-    def _check(self, counts: list[int]) -> None:
+    def prepare(self, counts: list[int]) -> None:
+        """Refuse so many new tokens of each sequence where they cannot be; make the checkpoints that are due."""
         if len(counts) != len(self.sequences) or min(counts) < 0:
             raise InputError(
                 f"{counts} new tokens were given for {len(self.sequences)} sequences; one number for each is needed."
@@ -226,15 +233,17 @@ class Batch:
                     f"a sequence of {sequence.length} tokens cannot take {new} more: the context is limited to {self.context}. "
                     f"Make the cache with context={sequence.length + new} or more."
                 )
+        for sequence in self.sequences:
+            sequence.pass_stride()
 
-    def _find_room(self, part: Part, counts: list[int]) -> None:
-        steps = [(s.rows[part], s.length, new) for s, new in zip(self.sequences, counts, strict=True) if new]
+    def find_room(self, part: Part, steps: list[tuple[Row, int, int]]) -> None:
+        """Find pages for all rows of a step; others may be given up for that."""
         for row, length, _ in steps:
             row.settle(length)
         while (needed := part.needs(steps)) > part.free:
             if not part.settle() and not self._make_room(part):
                 raise CacheFull(
-                    f"{sum(counts)} new tokens need {needed} {part.describe()}, and {part.free} are free. Close a sequence, "
+                    f"{sum(new for *_, new in steps)} new tokens need {needed} {part.describe()}, and {part.free} are free. Close a sequence, "
                     f"append fewer tokens at a time, or make the cache with more 'sequences' or 'tokens'."
                 )
 

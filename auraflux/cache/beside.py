@@ -24,6 +24,20 @@ class Beside:
     def __init__(self, writing: Batch, reading: Batch):
         self.writing, self.reading = writing, reading
 
+    def extend(self, size: int, extra: int) -> None:
+        """Make room for a token of each sequence that is written, and `size` of the one that is read. All or nothing.
+
+        extra  how many of these fill it up
+        """
+        ones = [1] * len(self.writing.sequences)
+        self.writing.prepare(ones)
+        self.reading.prepare([size])
+        # for all before any is longer: a row gives up what its length says is no longer seen
+        for part in self.reading.sequences[0].rows:
+            self.writing.find_room(part, [*self.writing.steps(part, ones), *self.reading.steps(part, [size])])
+        self.writing.take_room(ones, None)
+        self.reading.take_room([size], extra)
+
     @property
     def counts(self) -> list[int]:
         return [*self.writing.counts, *self.reading.counts]

@@ -174,12 +174,11 @@ class Engine:
         both = Beside(writing, reading)
         before = both.lengths
         try:
-            reading.extend([size], extra=size - len(piece))
+            both.extend(size, extra=size - len(piece))
         except CacheFull:
             return None
         try:
             with device_memory():
-                writing.extend([1] * len(batch.sequences))
                 flat = sent(piece + piece[-1:] * (size - len(piece)), self.device)
                 scores = self.replayer.decode_beside(both, ids, flat)
                 reading.drop_extra()

@@ -94,3 +94,22 @@ def test_a_step_that_is_stopped_leaves_the_sequence_as_it_was(engine: Engine, mo
     assert (sequence.length, engine.cache.nbytes) == (40, held)
     prefill(engine, sequence, TEXT[:70])
     assert sequence.length == 110
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_window_is_not_given_up_for_tokens_that_fill_a_step_up(lacking: int, monkeypatch: pytest.MonkeyPatch):
+    """A piece of five tokens is read as 64 with what is written, where windows have no page to spare, or one too few."""
+    monkeypatch.setattr(Replayer, "reads", True)
+    settings = CacheSettings(first=0, newest=32)
+    engine = auraflux.load(tiny(), kv=settings, quantize=4, context=300, device="cpu", graphs=False, sequences=4).engine
+    reading, *written = (engine.cache.open() for _ in range(3))
+    for sequence, count in zip((reading, *written), (124, 64, 64), strict=True):
+        engine.step(engine.cache.batch([sequence]), [TEXT[:count]])
+    (window,) = (group for group in engine.cache.page_groups if group.span is not None)
+    # two for what is written and one for the piece: all of them lie in a page that is not begun yet
+    taken = [window.pool.take() for _ in range(window.free - 3 + lacking)]
+    found = engine.decode_beside(engine.writing(written), [1, 2], reading, TEXT[:5])
+    assert (found is None) == bool(lacking)
+    assert [sequence.length for sequence in (reading, *written)] == ([124, 64, 64] if lacking else [129, 65, 65])
+    assert all(reading.rows[window].reaches(at) for at in range(124, reading.length + 1))
+    window.pool.release(taken)
