@@ -242,8 +242,9 @@ class Batch:
             row.settle(length)
         while (needed := part.needs(steps)) > part.free:
             if not part.settle() and not self._make_room(part):
+                tokens = sum(new for *_, new in steps)
                 raise CacheFull(
-                    f"{sum(new for *_, new in steps)} new tokens need {needed} {part.describe()}, and {part.free} are free. Close a sequence, "
+                    f"{tokens} new tokens need {needed} {part.describe()}, and {part.free} are free. Close a sequence, "
                     f"append fewer tokens at a time, or make the cache with more 'sequences' or 'tokens'."
                 )
 

@@ -21,8 +21,10 @@ SIZES = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048
 # sequences of steps of writing there; weights are read once whatever the number
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 REACHES = (1024, 4096, 16384)  # of their indexes, as few for the same reason; then every power of two
-# tokens of a prompt that are read with a step of writing: few sizes again, as every number of texts is recorded with each
-BESIDE = (64, 256, 512)
+# tokens of a step of writing that takes a piece of a prompt along: few, as each is recorded for every number of texts, and
+# whole tiles of the products
+BESIDE = (128, 256, 512, 1024)
+LEAST_BESIDE = 32  # of them that are the prompt's
 
 
 class Engine:
@@ -150,23 +152,31 @@ class Engine:
         """One token of each sequence: the scores of the next, [B, V]."""
         return self.replayer.decode(batch, ids)
 
-    def reads_beside(self, texts: int) -> bool:
-        """Whether `decode_beside` serves steps of writing of so many."""
+    def sizes_beside(self, texts: int) -> list[int]:
+        """How many tokens of a prompt can be read with a step of writing of so many texts; none where that is not served."""
         # the index of one text that is written would be that of the prompt, too
-        return self.model.beside and self.replayer.reads and not self.keeps_hidden and texts > 1
+        if not self.model.beside or not self.replayer.reads or self.keeps_hidden or texts < 2:
+            return []
+        width = steps_of(texts) if self.cache.fills else texts
+        return [total - width for total in BESIDE if total <= self.chunk and total - width >= LEAST_BESIDE]
 
-    def size_beside(self, sequence: Sequence, tokens: int) -> int | None:
-        """As how many tokens the next of a prompt are read with a step of writing; None where they are too many."""
-        size = next((size for size in BESIDE if tokens <= size <= self.chunk), None)
-        return size if size is not None and sequence.length + size <= self.cache.context else None
+    def fit_beside(self, texts: int, tokens: int, more: bool) -> int:
+        """How many of a prompt's next tokens to read with a step of writing of so many texts; 0 where they fit into none.
+
+        more  whether others of the prompt follow: then a step is filled, so that none is nearly empty
+        """
+        sizes = self.sizes_beside(texts)
+        if more:
+            tokens = max((size for size in sizes if size <= tokens), default=tokens)
+        return tokens if any(size >= tokens for size in sizes) else 0
 
     def decode_beside(self, batch: Batch, ids: list[int] | Tensor, sequence: Sequence, piece: list[int]) -> Tensor | None:
         """One token of each sequence, and a piece of another's prompt: the scores of what follows the first, [B, V].
 
-        None, and nothing is changed, where the sequences are too few, or there is no room for the piece.
+        None, and nothing is changed, where there is no room for the piece, or no size that it fits into.
         """
-        size = self.size_beside(sequence, len(piece))
-        if size is None or not self.reads_beside(len(batch.sequences)):
+        size = next((size for size in self.sizes_beside(len(batch.sequences)) if size >= len(piece)), None)
+        if size is None or sequence.length + size > self.cache.context:
             return None
         longest = max(each.length for each in batch.sequences) + 1
         writing = self.cache.batch(batch.sequences, _reach(longest, REACHES[1:]), fillers=batch.fillers)
@@ -192,12 +202,12 @@ class Engine:
         for count in COUNTS:
             # one of the texts is read
             texts = min(count, parallel - 1)
-            if steps_of(texts) != count or not self.reads_beside(texts):
+            if steps_of(texts) != count or not (sizes := self.sizes_beside(texts)):
                 continue
             *written, read = sequences = [self.cache.open() for _ in range(texts + 1)]
             try:
                 batch = self.writing(written)
-                for size in (size for size in BESIDE for _ in range(2)):
+                for size in (size for size in sizes for _ in range(2)):
                     self.decode_beside(batch, [0] * texts, read, [0] * size)
             except CacheFull:
                 # nor will there be room for as many texts later

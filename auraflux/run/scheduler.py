@@ -305,9 +305,10 @@ class Scheduler:
 
     def _goes_beside(self, chosen: list[tuple[Job, int]]) -> bool:
         """Whether these tokens of a prompt go through the model with the next step of writing."""
+        if self.speculation is not None or len(chosen) > 1:
+            return False
         writing = sum(job.unread <= 0 for job in self._running)
-        served = self.speculation is None and len(chosen) == 1 and self.engine.reads_beside(writing)
-        return served and all(self.engine.size_beside(job.held, share) is not None for job, share in chosen)
+        return all(self.engine.fit_beside(writing, share, share < job.piece) for job, share in chosen)
 
     def _read_ahead(self) -> None:
         """Read before the tokens of texts that end are known; whatever is wrong is met again in the next turn."""

@@ -43,8 +43,8 @@ class Writer:
     speculation  makes guesses; None for none
     live         jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
     ready        whether there are any
-    beside       a job whose prompt's next tokens the next step takes along, and how many, where there is room for them;
-                 `heard` is then called with it
+    beside       a job whose prompt's next tokens the next step takes along, and how many at most, where there is room for
+                 them; `heard` is then called with it
     """
 
     def __init__(self, engine: Engine, heard: Callable[[Job], None]):
@@ -89,8 +89,9 @@ class Writer:
         """The scores after one token of each text; a piece of a prompt goes along if one is to."""
         if self.beside is not None:
             job, count = self.beside
+            count = self.engine.fit_beside(len(batch.sequences), count, count < job.piece)
             piece = job.ids[job.held.length : job.held.length + count]
-            if (found := self.engine.decode_beside(batch, ids, job.held, piece)) is not None:
+            if piece and (found := self.engine.decode_beside(batch, ids, job.held, piece)) is not None:
                 self.beside = None
                 self._heard(job)
                 return found

@@ -100,6 +100,7 @@ def test_a_step_that_is_stopped_leaves_the_sequence_as_it_was(engine: Engine, mo
 def test_a_window_is_not_given_up_for_tokens_that_fill_a_step_up(lacking: int, monkeypatch: pytest.MonkeyPatch):
     """A piece of five tokens is read as 64 with what is written, where windows have no page to spare, or one too few."""
     monkeypatch.setattr(Replayer, "reads", True)
+    monkeypatch.setattr("auraflux.run.engine.BESIDE", (66,))
     settings = CacheSettings(first=0, newest=32)
     engine = auraflux.load(tiny(), kv=settings, quantize=4, context=300, device="cpu", graphs=False, sequences=4).engine
     reading, *written = (engine.cache.open() for _ in range(3))
