@@ -10,7 +10,7 @@ PAUSE_S, WORTH_S = 0.5, 0.1
 # tokens read at a time while texts are written; up to 256 a GPU's weights take longer than tokens
 LEAST = {"cpu": 16, "cuda": 256}
 MOST = {"cpu": 128, "cuda": 2048}
-SPREAD = 16  # turns over which waiting prompts are spread then
+SPREAD = {"cpu": 16, "cuda": 8}  # turns over which waiting prompts are spread then
 CROWD = 16  # texts that are written on a GPU: for every so many of them LEAST tokens, while fewer prompts wait
 TOGETHER = 8  # prompts whose pieces go through the model as one
 
@@ -40,21 +40,23 @@ class Pace:
             least = min(max(unit, int(self._rate * WORTH_S)), most)
             most = max(least, min(most, int(self._rate * PAUSE_S)))
         # few sizes, so that steps recur
-        share = unread // SPREAD // unit * unit
+        share = unread // SPREAD[self.device] // unit * unit
         return min(max(least, min(share, most)), self.chunk)
 
-    def shares(self, wanted: list[int], budget: int) -> list[int]:
+    def shares(self, wanted: list[int], budget: int, one: bool = False) -> list[int]:
         """Share a budget out among prompts that want so many tokens, the one that waited longest first.
 
         That one gets half, and the shortest get the rest, so that neither short ones wait for a long one nor a long one for
         ever. What is too little to be halved goes to one and the other by turns.
+
+        one  give no more than one prompt something: each piece would read all weights again
         """
         self._turns += 1
-        small = budget < 2 * LEAST[self.device]
+        small = one or budget < 2 * LEAST[self.device]
         others = sorted(range(1, len(wanted)), key=lambda i: wanted[i])
         order = [*others, 0] if small and self._turns % 2 else [0, *others]
         shares, left = [0] * len(wanted), budget
-        for i in order[:TOGETHER]:
+        for i in order[: 1 if one else TOGETHER]:
             most = left if small or i or not others else max(budget // 2, budget - sum(wanted[j] for j in others))
             shares[i] = min(wanted[i], most, left)
             left -= shares[i]

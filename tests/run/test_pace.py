@@ -34,6 +34,11 @@ def test_a_small_budget_goes_to_the_oldest_and_the_shortest_by_turns():
     assert [made.shares([300, 200, 100], 16) for _ in range(3)] == [[0, 0, 16], [16, 0, 0], [0, 0, 16]]
 
 
+def test_where_each_piece_costs_much_one_prompt_gets_all_that_it_can_use():
+    made = Pace(8192, "cuda")
+    assert [made.shares([900, 200, 100], 1024, one=True) for _ in range(2)] == [[0, 0, 100], [900, 0, 0]]
+
+
 def test_a_prompt_has_all_of_a_turn_while_nobody_writes():
     assert Pace(512).budget(unread=10_000, waiting=1, writing=0) == 512
 
@@ -42,14 +47,14 @@ def test_a_prompt_has_all_of_a_turn_while_nobody_writes():
 def test_prompts_are_spread_over_turns_while_texts_are_written(unread: int):
     budget = Pace(512).budget(unread, waiting=1, writing=3)
     assert pace.LEAST["cpu"] <= budget <= 512
-    assert budget <= max(pace.LEAST["cpu"], -(-unread // pace.SPREAD))
+    assert budget <= max(pace.LEAST["cpu"], -(-unread // pace.SPREAD["cpu"]))
 
 
 def test_few_prompts_wait_rather_than_the_many_that_write_on_a_gpu():
     made = Pace(8192, "cuda")
     unread = 12 * 1024
     few_write, many_write, more_write = (made.budget(unread, 12, writing) for writing in (4, 20, 100))
-    assert few_write == unread // pace.SPREAD
+    assert few_write == unread // pace.SPREAD["cuda"]
     assert many_write == pace.LEAST["cuda"]
     # a longer step has room for more, but not for more than it would have anyway
     assert many_write < more_write <= few_write
