@@ -324,8 +324,7 @@ class Scheduler:
             return []
         writing = len(self._running) - len(reading) if beside_writing else 0
         budget = self.pace.budget(sum(job.unread for job in reading), len(reading), writing)
-        # few wait: what is read then goes with what is written
-        one = len(reading) < writing and self.speculation is None and bool(self.engine.sizes_beside(writing))
+        one = self.speculation is None and bool(self.engine.sizes_beside(writing))
         shares = self.pace.shares([job.piece for job in reading], budget, one)
         chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
         return [[each] for each in chosen] if self.engine.sooner_apart(sum(shares)) else [chosen]
