@@ -291,9 +291,9 @@ class PageRow:
         if self.must_copy(length):
             self.pages[-1] = self.group.copy(self.pages[-1])
             self.stamp += 1
-        while self.first + len(self.pages) < self.group.end(length + new):
-            self.pages.append(self.group.pool.take(self.first + len(self.pages)))
-            self.stamp += 1
+        lacking = range(self.first + len(self.pages), self.group.end(length + new))
+        self.pages += map(self.group.pool.take, lacking)
+        self.stamp += len(lacking)
         self.reached = length + new
 
     def reaches(self, length: int) -> bool:

@@ -49,7 +49,7 @@ class Pace:
         That one gets half, and the shortest get the rest, so that neither short ones wait for a long one nor a long one for
         ever. What is too little to be halved goes to one and the other by turns.
 
-        one  give no more than one prompt something, which then goes with what is written: each other would read all weights again
+        one  give one prompt something, to be read with what is written: each other would read all weights again
         """
         self._turns += 1
         small = one or budget < 2 * LEAST[self.device]

@@ -183,7 +183,8 @@ class Scheduler:
         """
         ends = {len(prompt) - 1}
         if self.tokenizer is not None and self.engine.cache.forgets:
-            turns = [at for at in range(1, len(prompt)) if prompt[at] in self.tokenizer.special_ids]
+            special = self.tokenizer.special_ids
+            turns = [at for at, token in enumerate(prompt) if at and token in special]
             long = (at for before, at in pairwise([0, *turns]) if at - before >= self.engine.cache.page)
             ends |= {*turns[-1:], *islice(long, LONG_TURNS)}
         return sorted(ends - {0})

@@ -117,7 +117,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def read_beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let prompts be read as on a GPU, in steps of few sizes and with what is written: how many tokens of them each step had."""
+    """Let prompts be read as on a GPU, in steps of few sizes and with what is written: how many of their tokens each had."""
     sizes: list[int] = []
     taken = Replayer.decode_beside
     monkeypatch.setattr(Replayer, "ahead", True)
