@@ -24,7 +24,7 @@ from auraflux.run.engine import Engine
 from auraflux.run.fair_queue import FairQueue
 from auraflux.run.grammar import Grammars, Matcher
 from auraflux.run.job import Job
-from auraflux.run.pace import Pace
+from auraflux.run.reader import Piece, Reader
 from auraflux.run.request import Event, Request, Scored
 from auraflux.run.speculate import Speculation
 from auraflux.run.stream import Stream
@@ -80,11 +80,11 @@ class Scheduler:
         self._check_files = (lambda: None) if watch is None else watch.check
         self.prefixes = PrefixStore(engine.cache, disk)
         self.counts = Counts()
-        self.pace = Pace(engine.chunk, engine.device.type)
         self._grammars: Grammars | None = None
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
-        self._writer = Writer(engine, self._taken_in)
+        self._reader = Reader(engine, self.prefixes)
+        self._writer = Writer(engine, self._reader.note)
         # whether what the next turn would read has been read already
         self._is_ahead = False
         self.speculate(speculation)
@@ -118,7 +118,7 @@ class Scheduler:
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Let this make guesses at texts from now on; None for no guesses."""
-        self.speculation = self._writer.speculation = speculation
+        self.speculation = self._reader.speculation = self._writer.speculation = speculation
 
     def cancel(self, job: Job) -> None:
         """Stop a job before the next step."""
@@ -287,16 +287,16 @@ class Scheduler:
             # those texts come first: beside them prompts would be read in small pieces
             self._is_ahead = False
             return True
-        pieces = self._pieces(beside_writing)
-        if pieces and beside_writing and self._goes_beside(pieces[-1]):
+        pieces = self._reader.next(self._running, beside_writing)
+        if pieces and beside_writing and self._reader.goes_beside(pieces[-1], self._running):
             [self._writer.beside] = pieces.pop()
         return all(self._read_piece(chosen, beside_writing) for chosen in pieces)
 
-    def _read_piece(self, chosen: list[tuple[Job, int]], beside_writing: bool) -> bool:
+    def _read_piece(self, chosen: list[Piece], ends: bool) -> bool:
         """Read pieces of prompts together; False where a job was taken off for them."""
         try:
             self._check_files()
-            self._take_in(chosen, ends=beside_writing and self._to_ends(chosen))
+            self._take_in(chosen, ends)
         except CacheFull as err:
             self._make_room(err)
             return False
@@ -304,60 +304,20 @@ class Scheduler:
             self._fail([job for job, _ in chosen], err)
         return True
 
-    def _goes_beside(self, chosen: list[tuple[Job, int]]) -> bool:
-        """Whether these tokens of a prompt go through the model with the next step of writing."""
-        if self.speculation is not None or len(chosen) > 1:
-            return False
-        writing = sum(job.unread <= 0 for job in self._running)
-        return all(self.engine.fit_beside(writing, share, share < job.piece) for job, share in chosen)
-
     def _read_ahead(self) -> None:
         """Read before the tokens of texts that end are known; whatever is wrong is met again in the next turn."""
         with suppress(Exception):
-            for chosen in self._pieces(beside_writing=False):
-                self._take_in(chosen, self._to_ends(chosen))
+            for chosen in self._reader.next(self._running, beside_writing=False):
+                self._take_in(chosen)
                 self._is_ahead = True
 
-    def _pieces(self, beside_writing: bool) -> list[list[tuple[Job, int]]]:
-        """The prompts to read next, and how many tokens of each; those of a list go through the model together."""
-        reading = [job for job in self._running if job.unread > 0]
-        if not reading:
-            return []
-        writing = len(self._running) - len(reading) if beside_writing else 0
-        budget = self.pace.budget(sum(job.unread for job in reading), len(reading), writing)
-        one = self.speculation is None and bool(self.engine.sizes_beside(writing))
-        shares = self.pace.shares([job.piece for job in reading], budget, one)
-        chosen = [(job, share) for job, share in zip(reading, shares, strict=True) if share]
-        return [[each] for each in chosen] if self.engine.sooner_apart(sum(shares)) else [chosen]
-
-    def _to_ends(self, chosen: list[tuple[Job, int]]) -> bool:
-        """Whether last tokens are read with the others: all these prompts come to their ends, and nobody else writes."""
-        tokens = sum(share + 1 for _, share in chosen)
-        fits = tokens <= self.engine.chunk and not self.engine.sooner_apart(tokens)
-        alone = self.speculation is None and not self._writer.ready and all(job.unread for job in self._running)
-        return self.engine.reads_ends(len(chosen)) and fits and alone and all(job.unread == share for job, share in chosen)
-
-    def _take_in(self, chosen: list[tuple[Job, int]], ends: bool) -> None:
-        pieces = [job.ids[job.held.length : job.held.length + share + ends] for job, share in chosen]
-        starts = [job.held.length for job, _ in chosen]
-        jobs = [job for job, _ in chosen]
-        with self.pace.measured(sum(share for _, share in chosen)):
-            if ends:
-                self._writer.begin(jobs, self.engine.read_ends([job.held for job in jobs], pieces))
-            else:
-                hidden = self.engine.read([job.held for job in jobs], pieces)
-            if self.speculation is not None and self.engine.keeps_hidden:
-                rows = hidden.split([share for _, share in chosen])
-                self.speculation.hear([(job, at, row) for (job, _), at, row in zip(chosen, starts, rows, strict=True)])
-        for job in jobs:
-            self._taken_in(job, ends)
-
-    def _taken_in(self, job: Job, ends: bool = False) -> None:
-        """Keep what others may begin with of a prompt that has been read further."""
-        if job.held.length - ends in job.marks:
-            job.held.checkpoint(before=int(ends))
-        if job.unread <= 0 and job.kept is None:
-            job.kept = self.prefixes.note(job.ids[:-1], job.held)
+    def _take_in(self, chosen: list[Piece], ends: bool = True) -> None:
+        """Read pieces of prompts; unless `ends` is False, and where it can be, with what follows them."""
+        if ends and not self._writer.ready and self._reader.comes_to_ends(chosen, self._running):
+            jobs = [job for job, _ in chosen]
+            self._writer.begin(jobs, self._reader.read_to_ends(jobs))
+        else:
+            self._reader.read(chosen)
 
     def _write(self) -> bool:
         """Choose the next token of every text whose prompt is read; False where a job was taken off first."""
@@ -380,7 +340,7 @@ class Scheduler:
         left, self._writer.beside = self._writer.beside, None
         if left is not None and not self._is_ahead:
             # no step was taken, or there was no room for it there
-            self._read_piece([left], beside_writing=False)
+            self._read_piece([left], ends=False)
         return True
 
     def _misled(self) -> bool:

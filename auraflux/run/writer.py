@@ -15,6 +15,7 @@ from auraflux.errors import CacheFull
 from auraflux.run.device import Arriving, sent
 from auraflux.run.engine import Engine
 from auraflux.run.job import Job
+from auraflux.run.reader import Piece
 from auraflux.run.request import Scored
 from auraflux.run.sampler import Sampler
 from auraflux.run.speculate import Speculation
@@ -50,7 +51,7 @@ class Writer:
     def __init__(self, engine: Engine, heard: Callable[[Job], None]):
         self.engine, self._heard = engine, heard
         self.speculation: Speculation | None = None
-        self.beside: tuple[Job, int] | None = None
+        self.beside: Piece | None = None
         self.live: list[Job] = []
         # guesses that the step checks, for each live job
         self._drafts: list[list[int]] = []

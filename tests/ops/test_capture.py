@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ found = [[each.name, each.family, list(each.signature.values()), [list(key) for 
 norm = Case(rms_norm, "one", lambda: {"x": torch.zeros(4, 128), "weight": torch.zeros(128), "eps": 1e-6})
 print(json.dumps([found, [each.name for each in launched(norm)[0]]]))
 """
+# tokens of prompts that are read together are of any number: 7 prompts of 1023, and 8
+COUNTED = """
+import json
+from auraflux.ops._cases import Case
+from auraflux.ops._gpu_inputs import experts, moe, routed
+from auraflux.ops.hopper.capture import launched
+from auraflux.ops.moe.reference import expert_mlp, mixture
+
+made = {expert_mlp: lambda t: routed(t, experts()), mixture: lambda t: moe(t, experts())}
+cases = [[Case(op, "", lambda: make(tokens)) for tokens in (7161, 8184)] for op, make in made.items()]
+print(json.dumps([[[each.name for each in launched(case)[0]] for case in pair] for pair in cases]))
+"""
 
 if not os.environ.get("TRITON_INTERPRET"):
     import triton
@@ -46,11 +59,23 @@ if not os.environ.get("TRITON_INTERPRET"):
         pass
 
 
-def test_a_launch_means_the_build_that_triton_would_make():
+def told(program: str) -> Any:
+    """What a program says that does not interpret kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    ((name, _, types, constants),), norm = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_any_number_of_a_prompts_tokens_goes_through_the_same_builds():
+    """One that is compiled for a number would make the first who send so many tokens wait."""
+    for odd, even in told(COUNTED):
+        assert odd
+        assert odd == even
+
+
+def test_a_launch_means_the_build_that_triton_would_make():
+    ((name, _, types, constants),), norm = told(PROGRAM)
     assert types[:7] == ["*bf16", "*fp32", "constexpr", "constexpr", "i32", "i32", "fp32"]
     assert types[7].startswith("tensordesc<bf16[8, 8]")
     assert types[8:] == ["constexpr", "constexpr"]

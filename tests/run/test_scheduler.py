@@ -181,7 +181,7 @@ def test_a_gpu_reads_on_while_texts_end(full: bool, monkeypatch: pytest.MonkeyPa
         return step(batch, pieces)
 
     monkeypatch.setattr(scheduler.engine, "step", reading)
-    monkeypatch.setattr(scheduler.pace, "shares", lambda wanted, *_: [wanted[0]] + [0] * (len(wanted) - 1))
+    monkeypatch.setattr(scheduler._reader.pace, "shares", lambda wanted, *_: [wanted[0]] + [0] * (len(wanted) - 1))
     requests = [Request(tuple(prompt), replace(SETTINGS, max_tokens=1)) for prompt in (first, second)]
     jobs = [scheduler.submit(request, lambda event: happened.append("told")) for request in requests]
     assert finish(scheduler, jobs) == [tokens[:1] for tokens in wanted("llama", "k8v4", [first, second])]

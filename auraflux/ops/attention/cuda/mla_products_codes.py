@@ -71,7 +71,7 @@ def _factors(x, scales, biases, to, g, t, NOPE: gl.constexpr, M: gl.constexpr):
     return sum_over(y, 32)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def query_codes(
     q, w, s, b, out, tokens, q_pitch, HEADS: gl.constexpr, ROWS: gl.constexpr, NOPE: gl.constexpr, C: gl.constexpr,
     BITS: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
@@ -127,7 +127,7 @@ def query_codes(
     memory._keep_alive()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def output_codes(
     x, w, s, b, out, tokens, x_pitch, HEADS: gl.constexpr, ROWS: gl.constexpr, SKIP: gl.constexpr, C: gl.constexpr,
     BITS: gl.constexpr, W: gl.constexpr,

@@ -62,7 +62,7 @@ def inverse(a, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def chunk_kernel(
     q, k, v, decay, beta, starts, made,
     sequences, tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,
@@ -108,7 +108,7 @@ def chunk_kernel(
         tl.store(made.u + base * C * V + i[:, None] * V + place[None, :], new, mask=(place < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def scan_kernel(
     state, q, k, made, out, starts,
     tokens, heads, shared, K: tl.constexpr, V: tl.constexpr,

@@ -140,7 +140,7 @@ def _carry(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def scan_tiles(
     qs, ks, vs, xs, ps, os, out, gates, state, starts, begin, tokens,
     HEADS: gl.constexpr, SHARED: gl.constexpr, SINGLE: gl.constexpr, ST: gl.constexpr,

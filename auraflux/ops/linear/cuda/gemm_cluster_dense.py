@@ -75,7 +75,7 @@ def _multiply(base, lane, up, across, S: gl.constexpr):
     return acc
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def scores_batch(
     x, normed, h, products, rows, ends, turns, tokens, K: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr,
     W: gl.constexpr, C: gl.constexpr,

@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
     octets: int
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["tokens"])
 def assign_pairs(
     scores, bias, ids, weights, placed, owner, spots, scale, tokens, experts, most, K: gl.constexpr, E: gl.constexpr,
     SCORING: gl.constexpr, RENORMALIZE: gl.constexpr, PASSES: gl.constexpr, SIZE: gl.constexpr,

@@ -24,7 +24,7 @@ UP_TILE, DOWN_TILE = (64, 4), (64, 4)  # rows and warps
 STAGES = 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def count_pairs(ids, counts, pairs, experts, BLOCK: tl.constexpr):
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
@@ -43,7 +43,7 @@ def plan_blocks(counts, cursor, owner, blocks, experts, SIZE: tl.constexpr, BE: 
         tl.store(cursor + expert, (end - needed) * SIZE, mask=expert < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def place_pairs(ids, cursor, placed, pairs, experts, BLOCK: tl.constexpr):
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
@@ -52,7 +52,7 @@ def place_pairs(ids, cursor, placed, pairs, experts, BLOCK: tl.constexpr):
     tl.store(placed + at, pair, mask=good)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def up_many(
     x, placed, owner, gate, up, out, experts, tokens, k, inner, hidden, alpha, limit, KIND: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,
@@ -80,7 +80,7 @@ def up_many(
     tl.store(out + pair[None, :] * inner + row[:, None], result.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def down_many(
     x, placed, owner, down, out, experts, pairs, inner, hidden,
     BITS: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BK: tl.constexpr,

@@ -232,7 +232,7 @@ def _of_expert(lines, expert):
     return Lines(lines.scales + at, lines.biases + at, lines.step)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["pairs"])
 def expert_tiles(
     xs, w0, w1, owner, placed, pairs, first, second, out, experts, rows, width,
     R: gl.constexpr, T: gl.constexpr, KB: gl.constexpr, G: gl.constexpr, ST: gl.constexpr,
@@ -298,7 +298,7 @@ def order_pairs(x, placed, out, pairs, k, K, T: tl.constexpr, KB: tl.constexpr, 
     tl.store(out + tile + (at // 64 * T + place % T) * 64 + at % 64, _ordered(value, KB))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def find_places(placed, spots, places, pairs, BLOCK: tl.constexpr):
     """Where each pair was placed."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -306,7 +306,7 @@ def find_places(placed, spots, places, pairs, BLOCK: tl.constexpr):
     tl.store(spots + pair, place, mask=pair < pairs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def spread_parts(found, placed, parts, pairs, hidden, BLOCK: tl.constexpr):
     """The results of placed pairs to where the pairs are; grid (places, parts of a row)."""
     place, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

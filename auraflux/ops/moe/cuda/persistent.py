@@ -144,7 +144,7 @@ def _down_sources(s, block0, owners, warp, lane, down, K: gl.constexpr, PER: gl.
     return codes, codes, gl.where(lane < 16, down.scales.to(gl.int64), down.biases.to(gl.int64)) + line * 2
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["pairs"])
 def up_stream(
     x, placed, owner, gate, up, out, pairs, k, most,
     H: gl.constexpr, INNER: gl.constexpr, D: gl.constexpr, OCTETS: gl.constexpr, ORDERED: gl.constexpr,
@@ -205,7 +205,7 @@ def up_stream(
     memory._keep_alive()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["pairs"])
 def down_stream(
     x, placed, owner, down, out, pairs, most,
     INNER: gl.constexpr, HIDDEN: gl.constexpr, D: gl.constexpr, SKEWED: gl.constexpr, OCTETS: gl.constexpr,
