@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from auraflux.cli.options import load_model
 from auraflux.errors import SettingsError
 
+WRITTEN = 8  # tokens of every text that is written to prepare for others
+
 if TYPE_CHECKING:
     from auraflux.run.language import LanguageModel
     from auraflux.run.progress import Report
@@ -30,21 +32,25 @@ def open_desk(
             draw(what, done, total)
 
         loaded = _load(model, chosen, report)
-    announce()
-    facts = facts_of(loaded, chosen["name"])
-    _warm_up(loaded)
+        announce()
+        facts = facts_of(loaded, chosen["name"])
+        _warm_up(loaded, draw)
     return Desk(loaded, connection, facts, chosen["restart"])
 
 
-def _warm_up(loaded: "LanguageModel") -> None:
+def _warm_up(loaded: "LanguageModel", report: "Report") -> None:
     """Let kernels be compiled and steps recorded before the first client waits for it."""
-    scheduler, written = loaded.scheduler, 8
-    for texts, tokens, alike in _usual_loads(loaded):
-        if texts <= scheduler.parallel and tokens + written <= loaded.context:
-            prompts = [[0 if alike else number] * tokens for number in range(texts)]
-            loaded.generate_batch(prompts, max_tokens=written, endless=True)
-            loaded.reset()
-    loaded.engine.rehearse_beside(scheduler.parallel)
+    scheduler, engine = loaded.scheduler, loaded.engine
+    fits = [load for load in _usual_loads(loaded) if load[0] <= scheduler.parallel and load[1] + WRITTEN <= loaded.context]
+    counts = engine.beside_counts(scheduler.parallel)
+    for done, (texts, tokens, alike) in enumerate(fits):
+        report(f"preparing steps: {texts} at once", done, len(fits) + len(counts))
+        prompts = [[0 if alike else number] * tokens for number in range(texts)]
+        loaded.generate_batch(prompts, max_tokens=WRITTEN, endless=True)
+        loaded.reset()
+    for done, texts in enumerate(counts, len(fits)):
+        report(f"preparing steps: {texts} at once and a prompt", done, len(fits) + len(counts))
+        engine.rehearse_beside(texts)
     scheduler.counts = type(scheduler.counts)()
     if scheduler.speculation is not None:
         scheduler.speculation.forget_counts()

@@ -197,24 +197,22 @@ class Engine:
             both.cut_back(before)
             raise
 
-    def rehearse_beside(self, parallel: int) -> None:
-        """Take such steps for all numbers of texts, each twice: what they need is then compiled, and they are recorded."""
-        for count in COUNTS:
-            # one of the texts is read
-            texts = min(count, parallel - 1)
-            if steps_of(texts) != count or not (sizes := self.sizes_beside(texts)):
-                continue
-            *written, read = sequences = [self.cache.open() for _ in range(texts + 1)]
-            try:
-                batch = self.writing(written)
-                for size in (size for size in sizes for _ in range(2)):
-                    self.decode_beside(batch, [0] * texts, read, [0] * size)
-            except CacheFull:
-                # nor will there be room for as many texts later
-                return
-            finally:
-                for sequence in sequences:
-                    sequence.close()
+    def beside_counts(self, parallel: int) -> list[int]:
+        """Numbers of texts that are written together, beside one that is read, of which each has recordings of its own."""
+        # one of them is read
+        texts = {min(count, parallel - 1) for count in COUNTS if count <= steps_of(parallel - 1)}
+        return sorted(count for count in texts if self.sizes_beside(count))
+
+    def rehearse_beside(self, texts: int) -> None:
+        """Take all such steps of so many texts twice: what they need is then compiled, and they are recorded."""
+        *written, read = sequences = [self.cache.open() for _ in range(texts + 1)]
+        try:
+            batch = self.writing(written)
+            for size in (size for size in self.sizes_beside(texts) for _ in range(2)):
+                self.decode_beside(batch, [0] * texts, read, [0] * size)
+        finally:
+            for sequence in sequences:
+                sequence.close()
 
     def verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         """Several tokens of each sequence: the scores after every one, [T, V]."""

@@ -332,7 +332,9 @@ class Scheduler:
             self._make_room(err)
             return False
         except Exception as err:
-            self._fail([job for job in self._running if job.unread <= 0], err)
+            # it may have been the prompt's fault that went along
+            beside = [] if self._writer.beside is None else [self._writer.beside[0]]
+            self._fail([*(job for job in self._running if job.unread <= 0), *beside], err)
             return True
         for job, token, scored in chosen:
             if job.finish is None:

@@ -344,6 +344,21 @@ def test_a_failed_step_ends_its_texts_and_no_others(monkeypatch: pytest.MonkeyPa
     assert nothing_leaks(made)
 
 
+def test_a_failed_step_ends_the_prompt_that_went_along(monkeypatch: pytest.MonkeyPatch):
+    """It may be to blame, and would end others again and again."""
+    scheduler, prompts = scheduler_for("llama"), prompts_of("llama")
+    read_beside(monkeypatch)
+    writing = submit(scheduler, prompts[:2])
+    scheduler.wait(lambda: all(len(job.stream.tokens) > 2 for job in writing))
+    with monkeypatch.context() as patch:
+        patch.setattr(Replayer, "decode_beside", lambda *_: 1 / 0)
+        (reading,) = submit(scheduler, prompts[2:3])
+        scheduler.turn()
+    assert [job.finish for job in (*writing, reading)] == ["error"] * 3
+    assert finish(scheduler, submit(scheduler, prompts[2:])) == wanted("llama", "k8v4", prompts[2:])
+    assert nothing_leaks(scheduler)
+
+
 def test_a_text_that_can_never_fit_is_told(monkeypatch: pytest.MonkeyPatch):
     made, text = scheduler_for("llama", tokens=64, context=CONTEXT), model_of("llama")[2]
     (job,) = submit(made, [text[:100]])
