@@ -1,4 +1,4 @@
-"""A step of writing and a piece of a prompt that go through a model as one."""
+"""A mixed batch: a step of writing and a piece of a prompt that go through a model as one."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
