@@ -41,13 +41,14 @@ print(json.dumps([found, [each.name for each in launched(norm)[0]]]))
 # tokens of prompts that are read together are of any number: 7 prompts of 1023, and 8
 COUNTED = """
 import json
+from functools import partial
 from auraflux.ops._cases import Case
 from auraflux.ops._gpu_inputs import experts, moe, routed
 from auraflux.ops.hopper.capture import launched
 from auraflux.ops.moe.reference import expert_mlp, mixture
 
 made = {expert_mlp: lambda t: routed(t, experts()), mixture: lambda t: moe(t, experts())}
-cases = [[Case(op, "", lambda: make(tokens)) for tokens in (7161, 8184)] for op, make in made.items()]
+cases = [[Case(op, "", partial(make, tokens)) for tokens in (7161, 8184)] for op, make in made.items()]
 print(json.dumps([[[each.name for each in launched(case)[0]] for case in pair] for pair in cases]))
 """
 
