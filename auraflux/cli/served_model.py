@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from auraflux.cli.options import load_model
 from auraflux.errors import SettingsError
 
-WRITTEN = 8  # tokens of every text that is written to prepare for others
-
 if TYPE_CHECKING:
     from auraflux.run.language import LanguageModel
     from auraflux.run.progress import Report
     from auraflux.serve.desk import Desk
+
+WRITTEN = 8  # tokens of every text that is written to prepare for others
 
 
 def open_desk(
@@ -42,7 +42,7 @@ def _warm_up(loaded: "LanguageModel", report: "Report") -> None:
     """Let kernels be compiled and steps recorded before the first client waits for it."""
     scheduler, engine = loaded.scheduler, loaded.engine
     fits = [load for load in _usual_loads(loaded) if load[0] <= scheduler.parallel and load[1] + WRITTEN <= loaded.context]
-    counts = engine.beside_counts(scheduler.parallel)
+    counts = engine.counts_beside(scheduler.parallel)
     for done, (texts, tokens, alike) in enumerate(fits):
         report(f"preparing steps: {texts} at once", done, len(fits) + len(counts))
         prompts = [[0 if alike else number] * tokens for number in range(texts)]

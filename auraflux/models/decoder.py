@@ -115,10 +115,10 @@ class Layer:
     eps: float
 
     def __call__(self, x: Tensor, delta: Tensor | None, batch: Batch | Beside, store: Any) -> Residual:
-        if isinstance(batch, Beside) and not self.mixer.tells_apart:
-            x, delta = batch.apart(lambda part, x, delta: self._mixed(part, x, delta, store), x, delta)
-        else:
+        if self.mixer.tells_apart:
             x, delta = self._mixed(batch, x, delta, store)
+        else:
+            x, delta = batch.apart(lambda part, x, delta: self._mixed(part, x, delta, store), x, delta)
         return self.mlp(Stream(x, delta, self.mlp_norm, self.eps))
 
     def _mixed(self, batch: Batch | Beside, x: Tensor, delta: Tensor | None, store: Any) -> tuple[Tensor, Tensor]:

@@ -323,6 +323,8 @@ def _told(weights: Weights, name: str, count: int, usual: Callable[[], Tensor]) 
 class IndexedAttention(Attention):
     """Gated attention to blocks of positions that small heads choose."""
 
+    tells_apart = False
+
     def __init__(self, config: Config, weights: Weights, name: str, shift: float):
         heads, rotation = Heads(config.heads, config.kv_heads, config.head_width), config.rotation.to(weights.device)
         super().__init__(weights, name, config.hidden, heads, rotation, config.eps, gated=True, shift=shift)

@@ -197,7 +197,7 @@ class Engine:
             both.cut_back(before)
             raise
 
-    def beside_counts(self, parallel: int) -> list[int]:
+    def counts_beside(self, parallel: int) -> list[int]:
         """Numbers of texts that are written together, beside one that is read, of which each has recordings of its own."""
         # one of them is read
         texts = {min(count, parallel - 1) for count in COUNTS if count <= steps_of(parallel - 1)}

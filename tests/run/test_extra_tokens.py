@@ -114,3 +114,27 @@ def test_a_window_is_not_given_up_for_tokens_that_fill_a_step_up(lacking: int, m
     assert [sequence.length for sequence in (reading, *written)] == ([124, 64, 64] if lacking else [129, 65, 65])
     assert all(reading.rows[window].reaches(at) for at in range(124, reading.length + 1))
     window.pool.release(taken)
+
+
+def test_steps_that_read_beside_are_rehearsed_for_every_number_of_texts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Replayer, "reads", True)
+    monkeypatch.setattr("auraflux.run.engine.BESIDE", (48, 64))
+    seen: list[tuple[int, int]] = []
+    settings = CacheSettings(first=0, newest=0)
+    engine = auraflux.load(tiny(), kv=settings, quantize=4, context=300, device="cpu", graphs=False, sequences=8).engine
+    beside = engine.runner.repeated_beside
+
+    def noted(given, both):
+        seen.append((both.writing.tokens, both.reading.tokens))
+        return beside(given, both)
+
+    monkeypatch.setattr(engine.runner, "repeated_beside", noted)
+    # one of the texts is read, so of two none is written beside it, and of eight up to seven are
+    assert [engine.counts_beside(parallel) for parallel in (1, 2, 3, 8)] == [[], [], [2], [2, 4, 7]]
+    for texts in engine.counts_beside(8):
+        engine.rehearse_beside(texts)
+    # seven are a step of eight on a GPU; what is left of each total is the prompt's
+    assert seen == [
+        pair for texts, left in ((2, (46, 62)), (4, (44, 60)), (7, (40, 56))) for size in left for pair in [(texts, size)] * 2
+    ]
+    assert engine.cache.nbytes == 0
