@@ -194,6 +194,10 @@ class Scheduler:
         try:
             self._dismiss()
             self._admit()
+            if write:
+                # a GPU would choose them only after what is read; whatever is wrong is met again when they are taken
+                with suppress(Exception):
+                    self._draw()
             # whoever is taken off must not come back before the others went on, or none ever would
             while not self._read(beside_writing=write):
                 pass
@@ -325,7 +329,7 @@ class Scheduler:
             self._check_files()
             if not self._writer.ready:
                 self._writer.step([job for job in self._running if job.unread == 0])
-            if not self._writer.ready or self._misled():
+            if not self._writer.ready or not self._draw():
                 return True
             chosen = self._writer.choose(self._running, self._read_ahead)
         except CacheFull as err:
@@ -343,6 +347,13 @@ class Scheduler:
         if left is not None and not self._is_ahead:
             # no step was taken, or there was no room for it there
             self._read_piece([left], ends=False)
+        return True
+
+    def _draw(self) -> bool:
+        """Begin to choose tokens by scores that are known; False where there are none, or a grammar ended a text."""
+        if not self._writer.ready or self._misled():
+            return False
+        self._writer.draw()
         return True
 
     def _misled(self) -> bool:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,19 @@ from auraflux.run.engine import Engine
 from auraflux.run.job import Job
 from auraflux.run.reader import Piece
 from auraflux.run.request import Scored
-from auraflux.run.sampler import Sampler
+from auraflux.run.sampler import Likelihoods, Sampler
 from auraflux.run.speculate import Speculation
 from auraflux.weights.traffic import guessing
 
 Chosen = list[tuple[Job, int, Scored | None]]
+
+
+class Drawn(NamedTuple):
+    """Tokens on their way from the device, which knows them already, and how likely they were if somebody asks."""
+
+    tokens: Tensor
+    arriving: Arriving
+    likelihoods: Likelihoods | None
 
 
 @dataclass
@@ -43,7 +52,7 @@ class Writer:
 
     speculation  makes guesses; None for none
     live         jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
-    ready        whether there are any
+    ready        whether there are any, or tokens drawn by them that are on their way
     beside       a job whose prompt's next tokens the next step takes along, and how many at most, where there is room for
                  them; `heard` is then called with it
     """
@@ -56,6 +65,7 @@ class Writer:
         # guesses that the step checks, for each live job
         self._drafts: list[list[int]] = []
         self._scores: Tensor | None = None
+        self._drawn: Drawn | None = None
         # what they were made of; None where that is not kept
         self._hidden: Tensor | None = None
         self._together: Together | None = None
@@ -63,11 +73,11 @@ class Writer:
 
     @property
     def ready(self) -> bool:
-        return self._scores is not None
+        return self._scores is not None or self._drawn is not None
 
     def forget(self) -> None:
         """Give up a step whose tokens are not known, and the batch."""
-        self.live, self._scores, self._hidden, self._together, self.beside = [], None, None, None, None
+        self.live, self._scores, self._drawn, self._hidden, self._together, self.beside = [], None, None, None, None, None
 
     def step(self, jobs: list[Job]) -> None:
         """Give jobs whose last token is known here that token, and guesses at those after it where they promise to pay."""
@@ -129,18 +139,23 @@ class Writer:
             return drafts
         return [draft if draft and _comes_back(job) else [] for job, draft in zip(self.live, drafts, strict=True)]
 
+    def draw(self) -> None:
+        """Begin to choose tokens by the scores there are: before a GPU is given anything else, which they would wait for."""
+        if self._drawn is None:
+            assert self._scores is not None
+            sampler = self._sampler(self._drafts)
+            chosen = sampler(self._scores)
+            self._drawn, self._scores = Drawn(chosen, Arriving(chosen), sampler.likelihoods), None
+
     def choose(self, running: Iterable[Job], meanwhile: Callable[[], None]) -> Chosen:
         """Choose a token for every live job, more where guesses were right. A GPU meanwhile begins the next step.
 
         meanwhile  gives it something else to do where all of them end with this token
         """
-        assert self._together is not None
-        assert self._scores is not None
+        self.draw()
+        assert self._drawn is not None
         live, drafts, hidden, began = self.live, self._drafts, self._hidden, max(self._began, self._ended)
-        sampler = self._sampler(drafts)
-        chosen = sampler(self._scores)
-        arriving, likelihoods = Arriving(chosen), sampler.likelihoods
-        self._scores = None
+        (chosen, arriving, likelihoods), self._drawn = self._drawn, None
         if self.engine.replayer.ahead and not any(drafts) and not self._promises(live):
             self._go_on(chosen, [job for job in running if job.unread == 0 and job not in live])
             if not self.ready:

@@ -19,6 +19,7 @@ from auraflux.run.engine import Engine
 from auraflux.run.graph import Replayer
 from auraflux.run.job import Job
 from auraflux.run.request import Request
+from auraflux.run.sampler import Sampler
 from auraflux.run.sampling import Sampling
 from auraflux.run.scheduler import Scheduler
 from auraflux.weights.checkpoint import open_checkpoint
@@ -186,6 +187,36 @@ def test_a_gpu_reads_on_while_texts_end(full: bool, monkeypatch: pytest.MonkeyPa
     jobs = [scheduler.submit(request, lambda event: happened.append("told")) for request in requests]
     assert finish(scheduler, jobs) == [tokens[:1] for tokens in wanted("llama", "k8v4", [first, second])]
     assert happened == ["read", "read", "told", *["read"] * full, "told"]
+    assert nothing_leaks(scheduler)
+
+
+def test_tokens_are_chosen_before_a_gpu_is_given_prompts(monkeypatch: pytest.MonkeyPatch):
+    """It does one thing after the other: tokens of a step that is done would wait for all that is read."""
+    happened: list[str] = []
+    monkeypatch.setattr(Replayer, "ahead", True)
+    read, draw, decode = Engine.read, Sampler.__call__, Engine.decode
+    monkeypatch.setattr(Engine, "read", lambda self, *given: happened.append("read") or read(self, *given))
+    monkeypatch.setattr(Engine, "decode", lambda self, *given: happened.append("step") or decode(self, *given))
+    monkeypatch.setattr(Sampler, "__call__", lambda self, scores: happened.append("draw") or draw(self, scores))
+    scheduler, prompts = scheduler_for("llama"), [prompt[:30] for prompt in prompts_of("llama")[:2]]
+    (first,) = submit(scheduler, prompts[:1])
+    scheduler.wait(lambda: len(first.stream.tokens) > 2)
+    happened.clear()
+    assert finish(scheduler, [first, *submit(scheduler, prompts[1:])]) == wanted("llama", "k8v4", prompts)
+    assert happened[:3] == ["draw", "read", "step"]
+    assert nothing_leaks(scheduler)
+
+
+@pytest.mark.usefixtures("order")
+def test_a_fault_in_choosing_ends_what_is_written_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    scheduler, prompts = scheduler_for("llama"), prompts_of("llama")
+    first, second = submit(scheduler, prompts[:2], replace(SETTINGS, max_tokens=12))
+    scheduler.wait(lambda: len(first.stream.tokens) > 2 and len(second.stream.tokens) > 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "__call__", lambda self, scores: 1 / 0)
+        scheduler.wait(lambda: first.finish is not None)
+    assert (first.finish, second.finish) == ("error", "error")
+    assert finish(scheduler, submit(scheduler, prompts[2:3])) == wanted("llama", "k8v4", prompts[2:3])
     assert nothing_leaks(scheduler)
 
 
