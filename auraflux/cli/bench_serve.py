@@ -43,7 +43,7 @@ ASKING = [
     click.option(
         "--temperature", type=click.FloatRange(0, 100), default=0, show_default=True, help="0 for the likeliest token."
     ),
-    click.option("--requests", type=click.IntRange(min=1), metavar="N", help="At each level; by default twice the clients."),
+    click.option("--requests", type=click.IntRange(min=1), metavar="N", help="At each level; by default three a client."),
     click.option("--warmup", type=click.IntRange(min=0), metavar="N", help="Not counted; by default one per client."),
     click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="All at once; the best counts."),
     click.option("--stream/--no-stream", default=True, help="Have tokens sent as they are written, or all at the end."),

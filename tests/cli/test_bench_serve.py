@@ -22,6 +22,7 @@ ROW = {
     "mode": "closed",
     "clients": 8,
     "rate": None,
+    "full_load_s": None,
     "decode_tokens_per_s": 1234.5,
     "decode_tokens_per_s_by_difference": 99.94,
     "all_writing_s": 1.0,
@@ -94,10 +95,13 @@ def test_tables():
     assert notes({"results": [ROW], "tokens": 128}) == [
         "failed at 8 clients, 2 times: gone",
         "failed at 8 clients, 1 times: HTTP 500",
+        "never 8 clients at once: some were through before all had begun; give more --requests",
         "busy at 8 clients: requests were refused 5 times and sent again",
         "short at 8 clients: 1 answers have fewer than 128 tokens",
         "merged at 8 clients: an event holds 2.5 tokens, whose own times are not seen",
     ]
+    full = {**ROW, "full_load_s": 1.5, "failures": {}, "refused": 0, "short": 0, "tokens_per_event": 1.0}
+    assert notes({"results": [full], "tokens": 128}) == []
 
 
 def test_a_picture_of_levels_without_figures(tmp_path):

@@ -75,10 +75,10 @@ def whole_window(records: Sequence[Record]) -> Window:
     return min(record.sent for record in records), max(record.ended for record in records)
 
 
-def full_load(chains: Chains) -> Window:
-    """From when the last client began to when the first was through; all of the time where these do not overlap."""
+def full_load(chains: Chains) -> Window | None:
+    """From when the last client began to when the first was through; None where some were through before that."""
     low, high = max(chain[0].sent for chain in chains), min(chain[-1].ended for chain in chains)
-    return (low, high) if high > low else whole_window(flat(chains))
+    return (low, high) if high > low else None
 
 
 def all_writing(records: Sequence[Record]) -> Window | None:

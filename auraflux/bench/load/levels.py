@@ -11,6 +11,7 @@ from auraflux.bench.load.plan import Chain, Target, Work, poisson, staggered, to
 from auraflux.bench.load.record import Record
 
 FEWEST = 8  # requests of a level
+EACH = 3  # of every client: with two the first may be through before the last begins
 POISSON_S = 30  # of requests that come at random times
 MOST_WARMUP = 32  # for these
 AT_ONCE = 128  # clients that the processes for these are made for
@@ -49,7 +50,7 @@ def closed_level(run: Run, work: Work, clients: int, amounts: Amounts, tell: Tel
     """So many clients: all at once for one token, all at once for all tokens, then each whenever its last answer ended."""
     name = f"{clients} client{'s' if clients > 1 else ''}"
     warmup = clients if amounts.warmup is None else amounts.warmup
-    requests = max(2 * clients, FEWEST) if amounts.requests is None else amounts.requests
+    requests = max(EACH * clients, FEWEST) if amounts.requests is None else amounts.requests
     if warmup:
         tell(f"{name}: warming up")
         run(work, together(f"{name} warmup", clients, warmup, work.tokens))
@@ -63,13 +64,15 @@ def closed_level(run: Run, work: Work, clients: int, amounts: Amounts, tell: Tel
     # over the time of a request, so that from then on prompts arrive while others write
     low, high = whole_window(rounds[-1])
     chains = run(work, staggered(f"{name} steady", clients, requests, work.tokens, high - low))
+    full = full_load(chains)
     everything = [record for record in flat(ones) if record.failure is not None] + flat(rounds) + flat(chains)
     return {
         "mode": "closed",
         "clients": clients,
         "rate": None,
         **all_at_once(ones, rounds),
-        **sustained(chains, full_load(chains)),
+        "full_load_s": None if full is None else full[1] - full[0],
+        **sustained(chains, full or whole_window(flat(chains))),
         **outcome(everything, work.tokens),
     }
 
@@ -88,6 +91,7 @@ def poisson_level(run: Run, work: Work, rate: float, amounts: Amounts, tell: Tel
         "mode": "poisson",
         "clients": None,
         "rate": rate,
+        "full_load_s": None,
         **all_at_once([], []),
         **sustained(chains, whole_window(flat(chains))),
         **outcome(flat(chains), work.tokens),
