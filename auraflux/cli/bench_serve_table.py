@@ -76,7 +76,7 @@ def notes(document: dict[str, Any]) -> list[str]:
         level = f"{row['clients']} clients" if row["mode"] == "closed" else f"{row['rate']:g} requests/s"
         lines += [f"failed at {level}, {count} times: {reason}" for reason, count in row["failures"].items()]
         if row["mode"] == "closed" and row["full_load_s"] is None:
-            lines.append(f"never {level} at once: some were through before all had begun; give more --requests")
+            lines.append(f"uneven at {level}: some were through before all had begun; give more --requests")
         if row["refused"]:
             lines.append(f"busy at {level}: requests were refused {row['refused']} times and sent again")
         if row["short"]:

@@ -95,7 +95,7 @@ def test_tables():
     assert notes({"results": [ROW], "tokens": 128}) == [
         "failed at 8 clients, 2 times: gone",
         "failed at 8 clients, 1 times: HTTP 500",
-        "never 8 clients at once: some were through before all had begun; give more --requests",
+        "uneven at 8 clients: some were through before all had begun; give more --requests",
         "busy at 8 clients: requests were refused 5 times and sent again",
         "short at 8 clients: 1 answers have fewer than 128 tokens",
         "merged at 8 clients: an event holds 2.5 tokens, whose own times are not seen",
