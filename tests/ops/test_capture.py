@@ -51,6 +51,36 @@ made = {expert_mlp: lambda t: routed(t, experts()), mixture: lambda t: moe(t, ex
 cases = [[Case(op, "", partial(make, tokens)) for tokens in (7161, 8184)] for op, make in made.items()]
 print(json.dumps([[[each.name for each in launched(case)[0]] for case in pair] for pair in cases]))
 """
+# the same of whole models, whose cache stays as it is
+READ = """
+import json, torch
+from auraflux.bench.gpu.steps import BF16, CPU, LAYERS, RowWeights
+from auraflux.bench.shapes import shape_of
+from auraflux.cache import Cache, CacheSettings
+from auraflux.models import family
+from auraflux.ops import exact
+from auraflux.ops._dispatch import use_backend
+from auraflux.ops.assumed import assume_gpu
+from auraflux.ops.hopper.capture import captured
+
+found = {}
+for name in ("qwen3.6-35b-a3b", "deepseek-v3-4layer"):
+    config = shape_of(name, LAYERS[name])
+    module = family(config)
+    settings = module.Config.from_hf(config)
+    with captured() as builds, assume_gpu(), use_backend("cuda"), exact(False):
+        model, sizes = module.Model(settings, RowWeights(4, 64, BF16, CPU)), {"context": 4096, "sequences": 8, "chunk": 8192}
+        cache = Cache(module.make_caches(settings), CacheSettings("k4v4"), **sizes, dtype=BF16, device=CPU)
+        for counts in ([1024] * 8, [1023] * 8, [1023] * 7 + [1016], [1500, 1500, 1500, 1500, 1100, 900, 100, 55]):
+            before, sequences = len(builds), [cache.open() for _ in counts]
+            batch = cache.batch(sequences, silent=True)
+            batch.extend(counts)
+            model(torch.zeros(sum(counts), dtype=torch.int64), batch, cache)
+            found.setdefault(name, []).append([each.name for each in builds[before:]])
+            for sequence in sequences:
+                sequence.close()
+print(json.dumps(found))
+"""
 
 if not os.environ.get("TRITON_INTERPRET"):
     import triton
@@ -73,6 +103,12 @@ def test_any_number_of_a_prompts_tokens_goes_through_the_same_builds():
     for odd, even in told(COUNTED):
         assert odd
         assert odd == even
+
+
+def test_any_number_of_prompts_tokens_goes_through_the_same_builds_of_a_model():
+    for first, *others in told(READ).values():
+        assert first
+        assert others == [[], [], []]
 
 
 def test_a_launch_means_the_build_that_triton_would_make():

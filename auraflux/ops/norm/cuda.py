@@ -76,7 +76,7 @@ def _add_rms(x, residual, weight, out, total, width, eps, WIDTH: tl.constexpr):
     tl.store(out + at, wide * factor * tl.load(weight + column, mask=there, other=0.0).to(tl.float32), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["q_rows", "k_rows", "q_programs"])
 def _qk(q, k, q_out, k_out, q_rows, k_rows, width, inside, q_length, q_programs, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     pid = tl.program_id(0)
     if pid < q_programs:

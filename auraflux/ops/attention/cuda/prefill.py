@@ -52,14 +52,13 @@ UNSPLIT = ((64, 1 << 31), (32, 8192), (16, 2048), (1, 512))
 class Scores(NamedTuple):
     """What scores are multiplied by and capped with, and how far back they reach.
 
-    newest, far  see `Near`; 0 where there is none
+    newest  see `Near`; 0 where there is none
     """
 
     scale: float
     softcap: float
     window: int
     newest: int
-    far: int
 
 
 class Rows(NamedTuple):
@@ -196,13 +195,14 @@ def _attend(
     gl.store(out + at, found, mask=live)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["far"])
 def prefill_tiles(
-    q, keys, values, lines, index, sinks, out, scores, heads, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
+    q, keys, values, lines, index, sinks, out, scores, far, heads, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, S: gl.constexpr, ST: gl.constexpr, SOFTCAP: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """Attend from 128 rows to all keys they see; grid (HEADS, tiles).
 
+    far   see `Near`; 0 where there is none
     NEAR  keys near to a row lie elsewhere, see `Near`
     """
     # late tiles of a prompt see most keys: they come first
@@ -214,7 +214,7 @@ def prefill_tiles(
         begin, end, full, edge = keys_of_rows(first - scores.newest, last - scores.newest, scores.window - scores.newest)
         nearest = gl.maximum(first - gl.minimum(scores.newest, scores.window) + 1, 0) // 64 * 64
         beside = gl.where(first_row < new * G, (last - nearest + 64) // 64, 0)
-        near = (beside, nearest, scores.far - gl.maximum(length - new - scores.newest + 1, 0) // PAGE)
+        near = (beside, nearest, far - gl.maximum(length - new - scores.newest + 1, 0) // PAGE)
     else:
         begin, end, full, edge = keys_of_rows(first, last, scores.window)
         beside, near = 0, (0, 0, 0)
@@ -260,8 +260,9 @@ def attend_prefill(
     (tokens, heads, width), (_, key_heads, page, _) = q.shape, pages.k.shape
     sequences, group = len(pages.lengths), heads // key_heads
     grid = key_heads, tokens * group // ROWS + sequences
+    newest, far = near or (0, 0)
     launch(prefill_tiles, grid)(
         q, tiles_of(pages.k, TILE), tiles_of(pages.v, TILE), pages.v, index_of(pages, starts), sinks, out,
-        Scores(scale, softcap or 1.0, EVERYTHING if window is None else window, *(near or (0, 0))), heads, group, key_heads,
-        width, page, power_of_two(sequences), STAGES[width], softcap is not None, near is not None, num_warps=4,
+        Scores(scale, softcap or 1.0, EVERYTHING if window is None else window, newest), far, heads, group, key_heads, width,
+        page, power_of_two(sequences), STAGES[width], softcap is not None, near is not None, num_warps=4,
     )  # fmt: skip

@@ -52,7 +52,7 @@ def _input(x, state, b, age, token, start, column, inside, channels):
     return tl.where(ours, new, tl.load(state + older, mask=inside & ~ours, other=0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _tile_kernel(
     x, state, weight, bias, starts, out, sequences, tokens, channels, STEPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):
@@ -82,7 +82,7 @@ def _sequence_of(token, starts, sequences, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _keep_kernel(x, state, starts, tokens, channels, BC: tl.constexpr):
     """Move the last three inputs of a sequence to its state."""
     b, column = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)

@@ -78,7 +78,7 @@ def _gates(decay, beta, gates, line, at, live, HEADS: gl.constexpr):
     gl.store(gates + 64 + token, exp2(till))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["begin", "tokens"])
 def chunk_tiles(
     qs, ks, xs, ps, decay, beta, gates, starts, sequences, begin, tokens,
     HEADS: gl.constexpr, SHARED: gl.constexpr, SINGLE: gl.constexpr,

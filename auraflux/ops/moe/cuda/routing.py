@@ -61,7 +61,7 @@ def _kept_groups(keys, groups, kept, BG: tl.constexpr):
     return left == LOWEST
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def route_kernel(
     logits, bias, ids, weights, tokens, experts, groups, kept, k, scale,
     SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, R: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,

@@ -117,7 +117,7 @@ def write_pages(
         _write_rows(levels, norm, None, head, position, None, back, v_out, to, row, there, D, P, COLUMNS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["entries"])
+@triton.jit(do_not_specialize_on_alignment=["entries", "columns"])
 def write_near(
     calibrated, plain, back, index, k_out, v_out, root, entries, columns, SHAPE: tl.constexpr, KEPT: tl.constexpr,
     P: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
@@ -206,9 +206,10 @@ def written(
 def _in_order(sequences: int, far: int, near: int, device: torch.device) -> Tensor:
     """A table of pages that lie one after the other, with `near` more of each sequence behind them all.
 
-    It stays where it is: recorded steps read it.
+    It stays where it is: recorded steps read it. Its rows are multiples of 16, so that batches share a build.
     """
     count = sequences * far
     first = torch.arange(count, dtype=torch.int32, device=device).view(sequences, far)
     more = torch.arange(count, count + sequences * near, dtype=torch.int32, device=device).view(sequences, near)
-    return torch.cat((first, more), 1)
+    nothing = first.new_zeros(sequences, -(far + near) % 16)
+    return torch.cat((first, more, nothing), 1)
