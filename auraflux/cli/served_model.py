@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from auraflux.run.progress import Report
     from auraflux.serve.desk import Desk
 
-WRITTEN = 8  # tokens of every text that is written to prepare for others
-
 
 def open_desk(
     model: str | None, connection: Connection, chosen: dict[str, Any], announce: Callable[[], None] = lambda: None
@@ -23,6 +21,7 @@ def open_desk(
     announce  called, again and again, once all is checked that can be before weights are fetched or read
     """
     from auraflux.run.progress import on_terminal
+    from auraflux.run.warmup import warm_up
     from auraflux.serve.desk import Desk, facts_of
 
     with on_terminal() as draw:
@@ -34,44 +33,8 @@ def open_desk(
         loaded = _load(model, chosen, report)
         announce()
         facts = facts_of(loaded, chosen["name"])
-        _warm_up(loaded, draw)
+        warm_up(loaded, draw)
     return Desk(loaded, connection, facts, chosen["restart"])
-
-
-def _warm_up(loaded: "LanguageModel", report: "Report") -> None:
-    """Let kernels be compiled and steps recorded before the first client waits for it."""
-    scheduler, engine = loaded.scheduler, loaded.engine
-    fits = [load for load in _usual_loads(loaded) if load[0] <= scheduler.parallel and load[1] + WRITTEN <= loaded.context]
-    counts = engine.counts_beside(scheduler.parallel)
-    for done, (texts, tokens, alike) in enumerate(fits):
-        report(f"preparing steps: {texts} at once", done, len(fits) + len(counts))
-        prompts = [[0 if alike else number] * tokens for number in range(texts)]
-        loaded.generate_batch(prompts, max_tokens=WRITTEN, endless=True)
-        loaded.reset()
-    for done, texts in enumerate(counts, len(fits)):
-        report(f"preparing steps: {texts} at once and a prompt", done, len(fits) + len(counts))
-        engine.rehearse_beside(texts)
-    scheduler.counts = type(scheduler.counts)()
-    if scheduler.speculation is not None:
-        scheduler.speculation.forget_counts()
-
-
-def _usual_loads(loaded: "LanguageModel") -> list[tuple[int, int, bool]]:
-    """How many texts are written at once, how many tokens their prompts have, and whether these are alike: one is read then."""
-    from auraflux.run.engine import COUNTS, SIZES
-    from auraflux.run.pace import TOGETHER
-
-    if loaded.experts is not None:
-        # tokens of experts that are read from disk cost more than compiling
-        return [(1, 8, False)]
-    if loaded.engine.device.type == "cpu":
-        return [(1, 32, False), (8, 32, False)]
-    # a step is recorded the second time, and for texts of other lengths anew
-    alone = [(1, size, False) for size in SIZES for _ in range(2)]
-    together = [(count, tokens, True) for tokens in (16, 1024) for count in COUNTS]
-    # prompts that have more tokens than a step that is replayed are read as one, by kernels for powers of two of them
-    crowds = [(count, 2 * SIZES[-1] // count, False) for count in (2, 4, TOGETHER)]
-    return [*alone, *together, *crowds, (2 * TOGETHER, 1024, False), (2 * TOGETHER, 1024, False)]
 
 
 def _load(model: str | None, chosen: dict[str, Any], report: "Report") -> "LanguageModel":

@@ -203,12 +203,12 @@ class Engine:
         texts = {min(count, parallel - 1) for count in COUNTS if count <= steps_of(parallel - 1)}
         return sorted(count for count in texts if self.sizes_beside(count))
 
-    def rehearse_beside(self, texts: int) -> None:
-        """Take all such steps of so many texts twice: what they need is then compiled, and they are recorded."""
+    def rehearse_beside(self, texts: int, times: int = 2) -> None:
+        """Take all such steps of so many texts. The first time compiles what they need, the second records them."""
         *written, read = sequences = [self.cache.open() for _ in range(texts + 1)]
         try:
             batch = self.writing(written)
-            for size in (size for size in self.sizes_beside(texts) for _ in range(2)):
+            for size in (size for size in self.sizes_beside(texts) for _ in range(times)):
                 self.decode_beside(batch, [0] * texts, read, [0] * size)
         finally:
             for sequence in sequences:

@@ -135,6 +135,16 @@ class Replayer:
         self._run_before.clear()
         self.refused, self.unread = self.runner.unrecorded if self._graphs else SWITCHED_OFF, None
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Take steps inside the block without recording them, and forget them afterwards."""
+        self.forget()
+        self.refused = SWITCHED_OFF
+        try:
+            yield
+        finally:
+            self.forget()
+
     def _verify(self, batch: Batch, ids: list[list[int]]) -> Tensor:
         longest = max(map(len, ids))
         # sequences with fewer tokens are given their last again, so that steps recur
