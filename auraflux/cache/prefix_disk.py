@@ -36,6 +36,14 @@ LOOKED_AT = 64  # files that begin equally well
 IDS = "ids"
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to, before a model is loaded; nothing is made yet."""
+    nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "may not be written to" if nearest.is_dir() else "is a file"
+        raise SettingsError(f"prefixes cannot be kept in {folder}: {nearest} {reason}.")
+
+
 @dataclass(eq=False)
 class Saved:
     """A file: the tokens of its text, and its size."""

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from auraflux.cache import CacheSettings
+from auraflux.cache.prefix_disk import check_folder
 from auraflux.defaults import AUTO, CALIBRATE
 from auraflux.errors import SettingsError
+from auraflux.machine import cache_folder
 from auraflux.models.config import has_experts
 from auraflux.quant import check_format
 from auraflux.run import calibration
@@ -95,6 +97,9 @@ def load(
     calibration.check(calibrate)
     sizes = Sizes(context, chunk or chunk_for(how.device, invariant), sequences, cache_memory)
     disk_nbytes = None if prefix_disk is None else parse_nbytes(prefix_disk)
+    prefixes = Path(prefix_folder or cache_folder() / "prefixes").absolute()
+    if disk_nbytes is not None:
+        check_folder(prefixes)
     # who compiles for a model that cannot be loaded is stopped, and ranks that were called are let go
     with on_terminal(report) as tell, ExitStack() as begun:
         begun.callback(end_compiling)
@@ -113,9 +118,10 @@ def load(
     speculation = None
     if speculate is not None:
         same: dict[str, Any] = {"device": str(how.device), "kv": kv, "exact": exact, "graphs": loading.graphs}
-        same |= {"invariant": invariant, "calibrate": calibrate, "context": fit.sizes["context"], "sequences": sequences}
+        # a file is of one model
+        same |= {"invariant": invariant, "calibrate": calibrate if calibrate == calibration.OFF else calibration.AUTO, "context": fit.sizes["context"], "sequences": sequences}
         speculation = _speculation(smaller, loading, engine, {**same, "chunk": chunk, "report": report})
-    disk = None if disk_nbytes is None else loading.prefix_disk(engine, disk_nbytes, prefix_folder)
+    disk = None if disk_nbytes is None else loading.prefix_disk(engine, disk_nbytes, prefixes)
     queue: dict[str, Any] = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": source.watch}
     scheduler = Scheduler(engine, loading.tokenizer, source.ends(loading.tokenizer), **queue, speculation=speculation)
     return LanguageModel(scheduler, source.path, loading.notes(), fit.experts, model_type=source.kind)

@@ -8,7 +8,6 @@ import torch
 
 from auraflux.cache.calibration import ModelVectors
 from auraflux.cache.prefix_disk import PrefixDisk
-from auraflux.machine import cache_folder
 from auraflux.run import calibration
 from auraflux.run.device import device_memory, fetch_kernels
 from auraflux.run.engine import Engine
@@ -115,11 +114,11 @@ class Loading:
                 engine.try_token()
         return engine
 
-    def prefix_disk(self, engine: Engine, nbytes: int, folder: str | Path | None) -> PrefixDisk:
+    def prefix_disk(self, engine: Engine, nbytes: int, folder: Path) -> PrefixDisk:
         """Where texts are kept on disk: none of another model, or of this one run otherwise."""
         alike = ["invariant"] if engine.alike else []
         name = fingerprint(self.source.path, self.how.quantize, self.how.exact, engine.cache.format, *alike)
-        return PrefixDisk(Path(folder or cache_folder() / "prefixes") / name, nbytes, name)
+        return PrefixDisk(folder / name, nbytes, name)
 
     def notes(self) -> list[str]:
         """What a user should know of the model."""

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from auraflux import load
 from auraflux.cache.prefix import PrefixStore
-from auraflux.cache.prefix_disk import ENDING, UNFINISHED, PrefixDisk
+from auraflux.cache.prefix_disk import ENDING, UNFINISHED, PrefixDisk, check_folder
 from auraflux.errors import SettingsError
 from tests.cache.toy import TOYS, Toy
 
@@ -132,3 +133,15 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="prefixes cannot be kept in"):
         PrefixDisk(tmp_path / "file" / "below", 1 << 30, "toy")
+
+
+def test_a_folder_is_looked_at_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="prefixes cannot be kept in .*: .*file is a file"):
+        load("a model that there is not", device="cpu", prefix_disk="1GB", prefix_folder=tmp_path / "file" / "below")
+    check_folder(tmp_path / "new" / "below")
+    assert not (tmp_path / "new").exists()
+    # whoever runs this may be allowed everything
+    monkeypatch.setattr("auraflux.cache.prefix_disk.os.access", lambda folder, how: False)
+    with pytest.raises(SettingsError, match=f"{tmp_path} may not be written to"):
+        check_folder(tmp_path / "new" / "below")

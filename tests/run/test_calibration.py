@@ -49,6 +49,17 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "find_vectors", refuse)
 
 
+def test_a_named_file_is_not_for_a_second_model(home: Path, tmp_path: Path):
+    """It has other heads, of which the file would be refused."""
+    mine = digest(loaded())
+    file = the_file(home).rename(tmp_path / "mine.safetensors")
+    model = loaded(file, speculate=tiny_heads())
+    assert model.scheduler.speculation is not None
+    small = model.scheduler.speculation.begin().draft.engine
+    assert digest(model) == mine
+    assert small.cache.vectors is None or small.cache.vectors.digest != mine
+
+
 def test_it_is_made_once_and_found_again(home: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[tuple[str, int, int]] = []
     first = loaded(report=lambda *step: said.append(step))
