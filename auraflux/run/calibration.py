@@ -80,6 +80,11 @@ def check(calibrate: str | Path) -> None:
         regular(Path(calibrate))
 
 
+def for_another(calibrate: str | Path) -> str:
+    """What a second model is calibrated by: a file is of one model."""
+    return OFF if calibrate == OFF else AUTO
+
+
 def is_wanted(calibrate: str | Path, shapes: list[Any], settings: CacheSettings) -> bool:
     """Whether keys of some layer are coded, and vectors for them asked for."""
     plan = zip(shapes, settings.plan(shapes), strict=True)

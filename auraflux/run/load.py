@@ -118,8 +118,8 @@ def load(
     speculation = None
     if speculate is not None:
         same: dict[str, Any] = {"device": str(how.device), "kv": kv, "exact": exact, "graphs": loading.graphs}
-        # a file is of one model
-        same |= {"invariant": invariant, "calibrate": calibrate if calibrate == calibration.OFF else calibration.AUTO, "context": fit.sizes["context"], "sequences": sequences}
+        same |= {"invariant": invariant, "calibrate": calibration.for_another(calibrate)}
+        same |= {"context": fit.sizes["context"], "sequences": sequences}
         speculation = _speculation(smaller, loading, engine, {**same, "chunk": chunk, "report": report})
     disk = None if disk_nbytes is None else loading.prefix_disk(engine, disk_nbytes, prefixes)
     queue: dict[str, Any] = {"parallel": sequences, "waiting": waiting, "disk": disk, "watch": source.watch}

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
 
 def test_a_folder_is_looked_at_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingsError, match="prefixes cannot be kept in .*: .*file is a file"):
+    with pytest.raises(SettingsError, match=r"prefixes cannot be kept in .*: .*file is a file"):
         load("a model that there is not", device="cpu", prefix_disk="1GB", prefix_folder=tmp_path / "file" / "below")
     check_folder(tmp_path / "new" / "below")
     assert not (tmp_path / "new").exists()
