@@ -38,7 +38,7 @@ class LanguageModel:
     def __init__(
         self, scheduler: Scheduler, path: Path, notes: list[str], experts: ExpertStore | None = None, *, model_type: str = ""
     ):
-        self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.tokenizer
+        self.scheduler, self.engine, self.tokenizer = scheduler, scheduler.engine, scheduler.intake.tokenizer
         self.path, self.notes, self.experts, self.model_type = path, notes, experts, model_type
         self.stats = Stats()
 
@@ -142,7 +142,7 @@ class LanguageModel:
     def _chat_request(self, messages: Sequence[Message], sampling: dict[str, Any]) -> Request:
         """A request that also ends where the template ends a reply."""
         prompt = self.chat_ids(messages)
-        return self._request(prompt, sampling, self.scheduler.ends | self._need_tokenizer("a conversation").turn_ends)
+        return self._request(prompt, sampling, self.scheduler.intake.ends | self._need_tokenizer("a conversation").turn_ends)
 
     def _traffic(self) -> ExpertTraffic | None:
         return None if self.experts is None or self.experts.share.mapped else self.experts.traffic()

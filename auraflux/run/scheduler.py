@@ -12,29 +12,27 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 from auraflux.cache.pages import LayerGroup
 from auraflux.cache.prefix import PrefixStore
 from auraflux.cache.prefix_disk import PrefixDisk
 from auraflux.cache.radix import common_length
-from auraflux.errors import AurafluxError, CacheFull, ContextError, InputError
+from auraflux.errors import AurafluxError, CacheFull
 from auraflux.run.engine import Engine
 from auraflux.run.fair_queue import FairQueue
-from auraflux.run.grammar import Grammars, Matcher
+from auraflux.run.intake import Intake
 from auraflux.run.job import Job
 from auraflux.run.reader import Piece, Reader
 from auraflux.run.request import Event, Request, Scored
 from auraflux.run.speculate import Speculation
-from auraflux.run.stream import Stream
 from auraflux.run.turns import Turns
 from auraflux.run.writer import Writer
 from auraflux.weights.watch import Watch
 
 log = logging.getLogger("auraflux")
 
-LONG_TURNS = 2  # at the beginning of a prompt, whose ends are kept for others
 LOOKED_AT = 64  # jobs of the queue that are considered in a turn
 
 
@@ -76,11 +74,11 @@ class Scheduler:
         watch: Watch | None = None,
         speculation: Speculation | None = None,
     ):
-        self.engine, self.tokenizer, self.ends, self.parallel = engine, tokenizer, ends, parallel
+        self.engine, self.parallel = engine, parallel
+        self.intake = Intake(engine, tokenizer, ends)
         self._check_files = (lambda: None) if watch is None else watch.check
         self.prefixes = PrefixStore(engine.cache, disk)
         self.counts = Counts()
-        self._grammars: Grammars | None = None
         self._queue = FairQueue(waiting)
         self._running: list[Job] = []
         self._reader = Reader(engine, self.prefixes)
@@ -110,7 +108,10 @@ class Scheduler:
 
     def submit(self, request: Request, tell: Callable[[Event], None] = lambda event: None) -> Job:
         """Take a request on. `tell` is called with its events by whichever thread takes turns, and must be quick."""
-        job = self._job(request, tell)
+        self.check(request)
+        job = self.intake.job(request, tell)
+        if self.speculation is not None and request.sampling.apart:
+            job.guesses = self.speculation.begin()
         with self._turns.changed:
             self._queue.add(job)
             self._turns.changed.notify_all()
@@ -141,53 +142,7 @@ class Scheduler:
         """Refuse what cannot be carried out."""
         self._check_files()
         self.engine.check()
-        context, sampling = self.engine.cache.context, request.sampling
-        if not request.prompt:
-            raise InputError("the prompt is empty: there is nothing to continue.")
-        vocab, tokens = self.engine.model.config.vocab, (*request.prompt, *sampling.logit_bias)
-        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise InputError(f"token {wrong} is not in the model's vocabulary of {vocab}.")
-        if len(request.prompt) > context:
-            raise ContextError(
-                f"the prompt has {len(request.prompt)} tokens, and the context is limited to {context}. "
-                f"Load the model with context={len(request.prompt) + 1} or more (--context), or shorten the prompt."
-            )
-        if sampling.grammar is not None and self.tokenizer is None:
-            raise InputError("a model without a tokenizer cannot follow a grammar.")
-
-    def _job(self, request: Request, tell: Callable[[Event], None]) -> Job:
-        self.check(request)
-        sampling, prompt = request.sampling, list(request.prompt)
-        ends = self.ends if request.ends is None else request.ends
-        matcher = None if sampling.grammar is None else self._matcher(sampling.grammar, ends)
-        room = self.engine.cache.context - len(prompt) + 1
-        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        stream = Stream(prompt, sampling, limit, ends, self.tokenizer, request.show, matcher)
-        job = Job(request, stream, tell, self._marks(prompt))
-        if self.speculation is not None and sampling.apart:
-            job.guesses = self.speculation.begin()
-        return job
-
-    def _matcher(self, grammar: str, ends: frozenset[int]) -> Matcher:
-        if self._grammars is None:
-            assert self.tokenizer is not None
-            self._grammars = Grammars(self.tokenizer, self.engine.model.config.vocab, self.ends or ends)
-        return self._grammars.matcher(grammar, ends)
-
-    def _marks(self, prompt: list[int]) -> list[int]:
-        """Where a conversation is likely to be gone on with, or another to part from it.
-
-        That is before its last token, where its last turn begins, and where the first long turns end: instructions that others
-        have, too.
-        """
-        ends = {len(prompt) - 1}
-        if self.tokenizer is not None and self.engine.cache.forgets:
-            special = self.tokenizer.special_ids
-            turns = [at for at, token in enumerate(prompt) if at and token in special]
-            long = (at for before, at in pairwise([0, *turns]) if at - before >= self.engine.cache.page)
-            ends |= {*turns[-1:], *islice(long, LONG_TURNS)}
-        return sorted(ends - {0})
+        self.intake.check(request)
 
     def turn(self, write: bool = True) -> bool:
         """Admit, read and, if wanted, write; False if there is nothing left to do."""

@@ -48,10 +48,13 @@ def compile_ahead(loaded: LanguageModel, loads: list[Load], counts: list[int], r
     """Compile what a GPU's steps launch by all cores; steps that are taken one after the other would compile it one by one."""
     engine = loaded.engine
     # ranks take every step together, and experts that are read from disk would be
-    if not engine.replayer.ahead or loaded.experts is not None or loaded.scheduler.speculation is not None:
+    if not loads or not engine.replayer.ahead or loaded.experts is not None or loaded.scheduler.speculation is not None:
         return
-    from auraflux.ops.hopper import ahead
-
+    try:
+        from auraflux.ops.hopper import ahead
+    except ImportError:
+        # no Triton, or one that has other parts
+        return
     if not ahead.serves():
         return
     began, loads = time.perf_counter(), list(dict.fromkeys([*loads, *_fitting(loaded, crowds(engine.chunk))]))

@@ -141,9 +141,9 @@ def test_a_batch_is_what_each_would_be_alone(model: LanguageModel):
 def test_texts_of_a_batch_end_by_themselves(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     prompts = [IDS, IDS[:4], IDS[2:], IDS[3:]]
     settings = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
-    monkeypatch.setattr(model.scheduler, "ends", frozenset())
+    monkeypatch.setattr(model.scheduler.intake, "ends", frozenset())
     endless = [list(model.tokens(prompt, **settings)) for prompt in prompts]
-    monkeypatch.setattr(model.scheduler, "ends", frozenset([endless[0][1], endless[1][4], endless[2][8]]))
+    monkeypatch.setattr(model.scheduler.intake, "ends", frozenset([endless[0][1], endless[1][4], endless[2][8]]))
     alone = ["".join(model.generate(prompt, **settings)) for prompt in prompts]
     assert len({len(text) for text in alone}) > 1
     assert model.generate_batch(prompts, **settings) == alone
@@ -155,9 +155,9 @@ def test_the_token_that_ended_a_text_need_not_be_read_again(model: LanguageModel
     wanted = list(model.tokens(again, max_tokens=4))
     model.reset()
     end = whole.index(whole[4])
-    monkeypatch.setattr(model.scheduler, "ends", frozenset([whole[4]]))
+    monkeypatch.setattr(model.scheduler.intake, "ends", frozenset([whole[4]]))
     assert list(model.tokens(IDS, max_tokens=8)) == whole[:end]
-    monkeypatch.setattr(model.scheduler, "ends", frozenset())
+    monkeypatch.setattr(model.scheduler.intake, "ends", frozenset())
     assert list(model.tokens(again, max_tokens=4)) == wanted
     begun = model.engine.replayer.ahead
     assert model.stats.reused_tokens == len(IDS) + end + begun

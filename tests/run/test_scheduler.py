@@ -312,7 +312,7 @@ def test_texts_that_share_instructions_compute_them_once(kv: str):
     made, text = scheduler_for("llama", kv), model_of("llama")[2]
     instructions, special = [token or 1 for token in text[:100]], 0
     spelling = {"starts_with_space": False, "piece": lambda token: b"x", "is_special": lambda token: token == special}
-    made.tokenizer = SimpleNamespace(special_ids=frozenset([special]), **spelling)
+    made.intake.tokenizer = SimpleNamespace(special_ids=frozenset([special]), **spelling)
     jobs = []
     for number in range(3):
         (job,) = submit(made, [[*instructions, special, *text[100 + 90 * number : 190 + 90 * number]]])
