@@ -150,7 +150,7 @@ class Scheduler:
             self._dismiss()
             self._admit()
             if write:
-                # a GPU would choose them only after what is read; whatever is wrong is met again when they are taken
+                # first: a GPU would choose tokens after all that is read; whatever is wrong is met again when they are taken
                 with suppress(Exception):
                     self._draw()
             # whoever is taken off must not come back before the others went on, or none ever would
