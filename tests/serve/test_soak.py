@@ -202,9 +202,10 @@ def test_clients_that_leave_and_one_that_hardly_reads(name: str, monkeypatch: py
 
 @pytest.mark.slow
 def test_memory_is_flat():
-    # bytes of as many pages and what is beside them
-    options = ("--exact", "--context", str(CONTEXT), "--parallel", str(PARALLEL), "--cache-memory", str(64 << 10))
-    asked, alone = questions(2000, longest=40), Alone(tiny())
+    cache = auraflux.load(tiny(), "cpu", exact=True, context=CONTEXT, sequences=PARALLEL).engine.cache
+    nbytes = cache.reserved_nbytes + PAGES * cache.page_nbytes
+    options = ("--exact", "--context", str(CONTEXT), "--parallel", str(PARALLEL), "--cache-memory", str(nbytes))
+    asked, alone = questions(2000, longest=140), Alone(tiny())
     with process(*options) as served:
         served.ready()
         halves, sizes = (asked[:1000], asked[1000:]), []
