@@ -75,7 +75,8 @@ def _find(loaded: LanguageModel, loads: list[Load], counts: list[int], fresh: li
         report("compiling kernels", done, total)
 
     model: Any = loaded.engine.model
-    first, *others = loads
+    # the longest prompt: layers with a window and those without launch the same for short ones
+    first, *others = sorted(loads, key=lambda load: (load.texts, -load.tokens))
     with compiled_ahead(tell) as launched:
         watched = [Watched(layer, launched) for layer in model.layers]
         with _layers(model, watched):

@@ -34,7 +34,12 @@ with counted_builds() as fresh, assume_gpu(HOPPER):
             found = norm(torch.ones(tokens, 128), torch.ones(128), 1e-6)
     with compiled_ahead(lambda *done: told.append(done)):
         norm(torch.ones(4, 128), torch.ones(128), 1e-6)
-print(json.dumps([fresh, told, found.abs().max().item()]))
+    try:
+        with compiled_ahead(lambda *done: told.append(done)):
+            raise KeyError("ended")
+    except KeyError as err:
+        said = err.args[0]
+print(json.dumps([fresh, told, found.abs().max().item(), said]))
 """
 
 
@@ -47,7 +52,8 @@ def run(program: str, cache: Path) -> list:
 
 
 def test_what_would_be_launched_is_compiled_once_and_found_by_the_next_start(tmp_path: Path):
-    fresh, told, largest = run(PROGRAM, tmp_path)
+    fresh, told, largest, said = run(PROGRAM, tmp_path)
+    assert said == "ended"
     assert fresh == ["_rms"]
     assert told == [[0, 1]]
     assert largest == 0, "a kernel that was not launched has left zeros"

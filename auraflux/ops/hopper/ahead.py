@@ -52,8 +52,12 @@ def compiled_ahead(report: Callable[[int, int], None]) -> Iterator[list[str]]:
             kernel.run(*args, grid=grid, warmup=True, **named)
 
     with ThreadPoolExecutor(usable_cores()) as threads, _async_compile.AsyncCompileMode(threads, ignore_errors=True) as mode:
-        with diverted(receive), Zeroed():
-            yield launched
+        try:
+            with diverted(receive), Zeroed():
+                yield launched
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
         for done, _ in enumerate(as_completed(mode.raw_futures)):
             report(done, len(mode.raw_futures))
 
