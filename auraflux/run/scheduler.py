@@ -284,7 +284,7 @@ class Scheduler:
             self._check_files()
             if not self._writer.ready:
                 self._writer.step([job for job in self._running if job.unread == 0])
-            if not self._writer.ready or not self._draw():
+            if not self._draw():
                 return True
             chosen = self._writer.choose(self._running, self._read_ahead)
         except CacheFull as err:
@@ -305,7 +305,9 @@ class Scheduler:
         return True
 
     def _draw(self) -> bool:
-        """Begin to choose tokens by scores that are known; False where there are none, or a grammar ended a text."""
+        """Begin to choose tokens, unless that is done; False where there are no scores, or a grammar ended a text."""
+        if self._writer.drawn:
+            return True
         if not self._writer.ready or self._misled():
             return False
         self._writer.draw()

@@ -52,7 +52,7 @@ class Writer:
 
     speculation  makes guesses; None for none
     live         jobs whose next scores are known, or on their way; in the order of the batch. Some may have ended since
-    ready        whether there are any, or tokens drawn by them that are on their way
+    ready        whether there are any, or tokens `drawn` by them that are on their way
     beside       a job whose prompt's next tokens the next step takes along, and how many at most, where there is room for
                  them; `heard` is then called with it
     """
@@ -73,7 +73,11 @@ class Writer:
 
     @property
     def ready(self) -> bool:
-        return self._scores is not None or self._drawn is not None
+        return self._scores is not None or self.drawn
+
+    @property
+    def drawn(self) -> bool:
+        return self._drawn is not None
 
     def forget(self) -> None:
         """Give up a step whose tokens are not known, and the batch."""
@@ -141,18 +145,16 @@ class Writer:
 
     def draw(self) -> None:
         """Begin to choose tokens by the scores there are: before a GPU is given anything else, which they would wait for."""
-        if self._drawn is None:
-            assert self._scores is not None
-            sampler = self._sampler(self._drafts)
-            chosen = sampler(self._scores)
-            self._drawn, self._scores = Drawn(chosen, Arriving(chosen), sampler.likelihoods), None
+        assert self._scores is not None
+        sampler = self._sampler(self._drafts)
+        chosen = sampler(self._scores)
+        self._drawn, self._scores = Drawn(chosen, Arriving(chosen), sampler.likelihoods), None
 
     def choose(self, running: Iterable[Job], meanwhile: Callable[[], None]) -> Chosen:
-        """Choose a token for every live job, more where guesses were right. A GPU meanwhile begins the next step.
+        """Give the token drawn for every live job, more where guesses were right. A GPU meanwhile begins the next step.
 
         meanwhile  gives it something else to do where all of them end with this token
         """
-        self.draw()
         assert self._drawn is not None
         live, drafts, hidden, began = self.live, self._drafts, self._hidden, max(self._began, self._ended)
         (chosen, arriving, likelihoods), self._drawn = self._drawn, None

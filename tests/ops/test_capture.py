@@ -90,9 +90,10 @@ if not os.environ.get("TRITON_INTERPRET"):
         pass
 
 
-def told(program: str) -> Any:
-    """What a program says that does not interpret kernels."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+def told(program: str, **more: str) -> Any:
+    """What a program says that does not interpret kernels, with more in its environment."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), **more}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,15 +1,12 @@
 """Kernels that are compiled before they are launched, tried without a GPU: Triton needs one for the launch alone."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ops.test_capture import told
+
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
 # in a process of its own: here the kernels are imported for the interpreter
 PROGRAM = """
 import json, torch
@@ -43,19 +40,11 @@ print(json.dumps([fresh, told, found.abs().max().item(), said]))
 """
 
 
-def run(program: str, cache: Path) -> list:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_what_would_be_launched_is_compiled_once_and_found_by_the_next_start(tmp_path: Path):
-    fresh, told, largest, said = run(PROGRAM, tmp_path)
+    fresh, reported, largest, said = told(PROGRAM, TRITON_CACHE_DIR=str(tmp_path))
     assert said == "ended"
     assert fresh == ["_rms"]
-    assert told == [[0, 1]]
+    assert reported == [[0, 1]]
     assert largest == 0, "a kernel that was not launched has left zeros"
     assert len(list(tmp_path.rglob("*.cubin"))) == 1
-    assert run(PROGRAM, tmp_path)[0] == []
+    assert told(PROGRAM, TRITON_CACHE_DIR=str(tmp_path))[0] == []

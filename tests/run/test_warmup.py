@@ -125,7 +125,7 @@ def test_one_layer_of_each_kind_and_the_last():
     assert [isinstance(each, Passed) for each in found] == [False, False, True, False, True, False]
 
 
-def test_what_is_prepared_fits(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_prepared():
     model = loaded("llama")
     assert usual_loads(model) == [Load(1, 32), Load(8, 32)]
     assert {load.texts * load.tokens for load in crowds(8192)} == set(range(2176, 8193, 128))
